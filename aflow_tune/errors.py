@@ -1,0 +1,93 @@
+"""The errors a user can meet, and the exit code that each one ends the command with.
+
+Every refusal names the place, what was expected, what was found and the cure; several
+faults of one input are reported together. Anything that is not one of these classes is a
+defect of ours and may show a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How the command ended. The table in the docs is generated from these docstrings."""
+
+    DONE = 0
+    """The trainer reached its target step and the last checkpoint loads."""
+    FAILED = 1
+    """The run stopped before its target; the reason is printed last."""
+    BAD_INPUT = 2
+    """A configuration, function, data set or command line was refused; nothing was started."""
+    INTERRUPTED = 3
+    """Ctrl-C or SIGTERM: the state is saved, the same command resumes."""
+    BUDGET = 4
+    """A limit of the configuration was reached; the state is saved."""
+    ALREADY_FINISHED = 5
+    """The run folder holds a finished run of this configuration; nothing was started."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with an input.
+
+    `where` is `file:line`, a configuration key path, or both.
+    """
+
+    where: str
+    expected: str
+    found: str
+    cure: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}\n    expected: {self.expected}\n    found:    {self.found}\n"
+            f"    do:       {self.cure}"
+        )
+
+
+class AflowTuneError(Exception):
+    """Base of all our errors."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+class BadInput(AflowTuneError, ValueError):
+    """An input was refused. Carries every fault found, not just the first."""
+
+    exit_code = ExitCode.BAD_INPUT
+
+    def __init__(self, title: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(title, tuple(faults))
+        self.title = title
+        self.faults = tuple(faults)
+
+    def __str__(self) -> str:
+        if not self.faults:
+            return self.title
+        listed = "\n".join(f"{i}. {fault}" for i, fault in enumerate(self.faults, 1))
+        return f"{self.title}\n{listed}"
+
+
+class RunFailed(AflowTuneError, RuntimeError):
+    """Training stopped before its target. The first cause is in the message."""
+
+
+class Interrupted(AflowTuneError):
+    """The user or the system asked us to stop; the state is saved."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+class BudgetReached(AflowTuneError):
+    """A configured limit was reached; the state is saved."""
+
+    exit_code = ExitCode.BUDGET
+
+
+class AlreadyFinished(AflowTuneError):
+    """The run folder already holds a finished run."""
+
+    exit_code = ExitCode.ALREADY_FINISHED

@@ -1,0 +1,64 @@
+"""The vocabulary shared by all rooms: what workflows return and what a run hands back.
+
+Light on purpose: importing this module imports neither torch nor Trinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class WorkflowOutput:
+    """What a workflow function of AgentScope's newer form returns.
+
+    Same fields as `agentscope.tuner.WorkflowOutput`, which is recognised by them.
+    `reward` may stay None when a judge function scores `response`.
+    """
+
+    reward: float | None = None
+    response: Any = None
+    metrics: Mapping[str, float] | None = None
+
+
+@dataclass(kw_only=True)
+class JudgeOutput:
+    """What a judge function returns. Same fields as `agentscope.tuner.JudgeOutput`."""
+
+    reward: float
+    metrics: Mapping[str, float] | None = None
+
+
+class Failure(str, Enum):
+    """Why one run of a workflow produced no experience. The value is the metric's name."""
+
+    RAISED = "raised"
+    RETURNED_NONE = "returned_none"
+    NOT_FINITE = "not_finite"
+    NOT_A_NUMBER = "not_a_number"
+    NO_CALL = "no_call"
+    TIMED_OUT = "timed_out"
+    BLOCKED_LOOP = "blocked_loop"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One saved state: `path` holds it whole, written atomically."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What `tune()` returns when the trainer reached its target step."""
+
+    run_dir: Path
+    steps_done: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    checkpoints: tuple[Checkpoint, ...] = ()
+    report: Path | None = None
