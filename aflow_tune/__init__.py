@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from aflow_tune.context import caller, record_metrics, state_key, step_reward
     from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, RunFailed
     from aflow_tune.plugins import workflow
-    from aflow_tune.tune import tune
+    from aflow_tune.tuning import tune
     from aflow_tune.types import JudgeOutput, TuneResult, WorkflowOutput
 
 _HOME = {
-    "tune": "aflow_tune.tune",
+    "tune": "aflow_tune.tuning",
     "workflow": "aflow_tune.plugins",
     "caller": "aflow_tune.context",
     "record_metrics": "aflow_tune.context",

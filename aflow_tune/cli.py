@@ -1,0 +1,151 @@
+"""The command line: `aflow-tune CONFIG.yaml [key=value ...]`, `validate`, `init`.
+
+Parses, calls, prints errors, and turns each ending into its exit code. Nothing heavy is
+imported before it is known to be needed, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aflow_tune.errors import AflowTuneError, BadInput, ExitCode
+
+_COMMANDS = ("run", "validate", "init")
+
+_EPILOG = """\
+examples:
+  aflow-tune configs/quickstart.yaml                 tune on this machine, no GPU needed
+  aflow-tune configs/quickstart.yaml seed=1 name=second buffer.total_steps=20
+  aflow-tune configs/quickstart.yaml --inline        one process, without Ray
+  aflow-tune validate configs/quickstart.yaml        check everything, start nothing
+  aflow-tune init my_project                         a workflow, a YAML and a test to begin with
+
+Settings given as key=value win over the file. The same command again resumes an interrupted
+run from its last checkpoint.
+
+exit codes:
+  0  done: the target step was reached and the last checkpoint loads
+  1  failed: the reason is printed last
+  2  bad input: nothing was started
+  3  interrupted (Ctrl-C, SIGTERM): the state is saved
+  4  a configured budget was reached: the state is saved
+  5  already finished: this configuration reached its target in this folder before
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `aflow-tune`. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    words = [word for word in arguments if not word.startswith("-")]
+    if words:
+        # Flags may stand anywhere among the overrides; argparse wants them in front.
+        flags = [word for word in arguments if word.startswith("-")]
+        command = [words.pop(0)] if words[0] in _COMMANDS else ["run"]
+        arguments = [*command, *flags, *words]
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return ExitCode.BAD_INPUT
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.action(options))
+    except AflowTuneError as error:
+        print(f"\naflow-tune: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("\naflow-tune: stopped at once; what was saved before is kept.", file=sys.stderr)
+        return int(ExitCode.FAILED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="aflow-tune",
+        description="Reinforcement learning for agent workflows: tune the model behind an async "
+        "function, on a laptop or on a cluster, from one YAML file.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="tune a workflow (the word may be left out)",
+        description="Tune the workflow of a configuration, with an evaluation before and after. "
+        "The same command resumes an interrupted run.",
+    )
+    _add_config(run)
+    run.add_argument(
+        "--inline",
+        action="store_true",
+        help="one process without Ray: starts faster, half the memory, same results",
+    )
+    run.set_defaults(action=_run)
+
+    validate = commands.add_parser(
+        "validate",
+        help="check configuration, function and data set without starting anything",
+        description="Check a configuration, its workflow function and its data sets. Starts "
+        "nothing and fetches nothing. Every fault is printed with its place and its cure.",
+    )
+    _add_config(validate)
+    validate.set_defaults(action=_validate)
+
+    init = commands.add_parser(
+        "init",
+        help="write a small new project: workflow, YAML, data, test",
+        description="Write a small project to start from. Existing files are never overwritten.",
+    )
+    init.add_argument("folder", type=Path, help="where to write it; made if missing")
+    init.set_defaults(action=_init)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that win over the file, such as buffer.total_steps=20",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from aflow_tune.tuning import run_config
+
+    run_config(options.config, options.overrides, inline=True if options.inline else None)
+    return ExitCode.DONE
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from aflow_tune.tuning import validate_config
+
+    report = validate_config(options.config, options.overrides)
+    print(report.render())
+    return ExitCode.BAD_INPUT if report.faults else ExitCode.DONE
+
+
+def _init(options: argparse.Namespace) -> int:
+    from aflow_tune.init_project import write_project
+
+    written = write_project(options.folder)
+    if not written:
+        raise BadInput(f"nothing was written to {options.folder}: every file is there already")
+    for path in written:
+        print(path)
+    print(f"\nnext: aflow-tune validate {options.folder / 'config.yaml'}")
+    return ExitCode.DONE
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return f"aflow-tune {version('aflow-tune')}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

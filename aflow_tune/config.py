@@ -1,0 +1,132 @@
+"""Our sections of the configuration, and where in the user's input every key stands.
+
+A configuration is Trinity's YAML with the sections of this module beside Trinity's own. The
+sections are plain dataclasses, so this module (and whoever only needs our settings) imports
+neither Trinity nor OmegaConf; the merged class lives in `engines/trinity/config.py`. What a
+key may hold is decided by the type and, for words, by the `choices` in a field's metadata;
+`schema_walk.py` reads both.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+ENGINES = ("auto", "local", "trinity")
+
+
+def _one_of(default: str, *choices: str) -> Any:
+    return field(default=default, metadata={"choices": choices})
+
+
+@dataclass
+class RolloutSection:
+    """How the workflow function is run."""
+
+    run_timeout: float = 300.0
+    """Seconds that one run of the function may take; after that it counts as timed out."""
+    max_failed_fraction: float = 1.0
+    """Training stops when more than this share of a step's runs failed. 1: only if all did."""
+    system_prompt: str | None = None
+    """Handed to a workflow function that takes `system_prompt`. None: it gets none."""
+
+
+@dataclass
+class LocalSection:
+    """The local engine: sampler and trainer on this machine."""
+
+    dtype: str = _one_of("auto", "auto", "fp32", "float32", "bf16", "bfloat16")
+    """Number format of sampler and trainer. auto: bf16 where the device computes in it."""
+    device: str = _one_of("auto", "auto", "cpu", "cuda", "mps")
+    """auto: CUDA, else Apple's MPS, else the CPU."""
+    threads: int | None = None
+    """Threads of each engine's arithmetic. None: PyTorch's choice."""
+    max_batch: int = 64
+    """Sequences that the sampler decodes at once."""
+    micro_batch_tokens: int = 2048
+    """Tokens that the trainer computes at once; bounds memory, never changes the result."""
+
+
+@dataclass
+class ReportSection:
+    """What is counted as the held-out score, and what the report shows."""
+
+    score: str = "reward"
+    """'reward', or the name of a metric that the workflow records."""
+    transcripts: int = 4
+    """How many held-out items are shown with what was said before and after."""
+
+
+@dataclass
+class AflowSections:
+    """The keys that stand beside Trinity's at the top level."""
+
+    workflow: str | None = None
+    """The function to tune: `path/file.py:function` or `module:function`."""
+    judge: str | None = None
+    """A function that scores what the workflow returned, in the same form. None: no judge."""
+    engine: str = _one_of("auto", *ENGINES)
+    """auto: Trinity's vLLM and verl where they can run, else the local engine."""
+    inline: bool = False
+    """True: the whole run in one process, without Ray."""
+    deterministic: bool = False
+    """True: fp32 and batch-invariant sampling, so that Ray and inline give equal tokens."""
+    seed: int = 0
+    """Seeds sampling, initial adapters and whatever else is drawn."""
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    local: LocalSection = field(default_factory=LocalSection)
+    report: ReportSection = field(default_factory=ReportSection)
+
+
+@dataclass
+class KeyPositions:
+    """Where each key of a configuration was written.
+
+    Key paths are canonical: parts joined by dots, list items by number
+    (`buffer.explorer_input.eval_tasksets.0.path`). A key that appears nowhere has its default.
+    """
+
+    file: str | None = None
+    """The YAML as the user named it; None where there is none."""
+    lines: dict[str, int] = field(default_factory=dict)
+    """Key path to line of the file, counted from 1."""
+    overrides: dict[str, str] = field(default_factory=dict)
+    """Key path to the `key=value` of the command line."""
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Key path to the argument of `tune()` that set it."""
+    raw: dict[str, str] = field(default_factory=dict)
+    """Key path to the text of a value that holds an interpolation, as written."""
+
+    def given(self, key: str) -> bool:
+        """Whether the user set this key, or anything below it."""
+        below = key + "."
+        return any(
+            path == key or path.startswith(below)
+            for place in (self.lines, self.overrides, self.arguments)
+            for path in place
+        )
+
+    def where(self, key: str) -> str:
+        """`file:line: key`, or the argument that set it, or the key alone."""
+        shown = display(key)
+        if key in self.arguments:
+            return f"{self.arguments[key]}: {shown}"
+        path = key
+        while path:
+            if path in self.overrides:
+                return f"command line: {self.overrides[path]}"
+            if path in self.lines:
+                return f"{self.file}:{self.lines[path]}: {shown}"
+            path = path.rpartition(".")[0]
+        return f"{self.file}: {shown}" if self.file else shown
+
+
+def canonical(key: str) -> str:
+    """`a.b[0].c` and `a.b.0.c` as `a.b.0.c`."""
+    return re.sub(r"\[(\d+)\]", r".\1", key)
+
+
+def display(key: str) -> str:
+    """`a.b.0.c` as `a.b[0].c`, the form that people read."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key)

@@ -1,0 +1,165 @@
+"""What a workflow function does with its task and its model, read from its source.
+
+`task_reads` lists the fields that the function takes out of the task under constant names;
+`most_calls` bounds the calls of the model. Both look at the function's own body only: an alias
+of the task, a field name that is computed, or a helper function is not followed, and then
+nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LOOPS = (
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.Lambda,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+)
+
+
+@dataclass(frozen=True)
+class FieldRead:
+    """One place where a function takes a field out of its task."""
+
+    name: str
+    where: str
+    """`file:line`."""
+    tolerant: bool
+    """The function copes with the field's absence: `.get`, or a test with `in` before."""
+
+
+def task_reads(function: Callable[..., Any]) -> list[FieldRead]:
+    """The fields that `function` reads from its first parameter, in order of their lines."""
+    source = _source(function)
+    if source is None:
+        return []
+    tree, file, task = source
+    if task is None or _rebound(tree, task):
+        return []
+    tested = {
+        node.left.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Constant)
+        and any(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops)
+        and any(_is_name(side, task) for side in node.comparators)
+    }
+    reads = []
+    for node in _own_nodes(tree, task):
+        name = _field_of(node, task)
+        if name is not None:
+            tolerant = isinstance(node, ast.Call) or name in tested
+            reads.append(FieldRead(name, f"{file}:{node.lineno}", tolerant))
+    return sorted(reads, key=lambda read: int(read.where.rpartition(":")[2]))
+
+
+def most_calls(function: Callable[..., Any]) -> int | None:
+    """How often one run of `function` calls its model at most; None if that cannot be seen.
+
+    It can be seen when the parameter `model` is only ever called directly and outside of
+    loops; an agent that is given the model, or a loop around a call, may call any number of
+    times.
+    """
+    source = _source(function)
+    if source is None:
+        return None
+    tree, _, _ = source
+    names = [argument.arg for argument in _arguments(tree)]
+    if "model" not in names or _rebound(tree, "model"):
+        return None
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _is_name(node.func, "model")
+    ]
+    uses = sum(1 for node in ast.walk(tree) if _is_name(node, "model"))
+    if uses != len(calls):
+        return None
+    for node in ast.walk(tree):
+        if node is not tree and isinstance(node, _LOOPS):
+            inside = {id(inner) for inner in ast.walk(node)}
+            if any(id(call) in inside for call in calls):
+                return None
+    return len(calls)
+
+
+def _source(function: Callable[..., Any]) -> tuple[_Function, str, str | None] | None:
+    """The function's syntax tree with true line numbers, its file, its task parameter."""
+    bound = 0
+    while isinstance(function, functools.partial):
+        bound += len(function.args)
+        function = function.func
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
+        function = inspect.unwrap(type(function).__call__)
+    if inspect.ismethod(function):
+        function = function.__func__
+    try:
+        lines, first = inspect.getsourcelines(function)
+        file = inspect.getsourcefile(function)
+        module = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    tree = next((node for node in module.body if isinstance(node, _FUNCTIONS)), None)
+    if tree is None or file is None:
+        return None
+    ast.increment_lineno(tree, first - 1)
+    names = [argument.arg for argument in _arguments(tree)]
+    if names[:1] in (["self"], ["cls"]):
+        names = names[1:]
+    names = names[bound:]
+    task = "task" if "task" in names else (names[0] if names else None)
+    return tree, file, task
+
+
+def _arguments(tree: _Function) -> list[ast.arg]:
+    return [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs]
+
+
+def _own_nodes(tree: ast.AST, task: str) -> Iterator[Any]:
+    """Every node below `tree`, without inner functions that have a `task` of their own."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            arguments = child.args
+            if any(argument.arg == task for argument in (*arguments.posonlyargs, *arguments.args)):
+                continue
+        yield child
+        yield from _own_nodes(child, task)
+
+
+def _field_of(node: ast.AST, task: str) -> str | None:
+    key: ast.AST | None = None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        key = node.slice if _is_name(node.value, task) else None
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+        takes = node.func.attr == "get" and _is_name(node.func.value, task)
+        key = node.args[0] if takes else None
+    if isinstance(key, ast.Constant) and isinstance(key.value, str):
+        return key.value
+    return None
+
+
+def _rebound(tree: ast.AST, name: str) -> bool:
+    return any(
+        isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
+        for node in ast.walk(tree)
+    )
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -1,0 +1,60 @@
+"""The quickstart's tasks: sums of three one-digit terms, split so that nothing leaks.
+
+All 729 ordered sums 'a + b + c' with terms 1 to 9 exist once. Two sums are the same question
+if their terms are the same in any order; held-out questions are drawn as whole classes of
+that relation, so no held-out question appears in training in any order of its terms.
+
+    python -m aflow_tune.data.sums workflows/data/three_terms      writes the shipped files
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+
+SEED = 20
+HELD_OUT_AT_LEAST = 128
+
+
+def normalised(question: str) -> str:
+    """The question with white space removed and its terms in order: what makes two the same."""
+    return "+".join(sorted(question.replace(" ", "").split("+")))
+
+
+def three_term_sums() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """(training rows, held-out rows), each shuffled once with a fixed seed.
+
+    A row has `question` ('3 + 4 + 5'), `terms` ([3, 4, 5]) and `answer` (12).
+    """
+    classes: dict[str, list[dict[str, object]]] = {}
+    for terms in product(range(1, 10), repeat=3):
+        question = " + ".join(map(str, terms))
+        row = {"question": question, "terms": list(terms), "answer": sum(terms)}
+        classes.setdefault(normalised(question), []).append(row)
+    draw = random.Random(SEED)
+    names = sorted(classes)
+    draw.shuffle(names)
+    held_out: list[dict[str, object]] = []
+    while len(held_out) < HELD_OUT_AT_LEAST:
+        held_out += classes.pop(names.pop())
+    train = [row for name in names for row in classes[name]]
+    draw.shuffle(train)
+    draw.shuffle(held_out)
+    return train, held_out
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, object]]) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    train_rows, held_out_rows = three_term_sums()
+    write_rows(folder / "train.jsonl", train_rows)
+    write_rows(folder / "held_out.jsonl", held_out_rows)

@@ -1,0 +1,154 @@
+"""Checkpoints that are there whole or not at all.
+
+A checkpoint is a folder of safetensors files, a `state.json`, and a `manifest.json` with the
+size and SHA-256 of each. It is written beside its place under a temporary name, every file
+and folder is fsynced, and one rename makes it appear. Reading checks every hash first. What
+the tensors mean is left to the trainer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aflow_tune.errors import AflowTuneError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+FORMAT = 1
+
+
+class CheckpointError(AflowTuneError, ValueError):
+    """A checkpoint is missing, damaged, or of another model. The message says which file."""
+
+
+def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
+    """Create the folder `target` by `write(temporary folder)`, or leave things as they were.
+
+    An existing `target` is replaced; a crash between the two renames leaves the old one
+    under a name that starts with a dot. Left-overs of earlier crashes are removed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in target.parent.glob(f".{target.name}.tmp-*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        write(temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            _fsync(path)
+        if target.exists():
+            old = target.parent / f".{target.name}.old-{os.getpid()}"
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+            temporary.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            temporary.rename(target)
+        _fsync(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_checkpoint(
+    target: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+) -> None:
+    """Write `tensors` (one file a group) and the JSON `state` as the checkpoint `target`."""
+
+    def write(folder: Path) -> None:
+        for name, group in tensors.items():
+            flat = {key: t.detach().to("cpu").contiguous() for key, t in group.items()}
+            save_file(flat, str(folder / f"{name}.safetensors"))
+        (folder / STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for path in sorted(folder.iterdir())
+        }
+        manifest = {"format": FORMAT, "files": files}
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+
+    write_atomically(target, write)
+
+
+def verify_checkpoint(path: Path) -> list[str]:
+    """Check sizes and hashes; returns the file names. Raises CheckpointError."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = dict(manifest["files"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: not a checkpoint, {MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: unreadable ({error})") from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path / MANIFEST}: format {manifest.get('format')}, expected {FORMAT}"
+        )
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing")
+        if file.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{file}: {file.stat().st_size} bytes, expected {expected['bytes']}"
+            )
+        if _sha256(file) != expected["sha256"]:
+            raise CheckpointError(f"{file}: the content does not match its SHA-256")
+    return sorted(files)
+
+
+def read_checkpoint(
+    path: Path, *, expected_weights: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """The tensors by group and the state of a verified checkpoint.
+
+    With `expected_weights`, names and shapes of the group 'weights' must match. Raises
+    CheckpointError.
+    """
+    names = verify_checkpoint(path)
+    tensors = {
+        name.removesuffix(".safetensors"): load_file(str(path / name))
+        for name in names
+        if name.endswith(".safetensors")
+    }
+    state = json.loads((path / STATE).read_text())
+    if expected_weights is not None:
+        _check_weights(path, tensors.get("weights", {}), expected_weights)
+    return tensors, state
+
+
+def _check_weights(
+    path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    odd = sorted(set(found) ^ set(expected))
+    if odd:
+        raise CheckpointError(
+            f"{path}: holds other weights than this model and adapter have "
+            f"({len(odd)} names differ, first {odd[0]!r})"
+        )
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path}: {name} is {tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,157 @@
+"""Keys and values of the sequences being decoded, and of prefixes worth keeping.
+
+Rows 0..rows-1 are always the active sequences, each one's tokens at columns 0..length-1, so
+that a decode step reads one dense block. The storage grows when a row or a column is missing.
+`PrefixStore` keeps finished sequences for a
+while, because an agent's next prompt usually begins with its last one.
+
+Nothing here computes attention.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+TokenArray = NDArray[np.int64]
+_COLUMN_STEP = 64
+
+
+@dataclass
+class CacheShape:
+    """What one token's entry looks like: layers x {key, value} x heads x head_dim."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class KVCache:
+    """Storage `kv` of shape [layers, 2, rows, heads, columns, head_dim]."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self.lengths: list[int] = []
+        self.kv = self._empty(0, 0)
+
+    @property
+    def rows(self) -> int:
+        """Number of active sequences."""
+        return len(self.lengths)
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        s = self.shape
+        size = (s.layers, 2, rows, s.heads, columns, s.head_dim)
+        # Zeros: masked columns are multiplied by a weight of 0, and 0 times garbage can be NaN.
+        return torch.zeros(size, dtype=s.dtype, device=s.device)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for `rows` rows of `columns` columns; keeps what active rows hold."""
+        have_rows, have_columns = self.kv.shape[2], self.kv.shape[4]
+        if rows <= have_rows and columns <= have_columns:
+            return
+        if rows > have_rows:
+            rows = max(rows, min(2 * have_rows, rows + 16))
+        if columns > have_columns:
+            columns = max(columns, have_columns * 3 // 2)
+            columns = -(-columns // _COLUMN_STEP) * _COLUMN_STEP
+        grown = self._empty(max(rows, have_rows), max(columns, have_columns))
+        if self.rows:
+            used = max(self.lengths)
+            grown[:, :, : self.rows, :, :used] = self.kv[:, :, : self.rows, :, :used]
+        self.kv = grown
+
+    def copy_prefix(self, source: Tensor, row: int, length: int) -> None:
+        """Write the first `length` columns of `source` [layers, 2, heads, columns, dim]."""
+        self.kv[:, :, row, :, :length] = source[:, :, :, :length]
+
+    def row(self, row: int) -> Tensor:
+        """One row's storage, [layers, 2, heads, columns, head_dim]; a view."""
+        return self.kv[:, :, row]
+
+    def drop(self, dropped: set[int]) -> list[int]:
+        """Remove rows and close the gaps with the last rows.
+
+        Returns:
+            For each remaining row, the row that it was before.
+        """
+        order = list(range(self.rows))
+        for hole in sorted(dropped, reverse=True):
+            last = len(order) - 1
+            if hole != last:
+                # Rows above `hole` are all kept here: holes are closed from the highest down.
+                length = self.lengths[last]
+                self.kv[:, :, hole, :, :length] = self.kv[:, :, last, :, :length]
+                order[hole], self.lengths[hole] = order[last], length
+            order.pop()
+            self.lengths.pop()
+        return order
+
+    def clear(self) -> None:
+        """Forget every row and give the memory back."""
+        self.lengths = []
+        self.kv = self._empty(0, 0)
+
+
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
+    """Number of leading tokens that two prompts share."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+@dataclass
+class PrefixStore:
+    """Finished sequences and their keys and values, least recently used out first.
+
+    `capacity` counts tokens. Contents are valid for one version of the weights only.
+    """
+
+    capacity: int
+    entries: OrderedDict[int, tuple[TokenArray, Tensor]] = field(default_factory=OrderedDict)
+    size: int = 0
+    _next_key: int = 0
+
+    def best(self, prompt: TokenArray) -> tuple[int, Tensor | None]:
+        """The longest stored common prefix with `prompt`: its length and its storage."""
+        length, winner = 0, None
+        for key, (tokens, _) in self.entries.items():
+            shared = common_prefix(tokens, prompt)
+            if shared > length:
+                length, winner = shared, key
+        if winner is None:
+            return 0, None
+        self.entries.move_to_end(winner)
+        return length, self.entries[winner][1]
+
+    def add(self, tokens: TokenArray, storage: Tensor) -> None:
+        """Keep a copy of `storage` [layers, 2, heads, columns, dim] for `tokens`."""
+        if len(tokens) > self.capacity:
+            return
+        for key, (known, _) in list(self.entries.items()):
+            shared = common_prefix(known, tokens)
+            if shared == len(tokens):
+                self.entries.move_to_end(key)
+                return
+            if shared == len(known):
+                self._remove(key)
+        while self.size + len(tokens) > self.capacity:
+            self._remove(next(iter(self.entries)))
+        self.entries[self._next_key] = (tokens, storage[:, :, :, : len(tokens)].clone())
+        self._next_key += 1
+        self.size += len(tokens)
+
+    def clear(self) -> None:
+        """Forget everything: the weights changed."""
+        self.entries.clear()
+        self.size = 0
+
+    def _remove(self, key: int) -> None:
+        self.size -= len(self.entries.pop(key)[0])

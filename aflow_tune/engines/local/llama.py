@@ -1,0 +1,364 @@
+"""A lean forward pass for Llama, Mistral, Qwen2 and Qwen3 models.
+
+Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: query, key
+and value in one product, packed weights (`linear.py`), rotary embedding as one complex
+product, grouped-query attention without repeating keys, prompts packed without padding, the
+output head on last positions only, and no prompt token computed twice (`prefix_plan.py`).
+
+The Hugging Face model that it is built from keeps the unmerged base weights; an adapter is
+merged into the packed copies, from the base every time, so that updates do not drift. In bf16
+the merged weight is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aflow_tune.engines.local.decoder import logprobs_of
+from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore
+from aflow_tune.engines.local.linear import PackedLinear
+from aflow_tune.engines.local.prefix_plan import Span, plan
+from aflow_tune.engines.local.weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from aflow_tune.engines.local.lora import LoraSpec
+
+_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_PREFILL_TOKENS = 4096
+"""Prompt tokens in one forward pass; bounds the memory of its activations."""
+_SCORE_ROWS = 256
+"""Positions whose logits are held at once while scoring."""
+_STORED_TOKENS = 8192
+"""Tokens of finished sequences that stay available as prefixes."""
+
+
+def supports(model: PreTrainedModel) -> bool:
+    """Whether this module computes what `model` computes."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    linears = (m for n, m in model.named_modules() if n.endswith("_proj"))
+    return (
+        type(model).__name__ in _CLASSES
+        and config.hidden_act in ("silu", "swish")
+        and rope.get("rope_type", "default") in _ROPE_TYPES
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and kinds == {"full_attention"}
+        and not (config.model_type == "mistral" and config.sliding_window)
+        and all(type(linear) is torch.nn.Linear for linear in linears)
+    )
+
+
+@dataclass
+class _Layer:
+    qkv: PackedLinear
+    out: PackedLinear
+    gate: PackedLinear
+    up: PackedLinear
+    down: PackedLinear
+    norm_attention: Tensor
+    norm_mlp: Tensor
+    norm_q: Tensor | None
+    norm_k: Tensor | None
+
+
+class LlamaDecoder:
+    """`decoder.Decoder` for the models that `supports` accepts."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        self.model = model
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.eps = config.rms_norm_eps
+        self.q_width = self.heads * self.head_dim
+        self.rotated_width = (self.heads + self.kv_heads) * self.head_dim
+        self.device, self.dtype = model.device, model.dtype
+        self.computed_tokens = 0
+        self.shared_tokens = 0
+        self.shape = CacheShape(
+            config.num_hidden_layers, self.kv_heads, self.head_dim, self.dtype, self.device
+        )
+        self.cache = KVCache(self.shape)
+        self.store = PrefixStore(_STORED_TOKENS)
+        self.tokens: list[list[int]] = []
+        self._turns_PD = torch.empty(0, self.head_dim // 2, dtype=torch.complex64)
+        self.weights = Weights(model)
+        self._pack()
+
+    # --- weights -------------------------------------------------------------------------
+
+    def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
+        """See `Decoder.load`."""
+        self.weights.load(state, lora)
+        self.reset()
+        self._pack()
+
+    @torch.inference_mode()
+    def _pack(self) -> None:
+        inner: Any = self.model.model
+        self.embedding = inner.embed_tokens.weight
+        self.norm = inner.norm.weight
+        self.layers = [self._pack_layer(i, layer) for i, layer in enumerate(inner.layers)]
+        self.head = PackedLinear(self.weights.effective("lm_head"))
+
+    def _pack_layer(self, index: int, layer: Any) -> _Layer:
+        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+
+        def linear(path: str) -> PackedLinear:
+            return PackedLinear(self.weights.effective(path), self.weights.bias(path))
+
+        parts = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+        turned = (True, True, False)
+        weights = [
+            self._interleave(self.weights.effective(path), turn)
+            for path, turn in zip(parts, turned, strict=True)
+        ]
+        biases = [self.weights.bias(path) for path in parts]
+        bias = None
+        if biases[0] is not None:
+            bias = torch.cat(
+                [self._interleave(b, t) for b, t in zip(biases, turned, strict=True)]
+            )
+        norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
+        norm_q, norm_k = (self._interleave(n.weight, True) if n else None for n in norms)
+        return _Layer(
+            qkv=PackedLinear(torch.cat(weights), bias),
+            out=linear(attention + "o_proj"),
+            gate=linear(mlp + "gate_proj"),
+            up=linear(mlp + "up_proj"),
+            down=linear(mlp + "down_proj"),
+            norm_attention=layer.input_layernorm.weight,
+            norm_mlp=layer.post_attention_layernorm.weight,
+            norm_q=norm_q,
+            norm_k=norm_k,
+        )
+
+    def _interleave(self, weight: Tensor | None, turn: bool) -> Tensor:
+        """Put the two halves of every head that rotate together next to each other.
+
+        Queries and keys are permuted alike, so their products are unchanged.
+        """
+        assert weight is not None
+        if not turn:
+            return weight
+        halves = weight.view(-1, 2, self.head_dim // 2, *weight.shape[1:])
+        return halves.transpose(1, 2).reshape(weight.shape)
+
+    # --- Decoder -------------------------------------------------------------------------
+
+    def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See `Decoder.add`. Equal prompts and common prefixes are computed once."""
+        arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
+        first = self.cache.rows
+        self.cache.reserve(first + len(arrays), max(map(len, arrays)) + 1)
+        active = [
+            (np.asarray(tokens, dtype=np.int64), self.cache.row(row))
+            for row, tokens in enumerate(self.tokens)
+        ]
+        prefill = plan(arrays, active, self.store)
+        logits_NV: Tensor | None = None
+        for wave in prefill.waves(_PREFILL_TOKENS):
+            for span in wave:
+                if span.storage is not None:
+                    self.cache.copy_prefix(span.storage, first + span.index, span.offset)
+                elif span.donor is not None:
+                    donor = self.cache.row(first + span.donor)
+                    self.cache.copy_prefix(donor, first + span.index, span.offset)
+            hidden_TE, ends = self._extend(self.cache, first, wave)
+            rows_KV = self.head(hidden_TE[ends])
+            if logits_NV is None:
+                logits_NV = rows_KV.new_empty(len(arrays), rows_KV.shape[1])
+            logits_NV[[span.index for span in wave]] = rows_KV
+            self.computed_tokens += hidden_TE.shape[0]
+        assert logits_NV is not None
+        for copy, original in prefill.copies.items():
+            source = self.cache.row(first + original)
+            self.cache.copy_prefix(source, first + copy, len(arrays[copy]))
+            logits_NV[copy] = logits_NV[original]
+        self.shared_tokens += prefill.shared_tokens
+        self.cache.lengths += [len(array) for array in arrays]
+        self.tokens += [array.tolist() for array in arrays]
+        return logits_NV
+
+    def step(self, tokens_B: Tensor) -> Tensor:
+        """See `Decoder.step`."""
+        cache, rows = self.cache, self.cache.rows
+        positions_B = torch.tensor(cache.lengths, device=self.device)
+        for row, token in enumerate(tokens_B.tolist()):
+            self.tokens[row].append(token)
+        used = max(cache.lengths) + 1
+        cache.reserve(rows, used)
+        cache.lengths = [length + 1 for length in cache.lengths]
+        groups = self.heads // self.kv_heads
+        hidden_rows = torch.arange(used, device=self.device) > positions_B[:, None]
+        mask = torch.zeros(rows, 1, 1, used, dtype=self.dtype, device=self.device)
+        mask.masked_fill_(hidden_rows[:, None, None], float("-inf"))
+        mask = mask.expand(rows, 1, groups, used)
+
+        def attend(layer: int, qkv_BW: Tensor) -> Tensor:
+            q = qkv_BW[:, : self.q_width].view(rows, self.kv_heads, groups, self.head_dim)
+            k, v = cache.kv[layer, :, :rows, :, :used]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(rows, -1)
+
+        index = self._cache_index(cache, torch.arange(rows, device=self.device), positions_B)
+        return self.head(self._forward(cache, tokens_B, positions_B, index, attend))
+
+    def drop(self, rows: set[int]) -> list[int]:
+        """See `Decoder.drop`. What the rows hold is kept for a while as prefixes."""
+        for row in rows:
+            self.store.add(np.asarray(self.tokens[row], dtype=np.int64), self.cache.row(row))
+        order = self.cache.drop(rows)
+        self.tokens = [self.tokens[row] for row in order]
+        return order
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+        """See `Decoder.score`."""
+        tokens = np.asarray(token_ids, dtype=np.int64)
+        inputs, targets_T = tokens[:-1], torch.from_numpy(tokens[1:]).to(self.device)
+        cache = KVCache(self.shape)
+        cache.reserve(1, len(inputs))
+        hidden_TE, _ = self._extend(cache, 0, [Span(index=0, offset=0, tokens=inputs)])
+        pieces = [
+            logprobs_of(self.head(hidden_TE[i : i + _SCORE_ROWS]), targets, temperature)
+            for i, targets in zip(
+                range(0, len(inputs), _SCORE_ROWS), targets_T.split(_SCORE_ROWS), strict=True
+            )
+        ]
+        return torch.cat(pieces).tolist()
+
+    def reset(self) -> None:
+        """See `Decoder.reset`."""
+        self.cache.clear()
+        self.store.clear()
+        self.tokens = []
+
+    # --- forward pass --------------------------------------------------------------------
+
+    def _extend(
+        self, cache: KVCache, first_row: int, spans: list[Span]
+    ) -> tuple[Tensor, list[int]]:
+        """Run new tokens of several rows, packed; returns hidden_TE and each span's last T.
+
+        Spans of equal offset and length lie side by side and attend in one call.
+        """
+        spans.sort(key=lambda span: (span.offset, len(span.tokens)))
+        starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
+        tokens_T = torch.from_numpy(np.concatenate([span.tokens for span in spans]))
+        positions_T = torch.from_numpy(
+            np.concatenate([span.offset + np.arange(len(span.tokens)) for span in spans])
+        )
+        rows = torch.tensor([first_row + span.index for span in spans])
+        rows_T = rows.repeat_interleave(torch.tensor([len(span.tokens) for span in spans]))
+        blocks: dict[tuple[int, int], list[int]] = {}
+        for i, span in enumerate(spans):
+            blocks.setdefault((span.offset, len(span.tokens)), []).append(i)
+        rows, rows_T = rows.to(self.device), rows_T.to(self.device)
+        tokens_T, positions_T = tokens_T.to(self.device), positions_T.to(self.device)
+
+        def attend(layer: int, qkv_TW: Tensor) -> Tensor:
+            return torch.cat(
+                [
+                    self._attend_block(
+                        cache.kv[layer],
+                        qkv_TW[starts[members[0]] : starts[members[-1] + 1]],
+                        rows[members[0] : members[-1] + 1],
+                        offset,
+                    )
+                    for (offset, _), members in blocks.items()
+                ]
+            )
+
+        index = self._cache_index(cache, rows_T, positions_T)
+        hidden_TE = self._forward(cache, tokens_T, positions_T, index, attend)
+        return hidden_TE, (starts[1:] - 1).tolist()
+
+    def _attend_block(
+        self, kv: Tensor, qkv_TW: Tensor, rows: Tensor, offset: int
+    ) -> Tensor:
+        """Causal attention of spans of one offset and length; `kv` is one layer's storage."""
+        count, groups = len(rows), self.heads // self.kv_heads
+        heads = qkv_TW.view(count, -1, self.heads + 2 * self.kv_heads, self.head_dim)
+        length = heads.shape[1]
+        q = heads[:, :, : self.heads].transpose(1, 2)
+        mask = None
+        if offset == 0:
+            k, v = heads[:, :, self.heads :].transpose(1, 2).split(self.kv_heads, dim=1)
+        else:
+            k, v = kv[:, :, :, : offset + length].index_select(1, rows)
+            mask = torch.ones(length, offset + length, dtype=torch.bool, device=rows.device)
+            mask = mask.tril(offset)
+        out = F.scaled_dot_product_attention(
+            q,
+            k.repeat_interleave(groups, dim=1),
+            v.repeat_interleave(groups, dim=1),
+            attn_mask=mask,
+            is_causal=mask is None,
+        )
+        return out.transpose(1, 2).reshape(count * length, self.q_width)
+
+    def _forward(
+        self,
+        cache: KVCache,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        index: Tensor,
+        attend: Callable[[int, Tensor], Tensor],
+    ) -> Tensor:
+        """Hidden states after the final norm; writes keys and values to `cache` at `index`."""
+        turns = self._turns(cache.kv.shape[4])[positions_T][:, None]
+        x = F.embedding(tokens_T, self.embedding)
+        for number, layer in enumerate(self.layers):
+            qkv = layer.qkv(self._rms(x, layer.norm_attention))
+            self._rotate(qkv, layer, turns)
+            fresh = qkv[:, self.q_width :].reshape(-1, self.head_dim)
+            cache.kv[number].view(-1, self.head_dim).index_copy_(0, index, fresh)
+            x = layer.out.plus(attend(number, qkv), x)
+            h = self._rms(x, layer.norm_mlp)
+            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+        return self._rms(x, self.norm)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+
+    def _rotate(self, qkv_TW: Tensor, layer: _Layer, turns: Tensor) -> None:
+        """Rotary embedding of queries and keys, in place (arXiv:2104.09864)."""
+        turned = qkv_TW[:, : self.rotated_width].unflatten(1, (-1, self.head_dim))
+        if layer.norm_q is not None and layer.norm_k is not None:
+            q, k = turned.split([self.heads, self.kv_heads], dim=1)
+            q.copy_(self._rms(q, layer.norm_q))
+            k.copy_(self._rms(k, layer.norm_k))
+        exact = turned.float()
+        torch.view_as_complex(exact.unflatten(-1, (-1, 2))).mul_(turns)
+        if exact.data_ptr() != turned.data_ptr():
+            turned.copy_(exact)
+
+    def _turns(self, positions: int) -> Tensor:
+        """exp(i angle) of every position and pair, complex64 [positions, head_dim / 2]."""
+        if len(self._turns_PD) < positions:
+            ids = torch.arange(positions, device=self.device)[None]
+            probe = torch.empty(0, dtype=torch.float32, device=self.device)
+            cos, sin = self.model.model.rotary_emb(probe, ids)
+            half = self.head_dim // 2
+            self._turns_PD = torch.complex(cos[0, :, :half], sin[0, :, :half])
+        return self._turns_PD
+
+    def _cache_index(self, cache: KVCache, rows_T: Tensor, columns_T: Tensor) -> Tensor:
+        """Where each token's key and value heads go in one layer's storage, flattened."""
+        _, _, rows, heads, columns, _ = cache.kv.shape
+        slots = torch.arange(2 * heads, device=self.device)
+        part, head = slots // heads, slots % heads
+        start_T1 = (rows_T * heads * columns + columns_T)[:, None]
+        return (start_T1 + part * rows * heads * columns + head * columns).flatten()

@@ -1,0 +1,189 @@
+"""Low-rank adapters: one description, one state format, one lean forward pass.
+
+PEFT owns the adapter: it injects the layers, names them, saves and loads them. This module
+adds what training on few cores needs. `FusedLoraLinear` computes y = x W' + s (x A') B' in
+one autograd node that knows W is frozen, keeps A and B in fp32 and multiplies in the type of
+x; PEFT's own layer upcasts x and multiplies the adapter in fp32, which is most of the cost
+of a bf16 step on a CPU.
+
+The adapter state that trainer and sampler exchange is a flat dict of fp32 CPU tensors,
+`lora.<module path>.A` [rank, in] and `lora.<module path>.B` [out, rank], module paths as in
+the base model; the weight it stands for is W + scaling B A (Hu et al. 2021, arXiv:2106.09685).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as PeftLoraLinear
+from torch import Tensor, nn
+
+ADAPTER = "default"
+"""The name PEFT gives to the one adapter that we train."""
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """What an adapter looks like.
+
+    `target_modules`: 'all-linear' (every linear layer but the output head), one module name,
+    a regular expression as PEFT takes it, or a tuple of module names.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B A in the merged weight."""
+        return self.alpha / self.rank
+
+
+class _FusedLora(torch.autograd.Function):
+    """y_NO = x_NI W' + bias + s (x A') B', with W and bias frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        A_RI: Tensor,
+        B_OR: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        A, B = A_RI.to(x_NI.dtype), B_OR.to(x_NI.dtype)
+        y_NO = nn.functional.linear(x_NI, weight_OI, bias_O)
+        u_NR = x_NI @ A.T
+        y_NO.addmm_(u_NR, B.T, alpha=scaling)
+        ctx.save_for_backward(x_NI, weight_OI, A, B, u_NR)
+        ctx.scaling, ctx.master_dtype = scaling, A_RI.dtype
+        return y_NO
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy_NO,) = grads
+        x_NI, weight_OI, A, B, u_NR = ctx.saved_tensors
+        v_NR = dy_NO @ B
+        dx_NI = None
+        if ctx.needs_input_grad[0]:
+            dx_NI = dy_NO @ weight_OI
+            dx_NI.addmm_(v_NR, A, alpha=ctx.scaling)
+        dA = (v_NR.T @ x_NI).to(ctx.master_dtype).mul_(ctx.scaling)
+        dB = (u_NR.T @ dy_NO).T.to(ctx.master_dtype).mul_(ctx.scaling)
+        return dx_NI, None, None, dA, dB, None
+
+
+class FusedLoraLinear(PeftLoraLinear):
+    """PEFT's LoRA linear layer with a fused pass for the one case that we train.
+
+    That case: one plain adapter, no dropout, nothing merged, a frozen `nn.Linear` below.
+    Everything else (several adapters, variants, disabled adapter) is PEFT's own forward.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base = self.get_base_layer()
+        plain = (
+            self.active_adapters == [ADAPTER]
+            and not (args or kwargs or self.disable_adapters or self.merged or self.lora_variant)
+            and isinstance(self.lora_dropout[ADAPTER], nn.Identity)
+            and not base.weight.requires_grad
+        )
+        if not plain:
+            return super().forward(x, *args, **kwargs)
+        y_NO = _FusedLora.apply(
+            x.reshape(-1, x.shape[-1]),
+            base.weight,
+            base.bias,
+            self.lora_A[ADAPTER].weight,
+            self.lora_B[ADAPTER].weight,
+            self.scaling[ADAPTER],
+        )
+        return y_NO.view(*x.shape[:-1], -1)
+
+
+def inject(model: nn.Module, spec: LoraSpec, *, seed: int) -> PeftModel:
+    """Freeze `model` and put fp32 adapters into it (A random by `seed`, B zero)."""
+    targets = spec.target_modules
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    config._register_custom_module({nn.Linear: FusedLoraLinear})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(model, config, adapter_name=ADAPTER)
+
+
+def adapter_layers(model: PeftModel) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Module path in the base model, A [rank, in], B [out, rank] of every adapted layer.
+
+    A and B are the live parameters. Layers stored transposed (GPT-2's Conv1D) appear as
+    well; their A and B have the same meaning.
+    """
+    for name, module in model.get_base_model().named_modules():
+        weights = getattr(module, "lora_A", None)
+        if isinstance(weights, nn.ModuleDict) and ADAPTER in weights:
+            yield name, weights[ADAPTER].weight, module.lora_B[ADAPTER].weight  # type: ignore
+
+
+def adapter_state(model: PeftModel) -> dict[str, Tensor]:
+    """The adapter as fp32 CPU copies: `lora.<module path>.A` and `.B`."""
+    state: dict[str, Tensor] = {}
+    for name, A_RI, B_OR in adapter_layers(model):
+        state[f"lora.{name}.A"] = A_RI.detach().to("cpu", torch.float32, copy=True)
+        state[f"lora.{name}.B"] = B_OR.detach().to("cpu", torch.float32, copy=True)
+    return state
+
+
+def load_adapter_state(model: PeftModel, state: Mapping[str, Tensor]) -> None:
+    """Write an `adapter_state` back into `model`. KeyError if a layer is missing."""
+    with torch.no_grad():
+        for name, A_RI, B_OR in adapter_layers(model):
+            A_RI.copy_(state[f"lora.{name}.A"])
+            B_OR.copy_(state[f"lora.{name}.B"])
+
+
+def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:
+    """The module paths that an adapter state changes."""
+    return [key[len("lora.") : -len(".A")] for key in state if key.endswith(".A")]
+
+
+def delta_weight(A_RI: Tensor, B_OR: Tensor, scaling: float) -> Tensor:
+    """scaling B A in fp32, [out, in]."""
+    return (B_OR.float() @ A_RI.float()).mul_(scaling)
+
+
+@torch.no_grad()
+def merge_into(
+    model: nn.Module,
+    base_weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    spec: LoraSpec,
+) -> None:
+    """Set every adapted weight of `model` to base + scaling B A, in place.
+
+    `model` is the plain model, without PEFT layers. `base_weights` maps module paths to the
+    unchanged weights [out, in]; a path that it lacks is taken from `model` itself (right only
+    if nothing was merged into it before). The sum is made in fp32 and rounded once.
+    """
+    for path in adapted_modules(state):
+        module = model.get_submodule(path)
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        delta_OI = delta_weight(
+            state[f"lora.{path}.A"], state[f"lora.{path}.B"], spec.scaling
+        ).to(weight.device)
+        if not isinstance(module, nn.Linear):  # Conv1D stores [in, out]
+            delta_OI = delta_OI.T
+        base = base_weights.get(path, weight)
+        weight.copy_(base.to(weight.device, torch.float32) + delta_OI)

@@ -1,0 +1,170 @@
+"""From a model's name to weights and tokenizer in memory.
+
+A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` answers
+without any network, for `validate`; `resolve_model` may fetch. What a model computes is left
+to the sampler and the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aflow_tune.engines.local.smollm2 import fetch_smollm2
+from aflow_tune.errors import BadInput, Fault
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUNDLED: dict[str, Callable[[Path], Path]] = {"smollm2-135m": fetch_smollm2}
+"""Models with a name of ours: each function fills the folder it is given, once."""
+
+DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+def cache_dir() -> Path:
+    """Where converted models live: `$AFLOW_TUNE_CACHE`, else `~/.cache/aflow-tune`."""
+    configured = os.environ.get("AFLOW_TUNE_CACHE")
+    return Path(configured) if configured else Path.home() / ".cache" / "aflow-tune"
+
+
+def resolve_model(name_or_path: str) -> Path:
+    """The folder of a model, fetched and converted first if need be.
+
+    Args:
+        name_or_path: a name of `BUNDLED`, a folder with a `config.json`, or a hub id.
+
+    Raises:
+        BadInput: the folder holds no model, or the model cannot be fetched.
+    """
+    if name_or_path in BUNDLED:
+        return BUNDLED[name_or_path](cache_dir() / name_or_path)
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return folder
+        raise _not_a_model(name_or_path, "a folder without config.json")
+    return _fetch_from_hub(name_or_path)
+
+
+def is_cached(name_or_path: str) -> bool:
+    """Whether `resolve_model` will answer without touching the network."""
+    if name_or_path in BUNDLED:
+        return (cache_dir() / name_or_path).is_dir()
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return (folder / "config.json").is_file()
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name_or_path, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A causal LM in evaluation mode, every parameter of `dtype` on `device`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    return model.to(torch.device(device)).eval()
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; the pad token falls back to the end-of-sequence token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def pick_device(setting: str) -> torch.device:
+    """The device of `local.device`; `auto` is CUDA, else MPS, else CPU.
+
+    Raises:
+        BadInput: the name is unknown, or the device is not there.
+    """
+    import torch
+
+    here = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if setting == "auto":
+        return torch.device(next(d for d in ("cuda", "mps", "cpu") if here[d]))
+    if here.get(setting.split(":")[0]):
+        return torch.device(setting)
+    raise BadInput(
+        "The configured device cannot be used",
+        [
+            Fault(
+                where="local.device",
+                expected=", ".join(["auto", *(device for device in here if here[device])]),
+                found=repr(setting),
+                cure="local.device: auto",
+            )
+        ],
+    )
+
+
+def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
+    """The number format of `local.dtype`; `auto` is bf16 where the device computes in it.
+
+    On a CPU that is the case with AVX-512 BF16 or AMX instructions; without them bf16 is
+    emulated and slower than fp32.
+
+    Raises:
+        BadInput: the name is unknown.
+    """
+    import torch
+
+    if setting in ("fp32", "float32"):
+        return torch.float32
+    if setting in ("bf16", "bfloat16"):
+        return torch.bfloat16
+    if setting != "auto":
+        raise BadInput(
+            "The configured number format is unknown",
+            [Fault("local.dtype", ", ".join(DTYPES), repr(setting), "local.dtype: auto")],
+        )
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _fetch_from_hub(repo_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        # The hub client raises a dozen unrelated classes (names, network, rights, disk); all
+        # of them mean the same to the user, and the cause is kept in the message.
+        raise _not_a_model(repo_id, f"{type(error).__name__}: {error}") from error
+
+
+def _not_a_model(name: str, found: str) -> BadInput:
+    return BadInput(
+        "The model cannot be loaded",
+        [
+            Fault(
+                where=f"model.model_path: {name}",
+                expected="a folder with config.json and weights, a hub id, or one of "
+                + ", ".join(BUNDLED),
+                found=found,
+                cure="check the path, or start with model.model_path: smollm2-135m",
+            )
+        ],
+    )

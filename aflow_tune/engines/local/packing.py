@@ -1,0 +1,281 @@
+"""Train samples as token tries: a shared prefix is computed once, and nothing is padded.
+
+The runs of a group start with the same prompt, and a later call of a run often repeats the
+earlier ones. All samples of a micro-batch go into one trie; every node is one token of one
+packed row, with the position it has in its sample. A node attends to its ancestors, which
+makes the row equal to the separate samples for any causal model. Tokens after the last
+scored one are left out, and the output head is applied only to nodes whose next token counts.
+
+This module builds layouts from plain token lists; the arithmetic is in `trie_attention.py`
+and `token_scores.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import BoolTensor, LongTensor, Tensor
+
+BUCKET_FILL = 0.75
+"""Paths share one padded attention block if each fills at least this share of the longest."""
+
+
+@dataclass
+class Sample:
+    """One model call (or one conversation) of one run.
+
+    tokens_T: prompt and response. action_mask_R marks the response tokens that the policy
+    made; R may exceed T - prompt_length for truncated prompts, such columns never count.
+    logprobs_R: behaviour policy, fp32. `extra` holds what a loss needs: per-token tensors [R]
+    or scalars []. Samples with the same `run` stay in one micro-batch (None: its own run).
+    """
+
+    tokens_T: Tensor
+    prompt_length: int
+    action_mask_R: Tensor
+    logprobs_R: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    run: Hashable = None
+
+    def scored_columns(self) -> list[int]:
+        """The response columns whose log-probability counts, ascending."""
+        room = len(self.tokens_T) - self.prompt_length
+        columns = self.action_mask_R[: max(0, room)].nonzero().flatten().tolist()
+        # The first token of a sequence has no prediction.
+        return [column for column in columns if self.prompt_length + column > 0]
+
+    def path(self) -> list[int]:
+        """The tokens that must be computed: up to the one before the last scored token."""
+        columns = self.scored_columns()
+        if not columns:
+            return []
+        return self.tokens_T[: self.prompt_length + columns[-1]].tolist()
+
+
+class TokenTrie:
+    """Tokens by prefix. Node ids count up in the order of insertion."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.depths: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def missing(self, tokens: Sequence[int]) -> int:
+        """How many nodes `add(tokens)` would create."""
+        node = -1
+        for depth, token in enumerate(tokens):
+            child = self._children.get((node, token))
+            if child is None:
+                return len(tokens) - depth
+            node = child
+        return 0
+
+    def add(self, tokens: Sequence[int]) -> list[int]:
+        """The node ids along `tokens`; new nodes are the consecutive last ones."""
+        path, node = [], -1
+        for depth, token in enumerate(tokens):
+            key = (node, token)
+            child = self._children.get(key)
+            if child is None:
+                child = self._children[key] = len(self.tokens)
+                self.tokens.append(token)
+                self.depths.append(depth)
+            path.append(child)
+            node = child
+        return path
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Paths of similar length, padded to one [S, Q] x [S, K] attention problem.
+
+    queries_SQ, keys_SK: node ids. Query q of path s sits at position offsets_S[s] + q and sees
+    the keys up to itself. `causal`: all offsets are 0 and Q = K, so that a kernel's own causal
+    flag says the same as the mask.
+    """
+
+    queries_SQ: LongTensor
+    keys_SK: LongTensor
+    offsets_S: LongTensor
+    causal: bool
+
+    def mask(self, window: int | None = None) -> BoolTensor:
+        """True where a query sees a key, [S, 1, Q, K]; `window` counts the token itself."""
+        last = self.keys_SK.shape[1] - 1
+        device = self.keys_SK.device
+        q = torch.arange(self.queries_SQ.shape[1], device=device)
+        # Padded queries look at the last key: whatever they give is never read.
+        at_SQ1 = (self.offsets_S[:, None] + q).clamp(max=last)[:, :, None]
+        k = torch.arange(last + 1, device=device)
+        seen = k <= at_SQ1
+        if window is not None:
+            seen &= k > at_SQ1 - window
+        return seen[:, None]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One micro-batch as one row of N tokens.
+
+    blocks, place_N: attention outputs of all blocks, flattened and concatenated, give the
+    row's outputs by `index_select(place_N)`.
+    scored_U: nodes whose next token counts. Score m is the log-probability of target_M[m]
+    after node scored_U[node_M[m]]; it belongs to sample row_M[m], response column column_M[m].
+    """
+
+    tokens_N: LongTensor
+    positions_N: LongTensor
+    blocks: tuple[AttentionBlock, ...]
+    place_N: LongTensor
+    scored_U: LongTensor
+    node_M: LongTensor
+    target_M: LongTensor
+    row_M: LongTensor
+    column_M: LongTensor
+
+
+def _long(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> LongTensor:
+    return torch.tensor(values, dtype=torch.long, device=device)  # type: ignore[return-value]
+
+
+def _pad(rows: list[list[int]]) -> list[list[int]]:
+    width = max(len(row) for row in rows)
+    return [row + [row[0]] * (width - len(row)) for row in rows]
+
+
+def _blocks(
+    segments: list[tuple[list[int], int]], size: int, device: torch.device
+) -> tuple[tuple[AttentionBlock, ...], list[int]]:
+    """Attention blocks for (path, first owned depth) segments, and where each node's output is.
+
+    Each path asks only for the nodes that it added to the trie. Paths from the root and
+    paths with a shared prefix are kept apart, since a kernel's causal flag fits the former.
+    """
+    blocks: list[AttentionBlock] = []
+    place = [0] * size
+    done = 0
+    for causal in (True, False):
+        todo = sorted(
+            (segment for segment in segments if (segment[1] == 0) == causal),
+            key=lambda segment: (-len(segment[0]), segment[1]),
+        )
+        while todo:
+            longest, widest = len(todo[0][0]), len(todo[0][0]) - todo[0][1]
+            bucket, rest = [], []
+            for path, own in todo:
+                fits = len(path) >= BUCKET_FILL * longest and len(path) - own <= max(16, widest)
+                (bucket if fits else rest).append((path, own))
+            todo = rest
+            queries = _pad([path[own:] for path, own in bucket])
+            keys = _pad([path for path, _ in bucket])
+            width = len(queries[0])
+            for s, (path, own) in enumerate(bucket):
+                for i, node in enumerate(path[own:]):
+                    place[node] = done + s * width + i
+            done += len(bucket) * width
+            blocks.append(
+                AttentionBlock(
+                    queries_SQ=_long(queries, device),
+                    keys_SK=_long(keys, device),
+                    offsets_S=_long([own for _, own in bucket], device),
+                    causal=causal,
+                )
+            )
+    return tuple(blocks), place
+
+
+def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> PackedRow | None:
+    """One packed row of `samples`; None if no token of them counts."""
+    device = torch.device(device)
+    trie = TokenTrie()
+    segments: list[tuple[list[int], int]] = []
+    node_of_score: list[int] = []
+    target: list[int] = []
+    row: list[int] = []
+    column: list[int] = []
+    for index, sample in enumerate(samples):
+        columns = sample.scored_columns()
+        if not columns:
+            continue
+        before = len(trie)
+        path = trie.add(sample.path())
+        created = len(trie) - before
+        if created:
+            segments.append((path, len(path) - created))
+        tokens = sample.tokens_T.tolist()
+        for c in columns:
+            node_of_score.append(path[sample.prompt_length + c - 1])
+            target.append(tokens[sample.prompt_length + c])
+            row.append(index)
+            column.append(c)
+    if not target:
+        return None
+    blocks, place = _blocks(segments, len(trie), device)
+    scored = sorted(set(node_of_score))
+    rank = {node: u for u, node in enumerate(scored)}
+    return PackedRow(
+        tokens_N=_long(trie.tokens, device),
+        positions_N=_long(trie.depths, device),
+        blocks=blocks,
+        place_N=_long(place, device),
+        scored_U=_long(scored, device),
+        node_M=_long([rank[node] for node in node_of_score], device),
+        target_M=_long(target, device),
+        row_M=_long(row, device),
+        column_M=_long(column, device),
+    )
+
+
+def _runs(group: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
+    """The sample indices of a group by run, in order of first appearance."""
+    runs: dict[Hashable, list[int]] = {}
+    for index in group:
+        run = samples[index].run
+        runs.setdefault(("sample", index) if run is None else ("run", run), []).append(index)
+    return list(runs.values())
+
+
+def micro_batches(
+    samples: Sequence[Sample], groups: Sequence[Sequence[int]], max_tokens: int
+) -> list[list[int]]:
+    """Split a train batch into micro-batches of whole runs, at most `max_tokens` packed tokens.
+
+    `groups` lists sample indices by task. A group that fits into one micro-batch is not cut;
+    a run longer than `max_tokens` is a micro-batch of its own. The order is kept.
+    """
+    batches: list[list[int]] = []
+    current: list[int] = []
+    trie = TokenTrie()
+
+    def close() -> None:
+        nonlocal current, trie
+        if current:
+            batches.append(current)
+        current, trie = [], TokenTrie()
+
+    def cost(indices: Sequence[int], base: TokenTrie) -> int:
+        alone = TokenTrie()
+        total = 0
+        for index in indices:
+            path = samples[index].path()
+            total += min(base.missing(path), alone.missing(path))
+            alone.add(path)
+        return total
+
+    for group in groups:
+        whole = cost(group, trie)
+        if current and len(trie) + whole > max_tokens and cost(group, TokenTrie()) <= max_tokens:
+            close()
+        for run in _runs(group, samples):
+            if current and len(trie) + cost(run, trie) > max_tokens:
+                close()
+            for index in run:
+                trie.add(samples[index].path())
+            current.extend(run)
+    close()
+    return batches

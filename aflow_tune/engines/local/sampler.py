@@ -1,0 +1,355 @@
+"""The sampler: many requests, one thread that decodes them all together.
+
+Requests, weight updates and scoring jobs stand in one queue and are served in order. Waiting
+sequences join the running batch between two decode steps (continuous batching). A weight
+update is a barrier: what was submitted before it is finished with the old weights, what was
+submitted after it waits for the new ones, so no completion mixes two versions.
+
+`deterministic=True` serves one request at a time from an empty cache, so that its tokens and
+log-probabilities depend on nothing but prompt, parameters, weights and thread count. Otherwise
+the company a request is in may change the last bits of its arithmetic.
+
+What a model computes is the decoder's business (`decoder.py`), how a token is drawn is
+`sampling.py`'s, HTTP is `server.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from aflow_tune.engines.local.decoder import make_decoder
+from aflow_tune.engines.local.generation import Draft, Request, Vocabulary
+from aflow_tune.engines.local.grammar import GrammarCompiler
+from aflow_tune.engines.local.sampling import (
+    Completion,
+    SamplingParams,
+    draw,
+    prompt_faults,
+)
+from aflow_tune.errors import BadInput, Fault, RunFailed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from aflow_tune.engines.local.lora import LoraSpec
+
+__all__ = ["Completion", "Sampler", "SamplingParams"]
+
+
+class _Job:
+    """Work that needs the decoder to itself: no sequence is being decoded while it runs."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.future: Future[Any] = Future()
+
+
+class Sampler:
+    """Draws completions from a causal LM.
+
+    Args:
+        model: in evaluation mode; the sampler owns it from now on.
+        tokenizer: of that model.
+        max_batch: sequences decoded together; more of them wait their turn.
+        max_model_len: tokens of prompt and completion together; a longer completion ends
+            with finish_reason 'length'.
+        threads: of torch, for this process; None takes the physical cores.
+        deterministic: see the module's docstring.
+        lora: the shape of the adapter that `update_weights` will bring, if it brings one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_batch: int = 64,
+        max_model_len: int,
+        threads: int | None = None,
+        deterministic: bool = False,
+        lora: LoraSpec | None = None,
+    ) -> None:
+        if max_batch < 1 or max_model_len < 2:
+            raise BadInput(
+                "The sampler's limits are out of range",
+                [
+                    Fault(
+                        "max_batch, max_model_len",
+                        "at least 1 and 2",
+                        f"{max_batch}, {max_model_len}",
+                        "local.max_batch: 64, and a model.max_model_len of prompt + response",
+                    )
+                ],
+            )
+        self.threads = threads or psutil.cpu_count(logical=False) or 1
+        torch.set_num_threads(self.threads)
+        self.max_batch = max_batch
+        self.max_model_len = max_model_len
+        self.deterministic = deterministic
+        self.lora = lora
+        self.version = 0
+        self.vocabulary = Vocabulary(model, tokenizer)
+        self.grammars = GrammarCompiler(tokenizer, self.vocabulary.size, self.vocabulary.eos)
+        self.device = model.device
+        self.decoder = make_decoder(model)
+        self._queue: deque[Request | _Job] = deque()
+        self._waiting: deque[Draft] = deque()
+        self._active: list[Draft] = []
+        self._logits_BV: Tensor | None = None
+        self._wake = threading.Condition()
+        self._closing = False
+        self._generated = 0
+        self._busy = 0.0
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    # --- called from any thread ----------------------------------------------------------
+
+    def generate(
+        self, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> list[list[Completion]]:
+        """Complete every prompt; blocks. Returns `params[i].n` completions for prompt i.
+
+        Raises:
+            BadInput: a prompt or its parameters are refused; nothing was drawn.
+            RunFailed: the engine met an error, which is the cause, or was closed.
+        """
+        if len(prompts) != len(params):
+            raise BadInput(f"{len(prompts)} prompts but {len(params)} sampling parameters")
+        requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
+        self._enqueue(requests)
+        try:
+            return [request.future.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.future.cancel()
+            raise
+
+    async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
+        """Complete one prompt from any event loop; raises what `generate` raises.
+
+        Cancelling the awaiting task gives the place in the batch free at the next step.
+        """
+        request = self._request(prompt_ids, params)
+        self._enqueue([request])
+        return await asyncio.wrap_future(request.future)
+
+    def token_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Teacher-forced log-probabilities of tokens 1..T-1, fp32, length T-1; blocks.
+
+        Raises:
+            BadInput: fewer than two tokens, or a temperature that is not positive.
+            RunFailed: as in `generate`.
+        """
+        if len(token_ids) < 2 or temperature <= 0:
+            raise BadInput("token_logprobs takes at least two tokens and a positive temperature")
+        values: list[float] = self._alone(lambda: self.decoder.score(token_ids, temperature))
+        return values
+
+    def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Take new weights; blocks until they are in use.
+
+        Args:
+            state: an adapter (`lora.<module path>.A` [rank, in] and `.B` [out, rank]) or
+                parameters by their names. Must not change until this returns.
+            version: what `self.version` becomes.
+
+        Raises:
+            BadInput: names or shapes that the model does not have; nothing was changed.
+            RunFailed: as in `generate`.
+        """
+
+        def load() -> None:
+            self.decoder.load(state, self.lora)
+            self.version = version
+
+        self._alone(load)
+
+    def stats(self) -> dict[str, float]:
+        """Totals since the start: tokens, and seconds with work to do."""
+        return {
+            "generated_tokens": self._generated,
+            "prefilled_tokens": self.decoder.computed_tokens,
+            "shared_tokens": self.decoder.shared_tokens,
+            "busy_seconds": self._busy,
+        }
+
+    def close(self) -> None:
+        """Fail what is still waiting, end the thread, free the cache."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _request(self, prompt_ids: list[int], params: SamplingParams) -> Request:
+        """Check a request and set up its sequences."""
+        params.validate()
+        faults = prompt_faults(prompt_ids, self.max_model_len)
+        outside = [t for t in prompt_ids if not 0 <= t < self.vocabulary.size]
+        if outside:
+            expected = f"token ids below {self.vocabulary.size}"
+            faults.append(Fault("prompt", expected, str(outside[:5]), "use this model's tokenizer"))
+        if faults:
+            raise BadInput("The prompt cannot be completed", faults)
+        request = Request(list(prompt_ids), params, Future())
+        limit = min(params.max_tokens, self.max_model_len - len(prompt_ids))
+        request.drafts = [
+            Draft(request, i, limit, self.vocabulary, self.grammars.matcher(params))
+            for i in range(params.n)
+        ]
+        return request
+
+    def _alone(self, work: Callable[[], Any]) -> Any:
+        job = _Job(work)
+        self._enqueue([job])
+        return job.future.result()
+
+    def _enqueue(self, items: list[Any]) -> None:
+        with self._wake:
+            if self._closing:
+                raise RunFailed("the sampler is closed")
+            self._queue.extend(items)
+            self._wake.notify()
+
+    # --- the sampler's thread ------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        # The thread count is kept per thread by OpenMP.
+        torch.set_num_threads(self.threads)
+        while self._await_work():
+            start = time.perf_counter()
+            try:
+                self._advance()
+            except Exception as error:
+                self._fail_all(error)
+            self._busy += time.perf_counter() - start
+        self._fail_all(RunFailed("the sampler was closed"))
+
+    def _await_work(self) -> bool:
+        """Sleep until there is something to do; False when closing."""
+        with self._wake:
+            while not (self._queue or self._waiting or self._active or self._closing):
+                self._wake.wait()
+            return not self._closing
+
+    def _advance(self) -> None:
+        """Let waiting work in, then make one token for every active sequence."""
+        self._remove({i for i, d in enumerate(self._active) if d.request.abandoned})
+        self._admit()
+        if self._active:
+            self._draw()
+        if self._active:
+            tokens_B = torch.tensor([d.tokens[-1] for d in self._active], device=self.device)
+            self._logits_BV = self.decoder.step(tokens_B)
+
+    def _admit(self) -> None:
+        """Fill the free places of the batch and prefill what came in, together."""
+        joining: list[Draft] = []
+        while len(self._active) + len(joining) < self.max_batch:
+            draft = self._next_draft(idle=not (self._active or joining))
+            if draft is None:
+                break
+            joining.append(draft)
+        if not joining:
+            return
+        logits_NV = self.decoder.add([draft.request.prompt for draft in joining])
+        held_BV = self._logits_BV if self._active else None
+        self._logits_BV = logits_NV if held_BV is None else torch.cat([held_BV, logits_NV])
+        self._active += joining
+
+    def _next_draft(self, idle: bool) -> Draft | None:
+        """The next sequence in line; does the jobs that stand before it."""
+        while True:
+            while self._waiting:
+                draft = self._waiting.popleft()
+                if not draft.request.abandoned:
+                    return draft
+            with self._wake:
+                if not self._queue:
+                    return None
+                head = self._queue[0]
+                if not idle and (self.deterministic or isinstance(head, _Job)):
+                    return None
+                self._queue.popleft()
+            if isinstance(head, _Job):
+                _settle(head.future, head.work)
+            else:
+                if self.deterministic:
+                    self.decoder.reset()
+                self._waiting.extend(head.drafts)
+
+    def _draw(self) -> None:
+        """Draw a token for every active sequence and take out those that ended."""
+        drafts, logits_BV = self._active, self._logits_BV
+        assert logits_BV is not None
+        temperatures = [d.params.temperature or 1.0 for d in drafts]
+        scaled = any(t != 1 for t in temperatures)
+        tokens_B, logprobs_B, probs_BV = draw(
+            logits_BV,
+            torch.tensor(temperatures, device=self.device)[:, None] if scaled else None,
+            torch.tensor([d.uniform for d in drafts], device=self.device),
+            {row: rule for row, d in enumerate(drafts) if (rule := d.rule()) is not None},
+        )
+        tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
+        ended = {
+            row for row, d in enumerate(drafts) if d.take(tokens[row], logprobs[row], probs_BV[row])
+        }
+        self._generated += len(drafts)
+        self._logits_BV = None
+        requests = {id(drafts[row].request): drafts[row].request for row in ended}
+        self._remove(ended)
+        for request in requests.values():
+            if all(draft.finish_reason for draft in request.drafts):
+                _settle(request.future, request.completions)
+
+    def _remove(self, rows: set[int]) -> None:
+        """Take sequences out of the batch."""
+        if not rows:
+            return
+        order = self.decoder.drop(rows)
+        self._active = [self._active[row] for row in order]
+        if self._logits_BV is not None:
+            self._logits_BV = self._logits_BV[order]
+
+    def _fail_all(self, error: Exception) -> None:
+        """Hand `error` to everyone who waits, and start again from an empty cache."""
+        with self._wake:
+            queued = list(self._queue)
+            self._queue.clear()
+        requests = {id(d.request): d.request for d in (*self._active, *self._waiting)}
+        self._active, self._logits_BV = [], None
+        self._waiting.clear()
+        self.decoder.reset()
+        reason: Exception = error
+        if not isinstance(error, BadInput | RunFailed):
+            reason = RunFailed(f"the sampler met an error: {type(error).__name__}: {error}")
+            reason.__cause__ = error
+        for item in (*requests.values(), *queued):
+            _settle(item.future, reason)
+
+
+def _settle(future: Future[Any], outcome: Callable[[], Any] | Exception) -> None:
+    """Give a waiting caller its result or exception, unless it left meanwhile."""
+    result = None
+    if not isinstance(outcome, Exception):
+        try:
+            result = outcome()
+        except Exception as error:
+            outcome = error
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(result)

@@ -1,0 +1,208 @@
+"""What a request asks for, what it gets back, and how one token is drawn.
+
+A token is drawn by inverting the cumulative distribution at one uniform number, so a
+sequence's whole randomness is a row of uniforms fixed at admission: the same seed, prompt and
+weights give the same tokens in whatever company. Log-probabilities are those of
+softmax(logits / temperature) over the whole vocabulary in fp32; top-p, top-k and grammar masks
+restrict what is drawn, never what is reported, so a trainer can recompute them from tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from aflow_tune.errors import BadInput, Fault
+
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """One request. Checked by `validate`."""
+
+    max_tokens: int
+    """New tokens at most, end-of-sequence included."""
+    n: int = 1
+    """Sequences to draw from the same prompt."""
+    temperature: float = 1.0
+    """Divides the logits. 0 takes the likeliest token and reports log-probabilities at 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Draw among the k likeliest tokens; 0 = all."""
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these; the tokens that spell it are kept."""
+    seed: int | None = None
+    """Sequence i draws from Generator(seed + i); None takes fresh randomness."""
+    top_logprobs: int = 0
+    """Also report this many likeliest tokens at every position."""
+    min_tokens: int = 0
+    """No end of sequence and no stop string before this many tokens."""
+    ignore_eos: bool = False
+    json_schema: dict[str, Any] | None = None
+    """The text is JSON of this schema."""
+    grammar: str | None = None
+    """The text follows this Lark grammar (llguidance's dialect)."""
+
+    def validate(self) -> None:
+        """Raises BadInput with every value that is out of range."""
+        rules = [
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("n", self.n >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more, finite"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("stop", "" not in self.stop, "no empty string"),
+            ("top_logprobs", 0 <= self.top_logprobs <= 20, "0 to 20"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens"),
+            ("grammar", self.grammar is None or self.json_schema is None, "not with json_schema"),
+        ]
+        faults = [
+            Fault(name, expected, repr(getattr(self, name)), f"change {name}")
+            for name, holds, expected in rules
+            if not holds
+        ]
+        if faults:
+            raise BadInput("The sampling parameters are out of range", faults)
+
+    def uniforms(self, index: int, count: int) -> list[float]:
+        """The uniform numbers in [0, 1) that sequence `index` draws its tokens with."""
+        seed = secrets.randbits(63) if self.seed is None else (self.seed + index) % 2**63
+        generator = torch.Generator().manual_seed(seed)
+        values: list[float] = torch.rand(count, generator=generator).tolist()
+        return values
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One drawn sequence."""
+
+    token_ids: list[int]
+    """Every drawn token, an end-of-sequence token included."""
+    logprobs: list[float]
+    """One per token: log softmax(logits / temperature), fp32."""
+    text: str
+    """Without special tokens, cut before a stop string."""
+    finish_reason: str
+    """'stop' (end of sequence, stop string, grammar complete) or 'length'."""
+    top_logprobs: list[dict[int, float]] | None = None
+    """The likeliest tokens of each position; None unless asked for."""
+
+
+@dataclass
+class RowRule:
+    """What restricts one row's next token beyond the temperature."""
+
+    greedy: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+    banned: Tensor | None = None
+    """Boolean over the vocabulary: tokens that must not be drawn."""
+
+
+def draw(
+    logits_BV: Tensor,
+    temperatures_B1: Tensor | None,
+    uniforms_B: Tensor,
+    rules: dict[int, RowRule],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token a row.
+
+    Args:
+        logits_BV: of any float type.
+        temperatures_B1: positive divisors, or None when all are 1.
+        uniforms_B: in [0, 1).
+        rules: rows that are restricted, by row number.
+
+    Returns:
+        tokens_B, their log-probabilities_B, and probabilities_BV of all tokens, fp32.
+    """
+    if temperatures_B1 is not None:
+        logits_BV = logits_BV.float() / temperatures_B1
+    probs_BV = torch.softmax(logits_BV, dim=-1, dtype=torch.float32)
+    weights_BV = probs_BV
+    if any(not rule.greedy or rule.banned is not None for rule in rules.values()):
+        weights_BV = probs_BV.clone()
+        for row, rule in rules.items():
+            weights_BV[row] = _restricted(logits_BV[row].float(), rule)
+    tokens_B = invert(weights_BV, uniforms_B)
+    for row, rule in rules.items():
+        if rule.greedy:
+            tokens_B[row] = weights_BV[row].argmax()
+    logprobs_B = probs_BV.gather(1, tokens_B[:, None])[:, 0].log()
+    return tokens_B, logprobs_B, probs_BV
+
+
+def invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds uniform * total, per row.
+
+    Sums blocks of the vocabulary first, so that only one block per row needs a running sum.
+    A token of weight zero is never returned.
+    """
+    if short := -weights_BV.shape[1] % _BLOCK:
+        weights_BV = F.pad(weights_BV, (0, short))
+    blocks_BKW = weights_BV.unflatten(1, (-1, _BLOCK))
+    mass_BK = blocks_BKW.sum(-1)
+    edges_BK = mass_BK.cumsum(-1)
+    target_B1 = uniforms_B[:, None] * edges_BK[:, -1:]
+    block_B1 = torch.searchsorted(edges_BK, target_B1, right=True)
+    block_B1.clamp_(max=edges_BK.shape[1] - 1)
+    before_B1 = edges_BK.gather(1, block_B1) - mass_BK.gather(1, block_B1)
+    rows = torch.arange(len(blocks_BKW), device=weights_BV.device)
+    block_BW = blocks_BKW[rows, block_B1[:, 0]]
+    inner_BW = block_BW.cumsum(-1)
+    offset_B1 = torch.searchsorted(inner_BW, target_B1 - before_B1, right=True)
+    offset_B1.clamp_(max=_BLOCK - 1)
+    # Rounding between the two sums can point past the last token that has any weight.
+    empty = block_BW.gather(1, offset_B1) == 0
+    if bool(empty.any()):
+        heaviest_B1 = block_BW.argmax(-1, keepdim=True)
+        offset_B1 = torch.where(empty, heaviest_B1, offset_B1)
+        lost = block_BW.gather(1, offset_B1) == 0
+        tokens_B1 = block_B1 * _BLOCK + offset_B1
+        return torch.where(lost, weights_BV.argmax(-1, keepdim=True), tokens_B1)[:, 0]
+    return (block_B1 * _BLOCK + offset_B1)[:, 0]
+
+
+def top_tokens(probs_V: Tensor, count: int) -> dict[int, float]:
+    """The `count` likeliest tokens and their log-probabilities, likeliest first."""
+    values, indices = probs_V.topk(min(count, len(probs_V)))
+    return dict(zip(indices.tolist(), values.log().tolist(), strict=True))
+
+
+def _restricted(scaled_V: Tensor, rule: RowRule) -> Tensor:
+    """Probabilities of one row after banning, top-k and top-p (in this order), fp32."""
+    if rule.banned is not None:
+        scaled_V = scaled_V.masked_fill(rule.banned, -math.inf)
+    if 0 < rule.top_k < len(scaled_V):
+        kth = scaled_V.topk(rule.top_k).values[-1]
+        scaled_V = scaled_V.masked_fill(scaled_V < kth, -math.inf)
+    probs_V = torch.softmax(scaled_V, dim=-1)
+    if rule.top_p < 1:
+        ordered, order = probs_V.sort(descending=True)
+        outside = ordered.cumsum(-1) - ordered >= rule.top_p
+        probs_V[order[outside]] = 0
+    return probs_V
+
+
+def prompt_faults(prompt_ids: Sequence[int], max_model_len: int) -> list[Fault]:
+    """Why a prompt cannot be completed at all."""
+    if not prompt_ids:
+        return [Fault("prompt", "at least one token", "none", "send a message")]
+    if len(prompt_ids) >= max_model_len:
+        return [
+            Fault(
+                "prompt",
+                f"fewer than {max_model_len} tokens (max_model_len), to leave room to answer",
+                f"{len(prompt_ids)} tokens",
+                "shorten the prompt or raise model.max_model_len",
+            )
+        ]
+    return []

@@ -1,0 +1,238 @@
+"""OpenAI's chat-completions API over a sampler, on loopback.
+
+`GET /health`, `GET /v1/models`, `POST /v1/chat/completions`. The server runs in a thread with
+an event loop of its own; a client that goes away cancels its request and frees the place in
+the batch. The wire format is in `protocol.py`, tool calls in `tools.py`; nothing here knows
+how tokens are made. Answers are whole: `stream` is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from aflow_tune.engines.local.protocol import (
+    ChatRequest,
+    chat_response,
+    error_body,
+    parse_body,
+)
+from aflow_tune.engines.local.tools import template_messages
+from aflow_tune.errors import BadInput, Fault, RunFailed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from aflow_tune.engines.local.sampler import Sampler
+
+log = logging.getLogger(__name__)
+_START_SECONDS = 30.0
+_CLIENT_CLOSED = 499
+
+
+class SamplerServer:
+    """Serves `sampler` under `model_name`; `start()` returns the base URL without `/v1`.
+
+    Args:
+        port: 0 takes a free one.
+        tool_call_parser: only 'hermes'.
+        api_key: when given, /v1 asks for it as a bearer token.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        tokenizer: PreTrainedTokenizerBase,
+        model_name: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tool_call_parser: str = "hermes",
+        api_key: str | None = None,
+    ) -> None:
+        if tool_call_parser != "hermes":
+            raise BadInput(
+                "The tool-call parser is unknown",
+                [
+                    Fault(
+                        "explorer.rollout_model.tool_call_parser",
+                        "hermes",
+                        tool_call_parser,
+                        "tool_call_parser: hermes",
+                    )
+                ],
+            )
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.host, self.port = host, port
+        self.api_key = api_key
+        template = tokenizer.chat_template
+        self._template_has_tools = "tools" in str(template or "")
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Listen; returns e.g. 'http://127.0.0.1:51234'.
+
+        Raises:
+            RunFailed: the port cannot be bound.
+        """
+        config = uvicorn.Config(
+            self._app(),
+            host=self.host,
+            port=self.port,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+        )
+        listener = _listen(self.host, self.port)
+        self.port = listener.getsockname()[1]
+        server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=server.run, args=([listener],), name="sampler-server", daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + _START_SECONDS
+        while not server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise RunFailed(f"the server on {self.host}:{self.port} did not start")
+            time.sleep(0.01)
+        self._server = server
+        return f"http://{self.host}:{self.port}"
+
+    def stop(self) -> None:
+        """Close the connections and end the thread; the sampler is left running."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+            self._server = None
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+
+        @app.get("/health")
+        async def health() -> Response:
+            return Response()
+
+        @app.get("/v1/models")
+        async def models(request: Request) -> Response:
+            if (refused := self._unauthorized(request)) is not None:
+                return refused
+            entry = {
+                "id": self.model_name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "aflow-tune",
+                "max_model_len": self.sampler.max_model_len,
+            }
+            return JSONResponse({"object": "list", "data": [entry]})
+
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Response:
+            if (refused := self._unauthorized(request)) is not None:
+                return refused
+            try:
+                return await self._chat(request)
+            except (BadInput, ValidationError) as error:
+                code = "context_length_exceeded" if "max_model_len" in str(error) else None
+                return JSONResponse(error_body(str(error), "invalid_request_error", code), 400)
+            except Exception as error:
+                log.exception("a chat completion failed")
+                return JSONResponse(error_body(str(error), "server_error"), 500)
+
+        return app
+
+    def _unauthorized(self, request: Request) -> Response | None:
+        if self.api_key is None:
+            return None
+        given = request.headers.get("authorization", "")
+        if hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
+            return None
+        body = error_body("wrong or missing API key", "authentication_error", "invalid_api_key")
+        return JSONResponse(body, 401)
+
+    async def _chat(self, request: Request) -> Response:
+        chat = ChatRequest.model_validate(parse_body(await request.body()))
+        chat.check()
+        if chat.model not in (None, self.model_name):
+            message = f"the model {chat.model!r} does not exist here; it is {self.model_name!r}"
+            return JSONResponse(
+                error_body(message, "invalid_request_error", "model_not_found"), 404
+            )
+        prompt_ids = self._render(chat)
+        room = max(self.sampler.max_model_len - len(prompt_ids), 1)
+        answer = asyncio.ensure_future(
+            self.sampler.submit(prompt_ids, chat.sampling_params(default_max_tokens=room))
+        )
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not answer.done():
+                answer.cancel()
+        if not answer.done():
+            return Response(status_code=_CLIENT_CLOSED)
+        return JSONResponse(
+            chat_response(
+                chat, self.model_name, prompt_ids, answer.result(), self.sampler.vocabulary
+            )
+        )
+
+    def _render(self, chat: ChatRequest) -> list[int]:
+        """The prompt's tokens, by the chat template.
+
+        Raises:
+            BadInput: the template refuses the conversation.
+        """
+        tools = chat.offered_tools()
+        messages = template_messages(chat.messages, tools, native=self._template_has_tools)
+        options: dict[str, Any] = {"add_generation_prompt": True}
+        options.update(chat.chat_template_kwargs or {})
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools if tools and self._template_has_tools else None,
+                tokenize=False,
+                **options,
+            )
+        except Exception as error:
+            # Templates are programs: they raise jinja2 errors of many classes, by purpose
+            # (raise_exception) or by accident, and all mean that this conversation is refused.
+            raise BadInput(f"the chat template refused the messages: {error}") from error
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket that names its protocol.
+
+    asyncio switches Nagle's algorithm off only for sockets that do; without it every answer
+    on a kept-alive connection waits 40 ms for the client's acknowledgement.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise RunFailed(f"cannot listen on {host}:{port}: {error}") from error
+    return listener
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

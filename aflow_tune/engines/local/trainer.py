@@ -1,0 +1,412 @@
+"""One optimiser step at a time on the policy, without Ray and without Trinity.
+
+A step is given samples by group (all runs of one task), a loss over the log-probabilities of
+the *whole* train batch, and makes exactly the update of that loss, however the batch is split
+into micro-batches. That works because the loss is called once per micro-batch on the full
+[B, R] matrix in which only the micro-batch's own rows carry a gradient; the other rows hold
+stand-ins (this step's values where known, the behaviour policy's elsewhere). For every loss
+that is a sum over sequences divided by something that depends on masks only, which all
+aggregation modes of Trinity are, the gradient of its rows does not depend on the stand-ins.
+A loss that couples rows (DPO's pairs) sets `per_group` and is called on one group at a time.
+
+What a loss is and where samples come from is left to `engines/trinity/algorithm.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from aflow_tune.engines.local import export
+from aflow_tune.engines.local.checkpoint import read_checkpoint, write_checkpoint
+from aflow_tune.engines.local.lora import LoraSpec, adapter_layers, adapter_state, inject
+from aflow_tune.engines.local.models import load_model
+from aflow_tune.engines.local.packed_model import PackedModel
+from aflow_tune.engines.local.packing import Sample, micro_batches
+from aflow_tune.engines.local.schedule import Schedule
+
+__all__ = ["LocalTrainer", "LossBatch", "LossFn", "Sample", "TrainerSettings"]
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Everything that decides an update. `lora` None trains the full weights.
+
+    `micro_batch_tokens` counts packed tokens and bounds memory, never the result.
+    `temperature` is the sampling temperature: log-probabilities are those of
+    softmax(logits / temperature). `grad_clip` 0 switches clipping off.
+    """
+
+    lora: LoraSpec | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    eps: float = 1e-8
+    grad_clip: float = 1.0
+    micro_batch_tokens: int = 2048
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LossBatch:
+    """What a loss sees: B samples padded to R response columns, fp32, masks boolean.
+
+    `extra` holds the samples' own tensors, padded with zeros: [B, R] for per-token ones, [B]
+    for scalars. `old_logprobs_BR` is None if a sample has none.
+    """
+
+    logprobs_BR: Tensor
+    action_mask_BR: Tensor
+    old_logprobs_BR: Tensor | None
+    entropy_BR: Tensor | None
+    extra: dict[str, Tensor]
+
+    def rows(self, index: slice) -> LossBatch:
+        """The batch of some of its rows."""
+        return LossBatch(
+            self.logprobs_BR[index],
+            self.action_mask_BR[index],
+            None if self.old_logprobs_BR is None else self.old_logprobs_BR[index],
+            None if self.entropy_BR is None else self.entropy_BR[index],
+            {name: tensor[index] for name, tensor in self.extra.items()},
+        )
+
+
+class LossFn(Protocol):
+    """A loss over a train batch; see the module's docstring for the one thing it must keep."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `entropy_BR` is filled; it costs another product with the output head."""
+
+    @property
+    def per_group(self) -> bool:
+        """Call it on each group alone and average, instead of on the whole batch."""
+
+    def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
+        """The scalar to minimise, and metrics."""
+
+
+class LocalTrainer:
+    """The policy, its optimizer and its schedule.
+
+    Deterministic: the same settings, batches and thread count give bit-equal weights.
+    """
+
+    def __init__(self, model_path: Path | str, settings: TrainerSettings) -> None:
+        self.model_path = Path(model_path)
+        self.settings = settings
+        self.step_count = 0
+        self.skipped_steps = 0
+        torch.manual_seed(settings.seed)
+        base = load_model(self.model_path, settings.dtype, settings.device)
+        base.config.use_cache = False
+        self.peft: PeftModel | None = None
+        self._reference: PackedModel | None = None
+        if settings.lora is not None:
+            self.peft = inject(base, settings.lora, seed=settings.seed)
+        self.base: PreTrainedModel = base
+        self.policy = PackedModel(base, temperature=settings.temperature)
+        self._params = {n: p for n, p in self._named_parameters() if p.requires_grad}
+        # Adam in bf16 loses updates smaller than the weights' last bit: fp32 masters.
+        self._masters = {
+            name: param if param.dtype == torch.float32 else param.detach().float().clone()
+            for name, param in self._params.items()
+        }
+        self.optimizer = torch.optim.AdamW(
+            list(self._masters.values()),
+            lr=settings.schedule.rate(0),
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=settings.device.type in ("cpu", "cuda"),
+        )
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        if self.peft is None:
+            yield from self.base.named_parameters()
+            return
+        for name, A_RI, B_OR in adapter_layers(self.peft):
+            yield f"lora.{name}.A", A_RI
+            yield f"lora.{name}.B", B_OR
+
+    # -- one step ------------------------------------------------------------------------
+
+    def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
+        """One update on all `groups`. Returns the loss's metrics and the step's own.
+
+        A gradient that is not finite changes nothing: the step is counted and skipped. An
+        empty batch raises ValueError.
+        """
+        started = time.perf_counter()
+        samples = [sample for group in groups for sample in group]
+        if not samples:
+            raise ValueError("a train batch without samples")
+        spans = _spans(groups)
+        batch = self.pad(samples, entropy=loss.needs_entropy)
+        self._zero_grad()
+        passes = self._micro_batches(samples, spans, whole_groups=loss.per_group)
+        tokens = 0
+        for indices in passes:
+            part = [samples[i] for i in indices]
+            tokens += sum(len(sample.tokens_T) for sample in part)
+            logprobs, entropy = self.policy.scores(
+                part, batch.logprobs_BR.shape[1], entropy=loss.needs_entropy
+            )
+            self._backward(loss, batch, spans, indices, logprobs, entropy)
+        with torch.no_grad():
+            value, metrics = _evaluate(loss, batch, spans)
+        metrics["actor/final_loss"] = float(value)
+        metrics |= self._update()
+        seconds = time.perf_counter() - started
+        metrics["perf/train_tokens"] = float(tokens)
+        metrics["perf/micro_batches"] = float(len(passes))
+        metrics["time/train_step"] = seconds
+        return metrics
+
+    def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[Tensor]:
+        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere).
+
+        `reference`: of the model that training started from, that is with the adapter disabled,
+        or of a frozen second copy of the model's folder (`keep_reference`).
+        """
+        groups = [[i] for i in range(len(samples))]
+        width = max((len(sample.action_mask_R) for sample in samples), default=0)
+        out: list[Tensor] = [torch.empty(0)] * len(samples)
+        with torch.no_grad(), self._reference_policy(reference) as policy:
+            for indices in micro_batches(samples, groups, self.settings.micro_batch_tokens):
+                scores, _ = policy.scores([samples[i] for i in indices], width)
+                for row, i in enumerate(indices):
+                    out[i] = scores[row, : len(samples[i].action_mask_R)].cpu()
+        return out
+
+    def keep_reference(self) -> None:
+        """Load the frozen copy that full-weight training needs; nothing to do for an adapter."""
+        if self.peft is None and self._reference is None:
+            copy = load_model(self.model_path, self.settings.dtype, self.settings.device)
+            self._reference = PackedModel(
+                copy.requires_grad_(False), temperature=self.settings.temperature
+            )
+
+    @contextmanager
+    def _reference_policy(self, reference: bool) -> Iterator[PackedModel]:
+        if not reference:
+            yield self.policy
+        elif self.peft is not None:
+            with self.peft.disable_adapter():
+                yield self.policy
+        else:
+            self.keep_reference()
+            assert self._reference is not None
+            yield self._reference
+
+    def _micro_batches(
+        self, samples: Sequence[Sample], spans: Sequence[slice], *, whole_groups: bool
+    ) -> list[list[int]]:
+        groups = [list(range(span.start, span.stop)) for span in spans]
+        if whole_groups:
+            return [group for group in groups if group]
+        return micro_batches(samples, groups, self.settings.micro_batch_tokens)
+
+    def pad(self, samples: Sequence[Sample], *, entropy: bool = False) -> LossBatch:
+        """The batch of `samples` before anything is computed: stand-ins for log-probabilities."""
+        width = max(len(sample.action_mask_R) for sample in samples)
+        device = self.settings.device
+
+        def rows(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+            tensors = [tensor.to(device, dtype) for tensor in tensors]
+            if tensors[0].ndim == 0:
+                return torch.stack(tensors)
+            padded = torch.zeros(len(tensors), width, dtype=dtype, device=device)
+            for row, tensor in zip(padded, tensors, strict=True):
+                row[: len(tensor)] = tensor
+            return padded
+
+        mask_BR = torch.zeros(len(samples), width, dtype=torch.bool, device=device)
+        for row, sample in zip(mask_BR, samples, strict=True):
+            row[sample.scored_columns()] = True
+        have_old = all(sample.logprobs_R is not None for sample in samples)
+        old_BR = rows((s.logprobs_R for s in samples), torch.float32) if have_old else None  # type: ignore[misc]
+        names = set.intersection(*(set(sample.extra) for sample in samples))
+        extra = {}
+        for name in sorted(names):
+            kind = samples[0].extra[name].dtype
+            dtype = torch.float32 if kind.is_floating_point else kind
+            extra[name] = rows((sample.extra[name] for sample in samples), dtype)
+        # Stand-ins for rows that are not computed yet; -1 where no behaviour policy is known.
+        first = torch.full(mask_BR.shape, -1.0, device=device) if old_BR is None else old_BR.clone()
+        entropy_BR = torch.zeros_like(first) if entropy else None
+        return LossBatch(first, mask_BR, old_BR, entropy_BR, extra)
+
+    def _backward(
+        self,
+        loss: LossFn,
+        batch: LossBatch,
+        spans: Sequence[slice],
+        indices: list[int],
+        logprobs: Tensor,
+        entropy: Tensor | None,
+    ) -> None:
+        """Add the gradient of the micro-batch `indices`, and fill its rows of `batch`."""
+        rows = torch.tensor(indices, device=logprobs.device)
+        leaf = logprobs.detach().requires_grad_()
+        leaves, outputs = [leaf], [logprobs]
+        batch.logprobs_BR[rows] = leaf.detach()
+        with_grad = batch.logprobs_BR.index_put((rows,), leaf)
+        entropy_BR = None
+        if entropy is not None:
+            entropy_leaf = entropy.detach().requires_grad_()
+            leaves.append(entropy_leaf)
+            outputs.append(entropy)
+            assert batch.entropy_BR is not None
+            batch.entropy_BR[rows] = entropy_leaf.detach()
+            entropy_BR = batch.entropy_BR.index_put((rows,), entropy_leaf)
+        seen = LossBatch(
+            with_grad, batch.action_mask_BR, batch.old_logprobs_BR, entropy_BR, batch.extra
+        )
+        if loss.per_group:
+            span = next(span for span in spans if span.start == indices[0])
+            value = loss(seen.rows(span))[0] / len([s for s in spans if s.stop > s.start])
+        else:
+            value = loss(seen)[0]
+        if not value.requires_grad or not logprobs.requires_grad:
+            return
+        grads = torch.autograd.grad(value, leaves, allow_unused=True)
+        used = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+        torch.autograd.backward([o for o, _ in used], [g for _, g in used])
+        self._collect()
+
+    def _collect(self) -> None:
+        """Move gradients of bf16 weights to their fp32 masters, so that sums stay exact."""
+        for name, param in self._params.items():
+            master = self._masters[name]
+            if master is param or param.grad is None:
+                continue
+            grad = param.grad.float()
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            param.grad = None
+
+    def _zero_grad(self) -> None:
+        for param in (*self._params.values(), *self._masters.values()):
+            param.grad = None
+
+    def _update(self) -> dict[str, float]:
+        rate = self.settings.schedule.rate(self.step_count)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        grads = [p.grad for p in self._masters.values() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        if math.isfinite(norm):
+            if self.settings.grad_clip > 0:
+                torch.nn.utils.clip_grads_with_norm_(
+                    list(self._masters.values()), self.settings.grad_clip, torch.tensor(norm)
+                )
+            self.optimizer.step()
+            with torch.no_grad():
+                for name, param in self._params.items():
+                    if self._masters[name] is not param:
+                        param.copy_(self._masters[name])
+        else:
+            self.skipped_steps += 1
+        self.step_count += 1
+        self._zero_grad()
+        return {
+            "actor/grad_norm": norm,
+            "actor/lr": rate,
+            "actor/skipped_steps": float(self.skipped_steps),
+        }
+
+    # -- weights -------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """CPU copies for a sampler: the adapter state, or all weights by parameter name."""
+        if self.peft is not None:
+            return adapter_state(self.peft)
+        return {n: p.detach().to("cpu", copy=True) for n, p in self.base.named_parameters()}
+
+    def save(self, directory: Path | str, extra: Mapping[str, Any] | None = None) -> None:
+        """Write everything that the next step depends on, atomically. `extra` is JSON."""
+        moments = {}
+        for name, master in self._masters.items():
+            for key, value in self.optimizer.state.get(master, {}).items():
+                moments[f"{key}/{name}"] = value
+        rng = {"cpu": torch.get_rng_state()}
+        if self.settings.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.settings.device)
+        write_checkpoint(
+            Path(directory),
+            {"weights": self._masters, "optimizer": moments, "rng": rng},
+            {
+                "step": self.step_count,
+                "skipped_steps": self.skipped_steps,
+                "lora": None if self.settings.lora is None else vars(self.settings.lora),
+                "extra": dict(extra or {}),
+            },
+        )
+
+    def load(self, directory: Path | str) -> dict[str, Any]:
+        """Continue from `save`; returns its `extra`.
+
+        Raises CheckpointError if the files are damaged or belong to another set of weights.
+        """
+        tensors, state = read_checkpoint(Path(directory), expected_weights=self._masters)
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(tensors["weights"][name])
+                self._params[name].copy_(tensors["weights"][name])
+        self.optimizer.state.clear()
+        for key, value in tensors["optimizer"].items():
+            kind, name = key.split("/", 1)
+            device = "cpu" if kind == "step" else self.settings.device
+            self.optimizer.state[self._masters[name]][kind] = value.to(device)
+        torch.set_rng_state(tensors["rng"]["cpu"])
+        if "cuda" in tensors["rng"] and self.settings.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng"]["cuda"], self.settings.device)
+        self.step_count = int(state["step"])
+        self.skipped_steps = int(state["skipped_steps"])
+        return dict(state["extra"])
+
+    def export_peft(self, directory: Path | str) -> None:
+        """A folder that `PeftModel.from_pretrained` loads. ValueError for full weights."""
+        if self.peft is None:
+            raise ValueError("full weights have no adapter to export; use export_merged")
+        export.write_peft(self.peft, self.model_path, Path(directory))
+
+    def export_merged(self, directory: Path | str) -> None:
+        """A folder that `AutoModelForCausalLM.from_pretrained` loads, adapter merged in."""
+        export.write_merged(
+            self.model_path, self.weights(), self.settings.lora, Path(directory)
+        )
+
+
+def _spans(groups: Sequence[Sequence[Sample]]) -> list[slice]:
+    spans, start = [], 0
+    for group in groups:
+        spans.append(slice(start, start + len(group)))
+        start += len(group)
+    return spans
+
+
+def _evaluate(
+    loss: LossFn, batch: LossBatch, spans: Sequence[slice]
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss and its metrics over the whole batch, all rows computed."""
+    if not loss.per_group:
+        return loss(batch)
+    parts = [loss(batch.rows(span)) for span in spans if span.stop > span.start]
+    value = torch.stack([part for part, _ in parts]).mean()
+    names = parts[0][1]
+    return value, {name: sum(m[name] for _, m in parts) / len(parts) for name in names}

@@ -1,0 +1,304 @@
+"""Trinity's algorithms on the local trainer.
+
+A Trinity algorithm is a choice of registered functions: a policy loss, a KL loss, an entropy
+loss, an advantage, perhaps a KL penalty in the reward. `TrainStep` turns experiences into
+samples, computes what the chosen functions read (reference log-probabilities, advantages that
+belong into the trainer) and hands the trainer one loss over the whole train batch. The
+functions themselves, plug-ins included, are Trinity's; none is rewritten here.
+
+Left out: algorithms with a critic (ppo). Reference log-probabilities are computed only if a
+coefficient that uses them is not zero, and entropies only if theirs is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE, ENTROPY_LOSS_FN, KL_FN, POLICY_LOSS_FN
+from trinity.algorithm.entropy_loss_fn.entropy_loss_fn import DummyEntropyLossFn
+from trinity.algorithm.kl_fn.kl_fn import DummyKLFn
+from trinity.common.config import AlgorithmConfig, Config
+from trinity.common.experience import Experience, split_dpo_experience_to_single_turn
+
+from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, Sample
+from aflow_tune.errors import BadInput, Fault
+
+PER_TOKEN = ("advantages", "returns", "teacher_logprobs", "token_level_reward")
+"""Experience fields [R] that a registered function may read."""
+
+
+class TrinityLoss:
+    """policy loss - entropy loss + KL loss, as Trinity's own trainers combine them."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self.name = algorithm.policy_loss_fn
+        self.policy = POLICY_LOSS_FN.get(algorithm.policy_loss_fn)(
+            backend="tinker", **(algorithm.policy_loss_fn_args or {})
+        )
+        self.kl = KL_FN.get(algorithm.kl_loss_fn)(**(algorithm.kl_loss_fn_args or {}))
+        self.entropy = ENTROPY_LOSS_FN.get(algorithm.entropy_loss_fn)(
+            **(algorithm.entropy_loss_fn_args or {})
+        )
+        self.mode = algorithm.loss_agg_mode or "token-mean"
+        self.uses_kl = not isinstance(self.kl, DummyKLFn) and self.kl.kl_coef != 0
+        self.needs_reference = self.uses_kl or "ref_logprob" in self.policy.select_keys
+        # DPO's loss is a function of one pair's summed log-probabilities, not a sum over rows.
+        self.per_group = algorithm.algorithm_type == "dpo"
+        self.needs_entropy = (
+            not isinstance(self.entropy, DummyEntropyLossFn)
+            and getattr(self.entropy, "entropy_coef", 1.0) != 0
+        )
+
+    def check_inputs(self, batch: LossBatch) -> None:
+        """BadInput if the experiences lack something that the policy loss reads."""
+        inputs = _inputs(batch)
+        missing = [key for key in self.policy.select_keys if key not in inputs]
+        if missing:
+            raise BadInput(
+                "The experiences do not fit the algorithm",
+                [
+                    Fault(
+                        where=f"algorithm.policy_loss_fn: {self.name}",
+                        expected=f"every experience of the batch has {key}",
+                        found="some or all have none",
+                        cure="choose an algorithm that fits this data (sft, dpo or raft need "
+                        "less), or an advantage function or workflow that sets it",
+                    )
+                    for key in missing
+                ],
+            )
+
+    def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
+        inputs = _inputs(batch)
+        self._weigh_experts(inputs)
+        value, found = self.policy(logprob=batch.logprobs_BR, **inputs)
+        metrics = dict(found)
+        if self.needs_entropy:
+            bonus, found = self.entropy(
+                entropy=batch.entropy_BR, **inputs, loss_agg_mode=self.mode
+            )
+            value = value - bonus
+            metrics |= found
+        if self.uses_kl:
+            penalty, found = self.kl.calculate_kl_loss(
+                logprob=batch.logprobs_BR,
+                ref_logprob=inputs["ref_logprob"],
+                response_mask=batch.action_mask_BR,
+                loss_agg_mode=self.mode,
+                old_logprob=inputs.get("old_logprob"),
+            )
+            value = value + penalty
+            metrics |= found
+        return value, {f"actor/{name}": float(number) for name, number in metrics.items()}
+
+    def _weigh_experts(self, inputs: dict[str, Tensor]) -> None:
+        """Tell the mix losses that they see the whole batch: their weights become 1.
+
+        They scale their two means by expected counts over micro-batches and GPUs, which the
+        whole-batch loss does not have.
+        """
+        if "expert_mask" not in self.policy.select_keys:
+            return
+        experts = int(inputs["expert_mask"].sum())
+        self.policy.use_dynamic_bsz = False
+        self.policy.gradient_accumulation = 1
+        self.policy.train_batch_size_expert = max(1, experts)
+        self.policy.train_batch_size_usual = max(1, len(inputs["expert_mask"]) - experts)
+
+
+def _inputs(batch: LossBatch) -> dict[str, Tensor]:
+    inputs = {"action_mask": batch.action_mask_BR, **batch.extra}
+    if batch.old_logprobs_BR is not None:
+        inputs["old_logprob"] = batch.old_logprobs_BR
+    return inputs
+
+
+class TrainStep:
+    """One train step of a Trinity algorithm: experiences in, metrics out.
+
+    Raises BadInput at construction for algorithms that need a critic, and at a step whose
+    experiences lack what the algorithm reads.
+    """
+
+    def __init__(self, config: Config, trainer: LocalTrainer) -> None:
+        self.algorithm = config.algorithm
+        self.kind = ALGORITHM_TYPE.get(self.algorithm.algorithm_type)
+        if self.kind.use_critic:
+            raise BadInput(
+                "The local engine has no critic",
+                [
+                    Fault(
+                        where="algorithm.algorithm_type",
+                        expected="an algorithm without a critic",
+                        found=repr(self.algorithm.algorithm_type),
+                        cure="algorithm.algorithm_type: multi_step_grpo",
+                    )
+                ],
+            )
+        self.trainer = trainer
+        self.loss = TrinityLoss(self.algorithm)
+        self.advantage = self.penalty = None
+        if self.kind.compute_advantage_in_trainer:
+            self.advantage = ADVANTAGE_FN.get(self.algorithm.advantage_fn)(
+                **(self.algorithm.advantage_fn_args or {})
+            )
+            self.penalty = KL_FN.get(self.algorithm.kl_penalty_fn)(
+                **(self.algorithm.kl_penalty_fn_args or {})
+            )
+        self.penalises = (
+            self.penalty is not None
+            and not isinstance(self.penalty, DummyKLFn)
+            and self.penalty.kl_coef != 0
+        )
+        self.needs_reference = self.loss.needs_reference or self.penalises
+        if self.needs_reference:
+            trainer.keep_reference()
+
+    def __call__(self, exps: list[Experience]) -> dict[str, float]:
+        """Train once on `exps`, all of them. ValueError if there are none."""
+        started = time.perf_counter()
+        if not exps:
+            raise ValueError("a train batch without experiences")
+        metrics: dict[str, float] = {}
+        if self.advantage is not None and hasattr(self.advantage, "process"):
+            # A group advantage of the explorer's kind works on experiences wherever it runs.
+            exps, found = self.advantage.process(exps)
+            metrics |= {f"advantage/{k}": float(v) for k, v in found.items()}
+        groups = _grouped(exps)
+        flat = [exp for group in groups for exp in group]
+        samples = [to_sample(exp) for exp in flat]
+        if not self.algorithm.bypass_old_logprobs:
+            for sample, old_R in zip(samples, self.trainer.logprobs(samples), strict=True):
+                sample.logprobs_R = old_R
+        if self.needs_reference:
+            since = time.perf_counter()
+            reference = self.trainer.logprobs(samples, reference=True)
+            for sample, ref_R in zip(samples, reference, strict=True):
+                sample.extra["ref_logprob"] = ref_R
+            metrics["time/reference"] = time.perf_counter() - since
+        if self.advantage is not None and not hasattr(self.advantage, "process"):
+            metrics |= self._advantages(flat, samples)
+        metrics |= _data_metrics(flat, samples)
+        by_group, start = [], 0
+        for group in groups:
+            by_group.append(samples[start : start + len(group)])
+            start += len(group)
+        self.loss.check_inputs(self.trainer.pad(samples))
+        metrics |= self.trainer.step(by_group, self.loss)
+        metrics["time/step"] = metrics["perf/time_per_step"] = time.perf_counter() - started
+        return metrics
+
+    def _advantages(self, exps: list[Experience], samples: list[Sample]) -> dict[str, float]:
+        """Advantages that Trinity computes in the trainer, on the DataProto they expect.
+
+        Layout as in verl: response columns only, the reward on each response's last token.
+        """
+        from verl import DataProto
+
+        assert self.advantage is not None and self.penalty is not None
+        batch = self.trainer.pad(samples)
+        valid_BR = torch.zeros_like(batch.action_mask_BR)
+        for row, sample in zip(valid_BR, samples, strict=True):
+            row[: len(sample.action_mask_R)] = True
+        tensors = {
+            "responses": torch.zeros_like(valid_BR, dtype=torch.long),
+            "attention_mask": valid_BR.long(),
+            "response_mask": batch.action_mask_BR,
+            "token_level_scores": batch.extra["token_level_scores"],
+        }
+        renamed = {"ref_logprob": "ref_log_prob", "teacher_logprobs": "teacher_logprobs"}
+        tensors |= {new: batch.extra[old] for old, new in renamed.items() if old in batch.extra}
+        if batch.old_logprobs_BR is not None:
+            tensors["old_log_probs"] = batch.old_logprobs_BR
+        proto = DataProto.from_single_dict(
+            {name: tensor.cpu() for name, tensor in tensors.items()}
+            | {"uid": np.array([exp.eid.tid for exp in exps], dtype=object)}
+        )
+        proto, penalty_metrics = self.penalty.apply_kl_penalty_to_reward(proto)
+        proto, advantage_metrics = self.advantage(proto)
+        for row, sample in enumerate(samples):
+            width = len(sample.action_mask_R)
+            for name in ("advantages", "returns"):
+                sample.extra[name] = proto.batch[name][row, :width].clone()
+        found = penalty_metrics | advantage_metrics
+        return {f"advantage/{name}": float(number) for name, number in found.items()}
+
+
+def to_sample(exp: Experience) -> Sample:
+    """One experience as a sample of the trainer."""
+    width = len(exp.action_mask)
+    extra: dict[str, Tensor] = {}
+    for name in PER_TOKEN:
+        value = getattr(exp, name, None)
+        if value is not None:
+            extra[name] = torch.as_tensor(value, dtype=torch.float32)
+    token_reward = extra.pop("token_level_reward", None)
+    if token_reward is None and exp.reward is not None and width:
+        token_reward = torch.zeros(width)
+        token_reward[-1] = float(exp.reward)
+    if token_reward is not None:
+        extra["token_level_scores"] = token_reward
+    for custom in exp.custom_fields:
+        extra[custom.destination_field] = torch.tensor(
+            exp.info[custom.source_field], dtype=custom.data_type
+        )
+    return Sample(
+        tokens_T=exp.tokens.long(),
+        prompt_length=exp.prompt_length,
+        action_mask_R=exp.action_mask.bool(),
+        logprobs_R=None if exp.logprobs is None else exp.logprobs.float(),
+        extra=extra,
+        run=exp.eid.rid if _has_task(exp) else None,
+    )
+
+
+def _has_task(exp: Experience) -> bool:
+    """Experiences of a data set (sft, experts) carry no task: each stands for itself."""
+    return exp.eid.batch != "" or exp.eid.task != ""
+
+
+def _order(value: Any) -> tuple[int, int, str]:
+    return (0, value, "") if isinstance(value, int) else (1, 0, str(value))
+
+
+def _grouped(exps: Sequence[Experience]) -> list[list[Experience]]:
+    """Experiences by task in an order that does not depend on arrival; DPO pairs by pair."""
+    if exps[0].experience_type == "dpo":
+        return [split_dpo_experience_to_single_turn([exp]) for exp in exps]
+
+    def key(exp: Experience) -> tuple[Any, ...]:
+        eid = exp.eid
+        return (_order(eid.batch), _order(eid.task), eid.run, eid.step)
+
+    groups: dict[Hashable, list[Experience]] = {}
+    for exp in sorted((exp for exp in exps if _has_task(exp)), key=key):
+        groups.setdefault(exp.eid.tid, []).append(exp)
+    return list(groups.values()) + [[exp] for exp in exps if not _has_task(exp)]
+
+
+def _data_metrics(exps: Sequence[Experience], samples: Sequence[Sample]) -> dict[str, float]:
+    """Scores, advantages and lengths of a batch under the names of Trinity's trainers."""
+    columns: dict[str, Tensor] = {
+        "prompt_length": torch.tensor([float(s.prompt_length) for s in samples]),
+        "response_length": torch.tensor([float(len(s.action_mask_R)) for s in samples]),
+    }
+    rewards = [float(exp.reward) for exp in exps if exp.reward is not None]
+    if rewards:
+        columns["critic/score"] = columns["critic/rewards"] = torch.tensor(rewards)
+    for name in ("advantages", "returns"):
+        if all(name in sample.extra for sample in samples):
+            columns[f"critic/{name}"] = torch.cat(
+                [sample.extra[name][sample.action_mask_R] for sample in samples]
+            )
+    metrics = {"perf/total_num_tokens": float(sum(len(s.tokens_T) for s in samples))}
+    for name, values in columns.items():
+        if values.numel():
+            metrics[f"{name}/mean"] = float(values.mean())
+            metrics[f"{name}/max"] = float(values.max())
+            metrics[f"{name}/min"] = float(values.min())
+    return metrics

@@ -1,0 +1,298 @@
+"""Trinity's configuration class with our sections, and how one is read from YAML.
+
+`AflowConfig` is Trinity's `Config` (the YAML is Trinity's) plus `AflowSections`. Reading
+reports every fault of the file and of the command line at once; what the settings mean
+together is left to `validators.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
+from trinity.common.config import Config
+
+from aflow_tune.config import AflowSections, KeyPositions, canonical, display
+from aflow_tune.engines.trinity.agentscope_args import apply_agentscope_args
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.schema_walk import SchemaWalk, fields_of, strip_optional, suggest
+
+__all__ = ["AflowConfig", "apply_agentscope_args", "load_config", "read_config"]
+
+# OmegaConf's own loader, so that a value is read here exactly as the merge will read it.
+_Loader = get_yaml_loader()
+
+
+@dataclass
+class AflowConfig(Config, AflowSections):
+    """Trinity's `Config` with our sections at the top level.
+
+    Attributes that start with an underscore are no settings: they say where the settings came
+    from and what was found about them, and are left out of `flatten()` and of saved files.
+    """
+
+    @property
+    def positions(self) -> KeyPositions:
+        """Where each key was written."""
+        found: KeyPositions = self.__dict__.setdefault("_positions", KeyPositions())
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        """What `check_and_update` found doubtful but did not refuse."""
+        found: list[str] = self.__dict__.setdefault("_warnings", [])
+        return found
+
+    def check_and_update(self) -> AflowConfig:
+        """Settle the engine, refuse what cannot train, fill in the rest. Starts nothing.
+
+        Raises:
+            BadInput: with every fault.
+        """
+        from aflow_tune.engines.trinity.validators import prepare
+
+        prepare(self)
+        return self
+
+    def flatten(self) -> dict[str, Any]:
+        """Every setting by its dotted key path; enum members as their values."""
+        flat: dict[str, Any] = super().flatten()
+        return {key: value for key, value in flat.items() if not key.startswith("_")}
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> AflowConfig:
+    """Read a YAML file and `key=value` overrides into a configuration object.
+
+    Args:
+        path: the file; None for defaults only.
+        overrides: OmegaConf dotlist items; they win over the file.
+
+    Raises:
+        BadInput: the file cannot be read, or keys or values are wrong; every fault is listed.
+    """
+    config, faults = read_config(path, overrides)
+    if faults:
+        raise BadInput(f"The configuration {path or 'given'} has {_count(faults)}.", faults)
+    return config
+
+
+def read_config(
+    path: str | Path | None, overrides: Sequence[str] = ()
+) -> tuple[AflowConfig, list[Fault]]:
+    """`load_config` that returns its faults beside what could be read in spite of them.
+
+    Raises:
+        BadInput: the file is missing or is no YAML, so that nothing could be read.
+    """
+    positions = KeyPositions(file=str(path) if path else None)
+    content, faults = _read_yaml(Path(path), positions) if path else ({}, [])
+    for item in overrides:
+        faults += _override(content, item, positions)
+    merged = OmegaConf.merge(OmegaConf.structured(AflowConfig), OmegaConf.create(content))
+    for key, text in list(positions.raw.items()):
+        fault = _interpolation_fault(merged, key, text, positions)
+        if fault:
+            faults.append(fault)
+            _cut(content, key)
+    if faults:
+        merged = OmegaConf.merge(OmegaConf.structured(AflowConfig), OmegaConf.create(content))
+    try:
+        config: AflowConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        key = canonical(error.full_key or "")
+        found = str(error).splitlines()[0]
+        where = positions.where(key)
+        raise BadInput(
+            "The configuration does not fit together.",
+            [*faults, Fault(where, "a value that fits the schema", found, "correct this value")],
+        ) from error
+    config.__dict__["_positions"] = positions
+    return config, sorted(faults, key=_in_reading_order)
+
+
+def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], list[Fault]]:
+    loader = _Loader(_read_text(path))
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            raise _unreadable(path, "settings in YAML", "an empty file", "write the settings")
+        walk = SchemaWalk(
+            AflowConfig,
+            positions,
+            lambda key, at: f"{path}:{at.start_mark.line + 1}: {display(key)}".removesuffix(": "),
+        )
+        if not isinstance(node, yaml.MappingNode):
+            raise _unreadable(
+                f"{path}:{node.start_mark.line + 1}",
+                "`key: value` lines at the top level",
+                f"a {node.id}",
+                "begin with `workflow: path/file.py:function`, `model:`, `buffer:` ...",
+            )
+        walk.check(node, AflowConfig, "")
+        return loader.construct_document(node), walk.faults
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        cure = "check quotes, brackets and indentation there; indent with spaces, never tabs"
+        raise _unreadable(f"{path}{line}", "YAML", problem, cure) from error
+    except yaml.YAMLError as error:
+        cure = "save the file as plain UTF-8 text"
+        raise _unreadable(path, "YAML", str(error).splitlines()[0], cure) from error
+    finally:
+        loader.dispose()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path()
+        names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
+        close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
+        cure = "check the path" + (f"; there is {', '.join(close)}" if close else "")
+        raise _unreadable(path, "a YAML file", "no such file", cure) from None
+    except IsADirectoryError:
+        raise _unreadable(path, "a YAML file", "a folder", "name the file in it") from None
+    except UnicodeDecodeError as error:
+        found = f"bytes that are not UTF-8 ({error.reason} at byte {error.start})"
+        raise _unreadable(path, "text in UTF-8", found, "save the file as UTF-8") from None
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise _unreadable(path, "a readable file", found, "check its rights") from None
+
+
+def _unreadable(where: object, expected: str, found: str, cure: str) -> BadInput:
+    return BadInput("The configuration cannot be read.", [Fault(str(where), expected, found, cure)])
+
+
+def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> list[Fault]:
+    """Check one `key=value` and put it into `content`."""
+    where = f"command line: {item}"
+    name, equals, text = item.partition("=")
+    name = name.strip()
+    if not equals or not re.fullmatch(r"[\w.\-]+(\[\d+\][\w.\-\[\]]*)?", name) or name[0] in "-.":
+        cure = "write key=value, such as buffer.total_steps=20; quote it for the shell"
+        return [Fault(where, "key=value", repr(item), cure)]
+    key = canonical(name)
+    expected = _type_at(key)
+    if isinstance(expected, Fault):
+        return [Fault(where, expected.expected, expected.found, expected.cure)]
+    kind, choices = expected
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node() or yaml.ScalarNode("tag:yaml.org,2002:null", "")
+        scratch = KeyPositions()
+        walk = SchemaWalk(AflowConfig, scratch, lambda *_: where)
+        good = walk.check(node, kind, key)
+        if good and choices:
+            good = walk.check_choice(node, choices, key)
+        value = loader.construct_document(node) if good else None
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error)
+        return [Fault(where, f"a value in YAML for `{name}`", str(problem), "quote the value")]
+    finally:
+        loader.dispose()
+    positions.overrides[key] = item
+    positions.raw.update(scratch.raw)
+    if walk.faults:
+        return walk.faults
+    problem = _put(content, key.split("."), value)
+    if problem:
+        return [Fault(where, "a list item that the file has", problem, "set the whole list")]
+    return []
+
+
+def _type_at(key: str) -> tuple[Any, tuple[str, ...]] | Fault:
+    """Type and choices of a key path of the schema, or why there is none."""
+    kind: Any = AflowConfig
+    choices: tuple[str, ...] = ()
+    done: list[str] = []
+    for part in key.split("."):
+        kind, _ = strip_optional(kind)
+        if hasattr(kind, "__dataclass_fields__"):
+            known = fields_of(kind)
+            path = ".".join([*done, part])
+            if part not in known:
+                expected, cure = suggest(AflowConfig, ".".join(done), part, known)
+                return Fault("", expected, f"`{display(path)}`, which is no setting", cure)
+            kind, choices = known[part]
+        else:
+            origin = getattr(kind, "__origin__", kind)
+            arguments = getattr(kind, "__args__", ())
+            if origin not in (list, dict) and kind is not Any:
+                found = f"`{part}` below it"
+                return Fault("", f"`{'.'.join(done)}` is a single value", found, "remove the rest")
+            if origin is list and not part.isdigit():
+                found = f"`{part}` where the number of an item belongs"
+                return Fault("", f"`{'.'.join(done)}` is a list", found, f"{'.'.join(done)}[0]...")
+            kind, choices = (arguments[-1] if arguments else Any), ()
+        done.append(part)
+    return kind, choices
+
+
+def _put(content: Any, parts: list[str], value: Any) -> str | None:
+    """Set a nested item, making mappings on the way. Returns what stood in the way."""
+    at = content
+    for position, part in enumerate(parts):
+        last = position == len(parts) - 1
+        if isinstance(at, list):
+            if not part.isdigit() or int(part) > len(at):
+                return f"item {part} of a list of {len(at)}"
+            if int(part) == len(at):
+                at.append({})
+            if last:
+                at[int(part)] = value
+            else:
+                at = at[int(part)]
+        elif last:
+            at[part] = value
+        else:
+            if at.get(part) is None or isinstance(at[part], str):
+                at[part] = [] if parts[position + 1].isdigit() else {}
+            at = at[part]
+    return None
+
+
+def _cut(content: Any, key: str) -> None:
+    *parents, last = key.split(".")
+    at = content
+    for part in parents:
+        at = at[int(part)] if isinstance(at, list) else at.get(part, {})
+    if isinstance(at, dict):
+        at.pop(last, None)
+    else:
+        at[int(last)] = None
+
+
+def _interpolation_fault(merged: Any, key: str, text: str, positions: KeyPositions) -> Fault | None:
+    try:
+        OmegaConf.select(merged, display(key), throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        problem = str(error).splitlines()[0]
+    else:
+        return None
+    missing = re.search(r"oc\.env:\s*([A-Za-z_]\w*)\s*\}", text)
+    if "nvironment variable" in problem and missing:
+        name = missing.group(1)
+        cure = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
+        return Fault(positions.where(key), f"the environment variable {name}", "not set", cure)
+    cure = "use ${oc.env:NAME,default} or the full path of another key: ${model.model_path}"
+    return Fault(positions.where(key), f"a value that resolves: {text}", problem, cure)
+
+
+def _in_reading_order(fault: Fault) -> tuple[bool, int]:
+    line = re.search(r":(\d+)(:|$)", fault.where)
+    return fault.where.startswith("command line"), int(line.group(1)) if line else 0
+
+
+def _count(faults: Sequence[Fault]) -> str:
+    return "one fault" if len(faults) == 1 else f"{len(faults)} faults"

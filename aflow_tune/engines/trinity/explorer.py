@@ -1,0 +1,228 @@
+"""Trinity's Explorer on the local engine.
+
+What differs from the stock Explorer, and why:
+
+- rollout models are our sampler actors instead of vLLM's (`LocalAllocator`);
+- all workflow runners are one process: a Trinity runner handles one task at a time, but its
+  methods are asynchronous, so one actor serves every slot of the scheduler and saves half a
+  gigabyte and an import of five seconds for each further one;
+- an error ends the run with its cause instead of being logged and forgotten;
+- an evaluation is made *after* the weights of its step arrived, and the last weights are
+  always evaluated, so that the number called 'step N' belongs to the weights of step N;
+- the task set's position is saved for every step before its tasks are submitted, so that a
+  resumed run can go back to the step of whichever checkpoint survived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from trinity.common.config import Config, InferenceModelConfig
+from trinity.common.constants import RunningStatus
+from trinity.common.models.allocator import Allocator
+from trinity.common.models.model import ModelWrapper
+from trinity.explorer.explorer import Explorer
+from trinity.explorer.rollout_coordinator import RolloutCoordinator
+from trinity.explorer.scheduler import RunnerWrapper, Scheduler
+from trinity.explorer.workflow_runner import WorkflowRunner
+
+from aflow_tune.engines.trinity.rollout_model import LocalRolloutModel
+from aflow_tune.engines.trinity.run_state import save_taskset_state
+
+MAX_CONCURRENCY = 1000
+"""How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
+
+
+class LocalAllocator(Allocator):
+    """Creates sampler actors where Trinity's allocator creates vLLM engines."""
+
+    async def create_engine(
+        self, config: InferenceModelConfig, role: str, engine_id: int
+    ) -> ModelWrapper:
+        engine_config = deepcopy(config)
+        engine_config.engine_id = engine_id
+        name = self.get_actor_name(role, engine_id, 0)
+        engine_config.ray_actor_name = name
+        actor = (
+            ray.remote(LocalRolloutModel)
+            .options(
+                name=name,
+                namespace=config.ray_namespace,
+                max_concurrency=MAX_CONCURRENCY,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self.pg,
+                    placement_group_bundle_index=self.bundle_result.actor_bundle_map[name],
+                ),
+            )
+            .remote(config=engine_config)
+        )
+        await actor.prepare.remote()
+        wrapper = ModelWrapper(
+            models=[actor],
+            config=engine_config,
+            api_address=await actor.get_api_server_url.remote(),
+        )
+        await wrapper.prepare()
+        return wrapper
+
+
+class SharedRunner(RunnerWrapper):
+    """A scheduler slot; all slots of one process share the runner actor of the first."""
+
+    def __init__(self, *args: Any, actor: Any = None, **kwargs: Any) -> None:
+        self._shared = actor
+        super().__init__(*args, **kwargs)
+
+    def _create_runner(self) -> Any:
+        if self._shared is not None:
+            return self._shared
+        return (
+            ray.remote(WorkflowRunner)
+            .options(num_cpus=0, namespace=self.namespace, max_concurrency=MAX_CONCURRENCY)
+            .remote(self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
+        )
+
+
+class SharedScheduler(Scheduler):
+    """Trinity's scheduler over slots that share one runner process."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._first = asyncio.Lock()
+
+    async def _create_runner(self, runner_id: int) -> None:
+        async with self._first:
+            actor = next((runner.runner for runner in self.runners.values()), None)
+            auxiliary = self.config.explorer.auxiliary_models
+            slot = SharedRunner(
+                runner_id=runner_id,
+                rollout_model_id=0,
+                auxiliary_model_ids=[runner_id % model.engine_num for model in auxiliary],
+                config=self.config,
+                actor=actor,
+            )
+            if actor is None:
+                await slot.prepare()
+            self.runners[runner_id] = slot
+            self.idle_runners.add(runner_id)
+
+
+class LocalCoordinator(RolloutCoordinator):
+    """Trinity's rollout coordinator with the shared-process scheduler."""
+
+    async def _init_scheduler(self) -> None:
+        self.scheduler = SharedScheduler(self.config)
+        await self.scheduler.start()
+
+    async def close_pipeline(self) -> None:
+        """Release the experience buffer: readers stop once they took what is in it."""
+        if self.experience_pipeline is not None:
+            await self.experience_pipeline.close()
+            self.experience_pipeline = None
+
+    @classmethod
+    def get_actor(cls, config: Config) -> Any:
+        return ray.remote(cls).options(namespace=config.ray_namespace).remote(config)
+
+
+class LocalExplorer(Explorer):
+    """Explores on the local engine; see the module's docstring for what differs."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.model_allocator = LocalAllocator(config.explorer)
+        self._stop_requested = False
+        self._last_evaluated = -1
+
+    def request_stop(self) -> None:
+        """Finish the step under way, then end `explore()`."""
+        self._stop_requested = True
+
+    async def prepare(self) -> None:
+        """Start models and runners. Unlike upstream, evaluation waits for `explore()`."""
+        self.models, self.auxiliary_models = await self.model_allocator.create_all_models()
+        self.rollout_coordinator = LocalCoordinator.get_actor(self.config)
+        await self.rollout_coordinator.prepare.remote()
+        await self.synchronizer.set_explorer_status.remote(RunningStatus.RUNNING)
+
+    async def explore(self) -> str:
+        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up.
+
+        Returns the explorer's name, as upstream does. Raises whatever a step raised.
+        """
+        if self.explore_step_num == 0 and self.config.explorer.eval_on_startup:
+            await self._evaluate()
+        while not self._stop_requested and await self.explore_step():
+            if await self.need_sync():
+                await self.sync_weight()
+            if self.need_eval():
+                await self.finish_current_steps()
+                await self._evaluate()
+        await self.finish_current_steps()
+        await self.synchronizer.set_explorer_status.remote(
+            RunningStatus.STOPPED, old_status=RunningStatus.RUNNING
+        )
+        # Closing the coordinator closes the experience buffer: the trainer then knows that
+        # nothing more will come.
+        await self.rollout_coordinator.close_pipeline.remote()
+        return self.config.explorer.name
+
+    async def evaluate_last(self, version: int) -> None:
+        """Evaluate the weights of the trainer's last step, unless that was done already."""
+        if self._last_evaluated >= version:
+            return
+        await self._pull_version(version)
+        self.explore_step_num = version
+        await self._evaluate()
+
+    async def explore_step(self) -> bool:
+        """Submit one batch of tasks; False when the task set is used up."""
+        try:
+            tasks = await self.taskset.read()
+        except StopAsyncIteration:
+            return False
+        self.explore_step_num += 1
+        save_taskset_state(
+            Path(self.config.checkpoint_job_dir), self.explore_step_num, self.taskset.state_dict()
+        )
+        self.explore_start_time = self.explore_start_time or time.time()
+        await self.rollout_coordinator.submit_batch.remote(
+            batch_id=self.explore_step_num,
+            tasks=tasks,
+            batch_type="train",
+            min_wait_num=self.min_wait_num,
+        )
+        return True
+
+    async def _evaluate(self) -> None:
+        """Evaluate the current weights on every held-out task set and wait for the result."""
+        step = self.explore_step_num
+        for taskset in self.config.buffer.explorer_input.eval_tasksets:
+            directory = taskset.workflow_args.get("eval_dir")
+            if directory:
+                (Path(directory) / taskset.name / f"step_{step}.jsonl").unlink(missing_ok=True)
+        await self.eval()
+        await self._finish_eval_step(step=step)
+        self._last_evaluated = step
+
+    async def _pull_version(self, version: int) -> None:
+        if self.model_version < version:
+            await asyncio.gather(
+                *[
+                    model.sync_model_weights(version, self.sync_method, timeout=600)
+                    for model in self.models
+                ]
+            )
+            self.model_version = version
+
+    async def shutdown(self) -> None:
+        if self.rollout_coordinator is not None:
+            await self.rollout_coordinator.shutdown.remote()
+            self.rollout_coordinator = None
+        await super().shutdown()

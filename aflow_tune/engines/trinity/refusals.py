@@ -1,0 +1,434 @@
+"""Settings that cannot train, each with its cure.
+
+Three tables (choices, ranges, and what the local engine cannot do) and the rules that look at
+several settings together. All faults are collected. Data sets are looked at only for their
+number of rows; what the rows hold is checked in `validate.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.config import KeyPositions, display
+from aflow_tune.data.checks import Findings
+from aflow_tune.data.fields import most_calls
+from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.model_checks import check_model
+from aflow_tune.engines.trinity.refusals_local import check_local
+from aflow_tune.engines.trinity.tasksets import (
+    taskset_fault,
+    total_steps,
+    training_rows,
+    user_tasksets,
+)
+from aflow_tune.errors import Fault
+from aflow_tune.schema_names import nearest
+
+ADAPTER = "aflow_tune.engines.trinity.adapter.WorkflowAdapter"
+REPLACED_ADAPTERS = ("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
+MONITOR = "aflow_tune.engines.trinity.monitor.RunMonitor"
+
+MOST_CALLS = 64
+"""Calls of one run that are thought possible where the function's source does not tell."""
+
+# Advantages that compare the runs of one task: a group of one has nothing to be compared with.
+_BY_GROUP = {
+    *("grpo", "grpo_verl", "step_wise_grpo", "gigpo", "rloo", "opmd", "opmd_verl"),
+    *("asymre", "asymre_verl", "rec", "clipb", "clipv", "reinforce", "reinforceplusplus"),
+}
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("both", "explore", "train", "bench", "serve", "colocate"),
+    "explorer.concurrent_mode": ("asynchronous", "sequential", "multi-threading"),
+    "trainer.trainer_type": ("verl", "tinker"),
+    "trainer.save_hf_checkpoint": ("last", "always", "never"),
+    "algorithm.loss_agg_mode": (
+        "token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ),
+    "algorithm.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
+}
+
+Range = tuple[str, Callable[[Any], bool], str, Any]
+
+_RANGES: tuple[Range, ...] = (
+    ("algorithm.optimizer.lr", lambda v: 0 < v < math.inf, "a number above 0", "1e-5"),
+    ("algorithm.optimizer.weight_decay", lambda v: 0 <= v < math.inf, "0 or more", "0.01"),
+    ("algorithm.optimizer.min_lr_ratio", lambda v: 0 <= v <= 1, "between 0 and 1", "0.01"),
+    ("algorithm.optimizer.lr_warmup_steps_ratio", lambda v: 0 <= v < 1, "from 0 to below 1", "0.0"),
+    (
+        "algorithm.optimizer.betas",
+        lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
+        "two numbers from 0 to below 1",
+        "[0.9, 0.999]",
+    ),
+    ("algorithm.repeat_times", lambda v: v >= 1, "1 or more", "8"),
+    ("buffer.batch_size", lambda v: v >= 1, "1 or more", "8"),
+    ("buffer.train_batch_size", lambda v: v >= 0, "0 (automatic) or more", "0"),
+    ("buffer.total_epochs", lambda v: v >= 1, "1 or more", "1"),
+    ("buffer.total_steps", lambda v: v is None or v >= 1, "1 or more", "20"),
+    ("trainer.total_steps", lambda v: v is None or v >= 1, "1 or more", "20"),
+    ("trainer.save_interval", lambda v: v >= 0, "0 (only at the end) or more", "10"),
+    ("trainer.max_checkpoints_to_keep", lambda v: v >= 0, "0 (keep all) or more", "0"),
+    ("trainer.grad_clip", lambda v: 0 <= v < math.inf, "0 (off) or more", "1.0"),
+    ("explorer.eval_interval", lambda v: v >= 1, "1 or more", "10"),
+    ("explorer.runner_per_model", lambda v: v >= 1, "1 or more", "8"),
+    ("explorer.max_timeout", lambda v: v >= 1, "1 second or more", "1800"),
+    ("explorer.max_retry_times", lambda v: v >= 0, "0 or more", "2"),
+    ("explorer.rollout_model.engine_num", lambda v: v >= 1, "1 or more", "1"),
+    ("explorer.max_repeat_times_per_runner", lambda v: v is None or v >= 1, "1 or more", "null"),
+    ("synchronizer.sync_interval", lambda v: v >= 1, "1 or more", "1"),
+    ("synchronizer.sync_offset", lambda v: v >= 0, "0 or more", "0"),
+    ("synchronizer.sync_timeout", lambda v: v >= 1, "1 second or more", "3600"),
+    ("model.temperature", lambda v: 0 < v < math.inf, "above 0: greedy runs are all alike", "1.0"),
+    ("model.top_p", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
+    ("rollout.run_timeout", lambda v: 0 < v < math.inf, "seconds above 0", "300.0"),
+    ("rollout.max_failed_fraction", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
+    ("local.threads", lambda v: v is None or v >= 1, "1 or more", "null"),
+    ("local.max_batch", lambda v: v >= 1, "1 or more", "64"),
+    ("local.micro_batch_tokens", lambda v: v >= 1, "1 or more", "2048"),
+    ("report.transcripts", lambda v: v >= 0, "0 or more", "4"),
+    ("report.score", lambda v: bool(v.strip()), "'reward' or the name of a metric", "reward"),
+    ("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295", "0"),
+    ("name", lambda v: bool(v.strip()), "a name for the run folder", "first_run"),
+)
+
+
+def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) -> Findings:
+    """Everything that keeps this configuration from training, as the user wrote it."""
+    found = Findings()
+    rules: tuple[Callable[[AflowConfig], Iterable[Fault]], ...] = (
+        _ranges,
+        _choices,
+        _needed_switches,
+        _tasksets,
+        _lengths,
+        _folders,
+        _monitor,
+    )
+    for rule in rules:
+        found.faults += rule(config)
+    found.add(check_model(config))
+    if config.engine == "local":
+        found.add(check_local(config))
+    if not found.faults:
+        found.add(_together(config, workflow))
+    # Several rules may take offence at one value; the first says it best.
+    found.faults = list({fault.where: fault for fault in reversed(found.faults)}.values())[::-1]
+    return found
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value of a dotted key path of dataclasses."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _ranges(config: AflowConfig) -> Iterable[Fault]:
+    for key, good, expected, example in _RANGES:
+        value = value_of(config, key)
+        if not good(value):
+            name, shown = key.rpartition(".")[2], repr(value) if value == "" else str(value)
+            yield Fault(config.positions.where(key), expected, shown, f"{name}: {example}")
+
+
+def _choices(config: AflowConfig) -> Iterable[Fault]:
+    for key, choices in _CHOICES.items():
+        value = value_of(config, key)
+        if value is not None and value not in choices:
+            yield _unknown_name(config.positions, key, value, choices)
+    from trinity.algorithm import (
+        ADVANTAGE_FN,
+        ALGORITHM_TYPE,
+        ENTROPY_LOSS_FN,
+        KL_FN,
+        POLICY_LOSS_FN,
+        SAMPLE_STRATEGY,
+    )
+    from trinity.buffer.operators import EXPERIENCE_OPERATORS
+    from trinity.buffer.selector import SELECTORS
+
+    algorithm = config.algorithm
+    registered: list[tuple[str, Any, Any]] = [
+        ("algorithm.algorithm_type", algorithm.algorithm_type, ALGORITHM_TYPE),
+        ("algorithm.advantage_fn", algorithm.advantage_fn, ADVANTAGE_FN),
+        ("algorithm.policy_loss_fn", algorithm.policy_loss_fn, POLICY_LOSS_FN),
+        ("algorithm.kl_loss_fn", algorithm.kl_loss_fn, KL_FN),
+        ("algorithm.kl_penalty_fn", algorithm.kl_penalty_fn, KL_FN),
+        ("algorithm.entropy_loss_fn", algorithm.entropy_loss_fn, ENTROPY_LOSS_FN),
+        ("algorithm.sample_strategy", algorithm.sample_strategy, SAMPLE_STRATEGY),
+    ]
+    for number, operator in enumerate(config.data_processor.experience_pipeline.operators):
+        key = f"data_processor.experience_pipeline.operators.{number}.name"
+        registered.append((key, operator.name, EXPERIENCE_OPERATORS))
+    for key, taskset, _ in user_tasksets(config):
+        kind = taskset.data_selector.selector_type
+        registered.append((f"{key}.data_selector.selector_type", kind, SELECTORS))
+    for key, value, registry in registered:
+        if value is None:
+            continue
+        words = [*registry._default_mapping, *registry.modules]
+        if value in words:
+            continue
+        if "." not in value:
+            yield _unknown_name(config.positions, key, value, words)
+            continue
+        try:
+            registry.get(value)
+        except (ImportError, AttributeError, KeyError) as error:
+            where = config.positions.where(key)
+            cure = "write package.module.ClassName of something that can be imported"
+            yield Fault(where, "a class given by its dotted path", f"{value}: {error}", cure)
+
+
+def _unknown_name(positions: KeyPositions, key: str, value: str, words: Iterable[str]) -> Fault:
+    words = sorted(set(words))
+    close = nearest(str(value), words, 0.5)
+    name = key.rpartition(".")[2]
+    cure = f"did you mean `{name}: {close}`?" if close else f"choose one, such as {words[0]}"
+    return Fault(positions.where(key), "one of " + ", ".join(words), repr(value), cure)
+
+
+def _needed_switches(config: AflowConfig) -> Iterable[Fault]:
+    reasons = {
+        "enable_history": "without recorded calls there is nothing to train on",
+        "enable_openai_api": "workflow functions call the model through this API",
+    }
+    for name, reason in reasons.items():
+        key = f"explorer.rollout_model.{name}"
+        if config.positions.given(key) and not getattr(config.explorer.rollout_model, name):
+            cure = f"remove the line or write {name}: true ({reason})"
+            yield Fault(config.positions.where(key), "true", "false", cure)
+
+
+def _tasksets(config: AflowConfig) -> Iterable[Fault]:
+    positions, inputs = config.positions, config.buffer.explorer_input
+    key = "buffer.explorer_input.taskset"
+    if inputs.taskset and inputs.tasksets:
+        expected, found = "either `taskset` or `tasksets`", "both"
+        cure = "move `taskset` into the list `tasksets`"
+        yield Fault(positions.where("buffer.explorer_input.tasksets"), expected, found, cure)
+    if not inputs.taskset and not inputs.tasksets and config.mode not in ("train", "bench"):
+        cure = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
+        yield Fault(positions.where(key), "a task set to train on", "none", cure)
+    names: dict[str, str] = {}
+    for key, taskset, held_out in user_tasksets(config):
+        if str(taskset.storage_type).lower() not in ("file", "sql"):
+            where = positions.where(f"{key}.storage_type")
+            yield Fault(where, "file or sql", repr(taskset.storage_type), "storage_type: file")
+        elif not taskset.path:
+            cure = "path: data/train.jsonl (a file, a folder of data files, or a hub id)"
+            yield Fault(positions.where(f"{key}.path"), "a path", "none", cure)
+        elif fault := taskset_fault(config, key, taskset):
+            yield fault
+        if held_out and taskset.repeat_times < 1:
+            where = positions.where(f"{key}.repeat_times")
+            yield Fault(where, "1 or more", str(taskset.repeat_times), "repeat_times: 1")
+        if "/" in taskset.name or taskset.name in (".", ".."):
+            where = positions.where(f"{key}.name")
+            yield Fault(where, "a name without slashes", repr(taskset.name), "name: held_out")
+        if taskset.name and taskset.name in names and held_out:
+            where = positions.where(f"{key}.name")
+            found = f"{taskset.name!r}, as in {display(names[taskset.name])}"
+            yield Fault(where, "a name of its own", found, f"name: {taskset.name}_2")
+        names.setdefault(taskset.name, key)
+        yield from _workflow_types(config, key, taskset)
+    for name in ("default_workflow_type", "default_eval_workflow_type"):
+        yield from _workflow_type(config, f"buffer.explorer_input.{name}", getattr(inputs, name))
+
+
+def _workflow_types(config: AflowConfig, key: str, taskset: Any) -> Iterable[Fault]:
+    yield from _workflow_type(config, f"{key}.default_workflow_type", taskset.default_workflow_type)
+    if taskset.format.workflow_key:
+        where = config.positions.where(f"{key}.format.workflow_key")
+        found = f"{taskset.format.workflow_key!r}: a workflow of its own for every row"
+        yield Fault(where, "one workflow function for all rows", found, "remove workflow_key")
+
+
+def _workflow_type(config: AflowConfig, key: str, value: str | None) -> Iterable[Fault]:
+    if not value or value == ADAPTER or value in REPLACED_ADAPTERS:
+        return
+    cure = "remove the line and name your function with `workflow: path/file.py:function`"
+    where = config.positions.where(key)
+    yield Fault(where, "our adapter, which is set by itself", repr(value), cure)
+
+
+def _lengths(config: AflowConfig) -> Iterable[Fault]:
+    model, positions = config.model, config.positions
+    for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens"):
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            where = positions.where(f"model.{name}")
+            yield Fault(where, "1 or more tokens", str(value), f"{name}: 512")
+            return
+    total, prompt, response = (
+        model.max_model_len,
+        model.max_prompt_tokens,
+        model.max_response_tokens,
+    )
+    if total is None:
+        if prompt is None or response is None:
+            cure = "model: {max_model_len: 2048, max_response_tokens: 512}"
+            where = positions.where("model.max_model_len")
+            yield Fault(where, "the tokens of prompt and response together", "not set", cure)
+            return
+        total = prompt + response
+    if prompt is not None and response is not None and prompt + response > total:
+        found = f"{prompt} + {response} = {prompt + response} of {total}"
+        where = positions.where("model.max_prompt_tokens")
+        cure = f"max_model_len: {prompt + response}"
+        yield Fault(where, "room for max_prompt_tokens + max_response_tokens", found, cure)
+        return
+    if prompt is None:
+        prompt = total - response if response is not None else total // 2
+    if prompt <= 1:
+        key = "max_response_tokens" if response is not None else "max_model_len"
+        if positions.given("model.max_prompt_tokens"):
+            key = "max_prompt_tokens"
+        found = f"{max(prompt, 0)} (max_model_len {total}"
+        found += f", max_response_tokens {response})" if response is not None else ")"
+        cure = f"max_response_tokens: {max(1, total // 2)}, or raise max_model_len"
+        where = positions.where(f"model.{key}")
+        yield Fault(where, "a prompt budget of more than one token", found, cure)
+
+
+def _folders(config: AflowConfig) -> Iterable[Fault]:
+    folder = Path(config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        found = "a file" if not existing.is_dir() else "no right to write"
+        where = config.positions.where("checkpoint_root_dir")
+        cure = "checkpoint_root_dir: ./checkpoints"
+        yield Fault(where, "a folder that can be written", f"{existing}: {found}", cure)
+
+
+def _monitor(config: AflowConfig) -> Iterable[Fault]:
+    kind, key = config.monitor.monitor_type, "monitor.monitor_type"
+    words = ("tensorboard", "wandb", "mlflow", "swanlab")
+    if "." not in kind and kind not in words:
+        yield _unknown_name(config.positions, key, kind, words)
+    elif kind in words[1:] and importlib.util.find_spec(kind) is None:
+        where = config.positions.where(key)
+        yield Fault(where, f"{kind} installed", "not installed", f"pip install {kind}")
+
+
+def _together(config: AflowConfig, workflow: Callable[..., Any] | None) -> Findings:
+    """Rules over several settings; only asked when each of them is sound."""
+    found = Findings()
+    found.faults += _group(config)
+    found.faults += _batches(config)
+    found.add(_train_batch(config, workflow))
+    found.add(_evaluation(config))
+    found.add(_warmup(config))
+    kind = config.monitor.monitor_type
+    if kind not in ("tensorboard", MONITOR):
+        found.warnings.append(
+            f"{config.positions.where('monitor.monitor_type')}: with {kind} the live panel and "
+            "the report's curves stay empty; only tensorboard writes metrics.jsonl too"
+        )
+    return found
+
+
+def _group(config: AflowConfig) -> Iterable[Fault]:
+    from trinity.algorithm import ALGORITHM_TYPE
+
+    algorithm = config.algorithm
+    kind = ALGORITHM_TYPE.get(algorithm.algorithm_type)
+    advantage = algorithm.advantage_fn or kind.default_config().get("advantage_fn")
+    if algorithm.repeat_times < 2 and advantage in _BY_GROUP:
+        own = max(2, kind.default_config().get("repeat_times", 8))
+        yield Fault(
+            config.positions.where("algorithm.repeat_times"),
+            f"2 or more: {algorithm.algorithm_type} compares the runs of one task",
+            f"{algorithm.repeat_times}"
+            + ("" if config.positions.given("algorithm.repeat_times") else " (the default)"),
+            f"algorithm.repeat_times: {max(own, 8)}",
+        )
+
+
+def _batches(config: AflowConfig) -> Iterable[Fault]:
+    rows, size = training_rows(config), config.buffer.batch_size
+    if rows is not None and rows and size > rows:
+        yield Fault(
+            config.positions.where("buffer.batch_size"),
+            f"at most the {rows} rows of the training data",
+            str(size),
+            f"batch_size: {rows}",
+        )
+
+
+def _train_batch(config: AflowConfig, workflow: Callable[..., Any] | None) -> Findings:
+    found = Findings()
+    size = config.buffer.train_batch_size
+    runs = config.buffer.batch_size * config.algorithm.repeat_times
+    if not size or config.mode == "train":
+        return found
+    known = most_calls(workflow) if workflow is not None else None
+    most = runs * (known if known is not None else MOST_CALLS)
+    rounds = config.synchronizer.sync_interval + config.synchronizer.sync_offset
+    if size > most * rounds:
+        calls = f"at most {known} calls" if known is not None else f"even {MOST_CALLS} calls"
+        found.faults.append(
+            Fault(
+                config.positions.where("buffer.train_batch_size"),
+                f"at most {most}: {config.buffer.batch_size} tasks x "
+                f"{config.algorithm.repeat_times} runs x {calls} a run",
+                f"{size}, which never fills, so that training would wait for ever",
+                f"remove train_batch_size, or set it to {most if known else runs}",
+            )
+        )
+    elif size > runs and known is None:
+        found.warnings.append(
+            f"{config.positions.where('buffer.train_batch_size')}: fills only if a run makes "
+            f"{math.ceil(size / runs)} calls on average ({runs} runs a step)"
+        )
+    return found
+
+
+def _evaluation(config: AflowConfig) -> Findings:
+    found = Findings()
+    steps, interval = total_steps(config), config.explorer.eval_interval
+    given = config.positions.given("explorer.eval_interval")
+    if given and steps is not None and interval > steps:
+        found.faults.append(
+            Fault(
+                config.positions.where("explorer.eval_interval"),
+                f"at most {steps}, the steps of this run",
+                f"{interval}, which is never reached",
+                f"eval_interval: {max(1, steps // 4)}",
+            )
+        )
+    if steps == 0:
+        found.faults.append(
+            Fault(
+                config.positions.where("buffer.batch_size"),
+                "at least one step",
+                f"0 steps: fewer rows x epochs than the batch of {config.buffer.batch_size}",
+                "lower buffer.batch_size, add rows, or raise buffer.total_epochs",
+            )
+        )
+    if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
+        found.warnings.append(
+            "no `buffer.explorer_input.eval_tasksets`: there will be no held-out score"
+        )
+    return found
+
+
+def _warmup(config: AflowConfig) -> Findings:
+    found = Findings()
+    steps, warmup = total_steps(config), config.algorithm.optimizer.lr_warmup_steps
+    if steps and warmup >= steps:
+        where = config.positions.where("algorithm.optimizer.lr_warmup_steps")
+        found.warnings.append(
+            f"{where}: {warmup} steps of warm-up in a run of {steps}: the rate never gets to "
+            f"{config.algorithm.optimizer.lr}"
+        )
+    return found

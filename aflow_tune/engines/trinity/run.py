@@ -1,0 +1,273 @@
+"""One run from a loaded configuration to a proven result.
+
+Prepares the configuration for the chosen engine, injects the user's functions, claims the run
+folder, runs on the engine, and calls the result a success only if the trainer reached its
+target and the last checkpoint loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trinity.buffer import get_buffer_reader
+
+from aflow_tune.engines.local.checkpoint import verify_checkpoint
+from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.quiet import log_to
+from aflow_tune.engines.trinity.run_state import (
+    RunState,
+    check_restart,
+    checkpoints,
+    locked,
+    rewind,
+    write_state,
+)
+from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.validators import (
+    Change,
+    choose_engine,
+    materialise_tasksets,
+    prepare,
+    render_changes,
+    save_resolved,
+)
+from aflow_tune.errors import BadInput, Fault, Interrupted, RunFailed
+from aflow_tune.report.html import summary_text, write_report
+from aflow_tune.report.metrics import read_metrics, rewind_metrics
+from aflow_tune.report.panel import Panel
+from aflow_tune.signature import check_judge, check_workflow
+from aflow_tune.types import TuneResult
+
+# A resumed run may differ in these: they change how long, how often or where, not what is
+# learned.
+_FREE_KEYS = (
+    "buffer.total_steps",
+    "buffer.total_epochs",
+    "trainer.total_steps",
+    "trainer.save_interval",
+    "trainer.max_checkpoints_to_keep",
+    "explorer.eval_interval",
+    "explorer.max_timeout",
+    "inline",
+    "local.threads",
+    "local.max_batch",
+    "log.",
+    "monitor.",
+    "report.",
+    "rollout.run_timeout",
+)
+_PRIVATE = ("workflow_func", "judge_func", "total_epochs", "total_steps", "batch_size", "eval_dir")
+
+
+class Run:
+    """One run of one configuration."""
+
+    def __init__(
+        self,
+        config: AflowConfig,
+        workflow_func: Callable[..., Any],
+        judge_func: Callable[..., Any] | None,
+    ) -> None:
+        self.config = config
+        self.workflow_func = workflow_func
+        self.judge_func = judge_func
+        self.changes: list[Change] = []
+
+    def prepare(self) -> None:
+        """Check the functions, settle the engine and every setting, and print both.
+
+        Raises:
+            BadInput: with every fault of the functions or of the settings.
+        """
+        check_workflow(self.workflow_func)
+        if self.judge_func is not None:
+            check_judge(self.judge_func)
+        engine, reason = choose_engine(self.config)
+        print(f"engine: {engine} ({reason})", flush=True)
+        self.changes = prepare(self.config)
+        self.run_dir = Path(self.config.checkpoint_job_dir)
+        print(render_changes(self.changes), flush=True)
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the run folder, and take it back to the checkpoint it will resume from.
+
+        Raises:
+            BadInput: the folder is in use, or holds a run of another configuration.
+            AlreadyFinished: the folder holds this very run, finished.
+        """
+        with locked(self.run_dir):
+            self.log_file = log_to(self.run_dir / "log")
+            materialise_tasksets(self.config)
+            self.target = self._target()
+            self.config.trainer.total_steps = self.target
+            fingerprint = _fingerprint(self.config)
+            earlier = check_restart(self.run_dir, fingerprint, self.target)
+            done = checkpoints(self.run_dir)
+            self.start = done[-1].step if done else 0
+            if earlier is not None:
+                rewind(self.run_dir, self.start, self.config.explorer.name)
+                rewind_metrics(self.run_dir, self.start)
+                print(f"resuming {self.run_dir} from step {self.start} of {self.target}")
+            else:
+                print(f"run folder: {self.run_dir}")
+            self.state = RunState("running", self.start, self.target, fingerprint)
+            write_state(self.run_dir, self.state)
+            save_resolved(self.config, self.changes, self.run_dir / "resolved.yaml")
+            yield
+
+    def execute(self, stop: Callable[[], bool]) -> TuneResult:
+        """Run to the target on the chosen engine, and report.
+
+        Raises:
+            RunFailed: the target was not reached, or the last checkpoint does not load.
+            Interrupted: `stop` said so; the state is saved.
+        """
+        self._inject()
+        try:
+            with Panel(self.run_dir, self.target) as panel:
+                reached = self._engine(panel.phase, stop)
+            self._prove(reached, stop())
+        except Interrupted:
+            self._settle("interrupted")
+            raise
+        except BaseException:
+            self._settle("failed")
+            raise
+        self._settle("finished")
+        report = write_report(self.run_dir, config=self.config.flatten(), changes=self.changes)
+        print(summary_text(self.run_dir, report))
+        return TuneResult(
+            run_dir=self.run_dir,
+            steps_done=reached,
+            metrics=_last_metrics(self.run_dir),
+            checkpoints=tuple(checkpoints(self.run_dir)),
+            report=report,
+        )
+
+    def _engine(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
+        if self.config.engine == "trinity":
+            from aflow_tune.engines.trinity.cluster import run_cluster
+
+            return run_cluster(self.config, self.target, phase)
+        if self.config.inline:
+            from aflow_tune.engines.trinity.inline import InlineRun
+
+            logger = logging.getLogger("trinity")
+            return asyncio.run(InlineRun(self.config, self.target, phase, stop, logger).run())
+        from aflow_tune.engines.trinity.launcher import run_split
+
+        return run_split(self.config, self.target, phase, stop)
+
+    def _inject(self) -> None:
+        """Give the adapter the functions and what it needs to know about the run."""
+        ship_by_value([self.workflow_func, self.judge_func])
+        config = self.config
+        arguments = {
+            "workflow_func": self.workflow_func,
+            "judge_func": self.judge_func,
+            "run_timeout": config.rollout.run_timeout,
+            "system_prompt": config.rollout.system_prompt,
+            "seed": config.seed,
+            "score": config.report.score,
+            "transcripts": config.report.transcripts,
+            "eval_dir": str(self.run_dir / "evaluations"),
+        }
+        inputs = config.buffer.explorer_input
+        for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:
+            taskset.workflow_args.update(arguments)
+        engine = {
+            "device": config.local.device,
+            "dtype": "float32" if config.deterministic else config.local.dtype,
+            "threads": config.local.threads,
+            "max_batch": config.local.max_batch,
+            "deterministic": config.deterministic,
+            "lora": None,
+        }
+        if config.engine == "local":
+            for auxiliary in config.explorer.auxiliary_models:
+                auxiliary.extra_engine_args = dict(engine)
+            lora = config.model.lora_configs[0] if config.model.lora_configs else None
+            if lora is not None:
+                engine["lora"] = {
+                    "rank": lora.lora_rank,
+                    "alpha": lora.lora_alpha,
+                    "target_modules": lora.target_modules,
+                }
+            config.explorer.rollout_model.extra_engine_args = engine
+
+    def _target(self) -> int:
+        """The step at which the run is done.
+
+        Raises:
+            BadInput: the data set is smaller than one batch.
+        """
+        config = self.config
+        bounds = []
+        if config.trainer.total_steps:
+            bounds.append(config.trainer.total_steps)
+        if config.buffer.total_steps:
+            bounds.append(config.buffer.total_steps)
+        else:
+            rows = sum(
+                len(get_buffer_reader(taskset))
+                for taskset in config.buffer.explorer_input.tasksets
+            )
+            bounds.append(rows * config.buffer.total_epochs // config.buffer.batch_size)
+        if min(bounds) < 1:
+            raise BadInput(
+                "This run would not train a single step.",
+                [
+                    Fault(
+                        "buffer.batch_size",
+                        "at least one full batch in the task set",
+                        f"{config.buffer.batch_size} tasks a batch",
+                        "lower buffer.batch_size, add rows, or raise buffer.total_epochs",
+                    )
+                ],
+            )
+        return min(bounds)
+
+    def _prove(self, reached: int, stopped: bool) -> None:
+        saved = checkpoints(self.run_dir) if self.config.engine == "local" else []
+        if self.config.engine == "local" and saved:
+            verify_checkpoint(saved[-1].path)
+        if reached >= self.target and (saved or self.config.engine != "local"):
+            return
+        if stopped:
+            last = saved[-1].step if saved else 0
+            raise Interrupted(
+                f"stopped at step {reached} of {self.target}; the state of step {last} is saved "
+                f"in {self.run_dir}. The same command resumes from there."
+            )
+        raise RunFailed(
+            f"the trainer ended at step {reached} of {self.target}. Logs: {self.run_dir / 'log'}"
+        )
+
+    def _settle(self, status: str) -> None:
+        saved = checkpoints(self.run_dir)
+        self.state.status = status
+        self.state.step = saved[-1].step if saved else 0
+        write_state(self.run_dir, self.state)
+
+
+def _fingerprint(config: AflowConfig) -> dict[str, Any]:
+    """What a resumed run must have in common with its beginning, as plain JSON values."""
+    return {
+        key: value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+        for key, value in config.flatten().items()
+        if not key.startswith(_FREE_KEYS) and not key.endswith(_PRIVATE)
+    }
+
+
+def _last_metrics(run_dir: Path) -> dict[str, float]:
+    last: dict[str, float] = {}
+    for line in read_metrics(run_dir):
+        last.update(line.metrics)
+    return last
+

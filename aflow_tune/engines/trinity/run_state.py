@@ -1,0 +1,177 @@
+"""What a run folder knows about itself: status, target, and where to resume.
+
+    <run folder>/
+      run.json                   status, step, target, the configuration's fingerprint
+      run.lock                   held by the command that is running
+      resolved.yaml              the configuration as it was run
+      global_step_N/             checkpoints, each written atomically
+      taskset_state/step_N.json  position in the task sets after batch N was read
+      metrics.jsonl, evaluations/, monitor/, log/
+
+A checkpoint of step N is the only truth on resume: the explorer's position, the metrics and
+the evaluations are taken back to N before anything starts, so that work done after N is done
+again from the same tasks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import AlreadyFinished, BadInput, Fault
+from aflow_tune.types import Checkpoint
+
+RUN_FILE = "run.json"
+STEP_PREFIX = "global_step_"
+
+
+@dataclass
+class RunState:
+    """The content of `run.json`. `status`: running, interrupted, failed or finished."""
+
+    status: str
+    step: int
+    target: int
+    fingerprint: dict[str, Any]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file whole or not at all: temporary name, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def read_state(run_dir: Path) -> RunState | None:
+    """The state of the run in `run_dir`; None where no run was started."""
+    path = run_dir / RUN_FILE
+    if not path.exists():
+        return None
+    return RunState(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_state(run_dir: Path, state: RunState) -> None:
+    """Replace `run.json` atomically."""
+    write_json(run_dir / RUN_FILE, asdict(state))
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder for this process.
+
+    Raises:
+        BadInput: another command is running in the same folder.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "run.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BadInput(
+                "Another command is using this run folder.",
+                [
+                    Fault(
+                        str(run_dir),
+                        "a run folder that nobody else is writing to",
+                        "a lock held by a running command",
+                        "wait for it, stop it, or choose another `name=`",
+                    )
+                ],
+            ) from None
+        yield
+
+
+def checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """All checkpoints of the folder, oldest first. Half-written ones have other names."""
+    found = []
+    for path in run_dir.glob(f"{STEP_PREFIX}*"):
+        suffix = path.name.removeprefix(STEP_PREFIX)
+        if suffix.isdigit() and path.is_dir():
+            found.append(Checkpoint(int(suffix), path))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lives."""
+    return run_dir / f"{STEP_PREFIX}{step}"
+
+
+def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
+    """Keep the task sets' position after batch `step` was read, before it is submitted."""
+    write_json(run_dir / "taskset_state" / f"step_{step}.json", state)
+
+
+def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
+    """Take everything but the checkpoints back to `step`.
+
+    Raises:
+        BadInput: the position in the task sets at `step` was lost.
+    """
+    explorer_file = run_dir / f"{explorer_name}_meta.json"
+    if step == 0:
+        explorer_file.unlink(missing_ok=True)
+    else:
+        source = run_dir / "taskset_state" / f"step_{step}.json"
+        if not source.exists():
+            raise BadInput(
+                "This run cannot be resumed.",
+                [
+                    Fault(
+                        str(source),
+                        f"the position in the task sets after step {step}",
+                        "no such file",
+                        "start again under another `name=`",
+                    )
+                ],
+            )
+        states = json.loads(source.read_text(encoding="utf-8"))
+        write_json(explorer_file, {"latest_iteration": step, "taskset_states": states})
+    for path in run_dir.glob("evaluations/*/step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
+    # The queue's copy on disk is only a log; a stale one would mix two attempts.
+    shutil.rmtree(run_dir / "buffer", ignore_errors=True)
+
+
+def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> RunState | None:
+    """Compare a folder's earlier run with the one asked for.
+
+    Returns the earlier state if it is to be resumed, None for a new run.
+
+    Raises:
+        AlreadyFinished: the same configuration already reached its target here.
+        BadInput: the configuration changed; every changed key is listed.
+    """
+    state = read_state(run_dir)
+    if state is None:
+        return None
+    changed = [
+        Fault(
+            key,
+            f"{state.fingerprint.get(key)!r} (as the run in {run_dir} was started)",
+            repr(fingerprint.get(key)),
+            "set it back to resume, or give the changed run another `name=`",
+        )
+        for key in sorted(state.fingerprint.keys() | fingerprint.keys())
+        if state.fingerprint.get(key) != fingerprint.get(key)
+    ]
+    if changed:
+        raise BadInput("This run folder belongs to a run with another configuration.", changed)
+    if state.status == "finished" and state.step >= target:
+        raise AlreadyFinished(
+            f"The run in {run_dir} already reached step {state.step} of {target}. Nothing was "
+            "started. For more steps raise `buffer.total_steps` or `buffer.total_epochs`; for a "
+            "new run give another `name=`."
+        )
+    return state

@@ -1,0 +1,65 @@
+"""How user code reaches the workers: by value.
+
+A function from a file or from a folder that only this process knows cannot be imported in a
+Ray worker. Its module, and every module of the same folder that it imported, is therefore
+pickled by value. What is installed (in site-packages or the standard library) travels by
+reference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ray import cloudpickle
+
+_PACKAGE_DIR = Path(__file__).resolve().parents[2]
+
+
+def ship_by_value(functions: Iterable[Callable[..., Any] | None]) -> list[str]:
+    """Register the user modules behind `functions` for pickling by value.
+
+    Returns the names of the modules registered.
+    """
+    roots = {root for function in functions if function for root in _folders(function)}
+    registered = []
+    for name, module in list(sys.modules.items()):
+        path = _source(module)
+        if path is None or name == "__main__" or not _belongs(path, roots):
+            continue
+        cloudpickle.register_pickle_by_value(module)
+        registered.append(name)
+    return sorted(registered)
+
+
+def _folders(function: Callable[..., Any]) -> Iterable[Path]:
+    unwrapped = inspect.unwrap(getattr(function, "func", function))
+    if not hasattr(unwrapped, "__code__"):
+        unwrapped = type(unwrapped)
+    module = sys.modules.get(getattr(unwrapped, "__module__", ""))
+    path = _source(module) if module else None
+    if path is None or _installed(path):
+        return
+    top_level = module.__name__.partition(".")[0] if module else ""
+    package = sys.modules.get(top_level)
+    package_path = _source(package) if package is not None else None
+    yield (package_path or path).parent if package_path else path.parent
+
+
+def _source(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None
+
+
+def _installed(path: Path) -> bool:
+    places = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib", "stdlib")}
+    return any(path.is_relative_to(place) for place in places) or path.is_relative_to(_PACKAGE_DIR)
+
+
+def _belongs(path: Path, roots: set[Path]) -> bool:
+    return not _installed(path) and any(path.is_relative_to(root) for root in roots)

@@ -1,0 +1,263 @@
+"""Where a task set's rows are: found on disk for checking, laid out for Trinity's reader.
+
+Trinity reads a task set of `storage_type: file` with `datasets.load_dataset(path, subset_name,
+split)`: a hub id or a folder, never a plain file. We also take a file: at launch it is linked
+into a folder of the run under the name that makes it the split. Looking fetches nothing; a hub
+data set is read from the local cache or not at all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aflow_tune.data.rows import Table, file_format, read_table
+from aflow_tune.errors import Fault
+
+if TYPE_CHECKING:
+    from trinity.common.config import TasksetConfig
+
+    from aflow_tune.engines.trinity.config import AflowConfig
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+_FILE_SPLIT = "train"
+# The words by which `datasets` tells splits apart in the names of a folder's files.
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+
+
+@dataclass
+class Located:
+    """What `taskset.path` stands for. `kind`: file, folder, hub, other or missing."""
+
+    kind: str
+    path: Path | None = None
+    files: list[Path] = field(default_factory=list)
+    fault: str | None = None
+    """Why it cannot be read; what was found."""
+    cure: str = ""
+    warning: str | None = None
+
+
+def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
+    """(key path, task set, held out) of every task set, before or after Trinity's validators."""
+    inputs = config.buffer.explorer_input
+    found = [("buffer.explorer_input.taskset", inputs.taskset, False)] if inputs.taskset else []
+    for number, taskset in enumerate(inputs.tasksets):
+        found.append((f"buffer.explorer_input.tasksets.{number}", taskset, False))
+    for number, taskset in enumerate(inputs.eval_tasksets):
+        found.append((f"buffer.explorer_input.eval_tasksets.{number}", taskset, True))
+    return found
+
+
+def locate(config: AflowConfig, taskset: TasksetConfig) -> Located:
+    """Find a task set's files. Relative paths: from here, else from the YAML's folder."""
+    name = str(taskset.path or "")
+    if str(taskset.storage_type).lower() != "file":
+        return Located("other")
+    for base in _bases(config):
+        path = base / Path(name).expanduser()
+        if path.is_file():
+            return _locate_file(path.absolute())
+        if path.is_dir():
+            return _locate_folder(path.absolute(), taskset)
+    if file_format(Path(name)) or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        return _missing(config, name)
+    return _locate_hub(name, taskset)
+
+
+def read_taskset(config: AflowConfig, taskset: TasksetConfig) -> Table | None:
+    """The rows of a task set, read once per configuration; None where none are on disk."""
+    tables: dict[tuple[str, str], Table | None] = config.__dict__.setdefault("_tables", {})
+    key = (str(taskset.path), taskset.split)
+    if key not in tables:
+        found = locate(config, taskset)
+        tables[key] = read_table(str(taskset.path), found.files) if found.files else None
+    return tables[key]
+
+
+def training_rows(config: AflowConfig) -> int | None:
+    """Rows of all training task sets together; None if not all are on disk."""
+    total = 0
+    for _, taskset, held_out in user_tasksets(config):
+        if held_out:
+            continue
+        table = read_taskset(config, taskset)
+        if table is None or table.faults:
+            return None
+        total += table.total
+    return total
+
+
+def total_steps(config: AflowConfig) -> int | None:
+    """The training steps that the settings come to; None if the rows are not known."""
+    bounds = [steps for steps in (config.trainer.total_steps, config.buffer.total_steps) if steps]
+    if not config.buffer.total_steps:
+        rows = training_rows(config)
+        if rows is not None and config.buffer.batch_size > 0:
+            bounds.append(rows * config.buffer.total_epochs // config.buffer.batch_size)
+        elif not bounds:
+            return None
+    return min(bounds)
+
+
+def settle_paths(config: AflowConfig) -> None:
+    """Make the paths of files and folders absolute: workers start in other folders."""
+    for _, taskset, _ in user_tasksets(config):
+        found = locate(config, taskset)
+        if found.path is not None and found.fault is None:
+            tables = config.__dict__.setdefault("_tables", {})
+            table = tables.get((str(taskset.path), taskset.split))
+            taskset.path = str(found.path)
+            if found.kind == "file":
+                taskset.split, taskset.subset_name = _FILE_SPLIT, None
+            if table is not None:
+                tables[(taskset.path, taskset.split)] = table
+
+
+def materialise_tasksets(config: AflowConfig) -> None:
+    """Link every task set that is a plain file into `<run folder>/data/<name>/train.<suffix>`.
+
+    To be called on a prepared configuration whose run folder is held. The paths of the task
+    sets become those folders.
+    """
+    for _, taskset, held_out in user_tasksets(config):
+        source = Path(str(taskset.path))
+        if str(taskset.storage_type).lower() != "file" or not source.is_file():
+            continue
+        role = "held_out" if held_out else "train"
+        folder = Path(config.checkpoint_job_dir) / "data" / role / taskset.name
+        folder.mkdir(parents=True, exist_ok=True)
+        link = folder / f"{_FILE_SPLIT}{''.join(_data_suffixes(source))}"
+        temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+        temporary.symlink_to(source)
+        temporary.rename(link)
+        taskset.path = str(folder)
+        taskset.split, taskset.subset_name = _FILE_SPLIT, None
+
+
+def _bases(config: AflowConfig) -> list[Path]:
+    file = config.positions.file
+    return [Path(), Path(file).parent] if file else [Path()]
+
+
+def _data_suffixes(path: Path) -> list[str]:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    suffixes = suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:]
+    return [".jsonl" if suffix == ".ndjson" else suffix for suffix in suffixes]
+
+
+def _locate_file(path: Path) -> Located:
+    if file_format(path) is None:
+        cure = "save the rows as .jsonl, .json, .csv or .parquet"
+        return Located("file", path, fault=f"a file of unknown format: {path.name}", cure=cure)
+    return Located("file", path, [path])
+
+
+def _locate_folder(path: Path, taskset: TasksetConfig) -> Located:
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        cure = "save it with to_json or to_parquet instead of save_to_disk"
+        return Located("folder", path, fault="a folder written by `save_to_disk`", cure=cure)
+    within = path / taskset.subset_name if taskset.subset_name else path
+    root = within if within.is_dir() else path
+    files = sorted(
+        file
+        for file in root.rglob("*")
+        if file.is_file() and file_format(file) and not _is_hidden(file, root)
+    )
+    if not files:
+        cure = "put train.jsonl (or .json, .csv, .parquet) there, or name the file itself"
+        return Located("folder", path, fault="a folder without data files", cure=cure)
+    if (path / "README.md").is_file() and "configs:" in _head(path / "README.md"):
+        warning = f"{path}: its README.md decides which files are read; rows are not checked"
+        return Located("folder", path, warning=warning)
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        by_split.setdefault(_split_of(file.relative_to(root)) or "", []).append(file)
+    if set(by_split) == {""}:
+        by_split = {"train": files}
+    split = re.split(r"[\[+]", taskset.split)[0]
+    chosen = by_split.get(split, [])
+    if not chosen:
+        there = ", ".join(sorted(name for name in by_split if name)) or "none"
+        fault = f"the splits {there} ({', '.join(file.name for file in files[:4])})"
+        return Located("folder", path, fault=fault, cure=f"split: {sorted(by_split)[-1]}")
+    formats = {file_format(file) for file in chosen}
+    if len(formats) > 1:
+        names = ", ".join(file.name for file in chosen[:4])
+        cure = "keep one format in the folder, or name one file"
+        return Located("folder", path, fault=f"files of several formats: {names}", cure=cure)
+    return Located("folder", path, chosen)
+
+
+def _locate_hub(name: str, taskset: TasksetConfig) -> Located:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    datasets = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
+    prepared = datasets / name.replace("/", "___")
+    subset = taskset.subset_name or ""
+    arrow = sorted(
+        file
+        for file in prepared.glob(f"**/*-{taskset.split}*.arrow")
+        if not subset or file.relative_to(prepared).parts[0] == subset
+    )
+    if arrow:
+        return Located("hub", files=arrow)
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    if (hub / f"datasets--{name.replace('/', '--')}").is_dir() or prepared.is_dir():
+        return Located("hub", warning=f"data set {name}: cached, but its rows are not checked")
+    return Located(
+        "hub",
+        warning=f"data set {name}: not on this machine; it will be fetched from the hub at the "
+        "start, and its rows are not checked before",
+    )
+
+
+def _missing(config: AflowConfig, name: str) -> Located:
+    near: list[str] = []
+    for base in _bases(config):
+        folder = (base / Path(name).expanduser()).parent
+        if folder.is_dir():
+            names = [item.name for item in folder.iterdir() if not item.name.startswith(".")]
+            near += difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
+    cure = "check the path"
+    if near:
+        cure += f"; there is {', '.join(dict.fromkeys(near))}"
+    return Located("missing", fault=f"no such file or folder: {name}", cure=cure)
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that `datasets` sees in a file's name or in the folders above it."""
+    for part in (path.name, *(parent.name for parent in path.parents)):
+        words = re.split(r"[^a-z]+", part.lower())
+        for split, known in _SPLIT_WORDS.items():
+            if set(known) & set(words):
+                return split
+    return None
+
+
+def _is_hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in file.relative_to(root).parts)
+
+
+def _head(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(4000)
+
+
+def taskset_fault(config: AflowConfig, key: str, taskset: TasksetConfig) -> Fault | None:
+    """The fault of a path under which nothing can be read, or None."""
+    found = locate(config, taskset)
+    if found.fault is None:
+        return None
+    name = "split" if found.kind == "folder" and found.cure.startswith("split:") else "path"
+    expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
+    if name == "split":
+        expected = f"files of the split {taskset.split!r} in {taskset.path}"
+    return Fault(config.positions.where(f"{key}.{name}"), expected, found.fault, found.cure)

@@ -1,0 +1,220 @@
+"""Everything that `aflow-tune validate CONFIG` does: check, start nothing, fetch nothing.
+
+Settings, functions and data are checked one after the other, and what one finds does not keep
+the others from being looked at; only settings that could not be read stop the questions that
+need them. The report holds faults (the command would refuse to run), warnings, and what would
+be changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.data.checks import Findings, check_fields, check_overlap, check_rows
+from aflow_tune.data.fields import task_reads
+from aflow_tune.data.rows import Table
+from aflow_tune.engines.trinity.changes import Change, render_changes
+from aflow_tune.engines.trinity.config import AflowConfig, read_config
+from aflow_tune.engines.trinity.engine_choice import choose_engine
+from aflow_tune.engines.trinity.tasksets import locate, read_taskset, user_tasksets
+from aflow_tune.engines.trinity.validators import prepare
+from aflow_tune.errors import BadInput, Fault
+
+Function = Callable[..., Any]
+
+
+@dataclass
+class ValidationReport:
+    """What was found. `config` is None where the file could not be read at all."""
+
+    path: str
+    config: AflowConfig | None = None
+    engine: tuple[str, str] | None = None
+    faults: list[Fault] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+    def add(self, error: BadInput) -> None:
+        """Take over the faults of a refusal."""
+        self.faults += error.faults or [Fault(self.path, "valid input", error.title, "see above")]
+
+    def render(self) -> str:
+        """The report as text, for a terminal or a log."""
+        parts = []
+        if self.engine is not None:
+            parts.append(f"engine: {self.engine[0]} ({self.engine[1]})")
+        if self.changes:
+            parts.append(render_changes(self.changes))
+        if self.warnings:
+            parts.append("\n".join(["warnings:", *(f"  - {text}" for text in self.warnings)]))
+        if self.faults:
+            listed = "\n".join(f"{number}. {fault}" for number, fault in enumerate(self.faults, 1))
+            count = "one fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+            parts.append(f"{listed}\n\n{self.path}: {count}; nothing was started")
+        else:
+            parts.append(f"{self.path}: valid; nothing was started")
+        return "\n\n".join(parts)
+
+
+def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationReport:
+    """Check a configuration, its functions and its data sets.
+
+    Never raises for a bad input: what is wrong is in the report's faults.
+    """
+    report = ValidationReport(str(path))
+    try:
+        config, faults = read_config(path, overrides)
+    except BadInput as error:
+        report.add(error)
+        return report
+    report.config, report.faults = config, list(faults)
+    workflow, judge = _functions(config, path, report)
+    if not faults:
+        _settings(config, workflow, report)
+    report.warnings += config.warnings
+    found = check_data(config, workflow, judge)
+    known = {fault.where for fault in report.faults}
+    report.faults += [fault for fault in found.faults if fault.where not in known]
+    report.warnings += found.warnings
+    return report
+
+
+def resolve_functions(
+    config: AflowConfig, config_path: str | Path | None
+) -> tuple[Function, Function | None]:
+    """The functions that `workflow:` and `judge:` name. A path is relative to here or the YAML.
+
+    Raises:
+        BadInput: no workflow is named, or a name leads to no function.
+    """
+    if not config.workflow:
+        raise BadInput(
+            "The configuration names no workflow function.",
+            [
+                Fault(
+                    config.positions.where("workflow"),
+                    "`workflow: path/file.py:function` or `workflow: module:function`",
+                    "nothing",
+                    "add that line, or pass the function to tune()",
+                )
+            ],
+        )
+    judge = None
+    workflow = _resolve(config, "workflow", config.workflow, config_path)
+    if config.judge:
+        judge = _resolve(config, "judge", config.judge, config_path)
+    return workflow, judge
+
+
+def check_data(
+    config: AflowConfig, workflow: Function | None = None, judge: Function | None = None
+) -> Findings:
+    """Check the rows of every task set: readable, with the fields read, no leaks.
+
+    Paths under which nothing can be read are left to `validators.prepare`.
+    """
+    found = Findings()
+    reads = [read for function in (workflow, judge) if function for read in task_reads(function)]
+    training: list[Table] = []
+    held_out: list[Table] = []
+    for _, taskset, is_held_out in user_tasksets(config):
+        if not taskset.path:
+            continue
+        warning = locate(config, taskset).warning
+        if warning:
+            found.warnings.append(warning)
+        table = read_taskset(config, taskset)
+        if table is None:
+            continue
+        rows = check_rows(table)
+        found.add(rows)
+        if rows.faults:
+            continue
+        fields = check_fields(reads, table)
+        reported = {fault.where for fault in found.faults}
+        found.faults += [fault for fault in fields.faults if fault.where not in reported]
+        found.warnings += fields.warnings
+        (held_out if is_held_out else training).append(table)
+    found.add(check_overlap(training, held_out))
+    return found
+
+
+def _functions(
+    config: AflowConfig, path: str | Path, report: ValidationReport
+) -> tuple[Function | None, Function | None]:
+    from aflow_tune.signature import check_judge, check_workflow
+
+    try:
+        workflow, judge = resolve_functions(config, path)
+    except BadInput as error:
+        report.add(error)
+        return None, None
+    for check, function in ((check_workflow, workflow), (check_judge, judge)):
+        if function is None:
+            continue
+        try:
+            check(function)
+        except BadInput as error:
+            report.add(error)
+    return workflow, judge
+
+
+def _resolve(
+    config: AflowConfig, key: str, reference: str, config_path: str | Path | None
+) -> Function:
+    from aflow_tune.plugins import resolve
+
+    file, colon, name = reference.rpartition(":")
+    if colon and file.endswith(".py") and config_path is not None:
+        beside = Path(config_path).parent / file
+        if not Path(file).is_file() and beside.is_file():
+            reference = f"{beside}:{name}"
+    try:
+        function: Function = resolve(reference)
+    except BadInput as error:
+        where = config.positions.where(key)
+        faults = [
+            Fault(
+                where if fault.where == reference else f"{where}: {fault.where}",
+                fault.expected,
+                fault.found,
+                fault.cure,
+            )
+            for fault in error.faults
+        ]
+        raise BadInput(error.title, faults) from error
+    return function
+
+
+def _settings(config: AflowConfig, workflow: Function | None, report: ValidationReport) -> None:
+    try:
+        report.engine = choose_engine(config)
+        with _leaving_no_folders(config):
+            report.changes = prepare(config, workflow_func=workflow, dry=True)
+    except BadInput as error:
+        report.add(error)
+
+
+class _leaving_no_folders:
+    """Trinity's validators make the run's folders; checking must not leave them behind."""
+
+    def __init__(self, config: AflowConfig) -> None:
+        self.config = config
+
+    def __enter__(self) -> None:
+        root = Path(self.config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
+        folder = root / self.config.project / self.config.group / self.config.name
+        self.missing = [path for path in (folder, *folder.parents) if not path.exists()]
+
+    def __exit__(self, *_: object) -> None:
+        if not self.missing:
+            return
+        job = Path(self.config.checkpoint_job_dir or self.missing[0])
+        for path in (job / "monitor", job / "buffer", job, *self.missing):
+            try:
+                path.rmdir()
+            except OSError:
+                continue  # not made, or somebody has put something into it meanwhile

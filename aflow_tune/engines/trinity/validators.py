@@ -1,0 +1,172 @@
+"""From settings as written to settings as run: `prepare`.
+
+In this order: choose the engine, refuse what cannot train, fill in what was left out, run
+Trinity's validators, compare before and after. For the local engine our validators take the
+place of those of Trinity's that speak of GPUs, Ray clusters and verl; the others run as they
+are. Nothing is started and nothing is fetched here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from trinity.common import config_validator as upstream
+from trinity.common.config import Config
+
+from aflow_tune.engines.trinity.adaptations import adapt, adapt_local
+from aflow_tune.engines.trinity.changes import Change, differences, render_changes, save_resolved
+from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.engine_choice import choose_engine
+from aflow_tune.engines.trinity.refusals import refusals
+from aflow_tune.engines.trinity.tasksets import materialise_tasksets
+from aflow_tune.errors import BadInput, Fault
+
+__all__ = [
+    "Change",
+    "choose_engine",
+    "materialise_tasksets",
+    "prepare",
+    "render_changes",
+    "save_resolved",
+]
+
+
+class LocalClusterValidator(upstream.ConfigValidator):
+    """In place of Trinity's: sets the namespace, needs no cluster and no GPU."""
+
+    def validate(self, config: Config) -> None:
+        set_namespace(config)
+        for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
+            model.gpu_per_engine, model.nnodes = 0, 1
+        cluster = config.cluster
+        cluster.node_num, cluster.gpu_per_node, cluster.total_gpu_num = 1, 0, 0
+        cluster.rollout_gpu_num = cluster.auxiliary_model_gpu_num = cluster.explorer_gpu_num = 0
+
+
+class LocalExplorerValidator(upstream.ExplorerConfigValidator):
+    """Trinity's, without the adapter that it would load the whole model to write.
+
+    Nor with its limit of one runner a task of a batch: its runners are processes, ours slots.
+    """
+
+    def validate(self, config: Config) -> None:
+        runners = config.explorer.runner_per_model
+        super().validate(config)
+        config.explorer.runner_per_model = runners
+
+    def _validate_lora(self, config: Config) -> None:
+        config.explorer.rollout_model.enable_lora = config.model.lora_configs is not None
+
+
+class LocalTrainerValidator(upstream.ConfigValidator):
+    """In place of Trinity's: the local trainer reads no verl configuration."""
+
+    def validate(self, config: Config) -> None:
+        config.trainer.trust_remote_code = config.model.trust_remote_code
+
+
+class NamespaceOnly(upstream.ConfigValidator):
+    """For checking a cluster's configuration away from the cluster: asks Ray nothing."""
+
+    def validate(self, config: Config) -> None:
+        set_namespace(config)
+
+
+def set_namespace(config: Config) -> None:
+    """The Ray namespace of a run, as Trinity forms it."""
+    if not config.ray_namespace:
+        config.ray_namespace = "/".join(
+            part for part in (config.project, config.group, config.name) if part
+        )
+
+
+_REPLACED: dict[type, upstream.ConfigValidator | None] = {
+    upstream.RayClusterConfigValidator: LocalClusterValidator(),
+    upstream.ExplorerConfigValidator: LocalExplorerValidator(),
+    upstream.TrainerConfigValidator: LocalTrainerValidator(),
+    upstream.GPUMemoryValidator: None,
+}
+"""What the local engine puts in the place of Trinity's validators; None drops one."""
+
+
+def prepare(
+    config: AflowConfig,
+    *,
+    workflow_func: Callable[..., Any] | None = None,
+    dry: bool = False,
+) -> list[Change]:
+    """Make `config` ready to run, in place. Idempotent: a second call changes nothing.
+
+    Args:
+        workflow_func: the function to tune, where it is known; its source bounds how many
+            calls a run makes.
+        dry: only check. A cluster is not asked for its size, and what needs it is left out.
+
+    Returns:
+        Every setting that now differs from what the user wrote.
+
+    Raises:
+        BadInput: with every fault found. `config.warnings` holds what was only doubtful.
+    """
+    done: list[Change] | None = config.__dict__.get("_changes")
+    if done is not None:
+        return done
+    before = config.flatten()
+    engine = choose_engine(config)
+    config.engine = engine[0]
+    found = refusals(config, workflow_func)
+    config.warnings.extend(found.warnings)
+    if found.faults:
+        raise BadInput("These settings cannot train.", found.faults)
+    reasons = {"engine": engine[1]}
+    adapt(config, reasons)
+    if config.engine == "local":
+        adapt_local(config, reasons)
+    for validator in _validators(config, dry):
+        _run(validator, config)
+    config.__dict__["_engine"] = engine
+    config.__dict__["_changes"] = differences(before, config.flatten(), reasons)
+    changes: list[Change] = config.__dict__["_changes"]
+    return changes
+
+
+def _validators(config: AflowConfig, dry: bool) -> list[upstream.ConfigValidator]:
+    chosen: list[upstream.ConfigValidator] = []
+    sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
+    for validator in upstream.validators:
+        kind = type(validator)
+        if config.engine == "local":
+            replacement = _REPLACED.get(kind, validator)
+            if replacement is not None:
+                chosen.append(replacement)
+        elif dry and not sized and kind is upstream.RayClusterConfigValidator:
+            chosen.append(NamespaceOnly())
+        elif dry and kind is upstream.ExplorerConfigValidator:
+            chosen.append(LocalExplorerValidator())
+        elif kind is upstream.GPUMemoryValidator and (dry or not sys.stdin.isatty()):
+            # It asks a question on the terminal; where nobody answers it would wait for ever.
+            continue
+        elif dry and not sized and kind is upstream.TrainerConfigValidator:
+            continue
+        else:
+            chosen.append(validator)
+    return chosen
+
+
+def _run(validator: upstream.ConfigValidator, config: AflowConfig) -> None:
+    try:
+        validator.validate(config)
+    except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
+        if isinstance(error, BadInput):
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        named = re.search(r"`?((?:[a-z_]+\.)+[a-z_]+)`?", message)
+        key = named.group(1) if named else ""
+        where = config.positions.where(key) if key in config.flatten() else "configuration"
+        raise BadInput(
+            "Trinity refuses this configuration.",
+            [Fault(where, "settings that fit together", message, "correct the setting named")],
+        ) from error

@@ -1,0 +1,192 @@
+"""`tune()`: wiring, from a function and a YAML to a trained model that was evaluated.
+
+The order of things: load and check the configuration, check the functions, choose the engine
+and say why, take the run folder, run, prove that the target was reached, report. What each
+step does lives in its own room; this module decides only what follows what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aflow_tune.types import TuneResult
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.trinity.config import AflowConfig
+    from aflow_tune.engines.trinity.validate import ValidationReport
+
+
+def tune(
+    workflow_func: Callable[..., Any],
+    config_path: str | Path | None = None,
+    *,
+    judge_func: Callable[..., Any] | None = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    model: Any = None,
+    auxiliary_models: dict[str, Any] | None = None,
+    algorithm: Any = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    monitor_type: str | None = None,
+    overrides: Sequence[str] = (),
+    inline: bool | None = None,
+) -> TuneResult:
+    """Tune the model behind a workflow function.
+
+    Takes the arguments of AgentScope's `tuner.tune` (its `DatasetConfig`, `TunerModelConfig`
+    and `AlgorithmConfig` objects); they win over the YAML. Works inside a notebook's running
+    event loop.
+
+    Args:
+        workflow_func: `async def f(task: Dict, model: TrinityChatModel) -> float`, or
+            AgentScope's newer form that returns a `WorkflowOutput`.
+        config_path: a YAML in Trinity's schema with our sections; None for defaults.
+        judge_func: scores the response of a `WorkflowOutput`.
+        overrides: `key=value` settings that win over everything else.
+        inline: one process without Ray; None leaves it to the configuration.
+
+    Returns:
+        The run folder, the steps done, the last metrics and the checkpoints.
+
+    Raises:
+        BadInput: function, configuration or data were refused; nothing was started.
+        AlreadyFinished: the run folder holds this very run, finished.
+        RunFailed: training stopped before its target.
+        Interrupted: asked to stop; the state is saved and the same call resumes.
+    """
+    agentscope_arguments = {
+        "judge_func": judge_func,
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "model": model,
+        "auxiliary_models": auxiliary_models,
+        "algorithm": algorithm,
+        "project_name": project_name,
+        "experiment_name": experiment_name,
+        "monitor_type": monitor_type,
+    }
+
+    def work(stop: Callable[[], bool]) -> TuneResult:
+        _quiet()
+        from aflow_tune.engines.trinity.config import apply_agentscope_args, load_config
+
+        config = load_config(config_path, overrides)
+        apply_agentscope_args(config, **agentscope_arguments)
+        return _execute(config, workflow_func, judge_func, inline, stop)
+
+    return _with_stop(work)
+
+
+def run_config(
+    config_path: Path, overrides: Sequence[str] = (), inline: bool | None = None
+) -> TuneResult:
+    """Tune the workflow that a YAML names with its `workflow:` key. Raises as `tune()`."""
+
+    def work(stop: Callable[[], bool]) -> TuneResult:
+        _quiet()
+        from aflow_tune.engines.trinity.config import load_config
+        from aflow_tune.engines.trinity.validate import resolve_functions
+
+        config = load_config(config_path, overrides)
+        workflow_func, judge_func = resolve_functions(config, config_path)
+        return _execute(config, workflow_func, judge_func, inline, stop)
+
+    return _with_stop(work)
+
+
+def validate_config(config_path: Path, overrides: Sequence[str] = ()) -> ValidationReport:
+    """Everything that can be checked without starting or fetching anything."""
+    _quiet()
+    from aflow_tune.engines.trinity.validate import validate
+
+    return validate(config_path, overrides)
+
+
+def _quiet() -> None:
+    from aflow_tune.engines.trinity.quiet import quiet
+
+    quiet()
+
+
+def _execute(
+    config: AflowConfig,
+    workflow_func: Callable[..., Any],
+    judge_func: Callable[..., Any] | None,
+    inline: bool | None,
+    stop: Callable[[], bool],
+) -> TuneResult:
+    from aflow_tune.engines.trinity.run import Run
+
+    if inline is not None:
+        config.inline = inline
+    run = Run(config, workflow_func, judge_func)
+    run.prepare()
+    with run.claimed():
+        return run.execute(stop)
+
+
+def _with_stop(work: Callable[[Callable[[], bool]], TuneResult]) -> TuneResult:
+    """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once.
+
+    Inside a running event loop (a notebook) the work gets a thread of its own, because it
+    starts event loops itself; there the interrupt arrives in this thread as an exception.
+    """
+    asked = threading.Event()
+    if not _loop_is_running():
+        with _signals(asked):
+            return work(asked.is_set)
+    outcome: dict[str, Any] = {}
+
+    def target() -> None:
+        try:
+            outcome["result"] = work(asked.is_set)
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=target, name="aflow-tune")
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join(0.5)
+        except KeyboardInterrupt:
+            asked.set()
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["result"]
+
+
+def _loop_is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _signals(asked: threading.Event) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, _frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        print("\nstopping after the step under way; once more to stop at once", flush=True)
+
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in previous:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,84 @@
+"""The command line: help, exit codes, flags anywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aflow_tune import cli
+from aflow_tune.errors import AlreadyFinished, BadInput, ExitCode, Interrupted, RunFailed
+
+
+def test_help_teaches_without_importing_anything_heavy() -> None:
+    code = (
+        "import sys; from aflow_tune.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "heavy = {'torch', 'ray', 'trinity', 'transformers', 'rich', 'agentscope'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for word in ("validate", "init", "exit codes", "key=value", "resumes"):
+        assert word in result.stdout
+
+
+def test_every_exit_code_is_in_the_help() -> None:
+    text = cli._EPILOG
+    for code in ExitCode:
+        assert f"\n  {int(code)}  " in text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadInput("no"), 2),
+        (RunFailed("no"), 1),
+        (Interrupted("no"), 3),
+        (AlreadyFinished("no"), 5),
+        (KeyboardInterrupt(), 1),
+    ],
+)
+def test_each_ending_has_its_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("aflow_tune.tuning.run_config", fail)
+    assert cli.main(["config.yaml"]) == code
+    assert "aflow-tune:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["c.yaml", "seed=1", "--inline", "name=x"],
+        ["run", "c.yaml", "--inline", "seed=1", "name=x"],
+        ["--inline", "c.yaml", "seed=1", "name=x"],
+    ],
+)
+def test_flags_may_stand_anywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def run(config: Path, overrides: list[str], inline: bool | None) -> None:
+        seen.update(config=config, overrides=overrides, inline=inline)
+
+    monkeypatch.setattr("aflow_tune.tuning.run_config", run)
+    assert cli.main(words) == 0
+    assert seen == {"config": Path("c.yaml"), "overrides": ["seed=1", "name=x"], "inline": True}
+
+
+def test_without_arguments_the_help_is_shown_and_nothing_succeeds(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    assert cli.main([]) == 2
+    assert "usage: aflow-tune" in capsys.readouterr().out
+
+
+def test_unknown_options_are_bad_input() -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", "c.yaml", "--fast"])
+    assert stop.value.code == 2

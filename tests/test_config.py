@@ -1,0 +1,412 @@
+"""Reading a configuration: keys, types, places, overrides, secrets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
+from aflow_tune.config import KeyPositions, canonical, display
+from aflow_tune.engines.trinity.changes import differences, render_changes, save_resolved
+from aflow_tune.engines.trinity.config import apply_agentscope_args, load_config
+from aflow_tune.errors import BadInput, Fault
+
+# The keys of the two files that AgentScope ships for its tuner (1.0.8 and 1.0.21).
+AGENTSCOPE_REACT = """
+project: AgentScope-ReAct
+name: GSM8K-Qwen3-8B
+checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
+algorithm: {algorithm_type: multi_step_grpo, repeat_times: 8}
+model:
+  model_path: ${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen3-8B}
+  max_response_tokens: 16384
+  max_model_len: 24576
+cluster: {node_num: 1, gpu_per_node: 8}
+buffer:
+  total_epochs: 1
+  batch_size: 32
+  train_batch_size: 256
+  explorer_input:
+    taskset:
+      name: gsm8k
+      storage_type: file
+      path: 'openai/gsm8k'
+      subset_name: 'main'
+      split: 'train'
+      format: {prompt_key: 'question', response_key: 'answer'}
+      rollout_args: {temperature: 1.0}
+explorer:
+  runner_per_model: 16
+  max_timeout: 600
+  rollout_model:
+    engine_num: 4
+    tensor_parallel_size: 1
+    enable_prefix_caching: false
+    enforce_eager: true
+    enable_openai_api: true
+    enable_history: true
+    enable_auto_tool_choice: true
+    tool_call_parser: hermes
+    reasoning_parser: deepseek_r1
+    enable_thinking: true
+    dtype: bfloat16
+    seed: 42
+synchronizer:
+  sync_style: dynamic_by_explorer
+  sync_method: 'nccl'
+  sync_interval: 2
+  sync_timeout: 1800
+trainer:
+  save_interval: 100
+  use_dynamic_bsz: true
+  max_token_len_per_gpu: 24576
+  ulysses_sequence_parallel_size: 2
+monitor: {monitor_type: tensorboard}
+"""
+AGENTSCOPE_TUNER = """
+project: AgentScope
+name: GSM8K-Qwen3-0.6B
+checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
+algorithm: {algorithm_type: multi_step_grpo, repeat_times: 8}
+model:
+  model_path: ${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen3-0.6B}
+  max_response_tokens: 16384
+  max_model_len: 24576
+  temperature: 1.0
+cluster: {node_num: 1, gpu_per_node: 8}
+buffer:
+  total_epochs: 1
+  batch_size: 32
+  train_batch_size: 256
+  explorer_input:
+    taskset: {name: gsm8k, path: 'openai/gsm8k', subset_name: 'main', split: 'train'}
+explorer:
+  runner_per_model: 16
+  max_timeout: 600
+  rollout_model:
+    engine_num: 4
+    tensor_parallel_size: 1
+    enable_openai_api: true
+    enable_history: true
+    enable_auto_tool_choice: true
+    tool_call_parser: hermes
+    reasoning_parser: deepseek_r1
+synchronizer:
+  sync_style: dynamic_by_explorer
+  sync_method: 'nccl'
+  sync_interval: 1
+  sync_timeout: 1800
+trainer: {save_interval: 100, use_dynamic_bsz: true, ulysses_sequence_parallel_size: 1}
+monitor: {monitor_type: tensorboard}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def faults(tmp_path: Path, text: str, *overrides: str) -> dict[str, Fault]:
+    """The faults by their place without the folder."""
+    with pytest.raises(BadInput) as refused:
+        load_config(write(tmp_path, text), overrides)
+    return {fault.where.replace(f"{tmp_path}/", ""): fault for fault in refused.value.faults}
+
+
+@pytest.mark.parametrize("text", [AGENTSCOPE_REACT, AGENTSCOPE_TUNER])
+def test_agentscope_files_load_unchanged(tmp_path: Path, text: str) -> None:
+    config = load_config(write(tmp_path, text))
+    assert config.buffer.explorer_input.taskset.path == "openai/gsm8k"
+    assert config.synchronizer.sync_style.value == "explorer_driven"
+    assert config.model.model_path.startswith("Qwen/Qwen3-")
+    assert config.checkpoint_root_dir == "./checkpoints"
+    assert (config.engine, config.inline, config.rollout.run_timeout) == ("auto", False, 300.0)
+
+
+def test_environment_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRINITY_MODEL_PATH", "some/model")
+    config = load_config(
+        write(tmp_path, AGENTSCOPE_TUNER),
+        [
+            "buffer.total_steps=20",
+            "algorithm.optimizer.lr=1e-5",
+            "model.lora_configs=[{lora_rank: 4}]",
+            "model.lora_configs[0].lora_alpha=8",
+            "buffer.explorer_input.eval_tasksets=[{name: a, path: b}]",
+            "buffer.explorer_input.eval_tasksets.0.split=test",
+            "rollout.system_prompt='a: b = c'",
+            "group=${name}",
+            "engine=local",
+        ],
+    )
+    assert config.model.model_path == "some/model"
+    assert config.buffer.total_steps == 20
+    assert config.algorithm.optimizer.lr == 1e-5
+    assert config.model.lora_configs[0].lora_rank == 4
+    assert config.model.lora_configs[0].lora_alpha == 8
+    assert config.buffer.explorer_input.eval_tasksets[0].split == "test"
+    assert config.group == config.name == "GSM8K-Qwen3-0.6B"
+    where = config.positions.where
+    assert where("buffer.total_steps") == "command line: buffer.total_steps=20"
+    assert where("buffer.batch_size") == f"{tmp_path}/config.yaml:14: buffer.batch_size"
+    assert where("seed") == f"{tmp_path}/config.yaml: seed"
+
+
+def test_every_wrong_key_is_reported_at_once(tmp_path: Path) -> None:
+    found = faults(
+        tmp_path,
+        """\
+batch_size: 3
+engine: locl
+algorithm:
+  repeat_time: 4
+  repeat_times: eight
+  lr: 1e-5
+  optimizer:
+model:
+  max_model_len: 12.5
+  lora_configs: {lora_rank: 3}
+buffer:
+  explorer_input:
+    eval_tasksets:
+      - path: x
+        subset: main
+explorer: {rollout_model: {enable_history: maybe}}
+synchronizer: {sync_method: ncll}
+trainer.save_interval: 3
+""",
+    )
+    assert list(found) == [
+        "config.yaml:1: batch_size",
+        "config.yaml:2: engine",
+        "config.yaml:4: algorithm.repeat_time",
+        "config.yaml:5: algorithm.repeat_times",
+        "config.yaml:6: algorithm.lr",
+        "config.yaml:7: algorithm.optimizer",
+        "config.yaml:9: model.max_model_len",
+        "config.yaml:10: model.lora_configs",
+        "config.yaml:15: buffer.explorer_input.eval_tasksets[0].subset",
+        "config.yaml:16: explorer.rollout_model.enable_history",
+        "config.yaml:17: synchronizer.sync_method",
+        "config.yaml:18: trainer.save_interval",
+    ]
+    cures = {where.rpartition(" ")[2]: fault.cure for where, fault in found.items()}
+    assert "`buffer.batch_size`" in cures["batch_size"]
+    assert "`algorithm.repeat_times`" in cures["algorithm.repeat_time"]
+    assert "`algorithm.optimizer.lr`" in cures["algorithm.lr"]
+    assert "eval_tasksets[0].subset_name" in cures["buffer.explorer_input.eval_tasksets[0].subset"]
+    assert cures["synchronizer.sync_method"] == "sync_method: nccl"
+    assert cures["engine"] == "engine: local"
+    assert "indented under `trainer:`" in cures["trainer.save_interval"]
+    assert "a whole number" in found["config.yaml:5: algorithm.repeat_times"].expected
+    assert "'eight'" in found["config.yaml:5: algorithm.repeat_times"].found
+    assert "12.5" in found["config.yaml:9: model.max_model_len"].found
+    assert "a list" in found["config.yaml:10: model.lora_configs"].expected
+    assert "nccl, checkpoint, memory" in found["config.yaml:17: synchronizer.sync_method"].expected
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("learning_rate", "algorithm.optimizer.lr"),
+        ("num_generations", "algorithm.repeat_times"),
+        ("max_new_tokens", "model.max_response_tokens"),
+        ("temperature", "model.temperature"),
+        ("total_steps", "buffer.total_steps"),
+        ("enable_history", "explorer.rollout_model.enable_history"),
+        ("algoritm", "algorithm"),
+    ],
+)
+def test_the_key_that_was_meant(tmp_path: Path, name: str, meant: str) -> None:
+    fault = faults(tmp_path, f"{name}: 1\n")[f"config.yaml:1: {name}"]
+    assert f"did you mean `{meant}`?" in fault.cure
+
+
+def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
+    overrides = (
+        "buffer.total_step=3",
+        "seed=x",
+        "++seed=1",
+        "seed",
+        "trainer=[",
+        "engine=cuda",
+        "model.model_path.x=1",
+        "buffer.explorer_input.eval_tasksets[3].path=x",
+    )
+    found = faults(tmp_path, "name: a\n", *overrides)
+    assert list(found) == [f"command line: {override}" for override in overrides]
+    assert "buffer.total_steps" in found["command line: buffer.total_step=3"].cure
+    assert found["command line: engine=cuda"].expected.endswith("one of auto, local, trinity")
+    assert "key=value" in found["command line: seed"].cure
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "found"),
+    [
+        ("a: [1\nb: 2\n", "config.yaml:2:2", "expected ',' or ']'"),
+        ("a:\n\t- 1\n", "config.yaml:2:1", "cannot start any token"),
+        ("", "config.yaml", "an empty file"),
+        ("# only a comment\n", "config.yaml", "an empty file"),
+        ("- a\n- b\n", "config.yaml:1", "a sequence"),
+        ("name: a\n---\nname: b\n", "config.yaml:2:1", "but found another document"),
+    ],
+)
+def test_files_that_are_no_settings(tmp_path: Path, text: str, where: str, found: str) -> None:
+    (fault,) = faults(tmp_path, text).items()
+    assert fault[0] == where
+    assert found in fault[1].found
+
+
+def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
+    write(tmp_path, "name: a\n")
+    with pytest.raises(BadInput) as refused:
+        load_config(tmp_path / "confg.yaml")
+    (fault,) = refused.value.faults
+    assert fault.found == "no such file"
+    assert "config.yaml" in fault.cure
+    with pytest.raises(BadInput, match="a folder"):
+        load_config(tmp_path)
+
+
+def test_a_key_written_twice(tmp_path: Path) -> None:
+    found = faults(tmp_path, "seed: 1\nname: a\nseed: 2\n")
+    assert found["config.yaml:3: seed"].found == "`seed` again (first in line 1)"
+
+
+def test_interpolations_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AFLOW_TEST_MISSING", raising=False)
+    monkeypatch.setenv("AFLOW_TEST_WORD", "word")
+    found = faults(
+        tmp_path,
+        """\
+name: ${oc.env:AFLOW_TEST_MISSING}
+project: ${no.such.key}
+seed: ${oc.env:AFLOW_TEST_WORD}
+""",
+    )
+    assert found["config.yaml:1: name"].expected == "the environment variable AFLOW_TEST_MISSING"
+    assert "no.such.key" in found["config.yaml:2: project"].expected
+    assert "config.yaml:3: seed" in found
+
+
+def test_anchors_and_merge_keys(tmp_path: Path) -> None:
+    config = load_config(
+        write(
+            tmp_path,
+            """\
+buffer:
+  explorer_input:
+    taskset: &base {name: a, path: x.jsonl, split: train}
+    eval_tasksets:
+      - {<<: *base, name: b}
+""",
+        )
+    )
+    (held_out,) = config.buffer.explorer_input.eval_tasksets
+    assert (held_out.name, held_out.path) == ("b", "x.jsonl")
+
+
+def test_key_paths() -> None:
+    assert canonical("a.b[0].c[12]") == "a.b.0.c.12"
+    assert display("a.b.0.c.12") == "a.b[0].c[12]"
+    positions = KeyPositions(file="f.yaml", lines={"a": 1, "a.b": 2})
+    assert positions.given("a.b")
+    assert not positions.given("a.c")
+    assert positions.where("a.c") == "f.yaml:1: a.c"
+
+
+def test_agentscope_arguments_win_and_defaults_do_not() -> None:
+    config = load_config(None, ["buffer.batch_size=4"])
+
+    class Algorithm(SimpleNamespace):
+        model_fields_set = frozenset({"group_size", "learning_rate"})
+
+    apply_agentscope_args(
+        config,
+        train_dataset=SimpleNamespace(
+            path="d", name="main", split="train", total_epochs=2, total_steps=None
+        ),
+        eval_dataset=SimpleNamespace(path="e", name=None, split="test"),
+        model=SimpleNamespace(
+            model_path="m",
+            max_model_len=512,
+            max_tokens=64,
+            temperature=0.7,
+            inference_engine_num=2,
+            tool_call_parser="hermes",
+        ),
+        auxiliary_models={"judge": SimpleNamespace(model_path="j", max_model_len=256)},
+        algorithm=Algorithm(
+            algorithm_type="multi_step_grpo",
+            learning_rate=3e-4,
+            group_size=6,
+            batch_size=32,
+            eval_interval_steps=100,
+        ),
+        project_name="p",
+        experiment_name="e",
+        monitor_type="tensorboard",
+    )
+    taskset = config.buffer.explorer_input.taskset
+    assert (taskset.path, taskset.subset_name, taskset.split) == ("d", "main", "train")
+    assert config.buffer.explorer_input.eval_tasksets[0].split == "test"
+    assert (config.buffer.total_epochs, config.buffer.total_steps) == (2, None)
+    assert (config.model.model_path, config.model.max_response_tokens) == ("m", 64)
+    assert config.model.temperature == 0.7
+    assert config.explorer.rollout_model.engine_num == 2
+    assert config.explorer.auxiliary_models[0].name == "judge"
+    assert (config.algorithm.repeat_times, config.algorithm.optimizer.lr) == (6, 3e-4)
+    assert config.algorithm.algorithm_type == "multi_step_grpo"
+    assert config.buffer.batch_size == 4  # 32 is only the default of AgentScope's class
+    assert not config.positions.given("explorer.eval_interval")
+    assert config.positions.where("algorithm.repeat_times").startswith("tune(algorithm=...)")
+    assert (config.project, config.name) == ("p", "e")
+
+
+def test_secrets_stay_out_of_table_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AFLOW_TEST_KEY", "sk-from-env")
+    config = load_config(
+        write(
+            tmp_path,
+            """\
+name: a
+explorer:
+  rollout_model: {api_key: sk-in-file}
+  env_vars: {HF_TOKEN: hf-in-file, LEVEL: info}
+  auxiliary_models: [{model_path: m, api_key: "${oc.env:AFLOW_TEST_KEY}"}]
+buffer:
+  trainer_input: {experience_buffer: {path: "postgresql://me:pw-in-file@host/db"}}
+""",
+        )
+    )
+    before = config.flatten()
+    config.explorer.rollout_model.api_key = "sk-new"
+    config.explorer.env_vars["X_API_KEY"] = "sk-other"
+    changes = differences(before, config.flatten(), {})
+    save_resolved(config, changes, tmp_path / "resolved.yaml")
+    text = (tmp_path / "resolved.yaml").read_text() + render_changes(changes)
+    assert not re.search(r"sk-|hf-in|pw-in", text)
+    assert "${oc.env:AFLOW_TEST_KEY}" in text
+    assert "info" in text
+    assert {change.key for change in changes} == {
+        "explorer.rollout_model.api_key",
+        "explorer.env_vars.X_API_KEY",
+    }
+    again = load_config(tmp_path / "resolved.yaml")
+    assert again.explorer.auxiliary_models[0].api_key == "sk-from-env"
+
+
+def test_functions_stay_out_of_the_file(tmp_path: Path) -> None:
+    config = load_config(None, ["buffer.explorer_input.taskset={name: t, path: p}"])
+    config.buffer.explorer_input.taskset.workflow_args = {"workflow_func": len, "seed": 3}
+    save_resolved(config, [], tmp_path / "resolved.yaml")
+    content = yaml.safe_load((tmp_path / "resolved.yaml").read_text())
+    assert content["buffer"]["explorer_input"]["taskset"]["workflow_args"] == {"seed": 3}
+    assert content["synchronizer"]["sync_method"] == "nccl"

@@ -1,0 +1,202 @@
+"""Whole runs on a tiny random model: inline and through Ray, resumed, failed, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from project import WORKFLOW, run_dir, write_project
+
+from aflow_tune.errors import AlreadyFinished, BadInput, RunFailed
+from aflow_tune.tuning import run_config, tune
+
+
+def _metrics(root: Path) -> dict[tuple[str, int], dict[str, float]]:
+    """Metrics by role and step; the last line wins."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for line in (run_dir(root) / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        found.setdefault((entry["role"], entry["step"]), {}).update(entry["metrics"])
+    return found
+
+
+def _evaluation(root: Path, step: int) -> list[dict[str, Any]]:
+    path = run_dir(root) / "evaluations" / "held_out" / f"step_{step}.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(records, key=lambda record: (record["item"], record["run"]))
+
+
+def _texts(root: Path, step: int) -> list[str]:
+    return [
+        call["response"] for record in _evaluation(root, step) for call in record["transcript"]
+    ]
+
+
+def _weights(root: Path, step: int) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(run_dir(root) / f"global_step_{step}" / "weights.safetensors")
+
+
+def _same_weights(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(
+        bool((first[name] == second[name]).all()) for name in first
+    )
+
+
+def test_an_inline_run_trains_evaluates_and_reports(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_project(tmp_path, tiny_model_dir)
+    result = run_config(config, inline=True)
+
+    assert result.steps_done == 2
+    assert result.run_dir == run_dir(tmp_path)
+    assert [checkpoint.step for checkpoint in result.checkpoints] == [1, 2]
+    assert result.report is not None
+    assert "<html" in result.report.read_text()
+    metrics = _metrics(tmp_path)
+    assert 0 < metrics["explorer", 1]["rollout/reward/mean"] < 1
+    assert metrics["trainer", 2]["actor/grad_norm"] > 0
+    for step in (0, 2):
+        records = _evaluation(tmp_path, step)
+        assert [record["item"] for record in records] == [0, 1, 2, 3]
+        assert all(record["score"] == record["metrics"]["letters"] for record in records)
+    callers = [call["caller"] for call in _evaluation(tmp_path, 0)[0]["transcript"]]
+    assert callers == ["first", "second"]
+    assert (run_dir(tmp_path) / "export" / "adapter" / "adapter_config.json").exists()
+    assert (run_dir(tmp_path) / "export" / "merged" / "config.json").exists()
+    assert (run_dir(tmp_path) / "resolved.yaml").exists()
+
+    with pytest.raises(AlreadyFinished):
+        run_config(config, inline=True)
+    with pytest.raises(BadInput, match="another configuration") as caught:
+        run_config(config, ["seed=4"], inline=True)
+    assert [fault.where for fault in caught.value.faults] == ["seed"]
+    longer = run_config(config, ["buffer.total_steps=3"], inline=True)
+    assert longer.steps_done == 3
+
+
+def test_tune_works_inside_a_running_event_loop(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_project(tmp_path, tiny_model_dir, steps=1)
+    namespace: dict[str, Any] = {}
+    exec(compile(WORKFLOW, "<notebook>", "exec"), namespace)
+
+    async def notebook() -> int:
+        return tune(namespace["two_calls"], config, inline=True).steps_done
+
+    assert asyncio.run(notebook()) == 1
+
+
+def test_a_workflow_that_always_fails_stops_with_its_first_traceback(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    broken = WORKFLOW.replace("share = sum", 'raise LookupError("no such planet")\n    share = sum')
+    config = write_project(tmp_path, tiny_model_dir, workflow=broken)
+    with pytest.raises(RunFailed, match="no such planet") as caught:
+        run_config(config, ["explorer.eval_on_startup=false"], inline=True)
+    assert str(caught.value).count("Traceback") == 1
+    state = json.loads((run_dir(tmp_path) / "run.json").read_text())
+    assert state["status"] == "failed"
+
+
+def test_failures_of_single_runs_cost_only_themselves(tmp_path: Path, tiny_model_dir: Path) -> None:
+    sometimes = WORKFLOW.replace(
+        "share = sum", 'if len(text) % 3 == 0:\n        return float("nan")\n    share = sum'
+    )
+    config = write_project(tmp_path, tiny_model_dir, workflow=sometimes)
+    assert run_config(config, inline=True).steps_done == 2
+    failures = sum(
+        metrics.get("rollout/failure/not_finite/sum", 0.0) for metrics in _metrics(tmp_path).values()
+    )
+    assert failures > 0
+
+
+def _start(config: Path, *words: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "aflow_tune.cli", str(config), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _wait_for(path: Path, process: subprocess.Popen, seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_inline_run_resumes_to_the_uninterrupted_result(
+    tmp_path: Path, tiny_model_dir: Path, how: signal.Signals
+) -> None:
+    words = ("--inline", "deterministic=true", "buffer.total_steps=4")
+    whole = write_project(tmp_path / "whole", tiny_model_dir)
+    process = _start(whole, *words)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+
+    parts = write_project(tmp_path / "parts", tiny_model_dir)
+    process = _start(parts, *words)
+    _wait_for(run_dir(tmp_path / "parts") / "global_step_2", process)
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == (3 if how is signal.SIGINT else -signal.SIGKILL), output
+    process = _start(parts, *words)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "resuming" in output
+
+    assert _same_weights(_weights(tmp_path / "whole", 4), _weights(tmp_path / "parts", 4))
+    assert _texts(tmp_path / "whole", 4) == _texts(tmp_path / "parts", 4)
+
+
+@pytest.mark.slow
+def test_ray_and_inline_agree_token_for_token(tmp_path: Path, tiny_model_dir: Path) -> None:
+    overrides = ["deterministic=true", "buffer.total_steps=3", "explorer.eval_interval=1"]
+    results = {}
+    for name, inline in (("split", False), ("inline", True)):
+        config = write_project(tmp_path / name, tiny_model_dir)
+        words = ["--inline"] if inline else []
+        process = _start(config, *words, *overrides)
+        output, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, output
+        root = tmp_path / name
+        results[name] = {
+            "texts": [_texts(root, step) for step in range(4)],
+            "rewards": [
+                _metrics(root)["explorer", step]["rollout/reward/mean"] for step in (1, 2, 3)
+            ],
+        }
+    assert results["split"] == results["inline"]
+    assert _same_weights(_weights(tmp_path / "split", 3), _weights(tmp_path / "inline", 3))
+
+
+@pytest.mark.slow
+def test_a_killed_split_leaves_no_process_and_resumes(tmp_path: Path, tiny_model_dir: Path) -> None:
+    import psutil
+
+    config = write_project(tmp_path, tiny_model_dir)
+    process = _start(config, "buffer.total_steps=4")
+    _wait_for(run_dir(tmp_path) / "global_step_2", process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+    process = _start(config, "buffer.total_steps=4")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    trained = {step for role, step in _metrics(tmp_path) if role == "trainer"}
+    assert trained == {1, 2, 3, 4}

@@ -1,0 +1,87 @@
+"""The run folder: locking, resuming, refusing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aflow_tune.engines.trinity.run_state import (
+    RunState,
+    check_restart,
+    checkpoints,
+    locked,
+    read_state,
+    rewind,
+    save_taskset_state,
+    write_state,
+)
+from aflow_tune.errors import AlreadyFinished, BadInput
+
+
+def test_checkpoints_are_sorted_by_number_and_ignore_half_written_ones(tmp_path: Path) -> None:
+    for name in ("global_step_10", "global_step_9", ".global_step_11.tmp", "global_step_x"):
+        (tmp_path / name).mkdir()
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [9, 10]
+
+
+def test_state_survives_a_round_trip(tmp_path: Path) -> None:
+    state = RunState("running", 3, 8, {"seed": 1})
+    write_state(tmp_path, state)
+    assert read_state(tmp_path) == state
+    assert read_state(tmp_path / "nowhere") is None
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(BadInput, match="Another command"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_rewind_goes_back_to_the_tasks_of_the_checkpoint(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_taskset_state(tmp_path, step, [{"current_index": step * 4}])
+    folder = tmp_path / "evaluations" / "held_out"
+    folder.mkdir(parents=True)
+    for step in (0, 2, 3):
+        (folder / f"step_{step}.jsonl").write_text("{}\n")
+    (tmp_path / "buffer").mkdir()
+
+    rewind(tmp_path, 2, "explorer")
+
+    saved = json.loads((tmp_path / "explorer_meta.json").read_text())
+    assert saved == {"latest_iteration": 2, "taskset_states": [{"current_index": 8}]}
+    assert sorted(path.name for path in folder.iterdir()) == ["step_0.jsonl", "step_2.jsonl"]
+    assert not (tmp_path / "buffer").exists()
+
+
+def test_rewind_to_the_start_forgets_the_explorer(tmp_path: Path) -> None:
+    (tmp_path / "explorer_meta.json").write_text("{}")
+    rewind(tmp_path, 0, "explorer")
+    assert not (tmp_path / "explorer_meta.json").exists()
+
+
+def test_rewind_without_the_position_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot be resumed"):
+        rewind(tmp_path, 5, "explorer")
+
+
+def test_a_changed_configuration_lists_every_changed_key(tmp_path: Path) -> None:
+    write_state(tmp_path, RunState("interrupted", 2, 8, {"seed": 1, "lr": 0.1, "same": 0}))
+    with pytest.raises(BadInput) as caught:
+        check_restart(tmp_path, {"seed": 2, "same": 0, "new": True}, 8)
+    assert [fault.where for fault in caught.value.faults] == ["lr", "new", "seed"]
+
+
+def test_finished_resumed_and_extended_runs(tmp_path: Path) -> None:
+    assert check_restart(tmp_path, {}, 8) is None
+    write_state(tmp_path, RunState("finished", 8, 8, {"seed": 1}))
+    with pytest.raises(AlreadyFinished, match="step 8 of 8"):
+        check_restart(tmp_path, {"seed": 1}, 8)
+    extended = check_restart(tmp_path, {"seed": 1}, 12)
+    assert extended is not None
+    assert extended.step == 8
+    write_state(tmp_path, RunState("failed", 4, 8, {"seed": 1}))
+    assert check_restart(tmp_path, {"seed": 1}, 8) is not None
