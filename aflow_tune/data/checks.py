@@ -14,6 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -159,17 +160,21 @@ def _uneven_columns(table: Table) -> Iterable[str]:
 
 
 def _fingerprint(row: dict[str, Any]) -> bytes:
-    words = {name: set(re.split(r"[^a-z]+", name.lower())) for name in row}
-    inputs = {name: value for name, value in row.items() if not words[name] & _MARKS}
-    if any(words[name] & _ASKS for name in inputs):
-        inputs = {name: value for name, value in inputs.items() if not words[name] & _ANSWERS}
-    text = _normalised(inputs or row)
+    text = "\x1f".join(f"{name}={row[name]}" for name in _inputs(tuple(row)))
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    text = " ".join(text.casefold().split())
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _normalised(row: dict[str, Any]) -> str:
-    parts = (f"{name}={row[name]}" for name in sorted(row))
-    return " ".join(unicodedata.normalize("NFKC", "\x1f".join(parts)).casefold().split())
+@lru_cache(maxsize=256)
+def _inputs(columns: tuple[str, ...]) -> list[str]:
+    """The columns that make an item what it is, sorted."""
+    words = {name: set(re.split(r"[^a-z]+", name.lower())) for name in columns}
+    kept = [name for name in columns if not words[name] & _MARKS]
+    if any(words[name] & _ASKS for name in kept):
+        kept = [name for name in kept if not words[name] & _ANSWERS]
+    return sorted(kept or columns)
 
 
 def _kind(value: Any) -> str | None:

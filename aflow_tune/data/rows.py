@@ -20,7 +20,7 @@ from aflow_tune.errors import Fault
 
 ROW_LIMIT = 200_000
 """Rows of one file that are looked at."""
-SECONDS = 0.8
+SECONDS = 0.6
 """Seconds that are spent on reading one file."""
 _FAULT_LIMIT = 5
 

@@ -248,6 +248,7 @@ def micro_batches(
     `groups` lists sample indices by task. A group that fits into one micro-batch is not cut;
     a run longer than `max_tokens` is a micro-batch of its own. The order is kept.
     """
+    paths = [sample.path() for sample in samples]
     batches: list[list[int]] = []
     current: list[int] = []
     trie = TokenTrie()
@@ -259,23 +260,23 @@ def micro_batches(
         current, trie = [], TokenTrie()
 
     def cost(indices: Sequence[int], base: TokenTrie) -> int:
+        """Upper bound of the nodes that `indices` add: exact unless both tries share parts."""
         alone = TokenTrie()
         total = 0
         for index in indices:
-            path = samples[index].path()
-            total += min(base.missing(path), alone.missing(path))
-            alone.add(path)
+            total += min(base.missing(paths[index]), alone.missing(paths[index]))
+            alone.add(paths[index])
         return total
 
     for group in groups:
-        whole = cost(group, trie)
-        if current and len(trie) + whole > max_tokens and cost(group, TokenTrie()) <= max_tokens:
+        too_much = len(trie) + cost(group, trie) > max_tokens
+        if too_much and cost(group, TokenTrie()) <= max_tokens:
             close()
         for run in _runs(group, samples):
             if current and len(trie) + cost(run, trie) > max_tokens:
                 close()
             for index in run:
-                trie.add(samples[index].path())
+                trie.add(paths[index])
             current.extend(run)
     close()
     return batches

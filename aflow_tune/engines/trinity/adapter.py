@@ -3,72 +3,72 @@
 Trinity loads `WorkflowAdapter` by its dotted path and creates one instance for each run. A
 run that fails, in whichever way, is data: it returns one marked placeholder experience, so
 that Trinity neither drops the group nor runs it again, and `RunFilter` takes it out before
-advantages are computed.
+advantages are computed. What such a run had asked the model is not trained.
+
+Left to others: recording calls (`recording.py`), threads and time-outs (`run_thread.py`),
+what counts as a reward or a failure (`outcome.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import copy
 import inspect
-import math
-import numbers
+import itertools
 import time
-import traceback
+import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from trinity.common.experience import EID, Experience
+from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task, Workflow
 
 from aflow_tune.context import RunContext
+from aflow_tune.engines.trinity.outcome import Outcome, as_metrics, as_reward, failed
 from aflow_tune.engines.trinity.recording import (
     RecordedCall,
     RunRecorder,
     chat_model,
     shared_client,
-    state_hash,
 )
-from aflow_tune.engines.trinity.run_thread import Blocked, RunThread, TimedOut
+from aflow_tune.engines.trinity.run_thread import RunThread
 from aflow_tune.report.records import EvalRecord, append_record
 from aflow_tune.types import Failure
 
 FAILURE_KEY = "aflow/failure"
-"""Key of `Experience.info` that marks a placeholder; the value is a `Failure`."""
+"""Key of `Experience.info` that marks a placeholder; the value is a `Failure`'s."""
 TRACE_KEY = "aflow/traceback"
+"""Key of `Experience.info` of a placeholder: why the run failed, in words."""
 CALLER_KEY = "caller"
+"""Key of `Experience.info`: who made the call."""
+STATE_KEY = "env_state_hash"
+"""Key of `Experience.info` that Trinity's GiGPO groups steps by."""
+STEP_REWARD_KEY = "step_reward"
+"""Key of `Experience.info` that Trinity's GiGPO reads rewards of single steps from."""
 
 DEFAULT_MAX_TOKENS = 4096
+DEFAULT_RUN_TIMEOUT = 300.0
 
-
-class _Failed(Exception):
-    def __init__(self, kind: Failure, detail: str) -> None:
-        super().__init__(detail)
-        self.kind = kind
-
-
-@dataclass
-class _Outcome:
-    """What a run came to: a reward with metrics, or a failure with its detail."""
-
-    reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    failure: Failure | None = None
-    detail: str = ""
+_said: set[str] = set()
+"""Warnings that this process has given; each is given once, not once a run."""
 
 
 class WorkflowAdapter(Workflow):
-    """Gives the function a recording model, a time-out and a place of its own.
+    """Gives the function a recording model, a time-out and a thread of its own.
 
     `task.workflow_args` holds: `workflow_func`, `judge_func`, `run_timeout` (seconds), `seed`,
-    `system_prompt`, and for evaluation `eval_dir`, `score` and `transcripts`.
+    `system_prompt`, and for evaluation `eval_dir`, `score` and `transcripts` (how many items
+    of a task set keep theirs).
+
+    Step rewards: a call that was given one keeps it; if any was, the last call of the run
+    without one gets the returned reward, as Trinity's GiGPO does for runs that have none.
     """
 
     is_async: bool = True
+    can_repeat: bool = False
+    can_reset: bool = False
 
     def __init__(
         self,
@@ -79,157 +79,230 @@ class WorkflowAdapter(Workflow):
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self.arguments: dict[str, Any] = task.workflow_args
-        # Trinity creates the runs of a task in order and tells them nothing about it.
-        self.run_index: int = task.__dict__.get("_aflow_runs", 0)
-        task.__dict__["_aflow_runs"] = self.run_index + 1
+        if not callable(self.arguments.get("workflow_func")):
+            raise ValueError("workflow_args.workflow_func holds no workflow function")
+        # Trinity creates the runs of a task in order, from one task object, and tells them
+        # nothing about it. A retry works on a fresh copy, which counts from zero again.
+        runs = task.__dict__.setdefault("_aflow_runs", itertools.count())
+        self.run_index: int = next(runs)
+        self.seed = self._run_seed()
 
     async def run_async(self) -> list[Experience]:
-        """One run of the workflow; its experiences, or one placeholder."""
+        """One run of the workflow: an experience a call, or one placeholder."""
         context = RunContext()
-        recorder = RunRecorder(self.model, context, self._seed)
         started = time.monotonic()
-        outcome = await self._outcome(context, recorder)
-        recorder.closed = True
-        calls = recorder.recorded()
-        if outcome.failure is None and not calls:
-            outcome = _Outcome(failure=Failure.NO_CALL, detail="the workflow called no model")
-        if self.task.is_eval:
-            self._write_record(outcome, calls, time.monotonic() - started)
-        if outcome.failure is not None:
-            return [_placeholder(outcome)]
-        return self._experiences(outcome, calls)
-
-    async def _outcome(self, context: RunContext, recorder: RunRecorder) -> _Outcome:
+        recorder = RunRecorder(
+            self.model,
+            context,
+            task_id=f"{self.task.batch_id}/{self.task.task_id}",
+            seed=self.seed,
+            generate_kwargs=self._generate_kwargs(),
+        )
         try:
-            thread = RunThread(lambda: self._call_user(context, recorder))
-            reward, metrics = await thread.result(float(self.arguments["run_timeout"]))
-        except _Failed as failed:
-            return _Outcome(failure=failed.kind, detail=str(failed))
-        except TimedOut as error:
-            return _Outcome(failure=Failure.TIMED_OUT, detail=str(error))
-        except Blocked as error:
-            return _Outcome(failure=Failure.BLOCKED_LOOP, detail=str(error))
+            outcome = await self._outcome(context, recorder)
+        finally:
+            calls = recorder.close()
+        trained = [call for call in calls if not call.off_policy]
+        if outcome.failure is None and not calls:
+            outcome = Outcome(
+                failure=Failure.NO_CALL, detail="the workflow made no call to its model"
+            )
+        elif outcome.failure is None and not trained and not self.task.is_eval:
+            outcome = Outcome(
+                failure=Failure.NO_CALL,
+                detail=(
+                    "the workflow made no call that can be trained: each of its calls sets "
+                    "temperature, top_p, top_k, min_p, a penalty or logit_bias, and the trainer "
+                    "cannot reproduce their probabilities. Leave them to the configuration "
+                    "(model.temperature)."
+                ),
+            )
+        if self.task.is_eval:
+            self._keep_record(outcome, calls, time.monotonic() - started)
+            trained = calls
+        if outcome.failure is not None or outcome.reward is None:
+            return [_placeholder(outcome)]
+        experiences = _experiences(trained, outcome.reward)
+        experiences[-1].metrics = _metrics(outcome, calls, len(calls) - len(trained))
+        if len(trained) < len(calls):
+            self._say_once(
+                "off policy",
+                "Calls that change temperature, top_p or another sampling argument are answered "
+                "but not trained: see the metric untrained_calls.",
+            )
+        return experiences
+
+    async def _outcome(self, context: RunContext, recorder: RunRecorder) -> Outcome:
+        run = RunThread(lambda: self._call_user(context, recorder))
+        try:
+            reward, metrics = await run.result(
+                float(self.arguments.get("run_timeout", DEFAULT_RUN_TIMEOUT))
+            )
         except Exception as error:
-            detail = "".join(traceback.format_exception(error)).rstrip()
-            return _Outcome(failure=Failure.RAISED, detail=detail)
-        return _Outcome(reward=reward, metrics={**context.metrics, **metrics})
+            return failed(error)
+        return Outcome(reward=reward, metrics={**context.metrics, **metrics})
 
     async def _call_user(
         self, context: RunContext, recorder: RunRecorder
     ) -> tuple[float, dict[str, float]]:
         """Workflow and judge; runs in the run's own thread and loop."""
-        auxiliary = self._auxiliary_models(recorder)
+        function, judge = self.arguments["workflow_func"], self.arguments.get("judge_func")
         offered = {
-            "auxiliary_models": auxiliary,
+            "auxiliary_models": self._auxiliary_models(recorder),
             "logger": self.logger,
             "system_prompt": self.arguments.get("system_prompt"),
         }
         with context.activate():
-            function = self.arguments["workflow_func"]
-            model = chat_model(self.model.model_path, recorder.client(), self._generate_kwargs())
             output = await function(
-                **_wanted(function, offered), task=dict(self.task.raw_task or {}), model=model
+                **_wanted(function, offered), task=self._raw_task(), model=recorder.chat_model()
             )
-            metrics: dict[str, float] = {}
-            if _is_output(output):
-                metrics.update(output.metrics or {})
-                value = output.reward
-                judge = self.arguments.get("judge_func")
+            who = "the workflow"
+            if not _is_output(output):
                 if judge is not None:
-                    verdict = await judge(
-                        **_wanted(judge, offered),
-                        task=dict(self.task.raw_task or {}),
-                        response=output.response,
+                    raise TypeError(
+                        "a judge function scores the response of a WorkflowOutput, but the "
+                        f"workflow returned {type(output).__name__}"
                     )
-                    metrics.update(verdict.metrics or {})
-                    value = verdict.reward
-            else:
-                value = output
-            return _as_reward(value), {name: float(number) for name, number in metrics.items()}
+                return as_reward(output, who), {}
+            metrics = as_metrics(output.metrics, who)
+            value = output.reward
+            if judge is not None:
+                who = "the judge"
+                verdict = await judge(
+                    **_wanted(judge, offered), task=self._raw_task(), response=output.response
+                )
+                value = getattr(verdict, "reward", verdict)
+                metrics.update(as_metrics(getattr(verdict, "metrics", None), who))
+            return as_reward(value, who), metrics
+
+    def _raw_task(self) -> dict[str, Any]:
+        """The row, copied: what one run changes in it must not reach the others."""
+        return copy.deepcopy(dict(self.task.raw_task or {}))
 
     def _generate_kwargs(self) -> dict[str, Any]:
-        rollout = self.task.rollout_args
-        return {
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "max_tokens": rollout.max_tokens or DEFAULT_MAX_TOKENS,
+        rollout, model = self.task.rollout_args, self.model.generate_kwargs
+        kwargs: dict[str, Any] = {
+            "temperature": _first(rollout.temperature, model.get("temperature")),
+            "top_p": _first(rollout.top_p, model.get("top_p")),
+            "max_tokens": rollout.max_tokens or model.get("max_tokens") or DEFAULT_MAX_TOKENS,
             "logprobs": True,
             "top_logprobs": rollout.logprobs,
         }
+        if rollout.top_k and rollout.top_k > 0:
+            kwargs["extra_body"] = {"top_k": rollout.top_k}
+        return {name: value for name, value in kwargs.items() if value is not None}
 
     def _auxiliary_models(self, recorder: RunRecorder) -> dict[str, Any]:
-        models = {}
-        for wrapper, client in zip(
-            self.auxiliary_model_wrappers or (), self.auxiliary_models or (), strict=True
-        ):
-            shared = shared_client(client, recorder.loop)
-            models[wrapper.config.name] = chat_model(
-                client.model_path, shared, dict(wrapper.generate_kwargs)
+        wrappers = self.auxiliary_model_wrappers or ()
+        clients = self.auxiliary_models or ()
+        return {
+            wrapper.config.name: chat_model(
+                shared_client(wrapper, client, recorder.loop), wrapper.generate_kwargs
             )
-        return models
-
-    def _seed(self, call_index: int) -> int:
-        """A seed of its own for each call, the same in every repetition of this run."""
-        task = self.task
-        name = f"{self.arguments['seed']}/{task.batch_id}/{task.task_id}/{self.run_index}"
-        digest = hashlib.sha256(f"{name}/{call_index}".encode()).digest()
-        return int.from_bytes(digest[:4], "big") >> 1
-
-    def _experiences(self, outcome: _Outcome, calls: list[RecordedCall]) -> list[Experience]:
-        experiences = []
-        task_id = f"{self.task.batch_id}/{self.task.task_id}"
-        for step, call in enumerate(calls):
-            note = call.note
-            for experience in call.experiences:
-                experience.eid.step = step
-                experience.reward = outcome.reward
-                experience.info[CALLER_KEY] = note.caller
-                experience.info["env_state_hash"] = note.state_key or state_hash(
-                    task_id, note.caller, call.messages
-                )
-                if note.step_reward is not None:
-                    experience.info["step_reward"] = note.step_reward
-                experiences.append(experience)
-        tokens = sum(int(experience.action_mask.sum()) for experience in experiences)
-        experiences[-1].metrics = {
-            **outcome.metrics,
-            "reward": float(outcome.reward or 0.0),
-            "calls": float(len(calls)),
-            "response_tokens": float(tokens),
-            "truncated": float(sum(call.truncated for call in calls)),
+            for wrapper, client in zip(wrappers, clients, strict=True)
         }
-        return experiences
 
-    def _write_record(
-        self, outcome: _Outcome, calls: list[RecordedCall], seconds: float
-    ) -> None:
+    def _run_seed(self) -> str:
+        """Root of the seeds of this run's calls, the same whenever the run is repeated.
+
+        Evaluations leave the step out: before and after see the same random numbers, so that
+        their difference is due to the weights.
+        """
+        task = self.task
+        batch = str(task.batch_id).partition("/")[2] if task.is_eval else task.batch_id
+        seed = f"{self.arguments.get('seed', 0)}|{batch}|{task.task_id}|{self.run_index}"
+        if task.repeat_times and task.rollout_args.n < task.repeat_times:
+            # Trinity shared the runs of this task out to several runners
+            # (`max_repeat_times_per_runner`), and each counts from zero: equal seeds would make
+            # equal runs, so these are not reproducible.
+            seed += f"|{task.__dict__.setdefault('_aflow_salt', uuid.uuid4().hex)}"
+        return seed
+
+    def _keep_record(self, outcome: Outcome, calls: list[RecordedCall], seconds: float) -> None:
+        """Append the evaluation record; a disk that is full must not cost the run."""
         directory = self.arguments.get("eval_dir")
         if not directory:
             return
+        name = self.arguments.get("score") or "reward"
+        score = None if outcome.failure else outcome.score(name)
+        if score is None and outcome.failure is None:
+            self._say_once(
+                f"score {name}",
+                f"report.score is {name!r}, but the workflow did not record it (it recorded "
+                f"{sorted(outcome.metrics)}): the evaluation has no score.",
+            )
         step, _, taskset = str(self.task.batch_id).partition("/")
         item = int(self.task.index.get("index", self.task.task_id))
-        wanted = item < int(self.arguments.get("transcripts", 0))
-        append_record(
-            Path(directory),
-            EvalRecord(
-                step=int(step),
-                taskset=taskset,
-                item=item,
-                run=self.run_index,
-                score=self._score(outcome),
-                reward=outcome.reward,
-                failure=outcome.failure.value if outcome.failure else None,
-                metrics=outcome.metrics,
-                transcript=[_transcript(call) for call in calls] if wanted else [],
-                seconds=round(seconds, 3),
-            ),
+        wanted = item < int(self.arguments.get("transcripts") or 0)
+        record = EvalRecord(
+            step=int(step),
+            taskset=taskset,
+            item=item,
+            run=self.run_index,
+            score=score,
+            reward=outcome.reward,
+            failure=outcome.failure.value if outcome.failure else None,
+            metrics=dict(outcome.metrics),
+            transcript=[_transcript(call) for call in calls] if wanted else [],
+            seconds=round(seconds, 3),
         )
+        try:
+            append_record(Path(directory), record)
+        except OSError as error:
+            self._say_once(
+                "records", f"Evaluation records cannot be written, the report lacks them: {error}"
+            )
 
-    def _score(self, outcome: _Outcome) -> float | None:
-        if outcome.failure is not None:
-            return None
-        name = self.arguments.get("score", "reward")
-        return outcome.reward if name == "reward" else outcome.metrics.get(name)
+    def _say_once(self, topic: str, message: str) -> None:
+        if topic not in _said:
+            _said.add(topic)
+            self.logger.error(message)
+
+
+def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
+    """One experience for each choice of each call; `eid.step` counts the calls."""
+    experiences = []
+    any_step_reward = any(call.note.step_reward is not None for call in calls)
+    for step, call in enumerate(calls):
+        step_reward = call.note.step_reward
+        if step_reward is None and any_step_reward and step == len(calls) - 1:
+            step_reward = reward
+        for choice, experience in enumerate(call.experiences):
+            experience.eid.step = step
+            experience.reward = reward
+            experience.info[CALLER_KEY] = call.note.caller
+            experience.info[STATE_KEY] = call.state
+            if step_reward is not None and choice == 0:  # it was earned once
+                experience.info[STEP_REWARD_KEY] = step_reward
+            experiences.append(experience)
+    return experiences
+
+
+def _metrics(outcome: Outcome, calls: list[RecordedCall], untrained: int) -> dict[str, float]:
+    """A run's metrics; on its last experience they reach Trinity's curves."""
+    answers = [experience for call in calls for experience in call.experiences]
+    return {
+        **outcome.metrics,
+        "reward": float(outcome.reward or 0.0),
+        "calls": float(len(calls)),
+        "untrained_calls": float(untrained),
+        "response_tokens": float(sum(_response_length(answer) for answer in answers)),
+        "response_truncated": float(sum(answer.truncate_status is not None for answer in answers)),
+    }
+
+
+def _placeholder(outcome: Outcome) -> Experience:
+    """Stands for a failed run until `RunFilter` has counted it; carries no trainable token."""
+    kind = (outcome.failure or Failure.RETURNED_NONE).value
+    return Experience(
+        tokens=torch.zeros(2, dtype=torch.int32),
+        prompt_length=1,
+        logprobs=torch.zeros(1),
+        action_mask=torch.zeros(1, dtype=torch.bool),
+        reward=0.0,
+        info={FAILURE_KEY: kind, TRACE_KEY: outcome.detail},
+        metrics={f"failure/{kind}:sum": 1.0},
+    )
 
 
 def _wanted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,40 +316,12 @@ def _is_output(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("reward", "response", "metrics"))
 
 
-def _as_reward(value: Any) -> float:
-    """The reward as a finite float.
-
-    Raises:
-        _Failed: None, not a number, or not finite.
-    """
-    if value is None:
-        raise _Failed(Failure.RETURNED_NONE, "the workflow returned None as its reward")
-    if hasattr(value, "item"):  # a scalar of numpy or torch
-        with contextlib.suppress(RuntimeError, ValueError, TypeError):
-            value = value.item()
-    if not isinstance(value, numbers.Real):
-        raise _Failed(
-            Failure.NOT_A_NUMBER, f"the workflow returned {type(value).__name__}: {value!r:.200}"
-        )
-    number = float(value)
-    if not math.isfinite(number):
-        raise _Failed(Failure.NOT_FINITE, f"the workflow returned {number}")
-    return number
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
 
 
-def _placeholder(outcome: _Outcome) -> Experience:
-    """Stands for a failed run until `RunFilter` has counted it; carries no trainable token."""
-    assert outcome.failure is not None
-    return Experience(
-        eid=EID(),
-        tokens=torch.zeros(2, dtype=torch.int32),
-        prompt_length=1,
-        logprobs=torch.zeros(1),
-        action_mask=torch.zeros(1, dtype=torch.bool),
-        reward=0.0,
-        info={FAILURE_KEY: outcome.failure.value, TRACE_KEY: outcome.detail},
-        metrics={f"failure/{outcome.failure.value}:sum": 1.0},
-    )
+def _response_length(experience: Experience) -> int:
+    return len(experience.tokens) - experience.prompt_length
 
 
 def _transcript(call: RecordedCall) -> dict[str, Any]:
@@ -285,5 +330,5 @@ def _transcript(call: RecordedCall) -> dict[str, Any]:
         "caller": call.note.caller,
         "messages": call.messages,
         "response": first.response_text or "",
-        "tokens": int(len(first.tokens) - first.prompt_length),
+        "tokens": _response_length(first),
     }

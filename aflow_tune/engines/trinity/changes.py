@@ -84,7 +84,25 @@ HIDDEN = (
 )
 """Key patterns that the table leaves out: filled in for Trinity's own use."""
 
+LOCAL_WHY = {
+    "explorer.concurrent_mode": "runs of one task go on side by side",
+    "explorer.rollout_model.engine_num": "the local engine samples in one process",
+    "explorer.rollout_model.*_parallel_size": "the local engine samples in one process",
+    "local.dtype": "`deterministic: true` computes in fp32",
+    "synchronizer.sync_method": "the local engine passes weights in memory",
+    "synchronizer.sync_style": "the local engine takes turns: roll out, train, synchronise",
+    "synchronizer.sync_interval": "the local engine synchronises after every step",
+    "synchronizer.sync_offset": "the local engine always samples with the newest weights",
+    "trainer.save_interval": "so that an interrupted run loses at most a tenth of its steps",
+    "trainer.max_checkpoints_to_keep": "full weights are large; the newest is enough to resume",
+    "data_processor.experience_pipeline.save_input": "a copy of every experience is not kept",
+    "algorithm.sample_strategy": "trains on whole steps, however many calls their runs made",
+}
+"""Reasons that hold for the local engine; looked up before `WHY`."""
+
 WHY = {
+    "synchronizer.sync_method": "the only one that Trinity has for this mode or for LoRA",
+    "synchronizer.sync_interval": "synchronised when saved",
     "engine": "chosen for this machine",
     "mode": "chosen for this machine",
     "name": "the folder of that name is in use and `continue_from_checkpoint` is false",
@@ -94,27 +112,13 @@ WHY = {
     "explorer.rollout_model.enable_auto_tool_choice": "lets agents use tools",
     "explorer.rollout_model.tool_call_parser": "the parser for `enable_auto_tool_choice`",
     "*.default*_workflow_type": "runs your workflow function",
-    "explorer.concurrent_mode": "runs of one task go on side by side",
     "explorer.runner_per_model": "no more runners than tasks of a batch",
-    "explorer.rollout_model.engine_num": "the local engine samples in one process",
-    "explorer.rollout_model.*_parallel_size": "the local engine samples in one process",
-    "explorer.rollout_model.dtype": "the local engine follows `local.dtype`",
     "explorer.eval_interval": "evaluated as often as weights are synchronised",
     "explorer.max_timeout": "longer than `rollout.run_timeout`, which is the limit that counts",
     "rollout.run_timeout": "no longer than `explorer.max_timeout`",
-    "local.dtype": "`deterministic: true` computes in fp32",
-    "synchronizer.sync_method": "the local engine passes weights in memory",
-    "synchronizer.sync_style": "the local engine takes turns: roll out, train, synchronise",
-    "synchronizer.sync_interval": "the local engine synchronises after every step",
-    "synchronizer.sync_offset": "the local engine always samples with the newest weights",
-    "trainer.save_interval": "so that an interrupted run loses at most a tenth of its steps",
-    "trainer.max_checkpoints_to_keep": "full weights are large; the newest is enough to resume",
     "trainer.max_token_len_per_gpu": "Trinity: twice `model.max_model_len`",
     "monitor.monitor_type": "writes TensorBoard and the metrics.jsonl of the live panel",
     "data_processor.experience_pipeline.operators*": "takes failed runs out before training",
-    "data_processor.experience_pipeline.save_input": "a copy of every experience is not kept",
-    "data_processor.experience_pipeline.input_save_path": "no copy is kept",
-    "algorithm.sample_strategy": "trains on whole steps, however many calls their runs made",
     "algorithm.*": "the default of this algorithm",
     "model.max_model_len": "prompt and response together",
     "model.max_prompt_tokens": "what `max_model_len` leaves beside the response",
@@ -151,6 +155,9 @@ def differences(
 
     `reasons` holds what is known about single keys and wins over `WHY`.
     """
+    patterns = [*WHY.items()]
+    if after.get("engine") == "local":
+        patterns = [*LOCAL_WHY.items(), *patterns]
     written = _collapsed({_renamed(key): value for key, value in before.items()})
     run = _collapsed(after)
     changes = []
@@ -159,7 +166,7 @@ def differences(
         if old == new or callable(new) or _hidden(key) or (_empty(old) and _empty(new)):
             continue
         why = reasons.get(key) or next(
-            (text for pattern, text in WHY.items() if fnmatch.fnmatchcase(key, pattern)),
+            (text for pattern, text in patterns if fnmatch.fnmatchcase(key, pattern)),
             _DEFAULT_WHY,
         )
         changes.append(Change(key, masked(key, old), masked(key, new), why))

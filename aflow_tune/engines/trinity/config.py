@@ -64,8 +64,17 @@ class AflowConfig(Config, AflowSections):
 
     def flatten(self) -> dict[str, Any]:
         """Every setting by its dotted key path; enum members as their values."""
-        flat: dict[str, Any] = super().flatten()
-        return {key: value for key, value in flat.items() if not key.startswith("_")}
+        private = {key: value for key, value in vars(self).items() if key.startswith("_")}
+        for key in private:
+            del self.__dict__[key]
+        try:
+            return super().flatten()
+        finally:
+            self.__dict__.update(private)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to workers: everything but the rows that were read for checking."""
+        return {key: value for key, value in vars(self).items() if key != "_tables"}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> AflowConfig:

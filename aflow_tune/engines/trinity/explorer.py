@@ -72,6 +72,10 @@ class LocalAllocator(Allocator):
         return wrapper
 
 
+class LocalRunner(WorkflowRunner):
+    """Trinity's runner, as a class of this room: importing it installs the vLLM stand-in."""
+
+
 class SharedRunner(RunnerWrapper):
     """A scheduler slot; all slots of one process share the runner actor of the first."""
 
@@ -83,7 +87,7 @@ class SharedRunner(RunnerWrapper):
         if self._shared is not None:
             return self._shared
         return (
-            ray.remote(WorkflowRunner)
+            ray.remote(LocalRunner)
             .options(num_cpus=0, namespace=self.namespace, max_concurrency=MAX_CONCURRENCY)
             .remote(self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
         )

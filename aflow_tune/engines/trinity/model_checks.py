@@ -6,19 +6,18 @@ Reads small JSON files of a folder or of the local cache; nothing is loaded or f
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.data.checks import Findings
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, is_cached
+from aflow_tune.engines.trinity.tasksets import looks_local
 from aflow_tune.errors import Fault
 from aflow_tune.schema_names import nearest
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _SHORT_PROMPT = 32
 """Tokens that a chat template and one short question take together."""
 
@@ -75,7 +74,7 @@ def _check_name(config: AflowConfig, key: str, name: str) -> Findings:
     elif folder.is_file():
         cure = "name the folder that holds it"
         found.faults.append(Fault(where, expected, "a file", cure))
-    elif name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+    elif looks_local(config, name):
         cure = "check the path: there is no such folder"
         found.faults.append(Fault(where, expected, f"{name}: no such folder", cure))
     elif not is_cached(name):

@@ -1,23 +1,34 @@
 """The chat model that a workflow gets: AgentScope's class over a client that records.
 
-Each call is noted when it starts, with its caller, and keeps its own experience, so that
-attribution and order are right under `asyncio.gather`. The real client lives in the runner's
-event loop and keeps its connections; calls are handed to it from the run's own loop.
-Structured output goes through the same recorded call.
+Each call is noted when it starts, with its caller and state, and keeps its own experiences, so
+that attribution and order are right under `asyncio.gather`. The real client lives in the
+runner's event loop and keeps its connections; calls are handed to it from the run's own loop.
+
+Decisions:
+- Every choice of a call with `n > 1` is an experience of the same step.
+- Structured output (`chat.completions.parse`) is the same recorded call with a JSON schema;
+  parsing is OpenAI's own. Streams are refused: they carry no token ids to train on.
+- What the user passes to a call wins over the configuration. A call that is sampled otherwise
+  than configured is answered but marked `off_policy`: the trainer could not reproduce its
+  log-probabilities, so it must not be trained.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import hashlib
 import json
+import unicodedata
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from agentscope.model import ChatModelBase, TrinityChatModel
+from agentscope.model import TrinityChatModel
 from openai.lib._parsing._completions import (
     parse_chat_completion,
     type_to_response_format_param,
@@ -27,27 +38,21 @@ from trinity.common.models.model import ModelWrapper
 
 from aflow_tune.context import CallNote, RunContext
 
-Create = Callable[..., Any]
-
-
-with warnings.catch_warnings():
-    # AgentScope calls the class deprecated; it is the one that workflows are annotated with.
-    warnings.simplefilter("ignore", DeprecationWarning)
-
-    class _ChatModel(TrinityChatModel):
-        pass
-
-
-class RunChatModel(_ChatModel):
-    """AgentScope's model class without its constructor, which opens a connection pool."""
-
-    def __init__(self, model_name: str, client: Any, generate_kwargs: dict[str, Any]) -> None:
-        ChatModelBase.__init__(self, model_name, False)
-        self.client = client
-        self.reasoning_effort = None
-        self.stream_tool_parsing = True
-        self.generate_kwargs = generate_kwargs
-        self._structured_output_fallback = False
+_DISTRIBUTION_KEYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+"""Arguments that change what is sampled; only the configured values match the trainer."""
+_NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
+"""Values, beside None, zero and the empty ones, that switch such an argument off."""
+_RANDOM_IDS = ("id", "tool_call_id")
+"""Keys of messages that differ in every run although the state is the same."""
 
 
 @dataclass
@@ -56,108 +61,219 @@ class RecordedCall:
 
     note: CallNote
     messages: list[dict[str, Any]]
+    state: str
+    off_policy: bool
     experiences: list[Experience] = field(default_factory=list)
-    truncated: bool = False
 
 
 class RunRecorder:
-    """Everything that one run asked the model that is being tuned.
+    """Everything that one run asks the model that is being tuned.
 
-    Made in the event loop in which the client works.
+    Made in the runner's event loop, in which the real client works.
 
     Args:
-        model: Trinity's wrapper with a history of this run's own.
+        model: Trinity's wrapper of the model, with its history enabled.
         context: the run's notes.
-        seed_of: seed of the call with this index.
+        task_id: the task, unique in its batch; part of every state.
+        seed: root of the seeds of the run's calls; None leaves them to the server.
+        generate_kwargs: configured arguments of a call.
     """
 
     def __init__(
-        self, model: ModelWrapper, context: RunContext, seed_of: Callable[[int], int]
+        self,
+        model: ModelWrapper,
+        context: RunContext,
+        task_id: str,
+        seed: str | None,
+        generate_kwargs: Mapping[str, Any],
     ) -> None:
-        self._model = model
-        self._client = model.get_openai_async_client()
-        self._context = context
-        self._seed_of = seed_of
         self.loop = asyncio.get_running_loop()
-        self.calls: list[RecordedCall] = []
-        self.closed = False
+        self._wrapper, self._client = _recording_client(model, self.loop)
+        self._context = context
+        self._task_id = task_id
+        self._seed = seed
+        self._asked: Counter[str] = Counter()
+        self._generate_kwargs = dict(generate_kwargs)
+        self._calls: list[RecordedCall] = []
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
-    def client(self) -> Any:
-        """An object with the client's `chat.completions`, for use in the run's own loop."""
-        return _client_like(self._client, self._create)
+    def chat_model(self) -> TrinityChatModel:
+        """The model for the user's function; usable in any event loop."""
+        client = _ClientProxy(self._client.model_path, self._create)
+        return chat_model(client, self._generate_kwargs)
 
-    def recorded(self) -> list[RecordedCall]:
-        """Calls that were answered, in the order in which they started."""
-        answered = [call for call in self.calls if call.experiences]
+    def close(self) -> list[RecordedCall]:
+        """End the recording, cancel what is under way; answered calls in order of their start."""
+        self._closed = True
+        for task in self._in_flight:
+            task.cancel()
+        answered = [call for call in self._calls if call.experiences]
         return sorted(answered, key=lambda call: call.note.index)
 
     async def _create(self, **kwargs: Any) -> Any:
-        """Runs in the run's loop, where the context variables are the caller's."""
-        if self.closed:
-            raise RuntimeError("this run is over; its model takes no more calls")
+        """Runs in the caller's loop, where the context variables are the caller's."""
         if kwargs.get("stream"):
             raise ValueError("a model that is being tuned cannot stream: pass stream=False")
-        call = RecordedCall(self._context.note_call(), list(kwargs.get("messages", ())))
-        self.calls.append(call)
-        kwargs.setdefault("seed", self._seed_of(call.note.index))
-        return await _in_loop(self.loop, lambda: self._ask(call, kwargs))
+        if "max_completion_tokens" in kwargs and kwargs.get("max_tokens") == (
+            self._generate_kwargs.get("max_tokens")
+        ):
+            kwargs["max_tokens"] = None  # the configured one yields to its newer name
+        bodies = (self._generate_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        if any(bodies):
+            kwargs["extra_body"] = {**(bodies[0] or {}), **(bodies[1] or {})}
+        kwargs = {"model": self._client.model_path, **self._generate_kwargs, **kwargs}
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        kwargs["logprobs"] = True
+        note = self._context.note_call()
+        messages = list(kwargs["messages"])
+        if self._seed is not None and "seed" not in kwargs:
+            kwargs["seed"] = self._next_seed(note.caller, messages)
+        call = RecordedCall(
+            note=note,
+            messages=messages,
+            state=(
+                state_hash(self._task_id, note.caller, messages)
+                if note.state_key is None
+                else state_hash(self._task_id, "", note.state_key)
+            ),
+            off_policy=_sampling(kwargs) != _sampling(self._generate_kwargs),
+        )
+        return await _in_loop(self.loop, functools.partial(self._ask, call, kwargs))
+
+    def _next_seed(self, caller: str, messages: list[dict[str, Any]]) -> int:
+        """By what is asked, not by when: concurrent callers may overtake each other."""
+        asked = f"{self._seed}|{caller}|{json.dumps(messages, sort_keys=True, default=str)}"
+        count = self._asked[asked]
+        self._asked[asked] += 1
+        digest = hashlib.sha256(f"{asked}|{count}".encode(errors="replace")).digest()
+        return int.from_bytes(digest[:4], "big") >> 1
 
     async def _ask(self, call: RecordedCall, kwargs: dict[str, Any]) -> Any:
-        """Runs in the runner's loop.
-
-        Trinity's client appends the answer's experiences to the wrapper's history and returns
-        without giving up control in between: the last ones are this call's.
-        """
-        response = await self._client.chat.completions.create(**kwargs)
-        count = len(response.choices)
-        call.experiences = self._model.history[-count:]
-        del self._model.history[-count:]
-        call.truncated = any(choice.finish_reason == "length" for choice in response.choices)
+        """Runs in the runner's loop."""
+        if self._closed:
+            raise RuntimeError("this run is over; its model takes no more calls")
+        task = asyncio.current_task()
+        assert task is not None
+        self._in_flight.add(task)
+        try:
+            response = await self._client.chat.completions.create(**kwargs)
+        finally:
+            self._in_flight.discard(task)
+        # Trinity's client appends the answer's experiences to the wrapper's history and
+        # returns without giving up control in between: the last ones are this call's.
+        history, count = self._wrapper.history, len(response.choices)
+        call.experiences = history[len(history) - count :]
+        history.clear()
+        for choice, experience in zip(response.choices, call.experiences, strict=True):
+            if choice.finish_reason == "length":
+                experience.truncate_status = "response_truncated"
+        self._calls.append(call)
         return response
 
 
+def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatModel:
+    """AgentScope's model object over `client`, which has its `model_path`."""
+    model = copy.copy(_constructed(client.model_path))
+    model.client = client
+    model.generate_kwargs = dict(generate_kwargs)
+    return model
 
-def chat_model(
-    model_path: str, client: Any, generate_kwargs: dict[str, Any]
-) -> TrinityChatModel:
-    """The model object that user code receives."""
-    return RunChatModel(model_path, client, generate_kwargs)
 
+def shared_client(model: ModelWrapper, client: Any, loop: asyncio.AbstractEventLoop) -> Any:
+    """The client of an auxiliary model, for the loops of the runs; nothing is recorded."""
 
-def shared_client(client: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    """A client of `loop`, usable from the loops of the runs; nothing is recorded."""
+    async def ask(kwargs: dict[str, Any]) -> Any:
+        response = await client.chat.completions.create(**kwargs)
+        model.history.clear()  # filled by Trinity's client where its history is enabled
+        return response
 
     async def create(**kwargs: Any) -> Any:
-        return await _in_loop(loop, lambda: client.chat.completions.create(**kwargs))
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        return await _in_loop(loop, functools.partial(ask, kwargs))
 
-    return _client_like(client, create)
+    return _ClientProxy(client.model_path, create)
 
 
-def state_hash(task: Any, caller: str, messages: list[dict[str, Any]]) -> str:
-    """GiGPO's anchor state: task, caller and input, with white space and case normalised."""
-    text = json.dumps([task, caller, messages], sort_keys=True, default=str)
-    return hashlib.sha256(" ".join(text.lower().split()).encode()).hexdigest()[:16]
+def state_hash(task_id: str, caller: str, state: Any) -> str:
+    """GiGPO's anchor state: who asks what in which task.
+
+    The input is normalised: compatibility forms of characters, white space, and the ids of
+    tool calls, which are drawn at random. The task is part of it because Trinity forms its
+    anchor groups over a whole batch.
+    """
+    text = json.dumps([task_id, caller, _normalised(state)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _ClientProxy:
+    """The part of `openai.AsyncOpenAI` that can be recorded: `chat.completions`."""
+
+    def __init__(self, model_path: str, create: Callable[..., Any]) -> None:
+        async def parse(*, response_format: Any, **kwargs: Any) -> Any:
+            schema = type_to_response_format_param(response_format)
+            response = await create(response_format=schema, **kwargs)
+            return parse_chat_completion(
+                response_format=response_format,
+                input_tools=kwargs.get("tools") or (),
+                chat_completion=response,
+            )
+
+        self.model_path = model_path
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=create, parse=parse))
+
+
+_clients: dict[asyncio.AbstractEventLoop, dict[Any, tuple[ModelWrapper, Any]]] = {}
+
+
+def _recording_client(
+    model: ModelWrapper, loop: asyncio.AbstractEventLoop
+) -> tuple[ModelWrapper, Any]:
+    """One client of Trinity's for each loop and model, with the wrapper that records for it.
+
+    Trinity gives every run a wrapper of its own, whose client would cost some 50 ms to make and
+    could not reuse a connection.
+    """
+    for other in [other for other in _clients if other.is_closed()]:
+        del _clients[other]
+    of_loop = _clients.setdefault(loop, {})
+    key = (id(model.config), model.api_address)  # the wrapper below keeps the config alive
+    if key not in of_loop:
+        wrapper = model.clone_with_isolated_history()
+        of_loop[key] = (wrapper, wrapper.get_openai_async_client())
+    return of_loop[key]
+
+
+@functools.cache
+def _constructed(model_path: str) -> TrinityChatModel:
+    """A model to copy: the constructor opens a connection pool, too slow for every run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return TrinityChatModel(SimpleNamespace(model_path=model_path))
 
 
 async def _in_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Any]) -> Any:
-    async def call() -> Any:
-        return await make()
-
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
 
 
-def _client_like(client: Any, create: Create) -> Any:
-    async def parse(*, response_format: Any, **kwargs: Any) -> Any:
-        response = await create(
-            response_format=type_to_response_format_param(response_format), **kwargs
-        )
-        return parse_chat_completion(
-            response_format=response_format,
-            input_tools=kwargs.get("tools", ()),
-            chat_completion=response,
-        )
+def _sampling(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that change what is sampled, without those that have no effect."""
+    given = {**kwargs, **(kwargs.get("extra_body") or {})}
+    named = {name: given.get(name) for name in _DISTRIBUTION_KEYS}
+    temperature = named.pop("temperature")
+    changed = {
+        name: value
+        for name, value in named.items()
+        if value and value not in _NO_EFFECT.get(name, ())
+    }
+    return {"temperature": 1.0 if temperature is None else float(temperature), **changed}
 
-    completions = SimpleNamespace(create=create, parse=parse)
-    return SimpleNamespace(
-        chat=SimpleNamespace(completions=completions), model_path=client.model_path
-    )
+
+def _normalised(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(unicodedata.normalize("NFKC", value).split())
+    if isinstance(value, Mapping):
+        return {key: _normalised(item) for key, item in value.items() if key not in _RANDOM_IDS}
+    if isinstance(value, list | tuple):
+        return [_normalised(item) for item in value]
+    return value

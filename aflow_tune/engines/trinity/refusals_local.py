@@ -123,7 +123,7 @@ IGNORED = (
 def check_local(config: AflowConfig) -> Findings:
     """The local engine's refusals and warnings."""
     found = Findings()
-    for rule in (_algorithm, _settings, _adapters, _sampling, _deterministic, _device):
+    for rule in _RULES:
         found.faults += rule(config)
     found.warnings += _warnings(config)
     return found
@@ -229,10 +229,16 @@ def _sampling(config: AflowConfig) -> Iterable[Fault]:
                     str(value),
                     f"{name}: {default} (a held-out task set may have its own rollout_args)",
                 )
-        limit = rollout.max_tokens
-        if limit is not None and limit < 1:
-            place = f"{key}.rollout_args.max_tokens"
-            yield Fault(config.positions.where(place), "1 or more", str(limit), "max_tokens: 512")
+
+
+def _answer_lengths(config: AflowConfig) -> Iterable[Fault]:
+    whole = config.model.max_model_len
+    for key, taskset, _ in user_tasksets(config):
+        limit, place = taskset.rollout_args.max_tokens, f"{key}.rollout_args.max_tokens"
+        if limit is not None and (limit < 1 or (whole is not None and limit >= whole)):
+            expected = f"from 1 to less than max_model_len ({whole})"
+            cure = "remove it: model.max_response_tokens is used"
+            yield Fault(config.positions.where(place), expected, str(limit), cure)
 
 
 def _deterministic(config: AflowConfig) -> Iterable[Fault]:
@@ -260,6 +266,9 @@ def _device(config: AflowConfig) -> Iterable[Fault]:
     if not there.get(device, True):
         where = config.positions.where("local.device")
         yield Fault(where, f"a machine with {device}", "none here", "device: auto")
+
+
+_RULES = (_algorithm, _settings, _adapters, _sampling, _answer_lengths, _deterministic, _device)
 
 
 def _warnings(config: AflowConfig) -> Iterable[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _FILE_SPLIT = "train"
+_LOADERS = ("json", "csv", "parquet", "arrow", "text")
 # The words by which `datasets` tells splits apart in the names of a folder's files.
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -68,9 +69,20 @@ def locate(config: AflowConfig, taskset: TasksetConfig) -> Located:
             return _locate_file(path.absolute())
         if path.is_dir():
             return _locate_folder(path.absolute(), taskset)
-    if file_format(Path(name)) or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+    if name in _LOADERS:
+        cure = f"path: data/train.{name}"
+        return Located("missing", fault=f"{name!r}, the name of a loader", cure=cure)
+    if looks_local(config, name) or file_format(Path(name)):
         return _missing(config, name)
     return _locate_hub(name, taskset)
+
+
+def looks_local(config: AflowConfig, name: str) -> bool:
+    """Whether a name under which nothing was found means a place on this machine, no hub id."""
+    if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        return True
+    first, slash, _ = name.partition("/")
+    return bool(slash) and any((base / first).is_dir() for base in _bases(config))
 
 
 def read_taskset(config: AflowConfig, taskset: TasksetConfig) -> Table | None:

@@ -208,13 +208,19 @@ class _leaving_no_folders:
         root = Path(self.config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
         folder = root / self.config.project / self.config.group / self.config.name
         self.missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        self.there = {path for path in _run_folders(folder) if path.exists()}
 
     def __exit__(self, *_: object) -> None:
-        if not self.missing:
-            return
-        job = Path(self.config.checkpoint_job_dir or self.missing[0])
-        for path in (job / "monitor", job / "buffer", job, *self.missing):
+        # The folder may have got another name meanwhile.
+        made = self.config.checkpoint_job_dir
+        for path in [*(_run_folders(Path(made)) if made else []), *self.missing]:
+            if path in self.there:
+                continue
             try:
                 path.rmdir()
             except OSError:
-                continue  # not made, or somebody has put something into it meanwhile
+                continue  # never made, or somebody has put something into it
+
+
+def _run_folders(run: Path) -> list[Path]:
+    return [run / "monitor", run / "buffer", run]

@@ -1,0 +1,202 @@
+"""Token tries: what is shared, what is exact, and how a batch is split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig
+from transformers import MambaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from aflow_tune.engines.local.packed_model import PackedModel
+from aflow_tune.engines.local.packing import Sample, TokenTrie, micro_batches, pack
+from aflow_tune.engines.local.token_scores import token_scores
+
+
+def sample(tokens: list[int], prompt: int, mask: list[int] | None = None, **fields: object):
+    width = len(tokens) - prompt
+    flags = torch.tensor(mask if mask is not None else [1] * width, dtype=torch.bool)
+    return Sample(torch.tensor(tokens), prompt, flags, **fields)  # type: ignore[arg-type]
+
+
+def group(prompt: int, responses: list[int], *, vocabulary: int = 250) -> list[Sample]:
+    """Samples with one random prompt; no two responses start with the same token."""
+    generator = torch.Generator().manual_seed(prompt)
+    head = torch.randint(0, vocabulary, (prompt,), generator=generator).tolist()
+    return [
+        sample(head + [k] + torch.randint(0, vocabulary, (n - 1,), generator=generator).tolist(), prompt)
+        for k, n in enumerate(responses)
+    ]
+
+
+def plain_logprobs(model: PreTrainedModel, s: Sample, temperature: float = 1.0) -> torch.Tensor:
+    logits = model(input_ids=s.tokens_T[None]).logits[0].float() / temperature
+    logp_TV = logits.log_softmax(-1)
+    chosen_T = logp_TV[:-1].gather(1, s.tokens_T[1:, None])[:, 0]
+    return chosen_T[s.prompt_length - 1 :] * s.action_mask_R
+
+
+def mixed_batch() -> list[Sample]:
+    """Prompts shared by a group, a second turn that repeats the first, masks with holes."""
+    batch = group(12, [9, 3, 17, 1]) + group(5, [6, 30])
+    first = batch[0].tokens_T.tolist()
+    mask = [0] * 4 + [1] * 3 + [0, 1]
+    batch.append(sample([*first, 7, 8, 9, 10, 11, 12, 13, 14, 15], len(first), mask))
+    batch.append(sample(first, 12))
+    batch.append(sample([4, 5, 6], 2, [0]))
+    return batch
+
+
+def test_a_group_costs_its_prompt_once() -> None:
+    """50 + 8 * 63: the last token of a response is a target, never an input."""
+    row = pack(group(50, [64] * 8))
+    assert row is not None
+    assert len(row.tokens_N) == 50 + 8 * 63
+    assert len(row.target_M) == 8 * 64
+    # The eight first tokens are predicted from one node, the end of the prompt.
+    assert len(row.scored_U) == 1 + 8 * 63
+
+
+def test_positions_and_scores_of_a_small_trie() -> None:
+    """abc|de and abc|df: nodes a b c d, both last tokens predicted after d."""
+    row = pack([sample([1, 2, 3, 4, 5], 3), sample([1, 2, 3, 4, 6], 3, [0, 1])])
+    assert row is not None
+    assert row.tokens_N.tolist() == [1, 2, 3, 4]
+    assert row.positions_N.tolist() == [0, 1, 2, 3]
+    assert row.scored_U.tolist() == [2, 3]
+    assert row.node_M.tolist() == [0, 1, 1]
+    assert row.target_M.tolist() == [4, 5, 6]
+    assert row.row_M.tolist() == [0, 0, 1]
+    assert row.column_M.tolist() == [0, 1, 1]
+
+
+def test_nothing_is_computed_for_samples_that_do_not_count() -> None:
+    assert pack([sample([1, 2, 3], 1, [0, 0])]) is None
+    row = pack([sample([1, 2, 3, 4, 5], 1, [1, 0, 0, 0])])
+    assert row is not None
+    assert row.tokens_N.tolist() == [1]
+
+
+def test_a_trie_reports_what_is_missing() -> None:
+    trie = TokenTrie()
+    assert trie.add([1, 2, 3]) == [0, 1, 2]
+    assert trie.missing([1, 2, 4, 5]) == 2
+    assert trie.add([1, 2, 4, 5]) == [0, 1, 3, 4]
+    assert trie.missing([1, 2]) == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_equals_unpacked(tiny_model_dir: Path, temperature: float) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    packed = PackedModel(model, temperature=temperature)
+    assert packed.packed
+    assert packed.fused_head
+    batch = mixed_batch()
+    scores, entropy = packed.scores(batch, 40, entropy=True)
+    assert entropy is not None
+    for row, s in enumerate(batch):
+        expected = plain_logprobs(plain, s, temperature)
+        width = len(expected)
+        assert torch.allclose(scores[row, :width], expected, atol=1e-5, rtol=0)
+        logits = plain(input_ids=s.tokens_T[None]).logits[0, s.prompt_length - 1 : -1]
+        distribution = torch.distributions.Categorical(logits=logits / temperature)
+        assert torch.allclose(
+            entropy[row, :width], distribution.entropy() * s.action_mask_R, atol=1e-5, rtol=0
+        )
+
+
+def test_gradients_equal_those_of_unpacked_rows(tiny_model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
+    batch = mixed_batch()
+    weights = torch.randn(len(batch), 40, generator=torch.Generator().manual_seed(1))
+    scores, entropy = PackedModel(model).scores(batch, 40, entropy=True)
+    assert entropy is not None
+    ((scores + 0.3 * entropy) * weights).sum().backward()
+    total = torch.zeros(())
+    for row, s in enumerate(batch):
+        logits = plain(input_ids=s.tokens_T[None]).logits[0, s.prompt_length - 1 : -1]
+        dist = torch.distributions.Categorical(logits=logits)
+        value = dist.log_prob(s.tokens_T[s.prompt_length :]) + 0.3 * dist.entropy()
+        total = total + (value * s.action_mask_R * weights[row, : len(value)]).sum()
+    total.backward()
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, atol=2e-5, rtol=1e-4), name
+
+
+def small(model_class: type, config: object) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return model_class(config).eval()
+
+
+def test_sliding_windows_are_respected() -> None:
+    config = MistralConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=8, initializer_range=0.3,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    plain = small(MistralForCausalLM, config)
+    packed = PackedModel(small(MistralForCausalLM, config))
+    assert packed.packed
+    batch = mixed_batch()
+    scores, _ = packed.scores(batch, 40)
+    for row, s in enumerate(batch):
+        expected = plain_logprobs(plain, s)
+        assert torch.allclose(scores[row, : len(expected)], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mamba"])
+def test_other_models_run_packed_or_fall_back(kind: str) -> None:
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+        model, plain = small(GPT2LMHeadModel, config), small(GPT2LMHeadModel, config)
+    else:
+        settings = MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4)
+        model, plain = small(MambaForCausalLM, settings), small(MambaForCausalLM, settings)
+    packed = PackedModel(model)
+    assert packed.packed == (kind == "gpt2")
+    batch = mixed_batch()
+    scores, _ = packed.scores(batch, 40)
+    for row, s in enumerate(batch):
+        expected = plain_logprobs(plain, s)
+        assert torch.allclose(scores[row, : len(expected)], expected, atol=1e-5, rtol=0)
+
+
+def test_token_scores_match_autograd_over_plain_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over several chunks, with a bias, a temperature and a trained head."""
+    monkeypatch.setattr("aflow_tune.engines.local.token_scores.CHUNK_ELEMENTS", 3 * 11)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(shape, generator=generator, dtype=torch.float32).requires_grad_()
+        for shape in ((7, 5), (11, 5), (11,))
+    ]
+    node = torch.tensor([0, 0, 3, 6, 6, 6, 2])
+    target = torch.tensor([1, 4, 10, 0, 0, 5, 7])
+    coefficients = torch.randn(7, generator=generator)
+    logp, entropy = token_scores(*leaves, node, target, temperature=0.8, entropy=True)
+    assert entropy is not None
+    grads = torch.autograd.grad((logp * coefficients).sum() + (entropy * coefficients).sum(), leaves)
+    dense = ((leaves[0] @ leaves[1].T + leaves[2]) / 0.8).log_softmax(-1)
+    expected_entropy = -(dense.exp() * dense).sum(-1)
+    expected = torch.autograd.grad(
+        (dense[node, target] * coefficients).sum() + (expected_entropy * coefficients).sum(), leaves
+    )
+    assert torch.allclose(logp, dense[node, target], atol=1e-5)
+    assert torch.allclose(entropy, expected_entropy, atol=1e-5)
+    for ours, theirs in zip(grads, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_micro_batches_keep_runs_whole_and_groups_together() -> None:
+    samples = group(10, [6, 6, 6, 6])  # 10 + 4 * 5 = 30 tokens
+    samples += group(9, [6, 6, 6, 6])  # 29 tokens
+    for index, s in enumerate(samples):
+        s.run = index // 2
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert micro_batches(samples, groups, 100) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert micro_batches(samples, groups, 40) == groups
+    # A group that cannot fit is cut between runs, and a run that cannot fit is not cut.
+    assert micro_batches(samples, groups, 20) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert micro_batches(samples, groups, 1) == [[0, 1], [2, 3], [4, 5], [6, 7]]
