@@ -25,7 +25,10 @@ def group(prompt: int, responses: list[int], *, vocabulary: int = 250) -> list[S
     generator = torch.Generator().manual_seed(prompt)
     head = torch.randint(0, vocabulary, (prompt,), generator=generator).tolist()
     return [
-        sample(head + [k] + torch.randint(0, vocabulary, (n - 1,), generator=generator).tolist(), prompt)
+        sample(
+            head + [k] + torch.randint(0, vocabulary, (n - 1,), generator=generator).tolist(),
+            prompt,
+        )
         for k, n in enumerate(responses)
     ]
 
@@ -177,7 +180,9 @@ def test_token_scores_match_autograd_over_plain_logits(monkeypatch: pytest.Monke
     coefficients = torch.randn(7, generator=generator)
     logp, entropy = token_scores(*leaves, node, target, temperature=0.8, entropy=True)
     assert entropy is not None
-    grads = torch.autograd.grad((logp * coefficients).sum() + (entropy * coefficients).sum(), leaves)
+    grads = torch.autograd.grad(
+        (logp * coefficients).sum() + (entropy * coefficients).sum(), leaves
+    )
     dense = ((leaves[0] @ leaves[1].T + leaves[2]) / 0.8).log_softmax(-1)
     expected_entropy = -(dense.exp() * dense).sum(-1)
     expected = torch.autograd.grad(

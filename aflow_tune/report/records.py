@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,28 @@ class EvalRecord:
     transcript: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
+    def to_line(self) -> bytes:
+        """The record as one line of JSON with its line end."""
+        text = json.dumps(asdict(self), ensure_ascii=False, default=str)
+        # Half of a surrogate pair, which a model can write, becomes JSON's escape of it.
+        return text.encode(errors="backslashreplace") + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> EvalRecord:
+        """The record of a line; keys that a newer version wrote are passed over.
+
+        Raises:
+            ValueError: the line is not a whole record.
+        """
+        entry = json.loads(line)
+        if not isinstance(entry, dict):
+            raise ValueError("a record is a JSON object")
+        known = {item.name for item in fields(cls)}
+        try:
+            return cls(**{name: value for name, value in entry.items() if name in known})
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
 
 def record_path(eval_dir: Path, taskset: str, step: int) -> Path:
     """The file that holds the evaluation of `taskset` with the weights of `step`."""
@@ -39,23 +61,38 @@ def record_path(eval_dir: Path, taskset: str, step: int) -> Path:
 
 
 def append_record(eval_dir: Path, record: EvalRecord) -> None:
-    """Append one line in one write, so that concurrent writers never mix."""
+    """Append one line in one write, so that concurrent writers never mix.
+
+    Raises:
+        OSError: the line could not be written whole.
+    """
     path = record_path(eval_dir, record.taskset, record.step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(asdict(record), ensure_ascii=False, default=str) + "\n"
+    line = record.to_line()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        written = os.write(descriptor, line)
     finally:
         os.close(descriptor)
+    if written < len(line):
+        raise OSError(f"only {written} of {len(line)} bytes fitted into {path}")
 
 
 def read_records(path: Path) -> list[EvalRecord]:
-    """All whole lines of a file; a torn last line, left by a killed writer, is passed over."""
+    """All records of a file. A torn last line, still being written or left by a writer that was
+    killed, is passed over.
+
+    Raises:
+        ValueError: another line is damaged; file and line number are named.
+    """
+    *lines, last = path.read_bytes().split(b"\n")
+    if last:
+        lines.append(last)
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(EvalRecord(**json.loads(line)))
-        except (ValueError, TypeError):
-            continue
+            records.append(EvalRecord.from_line(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number} is damaged: {error}") from error
     return records

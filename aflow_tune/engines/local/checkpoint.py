@@ -125,9 +125,7 @@ def read_checkpoint(
     return tensors, state
 
 
-def _check_weights(
-    path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> None:
+def _check_weights(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     odd = sorted(set(found) ^ set(expected))
     if odd:
         raise CheckpointError(

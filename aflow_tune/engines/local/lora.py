@@ -180,9 +180,9 @@ def merge_into(
         module = model.get_submodule(path)
         weight = module.weight
         assert isinstance(weight, Tensor)
-        delta_OI = delta_weight(
-            state[f"lora.{path}.A"], state[f"lora.{path}.B"], spec.scaling
-        ).to(weight.device)
+        delta_OI = delta_weight(state[f"lora.{path}.A"], state[f"lora.{path}.B"], spec.scaling).to(
+            weight.device
+        )
         if not isinstance(module, nn.Linear):  # Conv1D stores [in, out]
             delta_OI = delta_OI.T
         base = base_weights.get(path, weight)

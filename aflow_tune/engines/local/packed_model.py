@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class PackedModel:
         inputs: dict[str, Tensor] = {"input_ids": row.tokens_N[None]}
         if self.packed:
             inputs["position_ids"] = row.positions_N[None]
-        with trie_attention.use_layout(row) if self.packed else nullcontext():
+        with self._attention_of(row) if self.packed else nullcontext():
             if self.fused_head:
                 hidden_NH = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
                 head = self.model.get_output_embeddings()
@@ -92,6 +92,16 @@ class PackedModel:
         logp_UV = (logits_NV[row.scored_U].float() / self.temperature).log_softmax(-1)
         entropy_U = -(logp_UV.exp() * logp_UV).sum(-1) if entropy else None
         return logp_UV[row.node_M, row.target_M], entropy_U
+
+    @contextmanager
+    def _attention_of(self, row: PackedRow) -> Iterator[None]:
+        """The model's attention is that of `row`; outside it is the model's own."""
+        self.model.set_attn_implementation(trie_attention.NAME)
+        try:
+            with trie_attention.use_layout(row):
+                yield
+        finally:
+            self.model.set_attn_implementation(self._own_attention)
 
     @torch.no_grad()
     def _probe(self) -> None:
@@ -118,12 +128,8 @@ class PackedModel:
 
         self.fused_head = self._has_plain_head()
         self.fused_head = self.fused_head and agrees("the fused output head")
-        if self._takes_layouts():
-            self.model.set_attn_implementation(trie_attention.NAME)
-            self.packed = True
-            self.packed = agrees("packing")
-            if not self.packed:
-                self.model.set_attn_implementation(self._own_attention)
+        self.packed = self._takes_layouts()
+        self.packed = self.packed and agrees("packing")
 
     def _has_plain_head(self) -> bool:
         return (

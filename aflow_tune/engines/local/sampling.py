@@ -137,6 +137,10 @@ def draw(
         if rule.greedy:
             tokens_B[row] = weights_BV[row].argmax()
     logprobs_B = probs_BV.gather(1, tokens_B[:, None])[:, 0].log()
+    for row in torch.isinf(logprobs_B).nonzero()[:, 0].tolist():
+        # A token that only a restriction made possible: its probability underflows.
+        exact_V = torch.log_softmax(logits_BV[row].float(), dim=-1)
+        logprobs_B[row] = exact_V[tokens_B[row]]
     return tokens_B, logprobs_B, probs_BV
 
 

@@ -387,9 +387,7 @@ class LocalTrainer:
 
     def export_merged(self, directory: Path | str) -> None:
         """A folder that `AutoModelForCausalLM.from_pretrained` loads, adapter merged in."""
-        export.write_merged(
-            self.model_path, self.weights(), self.settings.lora, Path(directory)
-        )
+        export.write_merged(self.model_path, self.weights(), self.settings.lora, Path(directory))
 
 
 def _spans(groups: Sequence[Sequence[Sample]]) -> list[slice]:

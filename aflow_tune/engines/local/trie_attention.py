@@ -2,8 +2,8 @@
 
 The row's queries, keys and values are gathered into a few padded blocks of whole paths, so
 the work grows with the paths' lengths and not with the square of the row, and no mask of the
-row exists. `use_layout` says which row is being computed; without one the function is
-transformers' own SDPA. No mask function is registered for it, hence models make no mask.
+row exists. `use_layout` says which row is being computed. No mask function is registered
+under this name, hence models make no mask.
 
 On a CPU the flash kernel's backward pass is several times slower than the few batched matrix
 products it stands for, so there the backward pass is written out; the forward pass, which
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from aflow_tune.engines.local.packing import AttentionBlock, PackedRow
 
@@ -142,14 +141,12 @@ def trie_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D].
 
-    Returns [1, N, H, D]. Raises NotImplementedError for variants that it does not know.
+    Returns [1, N, H, D]. Raises NotImplementedError for variants that it does not know, and
+    RuntimeError outside `use_layout`.
     """
     row = _layout.get()
     if row is None:
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return output, None
+        raise RuntimeError("packed attention is only defined inside use_layout(row)")
     unknown = [name for name in _REFUSED if kwargs.get(name) is not None]
     if unknown or dropout or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"packed attention with {unknown or 'dropout or a cache'}")

@@ -79,9 +79,7 @@ class TrinityLoss:
         value, found = self.policy(logprob=batch.logprobs_BR, **inputs)
         metrics = dict(found)
         if self.needs_entropy:
-            bonus, found = self.entropy(
-                entropy=batch.entropy_BR, **inputs, loss_agg_mode=self.mode
-            )
+            bonus, found = self.entropy(entropy=batch.entropy_BR, **inputs, loss_agg_mode=self.mode)
             value = value - bonus
             metrics |= found
         if self.uses_kl:

@@ -107,12 +107,12 @@ def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
 
 def _traceback(error: BaseException) -> str:
     """The traceback from the user's function on, without the frames that lead to it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename not in _MACHINERY:
-        trace = trace.tb_next  # asyncio's, before the run's own coroutine
-    while trace is not None and trace.tb_frame.f_code.co_filename in _MACHINERY:
+    trace, start = error.__traceback__, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename in _MACHINERY:
+            start = trace.tb_next
         trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
+    lines = traceback.format_exception(type(error), error, start or error.__traceback__)
     return "".join(lines).rstrip()[-MAX_DETAIL:]
 
 

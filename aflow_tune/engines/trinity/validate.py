@@ -167,13 +167,8 @@ def _resolve(
 ) -> Function:
     from aflow_tune.plugins import resolve
 
-    file, colon, name = reference.rpartition(":")
-    if colon and file.endswith(".py") and config_path is not None:
-        beside = Path(config_path).parent / file
-        if not Path(file).is_file() and beside.is_file():
-            reference = f"{beside}:{name}"
     try:
-        function: Function = resolve(reference)
+        function: Function = resolve(reference, Path(config_path).parent if config_path else None)
     except BadInput as error:
         where = config.positions.where(key)
         faults = [

@@ -1,0 +1,616 @@
+"""The sampler against Hugging Face's own forward, and against rough treatment."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from aflow_tune.engines.local.decoder import make_decoder
+from aflow_tune.engines.local.generic import GenericDecoder
+from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore
+from aflow_tune.engines.local.llama import LlamaDecoder
+from aflow_tune.engines.local.lora import LoraSpec
+from aflow_tune.engines.local.models import load_model, load_tokenizer
+from aflow_tune.engines.local.prefix_plan import plan
+from aflow_tune.engines.local.sampler import Sampler, SamplingParams
+from aflow_tune.engines.local.sampling import RowRule, draw, invert, top_tokens
+from aflow_tune.errors import BadInput, RunFailed
+
+CPU = torch.device("cpu")
+SPEC = LoraSpec(rank=2, alpha=4.0)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * length + seed)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+def reference_logprobs(model, token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Teacher-forced log-probabilities by Hugging Face's forward, [T-1]."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+def worst_difference(model, prompt_ids, completion, temperature: float = 1.0) -> float:
+    expected = reference_logprobs(model, prompt_ids + completion.token_ids, temperature)
+    found = torch.tensor(completion.logprobs)
+    return (expected[len(prompt_ids) - 1 :] - found).abs().max().item()
+
+
+def other_architecture(name: str):
+    """A tiny random model of another architecture, seeded."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2},
+        "opt": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
+                "word_embed_proj_dim": 32, "ffn_dim": 64},
+        "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
+        "qwen2": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+                  "num_hidden_layers": 2, "intermediate_size": 64},
+        "qwen3": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+                  "head_dim": 16, "num_hidden_layers": 2, "intermediate_size": 64},
+        "mistral": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1,
+                    "num_hidden_layers": 2, "intermediate_size": 64, "sliding_window": None},
+        "gemma": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+                  "head_dim": 8, "num_hidden_layers": 2, "intermediate_size": 64},
+    }  # fmt: skip
+    config = AutoConfig.for_model(name, vocab_size=259, eos_token_id=258, **sizes[name])
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.2)
+            else:
+                parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path):
+    return load_model(tiny_model_dir, torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path):
+    return load_tokenizer(tiny_model_dir)
+
+
+@pytest.fixture
+def make_sampler(tiny_model_dir: Path, tokenizer):
+    """Builds samplers on fresh weights and closes them."""
+    built: list[Sampler] = []
+
+    def make(model=None, **options) -> Sampler:
+        model = model or load_model(tiny_model_dir, torch.float32, CPU)
+        options = {"max_batch": 8, "max_model_len": 256, **options}
+        built.append(Sampler(model, tokenizer, **options))
+        return built[-1]
+
+    yield make
+    for sampler in built:
+        sampler.close()
+
+
+# --- drawing one token ---------------------------------------------------------------------
+
+
+def test_invert_picks_the_token_that_the_uniform_falls_into() -> None:
+    weights = torch.zeros(6, 600)
+    weights[:, [3, 255, 256, 599]] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    uniforms = torch.tensor([0.0, 0.0999, 0.1001, 0.31, 0.61, 0.99999994])
+    assert invert(weights, uniforms).tolist() == [3, 3, 255, 256, 599, 599]
+    # Unnormalised weights mean the same distribution.
+    assert invert(weights * 7, uniforms).tolist() == [3, 3, 255, 256, 599, 599]
+
+
+def test_draws_follow_the_distribution_and_report_its_log() -> None:
+    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    count = 4096
+    uniforms = (torch.arange(count) + 0.5) / count
+    tokens, logprobs, _ = draw(probabilities.log().expand(count, 4), None, uniforms, {})
+    assert Counter(tokens.tolist()) == {0: 2048, 1: 1024, 2: 512, 3: 512}
+    torch.testing.assert_close(logprobs, probabilities.log()[tokens], rtol=0, atol=1e-6)
+
+
+def test_temperature_divides_the_logits() -> None:
+    logits = torch.tensor([[2.0, 0.0]])
+    _, logprobs, _ = draw(logits, torch.tensor([[2.0]]), torch.tensor([0.0]), {})
+    # e / (e + 1)
+    assert logprobs.item() == pytest.approx(-0.3132616875, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "possible"),
+    [
+        (RowRule(top_k=2), {0, 1}),
+        (RowRule(top_p=0.5), {0}),
+        (RowRule(top_p=0.51), {0, 1}),
+        (RowRule(banned=torch.tensor([True, False, False, True])), {1, 2}),
+        (RowRule(top_k=1, banned=torch.tensor([True, False, False, False])), {1}),
+        (RowRule(greedy=True), {0}),
+        (RowRule(greedy=True, banned=torch.tensor([True, True, False, False])), {2}),
+    ],
+)
+def test_rules_restrict_what_is_drawn_but_not_what_is_reported(rule, possible) -> None:
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log().expand(200, 4)
+    uniforms = (torch.arange(200) + 0.5) / 200
+    tokens, logprobs, _ = draw(logits, None, uniforms, dict.fromkeys(range(200), rule))
+    assert set(tokens.tolist()) == possible
+    torch.testing.assert_close(logprobs, logits[0][tokens], rtol=0, atol=1e-6)
+
+
+def test_a_banned_majority_leaves_only_unlikely_tokens() -> None:
+    # The allowed token's probability underflows fp32: it must be drawn all the same.
+    rule = RowRule(banned=torch.tensor([True, False]))
+    tokens, logprobs, _ = draw(torch.tensor([[300.0, 0.0]]), None, torch.tensor([0.5]), {0: rule})
+    assert tokens.tolist() == [1]
+    assert logprobs.item() == -300.0
+
+
+def test_top_tokens_are_sorted() -> None:
+    tops = top_tokens(torch.tensor([0.2, 0.5, 0.3]), 2)
+    assert list(tops) == [1, 2]
+    assert tops[2] == pytest.approx(-1.2039728, abs=1e-6)
+
+
+def test_parameters_out_of_range_are_refused_together() -> None:
+    params = SamplingParams(max_tokens=0, n=0, temperature=float("nan"), top_p=0, stop=("",))
+    with pytest.raises(BadInput) as caught:
+        params.validate()
+    assert [f.where for f in caught.value.faults] == [
+        "max_tokens", "n", "temperature", "top_p", "stop",
+    ]  # fmt: skip
+
+
+# --- cache -----------------------------------------------------------------------------------
+
+
+def test_cache_closes_gaps_and_keeps_contents_when_it_grows() -> None:
+    cache = KVCache(CacheShape(1, 1, 2, torch.float32, CPU))
+    cache.reserve(4, 3)
+    for row, length in enumerate([3, 1, 2, 3]):
+        cache.row(row)[..., :length, :] = row
+        cache.lengths.append(length)
+    assert cache.drop({0, 2}) == [3, 1]
+    cache.reserve(40, 500)
+    assert cache.kv[0, 0, 0, 0, :3, 0].tolist() == [3, 3, 3]
+    assert cache.kv[0, 0, 1, 0, 0, 0].item() == 1
+    assert cache.lengths == [3, 1]
+
+
+def test_store_forgets_the_least_recently_used_and_replaces_prefixes() -> None:
+    import numpy as np
+
+    store = PrefixStore(capacity=10)
+    storage = torch.arange(8.0).reshape(1, 1, 1, 8, 1)
+    a, b, c = np.array([1, 2, 3]), np.array([5, 6, 7, 8]), np.array([9, 9, 9, 9])
+    store.add(a, storage)
+    store.add(np.array([1, 2, 3, 4]), storage)
+    assert store.size == 4
+    store.add(b, storage)
+    assert store.best(np.array([1, 2, 9]))[0] == 2
+    store.add(c, storage)
+    assert store.best(b)[0] == 0
+    assert store.best(np.array([1, 2, 3, 4, 5]))[0] == 4
+
+
+def test_plan_computes_every_shared_token_once() -> None:
+    import numpy as np
+
+    shared = np.arange(100)
+    prompts = [np.append(shared, i) for i in (200, 201, 200, 202)]
+    result = plan(prompts, [], PrefixStore(1000))
+    assert [(s.index, s.offset, len(s.tokens)) for s in result.leaders] == [(0, 0, 101)]
+    assert [(s.index, s.donor, s.offset, len(s.tokens)) for s in result.followers] == [
+        (1, 0, 100, 1),
+        (3, 0, 100, 1),
+    ]
+    assert result.copies == {2: 0}
+    assert result.shared_tokens == 301
+    waves = list(result.waves(token_limit=1))
+    assert [[span.index for span in wave] for wave in waves] == [[0], [1], [3]]
+
+
+# --- log-probabilities -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_exact_for_mixed_lengths_and_shared_prompts(
+    make_sampler, model, temperature
+) -> None:
+    sampler = make_sampler()
+    long = prompt(60)
+    prompts = [prompt(5), prompt(20), long, long, long[:40] + prompt(9), prompt(1)]
+    params = [
+        SamplingParams(max_tokens=10 + 3 * i, n=2, seed=i, temperature=temperature)
+        for i in range(len(prompts))
+    ]
+    completions = sampler.generate(prompts, params)
+    for ids, drawn in zip(prompts, completions, strict=True):
+        assert len(drawn) == 2
+        for completion in drawn:
+            assert worst_difference(model, ids, completion, temperature) < 2e-5
+    assert sampler.stats()["shared_tokens"] > 0
+
+
+def test_next_turn_takes_over_the_finished_sequence(make_sampler, model) -> None:
+    sampler = make_sampler()
+    first = sampler.generate([prompt(50)], [SamplingParams(max_tokens=30, seed=1)])[0][0]
+    before = sampler.stats()
+    second_prompt = prompt(50) + first.token_ids + prompt(7)
+    second = sampler.generate([second_prompt], [SamplingParams(max_tokens=8, seed=1)])[0][0]
+    # The last drawn token never went through the model.
+    computed = sampler.stats()["prefilled_tokens"] - before["prefilled_tokens"]
+    assert computed == len(second_prompt) - (50 + len(first.token_ids) - 1)
+    assert worst_difference(model, second_prompt, second) < 2e-5
+
+
+def test_token_logprobs_are_teacher_forced(make_sampler, model) -> None:
+    ids = prompt(90)
+    found = torch.tensor(make_sampler().token_logprobs(ids, 0.5))
+    torch.testing.assert_close(found, reference_logprobs(model, ids, 0.5), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
+def test_lean_forward_covers_the_llama_family(make_sampler, name) -> None:
+    model = other_architecture(name)
+    sampler = make_sampler(model)
+    assert isinstance(sampler.decoder, LlamaDecoder)
+    drawn = sampler.generate([prompt(33)], [SamplingParams(max_tokens=20, n=2, seed=0)])[0]
+    assert max(worst_difference(model, prompt(33), c) for c in drawn) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "opt", "gpt2", "gemma"])
+def test_other_architectures_use_their_own_forward(make_sampler, name) -> None:
+    model = other_architecture(name)
+    sampler = make_sampler(model, max_batch=3)
+    assert isinstance(sampler.decoder, GenericDecoder)
+    prompts = [prompt(12), prompt(5), prompt(12), prompt(30)]
+    params = [SamplingParams(max_tokens=6 + 4 * i, seed=i) for i in range(4)]
+    for ids, drawn in zip(prompts, sampler.generate(prompts, params), strict=True):
+        assert worst_difference(model, ids, drawn[0]) < 2e-5
+    found = torch.tensor(sampler.token_logprobs(prompts[3]))
+    torch.testing.assert_close(found, reference_logprobs(model, prompts[3]), rtol=0, atol=2e-5)
+
+
+def test_a_llama_that_computes_something_else_falls_back(tiny_model_dir: Path) -> None:
+    model = load_model(tiny_model_dir, torch.float32, CPU)
+    model.model.norm.register_forward_hook(lambda _m, _i, out: out * 1.5)
+    assert isinstance(make_decoder(model), GenericDecoder)
+
+
+def test_bf16_stays_near_fp32(make_sampler, tiny_model_dir: Path, model) -> None:
+    sampler = make_sampler(load_model(tiny_model_dir, torch.bfloat16, CPU))
+    drawn = sampler.generate([prompt(40)], [SamplingParams(max_tokens=30, n=4, seed=0)])[0]
+    assert max(worst_difference(model, prompt(40), c) for c in drawn) < 0.3
+
+
+# --- seeds and determinism -----------------------------------------------------------------
+
+
+def test_a_seed_fixes_the_tokens_in_any_company(make_sampler) -> None:
+    sampler = make_sampler()
+    wanted = SamplingParams(max_tokens=20, n=2, seed=11)
+    alone = sampler.generate([prompt(30)], [wanted])[0]
+    crowd = [prompt(10 + i, 7) for i in range(9)]
+    busy = sampler.generate(
+        [*crowd, prompt(30)], [SamplingParams(max_tokens=25, seed=3)] * 9 + [wanted]
+    )[-1]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in busy]
+    assert alone[0].token_ids != alone[1].token_ids
+    # Sequence i of a request draws with seed + i.
+    shifted = sampler.generate([prompt(30)], [SamplingParams(max_tokens=20, seed=12)])[0]
+    assert shifted[0].token_ids == alone[1].token_ids
+
+
+def test_without_a_seed_every_request_is_fresh(make_sampler) -> None:
+    sampler = make_sampler()
+    params = SamplingParams(max_tokens=20)
+    (a,), (b,) = sampler.generate([prompt(9), prompt(9)], [params, params])
+    assert a.token_ids != b.token_ids
+
+
+def test_deterministic_is_bit_equal_whatever_else_runs(make_sampler) -> None:
+    sampler = make_sampler(deterministic=True)
+    wanted = SamplingParams(max_tokens=20, n=3, seed=5)
+    alone = sampler.generate([prompt(30)], [wanted])
+    crowd = [prompt(30)[:20] + prompt(10 + i) for i in range(6)]
+    others = [SamplingParams(max_tokens=30, n=2, seed=i) for i in range(6)]
+    first = sampler.generate([prompt(30), *crowd], [wanted, *others])
+    last = sampler.generate([*crowd[::-1], prompt(30)], [*others[::-1], wanted])
+    assert alone[0] == first[0] == last[-1]
+    assert first[1:] == last[-2::-1]
+
+
+# --- where a sequence ends ---------------------------------------------------------------------
+
+
+def spelled_by(text: str, tokenizer) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_stop_string_across_tokens_cuts_the_text_and_keeps_the_tokens(
+    make_sampler, tokenizer
+) -> None:
+    sampler = make_sampler()
+    params = SamplingParams(max_tokens=30, seed=2, grammar='start: "one two three four"')
+    full = sampler.generate([prompt(8)], [params])[0][0]
+    assert (full.text, full.finish_reason) == ("one two three four", "stop")
+    params = SamplingParams(
+        max_tokens=30, seed=2, grammar='start: "one two three four"', stop=("e t", "o th")
+    )
+    cut = sampler.generate([prompt(8)], [params])[0][0]
+    assert (cut.text, cut.finish_reason) == ("on", "stop")
+    assert cut.token_ids == spelled_by("one t", tokenizer)
+    assert len(cut.logprobs) == 5
+
+
+def test_end_of_sequence_min_tokens_and_ignore_eos(make_sampler, tiny_model_dir: Path) -> None:
+    model = load_model(tiny_model_dir, torch.float32, CPU)
+    sampler = make_sampler(model)
+    # A bias that makes the end of sequence near certain: scale its embedding row.
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([prompt(8)])).last_hidden_state[0, -1]
+        row = hidden / hidden.norm() * 20
+    sampler.update_weights(
+        {"lm_head.weight": torch.cat([model.lm_head.weight[:258], row[None]])}, version=1
+    )
+    greedy = {"temperature": 0.0, "max_tokens": 6}
+    eos, no_eos, late = (
+        sampler.generate([prompt(8)], [SamplingParams(**greedy, **options)])[0][0]
+        for options in ({}, {"ignore_eos": True}, {"min_tokens": 3})
+    )
+    assert (eos.token_ids, eos.text, eos.finish_reason) == ([258], "", "stop")
+    assert eos.logprobs[0] > -0.1
+    assert len(no_eos.token_ids) == 6
+    assert no_eos.token_ids[0] == 258
+    assert no_eos.finish_reason == "length"
+    assert 258 not in late.token_ids[:3]
+    assert len(late.token_ids) >= 3
+
+
+def test_completion_ends_where_the_model_does(make_sampler) -> None:
+    sampler = make_sampler(max_model_len=40)
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    completion = sampler.generate([prompt(30)], [params])[0][0]
+    assert len(completion.token_ids) == 10
+    assert completion.finish_reason == "length"
+
+
+def test_top_logprobs_hold_the_drawn_distribution(make_sampler, model) -> None:
+    params = SamplingParams(max_tokens=3, seed=0, top_logprobs=5, ignore_eos=True)
+    completion = make_sampler().generate([prompt(8)], [params])[0][0]
+    with torch.inference_mode():
+        expected = torch.log_softmax(model(torch.tensor([prompt(8)])).logits[0, -1], -1).topk(5)
+    assert completion.top_logprobs is not None
+    assert list(completion.top_logprobs[0]) == expected.indices.tolist()
+    values = torch.tensor(list(completion.top_logprobs[0].values()))
+    torch.testing.assert_close(values, expected.values, rtol=0, atol=2e-5)
+    assert len(completion.top_logprobs) == 3
+
+
+# --- refused and cancelled requests ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "word"),
+    [([], "at least one token"), (list(range(256)), "fewer than 256"), ([5, 999], "999")],
+)
+def test_prompts_that_cannot_be_completed_are_refused(make_sampler, ids, word) -> None:
+    with pytest.raises(BadInput, match=word):
+        make_sampler().generate([ids], [SamplingParams(max_tokens=1)])
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(make_sampler) -> None:
+    with pytest.raises(BadInput, match="cannot be enforced"):
+        make_sampler().generate(
+            [prompt(4)], [SamplingParams(max_tokens=5, json_schema={"type": "no such type"})]
+        )
+
+
+def test_more_sequences_than_places_wait_their_turn(make_sampler) -> None:
+    sampler = make_sampler(max_batch=3)
+    params = SamplingParams(max_tokens=4, n=10, seed=0, ignore_eos=True)
+    drawn = sampler.generate([prompt(6)], [params])[0]
+    assert len({tuple(c.token_ids) for c in drawn}) > 5
+    wide = make_sampler(max_batch=16).generate([prompt(6)], [params])[0]
+    assert [c.token_ids for c in drawn] == [c.token_ids for c in wide]
+
+
+def test_cancelling_frees_the_place(make_sampler) -> None:
+    sampler = make_sampler(max_batch=1, max_model_len=100_000)
+    endless = SamplingParams(max_tokens=90_000, ignore_eos=True)
+
+    async def scenario() -> int:
+        stuck = asyncio.ensure_future(sampler.submit(prompt(4), endless))
+        behind = asyncio.ensure_future(sampler.submit(prompt(4), SamplingParams(max_tokens=2)))
+        waiting = asyncio.ensure_future(sampler.submit(prompt(4), endless))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        stuck.cancel()
+        return len((await asyncio.wait_for(behind, 30))[0].token_ids)
+
+    assert asyncio.run(scenario()) in (1, 2)
+
+
+def test_an_engine_error_reaches_everyone_and_the_sampler_goes_on(
+    make_sampler, monkeypatch
+) -> None:
+    sampler = make_sampler(max_batch=2)
+    step = sampler.decoder.step
+    calls = Counter()
+
+    def failing(tokens):
+        calls["step"] += 1
+        if calls["step"] == 3:
+            raise MemoryError("no room")
+        return step(tokens)
+
+    monkeypatch.setattr(sampler.decoder, "step", failing)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with pytest.raises(RunFailed, match="no room") as caught:
+        sampler.generate([prompt(5 + i) for i in range(6)], [params] * 6)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert len(sampler.generate([prompt(5)], [params])[0][0].token_ids) == 8
+
+
+def test_close_fails_what_is_waiting(make_sampler) -> None:
+    sampler = make_sampler(max_batch=1, max_model_len=100_000)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            sampler.generate([prompt(3)], [SamplingParams(max_tokens=90_000, ignore_eos=True)])
+        except RunFailed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not sampler.stats()["generated_tokens"]:
+        time.sleep(0.01)
+    sampler.close()
+    thread.join(30)
+    assert "closed" in str(errors[0])
+    with pytest.raises(RunFailed, match="closed"):
+        sampler.token_logprobs([1, 2])
+
+
+def test_an_idle_sampler_sleeps(make_sampler) -> None:
+    sampler = make_sampler()
+    sampler.generate([prompt(5)], [SamplingParams(max_tokens=2)])
+    time.sleep(0.3)
+    clock = time.pthread_getcpuclockid(sampler._thread.ident)
+    before = time.clock_gettime(clock)
+    time.sleep(0.5)
+    assert time.clock_gettime(clock) - before < 0.005
+
+
+# --- weights ---------------------------------------------------------------------------------
+
+
+def adapter(model, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, module in model.named_modules():
+        if name.endswith("_proj") or name.endswith(("query_key_value", "c_attn")):
+            rows, columns = module.weight.shape
+            if type(module).__name__ == "Conv1D":
+                rows, columns = columns, rows
+            state[f"lora.{name}.A"] = torch.randn(2, columns, generator=generator) * 0.3
+            state[f"lora.{name}.B"] = torch.randn(rows, 2, generator=generator) * 0.3
+    return state
+
+
+def merged_reference(model, state):
+    """The same model with scaling B A added to its weights, as LoRA defines it."""
+    import copy
+
+    merged = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, module in merged.named_modules():
+            if f"lora.{name}.A" in state:
+                delta = 2.0 * state[f"lora.{name}.B"] @ state[f"lora.{name}.A"]
+                transposed = type(module).__name__ == "Conv1D"
+                module.weight += delta.T if transposed else delta
+    return merged
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+def test_adapters_replace_each_other_without_drift(make_sampler, tiny_model_dir, name) -> None:
+    import copy
+
+    model = load_model(tiny_model_dir, torch.float32, CPU)
+    model = model if name == "llama" else other_architecture(name)
+    pristine = copy.deepcopy(model)
+    sampler = make_sampler(model, lora=SPEC)
+    params = SamplingParams(max_tokens=20, seed=4)
+    untouched = sampler.generate([prompt(30)], [params])
+    state = adapter(pristine, 9)
+    for version in range(1, 4):
+        sampler.update_weights(adapter(pristine, version), version)
+    sampler.update_weights(state, 4)
+    changed = sampler.generate([prompt(30)], [params])[0][0]
+    assert worst_difference(merged_reference(pristine, state), prompt(30), changed) < 2e-5
+    assert worst_difference(pristine, prompt(30), changed) > 0.01
+    nothing = {key: torch.zeros_like(value) for key, value in state.items()}
+    sampler.update_weights(nothing, 5)
+    assert sampler.generate([prompt(30)], [params]) == untouched
+    assert sampler.version == 5
+
+
+def test_full_weights_update_in_place(make_sampler, tiny_model_dir: Path) -> None:
+    target = load_model(tiny_model_dir, torch.float32, CPU)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    sampler = make_sampler()
+    sampler.update_weights(dict(target.named_parameters()), 7)
+    drawn = sampler.generate([prompt(25)], [SamplingParams(max_tokens=15, seed=0)])[0][0]
+    assert worst_difference(target, prompt(25), drawn) < 2e-5
+
+
+def test_an_update_waits_for_earlier_requests_and_precedes_later_ones(
+    make_sampler, model
+) -> None:
+    sampler = make_sampler(max_batch=2, lora=SPEC)
+    state = adapter(model, 1)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
+
+    async def scenario():
+        earlier = [asyncio.ensure_future(sampler.submit(prompt(20 + i), params)) for i in range(5)]
+        await asyncio.sleep(0.02)
+        update = asyncio.ensure_future(asyncio.to_thread(sampler.update_weights, state, 1))
+        await asyncio.sleep(0.02)
+        later = await sampler.submit(prompt(20), params)
+        await update
+        return [(await task)[0] for task in earlier], later[0]
+
+    earlier, later = asyncio.run(scenario())
+    for i, completion in enumerate(earlier):
+        assert worst_difference(model, prompt(20 + i), completion) < 2e-5
+    assert worst_difference(merged_reference(model, state), prompt(20), later) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        ({"lora.model.nowhere.A": torch.zeros(2, 64)}, "nowhere"),
+        ({"lora.model.layers.0.mlp.up_proj.A": torch.zeros(2, 64)}, "up_proj"),
+        (
+            {
+                "lora.model.layers.0.mlp.up_proj.A": torch.zeros(2, 63),
+                "lora.model.layers.0.mlp.up_proj.B": torch.zeros(128, 2),
+            },
+            r"shape \(2, 64\)",
+        ),
+        ({"model.norm.weight": torch.zeros(3)}, r"shape \(64,\)"),
+        ({"model.norm.weights": torch.zeros(64)}, "no such parameter"),
+    ],
+)
+def test_an_update_that_does_not_fit_changes_nothing(make_sampler, state, word) -> None:
+    sampler = make_sampler(lora=SPEC)
+    params = SamplingParams(max_tokens=10, seed=4)
+    before = sampler.generate([prompt(30)], [params])
+    with pytest.raises(BadInput, match=word):
+        sampler.update_weights(state, 1)
+    assert sampler.version == 0
+    assert sampler.generate([prompt(30)], [params]) == before
+
+
+def test_an_adapter_needs_its_spec(make_sampler, model) -> None:
+    with pytest.raises(BadInput, match="without lora="):
+        make_sampler().update_weights(adapter(model, 0), 1)
+
+
+def test_limits_are_checked(model, tokenizer) -> None:
+    with pytest.raises(BadInput, match="limits"):
+        Sampler(model, tokenizer, max_batch=0, max_model_len=10)
