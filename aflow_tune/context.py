@@ -54,6 +54,7 @@ class _NextKey:
     """A state key for one call. Copies of the context share it, so that one call takes it."""
 
     key: str
+    before: _NextKey | None
     taken: bool = False
 
 
@@ -62,6 +63,9 @@ _block_key: ContextVar[str | None] = ContextVar("aflow_tune_block_key", default=
 _next_key: ContextVar[_NextKey | None] = ContextVar("aflow_tune_next_key", default=None)
 _scope: ContextVar[_Scope | None] = ContextVar("aflow_tune_scope", default=None)
 _run: ContextVar[RunContext | None] = ContextVar("aflow_tune_run", default=None)
+_blocks: ContextVar[tuple[tuple[_Block, contextlib.AbstractContextManager[None]], ...]] = (
+    ContextVar("aflow_tune_blocks", default=())
+)
 
 
 @dataclass
@@ -111,7 +115,8 @@ def current_caller() -> str:
 class _Block:
     """A `with` block that also decorates functions, coroutine functions among them.
 
-    A decorated function opens a block of its own for each call, so calls may overlap.
+    A decorated function opens a block of its own for each call, and what a block changed is
+    kept in the context rather than in the object, so blocks may be used again and overlap.
     """
 
     def _open(self) -> contextlib.AbstractContextManager[None]:
@@ -121,11 +126,20 @@ class _Block:
         raise NotImplementedError
 
     def __enter__(self) -> None:
-        self._opened = self._open()
-        self._opened.__enter__()
+        block = self._open()
+        block.__enter__()
+        _blocks.set((*_blocks.get(), (self, block)))
 
-    def __exit__(self, *error: Any) -> None:
-        self._opened.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        blocks = _blocks.get()
+        if all(owner is not self for owner, _ in blocks):
+            return  # a generator that was closed from another context than it ran in
+        owner: _Block | None = None
+        while owner is not self:  # above it are those of generators that were left open
+            *outer, (owner, block) = blocks
+            blocks = tuple(outer)
+            block.__exit__(None, None, None)
+        _blocks.set(blocks)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         # The wrappers travel to workers by value: they may refer to nothing but `self`.
@@ -187,7 +201,7 @@ class state_key(_Block):
 
     def __init__(self, key: str) -> None:
         self.key = _text("a state key", key)
-        self._next = _NextKey(self.key)
+        self._next = _NextKey(self.key, _pending_key())
         if _run.get() is not None:
             _next_key.set(self._next)
 
@@ -268,9 +282,16 @@ def _inner_scope() -> _Scope | None:
     return None if outer is None else _Scope(_current_task(), outer, outer.latest)
 
 
-def _take_state_key() -> str | None:
+def _pending_key() -> _NextKey | None:
     pending = _next_key.get()
-    if pending is None or pending.taken:
+    while pending is not None and pending.taken:
+        pending = pending.before
+    return pending
+
+
+def _take_state_key() -> str | None:
+    pending = _pending_key()
+    if pending is None:
         return _block_key.get()
     pending.taken = True
     return pending.key

@@ -1,188 +1,325 @@
-"""The only resolver of user code: `module:function` and `path/file.py:function`.
+"""The only resolver: from the text in a YAML to the object that it names.
 
-A file is loaded once, under a module name made from its path, so that it can be imported
-again by nobody and pickled by value. Its folder is appended to `sys.path` for its siblings;
-appended, so that it never hides what is installed.
+    module:function            path/file.py:function            path/file.py
+
+Without a function, the only one that `@workflow` marks is meant. A file that belongs to a package
+is imported under its package name, so that relative imports work; any other file is loaded once
+per path under a name made from the path. Its folder, and for modules the current folder, go to
+the end of `sys.path`: siblings can be imported and nothing that is installed is shadowed.
+Whether the object is a fit workflow or judge is for `signature.py` to say.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
+import re
 import sys
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from aflow_tune.errors import BadInput, Fault
-
-MARK = "__aflow_tune_workflow__"
-_FORMS = "`path/file.py:function` or `module:function`"
+from aflow_tune.import_faults import import_fault
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "__aflow_workflow__"
+_FORMS = "`module:function` or `path/file.py:function`"
 
 
 @overload
 def workflow(function: F) -> F: ...
 @overload
 def workflow(*, name: str | None = None) -> Callable[[F], F]: ...
-def workflow(function: F | None = None, *, name: str | None = None) -> F | Callable[[F], F]:
-    """Mark a function as a workflow, so that its file can be named without the function.
+def workflow(function: Any = None, *, name: str | None = None) -> Any:
+    """Mark a workflow function, so that a file can be named without naming its function.
 
-    Sets an attribute and nothing else; `name` is how it is listed.
+    The function itself is returned, with a mark and otherwise unchanged. `name` is another name
+    for it in `path/file.py:name`.
     """
 
-    def mark(target: F) -> F:
-        setattr(target, MARK, name or getattr(target, "__name__", type(target).__name__))
-        return target
+    def mark(marked: F) -> F:
+        if not callable(marked):
+            raise TypeError(f"@workflow marks functions, not {marked!r:.80}")
+        setattr(marked, _MARK, name or _name(marked))
+        return marked
 
     return mark if function is None else mark(function)
 
 
-def discover(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The marked functions of a module, by the attribute that holds them."""
-    return {
-        attribute: value
-        for attribute, value in vars(module).items()
-        if callable(value) and hasattr(value, MARK) and not isinstance(value, type)
-    }
+@dataclass(frozen=True)
+class Marked:
+    """One function that `@workflow` marked."""
+
+    name: str
+    function: Callable[..., Any]
 
 
 def resolve(spec: str, base_dir: Path | None = None) -> Any:
-    """The object that `spec` names.
+    """The callable that `spec` names.
 
     Args:
-        spec: `module:function`, `path/file.py:function`, or `path/file.py` alone where it
-            holds exactly one function marked with `@workflow`.
-        base_dir: where a relative path is looked for if it is not below the working folder.
+        spec: `module:function`, `path/file.py:function` or `path/file.py`. A path is relative to
+            the current folder, or else to `base_dir`. `function` may be dotted.
 
     Raises:
-        BadInput: with what is there and what to write instead.
+        BadInput: nothing is there, it cannot be imported, or it cannot be called. Every fault
+            that lies in `spec` has `spec` as its place; one in the user's file, that line.
     """
-    place, colon, attribute = spec.rpartition(":") if ":" in spec else (spec, "", "")
-    if not place or (colon and not attribute):
-        raise _refused(spec, _FORMS, "an incomplete name", f"write {_FORMS}")
-    if place.endswith(".py") or "/" in place:
+    if not isinstance(spec, str) or not spec.strip() or spec.strip().startswith(":"):
+        raise _refused(str(spec), _FORMS, repr(spec), "write `workflow: path/file.py:function`")
+    place, colon, name = spec.strip().rpartition(":")
+    if not colon:
+        place, name = name, ""
+    if place.endswith(".py") or "/" in place or "\\" in place:
         module = _load_file(spec, place, base_dir)
-    elif colon:
-        module = _import_module(spec, place)
     else:
-        raise _refused(spec, _FORMS, "no colon and no .py file", f"write {_FORMS}")
-    return _attribute(spec, module, attribute) if attribute else _only_marked(spec, module)
+        module = _import(spec, place, base_dir)
+    found = _attribute(spec, module, name) if name else _only_marked(spec, module)
+    if not callable(found):
+        _, near = _choices(module, name)
+        raise _refused(
+            spec,
+            f"`{name}` to be a function",
+            f"{type(found).__name__}: {found!r:.60}",
+            f"name a function of it: {near}",
+        )
+    return found
 
 
-def loaded_from_file() -> list[ModuleType]:
-    """The modules that were loaded from a file by `resolve`."""
-    return [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
+def discover(source: ModuleType | Path | str) -> list[Marked]:
+    """The functions that `@workflow` marks in a module or file, in the order of its names.
+
+    What the module only imports from elsewhere is left out.
+
+    Raises:
+        BadInput: the file cannot be loaded.
+    """
+    module = source
+    if not isinstance(module, ModuleType):
+        module = _load_file(str(source), str(source), None)
+    return [
+        Marked(getattr(value, _MARK), value)
+        for value in dict.fromkeys(_values(module))
+        if getattr(value, "__module__", None) == module.__name__
+    ]
 
 
-_PREFIX = "aflow_tune_user_"
+def _values(module: ModuleType) -> list[Any]:
+    found = []
+    for value in vars(module).values():
+        with contextlib.suppress(TypeError):  # what cannot be hashed was not marked by us
+            if callable(value) and isinstance(inspect.getattr_static(value, _MARK, None), str):
+                hash(value)
+                found.append(value)
+    return found
 
 
 def _load_file(spec: str, place: str, base_dir: Path | None) -> ModuleType:
-    path = _find(spec, place, base_dir)
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    name = f"{_PREFIX}{''.join(c if c.isalnum() else '_' for c in path.stem)}_{digest}"
+    path = _find_file(spec, place, base_dir)
+    package = _package_name(path)
+    name = package or f"_aflow_tune_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}_{_digest(path)}"
     if name in sys.modules:
         return sys.modules[name]
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    loader = importlib.util.spec_from_file_location(name, path)
-    if loader is None or loader.loader is None:
-        raise _refused(spec, "a Python file", str(path), "name a file that ends in .py")
-    module = importlib.util.module_from_spec(loader)
+    _refuse_twins(path)
+    if package:
+        return _imported(spec, package)
+    _append_to_sys_path(path.parent)
+    file_spec = importlib.util.spec_from_file_location(name, path)
+    assert file_spec is not None
+    assert file_spec.loader is not None
+    module = importlib.util.module_from_spec(file_spec)
     sys.modules[name] = module
     try:
-        loader.loader.exec_module(module)
+        file_spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, (KeyboardInterrupt, BadInput)):
-            raise
-        raise _broken(spec, error, path) from error
+        raise _import_refusal(spec, error) from error
     return module
 
 
-def _find(spec: str, place: str, base_dir: Path | None) -> Path:
-    relative = Path(place).expanduser()
-    candidates = [relative] if base_dir is None else [relative, base_dir / relative]
+def _import(spec: str, name: str, base_dir: Path | None) -> ModuleType:
+    for folder in (Path.cwd(), base_dir):
+        if folder is not None:
+            _append_to_sys_path(folder.absolute())
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise _refused(spec, _FORMS, f"{name!r}, no module name", "mind the `.py` of a file")
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        if importlib.util.find_spec(name) is not None:
+            return _imported(spec, name)
+    parent, _, last = name.rpartition(".")
+    cure = f"install it, or name a file: `path/{last}.py:function`"
+    with contextlib.suppress(Exception):
+        if parent and hasattr(importlib.import_module(parent), last):
+            cure = f"put a colon before the function: `{parent}:{last}`"
+    if ":" not in spec and "." not in name:
+        cure = f"write where `{name}` is: `path/file.py:{name}`"
+    near = difflib.get_close_matches(name, [path.stem for path in Path.cwd().glob("*.py")], 1)
+    if near:
+        cure = f"did you mean `{spec.replace(name, near[0])}`? Else {cure}"
+    raise _refused(spec, f"a module `{name}` that can be imported", "no such module", cure)
+
+
+def _imported(spec: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except BaseException as error:
+        raise _import_refusal(spec, error) from error
+
+
+def _import_refusal(spec: str, error: BaseException) -> BaseException:
+    if isinstance(error, (KeyboardInterrupt, BadInput)):
+        return error
+    return BadInput(f"{spec} could not be imported.", [import_fault(spec, error)])
+
+
+def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:
+    path = Path(place).expanduser()
+    candidates = [path, *([base_dir / path] if base_dir is not None else [])]
     for candidate in candidates:
         if candidate.is_file():
             return candidate.resolve()
-    folder = next((c.parent for c in candidates if c.parent.is_dir()), Path())
-    names = [path.name for path in folder.glob("*.py")]
-    near = difflib.get_close_matches(relative.name, names, n=3, cutoff=0.4)
-    cure = f"did you mean {', '.join(near)}?" if near else f"{folder} holds no such file"
-    raise _refused(spec, "a Python file", f"no file {place}", cure)
-
-
-def _import_module(spec: str, name: str) -> ModuleType:
-    # A module beside the user counts, as it does for `python -m`.
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or name
-        if name != missing and not name.startswith(f"{missing}."):
-            raise _broken(spec, error, None) from error
-        known = [module for module in sys.modules if "." not in module]
-        near = difflib.get_close_matches(name, known, n=3)
-        cure = "check the name, or name the file: path/file.py:function"
+    looked = " or ".join(str(candidate.absolute()) for candidate in candidates)
+    found = f"a folder, {looked}" if path.is_dir() else f"no file {looked}"
+    cure = "write the path from the folder you are in, or an absolute one"
+    for candidate in candidates:
+        folder = candidate if candidate.is_dir() else candidate.parent
+        names = sorted(file.name for file in folder.glob("*.py")) if folder.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, 1, 0.5)
         if near:
-            cure = f"did you mean {', '.join(near)}? or " + cure
-        raise _refused(spec, "an importable module", f"no module {missing!r}", cure) from None
-    except Exception as error:
-        raise _broken(spec, error, None) from error
+            right = spec.replace(path.name, near[0]) if folder != candidate else near[0]
+            cure = f"did you mean `{right}`?"
+            break
+        if names:
+            cure = f"{folder} has {', '.join(names[:8])}"
+    raise _refused(spec, "a Python file", found, cure)
 
 
-def _attribute(spec: str, module: ModuleType, attribute: str) -> Any:
+def _package_name(path: Path) -> str | None:
+    """The dotted name of a file in a package that can be imported from where it lies."""
+    parts = [] if path.stem == "__init__" else [path.stem]
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    if folder == path.parent or not all(part.isidentifier() for part in parts):
+        return None
+    _append_to_sys_path(folder)
+    with contextlib.suppress(ImportError, ValueError):
+        top = importlib.util.find_spec(parts[0])
+        if top is not None and top.origin is not None:
+            same = Path(top.origin).resolve() == (folder / parts[0] / "__init__.py").resolve()
+            return ".".join(parts) if same else None
+    return None
+
+
+def _refuse_twins(path: Path) -> None:
+    """Refuse a file whose sibling has the name of a module that another file already loaded.
+
+    Modules have one name in a process, so the file would silently get the other one.
+    """
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError):
+        return  # told when it is executed
+    faults = []
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module]
+        for name in {name.partition(".")[0] for name in names}:
+            sibling = path.parent / f"{name}.py"
+            loaded = getattr(sys.modules.get(name), "__file__", None)
+            if not sibling.is_file() or loaded is None or Path(loaded).resolve() == sibling:
+                continue
+            if Path(loaded).parent in _FOLDERS:
+                faults.append(
+                    Fault(
+                        f"{path}:{getattr(node, 'lineno', 0)}",
+                        f"`{name}` to be {sibling}",
+                        f"{loaded}, imported before under the same name",
+                        f"rename one of the two files, or put each into a package of its own",
+                    )
+                )
+    if faults:
+        raise BadInput(f"{path.name} would get another file's modules.", faults)
+
+
+_FOLDERS: set[Path] = set()
+"""The folders that were added to `sys.path` here."""
+
+
+def _append_to_sys_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+        _FOLDERS.add(folder)
+        importlib.invalidate_caches()
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(str(path).encode()).hexdigest()[:8]
+
+
+def _attribute(spec: str, module: ModuleType, name: str) -> Any:
     found: Any = module
-    for part in attribute.split("."):
+    for part in name.split("."):
         if not hasattr(found, part):
-            names = [name for name, value in vars(module).items() if callable(value)]
-            near = difflib.get_close_matches(part, names, n=3, cutoff=0.4)
-            marked = ", ".join(discover(module)) or "none is marked with @workflow"
-            cure = f"did you mean {', '.join(near)}?" if near else f"workflows there: {marked}"
-            raise _refused(
-                spec, f"a function {part!r} in {module.__file__}", "no such name", cure
-            )
+            for marked in discover(module):
+                if marked.name == name:
+                    return marked.function
+            choices, near = _choices(module, name)
+            place = module.__file__ or module.__name__
+            listed = f"{place} has {choices}" if choices else f"{place} defines no function"
+            raise _refused(spec, f"a function `{name}`", listed, near)
         found = getattr(found, part)
-    if not callable(found):
-        raise _refused(
-            spec, "a function", f"{type(found).__name__} {found!r:.80}", "name a function"
-        )
     return found
+
+
+def _choices(module: ModuleType, name: str) -> tuple[str, str]:
+    """The functions of a module, listed, and which one was probably meant."""
+    names = [
+        key
+        for key, value in vars(module).items()
+        if callable(value)
+        and getattr(value, "__module__", None) == module.__name__
+        and not inspect.isclass(value)
+    ]
+    listed = ", ".join(f"`{key}`" for key in names)
+    close = difflib.get_close_matches(name, names, 1, 0.5)
+    if close:
+        return listed, f"did you mean `{close[0]}`?"
+    return listed, f"name one of {listed}" if listed else "write the function, async and annotated"
 
 
 def _only_marked(spec: str, module: ModuleType) -> Any:
     marked = discover(module)
     if len(marked) == 1:
-        return next(iter(marked.values()))
-    found = f"{len(marked)} functions marked with @workflow"
-    cure = (
-        f"name one: {', '.join(f'{spec}:{name}' for name in marked)}"
-        if marked
-        else f"write {spec}:function, or mark one with @workflow"
+        return marked[0].function
+    place = spec.strip().removesuffix(":")
+    names = ", ".join(f"`{place}:{one.name}`" for one in marked)
+    if marked:
+        raise _refused(spec, "one function marked with @workflow", names, "name one of them")
+    listed, _ = _choices(module, "")
+    first = listed.partition(",")[0].strip("`") or "function"
+    raise _refused(
+        spec,
+        "a function marked with @workflow, or named",
+        f"functions {listed}, none of them marked" if listed else "no function",
+        f"write `{place}:{first}`",
     )
-    raise _refused(spec, "exactly one marked function", found, cure)
-
-
-def _broken(spec: str, error: BaseException, path: Path | None) -> BadInput:
-    """The user's module raised while it was loaded: show their line, not ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if path is not None and f.filename == str(path)]
-    last = (own or frames)[-1]
-    line, where = last.lineno, last.filename
-    if isinstance(error, SyntaxError) and error.filename:
-        line, where = error.lineno, error.filename
-    found = f"{type(error).__name__}: {error} ({where}:{line})"
-    return _refused(spec, "a module that loads", found, "correct that line")
 
 
 def _refused(spec: str, expected: str, found: str, cure: str) -> BadInput:
     return BadInput(f"{spec!r} names no function.", [Fault(spec, expected, found, cure)])
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__

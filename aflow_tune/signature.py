@@ -1,318 +1,381 @@
-"""The contracts of workflow and judge functions, checked before anything starts.
+"""Workflow and judge functions are held against their contract before anything starts.
 
-    async def f(task: Dict, model: TrinityChatModel) -> float
-    async def f(task: Dict, model: OpenAIChatModel, [auxiliary_models, logger, system_prompt])
-        -> WorkflowOutput
-    async def judge(task: Dict, response: Any, [auxiliary_models, logger]) -> JudgeOutput
+    async def workflow(task: Dict, model: TrinityChatModel) -> float
+    async def workflow(task: Dict, model: TrinityChatModel) -> WorkflowOutput
+    async def judge(task: Dict, response: Any) -> JudgeOutput
 
-What means the same is accepted. Annotations are compared by what they resolve to where that
-is possible and by their text where it is not, so that names imported for type checkers only
-are no problem and neither AgentScope nor Trinity has to be imported here.
+Both forms of a workflow may also take `auxiliary_models`, `logger` and `system_prompt`, a judge
+the first two. What means the same is accepted, by these rules:
+
+- Everything is passed by name: order is free, keyword-only is fine, positional-only is not.
+- A parameter's annotation must admit what is passed: a plain dict, a TrinityChatModel. So base
+  classes, unions with a fitting member, TypedDicts and `Any` are fine, and so is no annotation.
+- The return annotation decides the form, so it must be there: `float` or a subclass (but not
+  `int`, `bool` or an Optional), or a class with the fields of `WorkflowOutput`.
+- No other parameter may be there, with a default or without, as in AgentScope's own check. A
+  parameter that `functools.partial` bound by name is no longer a parameter.
+- A name that only type checkers can resolve is compared by its spelling.
+
+What the function does with its arguments is not looked at.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ast
 import difflib
-import functools
 import inspect
-import re
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+from aflow_tune.annotations import read
+from aflow_tune.contract import JUDGE, WORKFLOW, Contract, Form, result_name, why_not
+from aflow_tune.definition import Definition, DefParameter, annotation_text, define, is_async
 from aflow_tune.errors import BadInput, Fault
 
-TASK_TYPES = ("dict", "Dict", "Mapping", "MutableMapping", "Any")
-MODEL_TYPES = ("TrinityChatModel", "OpenAIChatModel", "ChatModelBase", "Any")
-OPTIONAL_OF_WORKFLOW = ("auxiliary_models", "logger", "system_prompt")
-OPTIONAL_OF_JUDGE = ("auxiliary_models", "logger")
-_OUTPUT_FIELDS = {
-    "WorkflowOutput": {"reward", "response", "metrics"},
-    "JudgeOutput": {"reward", "metrics"},
-}
+_ANYTHING = ("Any", "object")
 
 
 @dataclass(frozen=True)
-class Contract:
-    """What is known about an accepted function.
-
-    `returns` is 'float', 'WorkflowOutput' or 'JudgeOutput'; `optional` are the optional
-    parameters that it asks for.
-    """
+class WorkflowContract:
+    """A workflow function that passed the check."""
 
     name: str
     file: str
     line: int
-    returns: str
+    form: Form
+    """'float': it returns its reward. 'output': it returns a `WorkflowOutput`."""
     optional: tuple[str, ...]
+    """Which of `auxiliary_models`, `logger`, `system_prompt` it takes."""
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """What one kind of function must look like."""
+class JudgeContract:
+    """A judge function that passed the check."""
 
-    kind: str
-    required: Mapping[str, tuple[str, ...]]
+    name: str
+    file: str
+    line: int
     optional: tuple[str, ...]
-    returns: tuple[str, ...]
-    signature: str
+    """Which of `auxiliary_models`, `logger` it takes."""
 
 
-_WORKFLOW = _Shape(
-    kind="workflow",
-    required={"task": TASK_TYPES, "model": MODEL_TYPES},
-    optional=OPTIONAL_OF_WORKFLOW,
-    returns=("float", "WorkflowOutput"),
-    signature="task: Dict, model: TrinityChatModel",
-)
-_JUDGE = _Shape(
-    kind="judge",
-    required={"task": TASK_TYPES, "response": ()},
-    optional=OPTIONAL_OF_JUDGE,
-    returns=("JudgeOutput",),
-    signature="task: Dict, response: Any",
-)
-
-
-def check_workflow(function: Any) -> Contract:
-    """Accept a workflow function.
+def check_workflow(function: Callable[..., Any]) -> WorkflowContract:
+    """Check a workflow function.
 
     Raises:
-        BadInput: with every fault of the function, each with the corrected line to paste.
+        BadInput: with every fault of the function; each gives the corrected `def` line.
     """
-    return _check(function, _WORKFLOW)
+    check = _Check(function, WORKFLOW)
+    form = check.run()
+    where = check.definition
+    return WorkflowContract(where.name, where.file, where.line, form, check.optional())
 
 
-def check_judge(function: Any) -> Contract:
-    """Accept a judge function. Raises as `check_workflow`."""
-    return _check(function, _JUDGE)
+def check_judge(function: Callable[..., Any]) -> JudgeContract:
+    """Check a judge function.
+
+    Raises:
+        BadInput: with every fault of the function; each gives the corrected `def` line.
+    """
+    check = _Check(function, JUDGE)
+    check.run()
+    where = check.definition
+    return JudgeContract(where.name, where.file, where.line, check.optional())
 
 
-def _check(function: Any, shape: _Shape) -> Contract:
-    if not callable(function):
-        raise BadInput(
-            f"This is no {shape.kind} function.",
-            [
-                Fault(
-                    f"{type(function).__name__} {function!r:.80}",
-                    "an async function",
-                    "something that cannot be called",
-                    _corrected(shape, f"my_{shape.kind}", shape.returns[0], ()),
-                )
-            ],
-        )
-    return _Checker(function, shape).check()
+def check_functions(
+    workflow: Callable[..., Any], judge: Callable[..., Any] | None = None
+) -> tuple[WorkflowContract, JudgeContract | None]:
+    """Check a workflow, its judge, and that they fit together.
 
-
-class _Checker:
-    def __init__(self, function: Any, shape: _Shape) -> None:
-        self.shape = shape
-        self.code, self.bound = _underlying(function)
-        self.name = getattr(self.code, "__name__", type(function).__name__)
-        if self.name == "__call__":
-            self.name = type(function).__name__
-        self.file, self.line = _place(self.code)
+    Raises:
+        BadInput: with every fault of both functions.
+    """
+    errors = []
+    contracts: dict[str, Any] = {"judge": None}
+    try:
+        contracts["workflow"] = check_workflow(workflow)
+    except BadInput as error:
+        errors.append(error)
+    if judge is not None:
         try:
-            self.signature: inspect.Signature | None = inspect.signature(function)
+            contracts["judge"] = check_judge(judge)
+        except BadInput as error:
+            errors.append(error)
+    if errors:
+        faults = [fault for error in errors for fault in error.faults]
+        raise BadInput("\n".join(error.title for error in errors), faults)
+    if judge is not None and contracts["workflow"].form == "float":
+        raise _Check(workflow, WORKFLOW).has_no_use_for(contracts["judge"].name)
+    return contracts["workflow"], contracts["judge"]
+
+
+class _Check:
+    """One function held against one contract; collects faults and the line without them."""
+
+    definition: Definition
+
+    def __init__(self, function: Callable[..., Any], contract: Contract) -> None:
+        self.contract = contract
+        self.known = {**contract.essential, **contract.optional}
+        if not callable(function) or inspect.isclass(function):
+            raise _not_a_function(function, contract)
+        self.definition = define(function)
+        try:
+            self.signature = inspect.signature(function)
         except (TypeError, ValueError):
-            self.signature = None
-        self.hints = _hints(self.code)
-        self.faults: list[Fault] = []
-        self.misnamed: set[str] = set()
+            raise _without_signature(self.definition, contract) from None
+        self.parameters = {
+            name: parameter
+            for name, parameter in self.signature.parameters.items()
+            if name not in self.definition.bound
+        }
+        self.faults: list[tuple[str, str, str]] = []  # expected, found, advice
+        self.renamed: dict[str, str] = {}
+        self.retyped: set[str] = set()
+        self.dropped: set[str] = set()
 
-    def check(self) -> Contract:
-        self._check_async()
-        optional = self._check_parameters()
-        returns = self._check_return()
-        if self.faults:
-            count = len(self.faults)
-            raise BadInput(
-                f"{self.shape.kind} function {self.name!r} has "
-                f"{'one fault' if count == 1 else f'{count} faults'}.",
-                self.faults,
+    def run(self) -> Form:
+        """The form of the function's result. Raises BadInput with all faults."""
+        self._check_kind()
+        self._check_names()
+        for name, parameter in self.parameters.items():
+            self._check_type(name, parameter)
+        form = self._check_return()
+        if form is None or self.faults:
+            raise self._refusal()
+        return form
+
+    def optional(self) -> tuple[str, ...]:
+        """The optional parameters that the function takes, in its own order."""
+        return tuple(name for name in self.parameters if name in self.contract.optional)
+
+    def has_no_use_for(self, judge: str) -> BadInput:
+        """The refusal of a judge beside a workflow that returns its reward itself."""
+        self._fault(
+            "`-> WorkflowOutput`, whose response the judge scores",
+            f"`-> float`, and a judge `{judge}` that would never be called",
+            "return WorkflowOutput(response=...), or leave the judge out",
+        )
+        return self._refusal("WorkflowOutput")
+
+    def _fault(self, expected: str, found: str, advice: str) -> None:
+        self.faults.append((expected, found, advice))
+
+    def _check_kind(self) -> None:
+        inner = self.definition.layers[-1]
+        if inspect.isasyncgenfunction(inner):
+            self._fault(
+                "a coroutine function: one result, given back with `return`",
+                "an async generator: its body has `yield`",
+                "replace `yield` by `return`",
             )
-        return Contract(self.name, self.file, self.line, returns, optional)
+        elif not is_async(self.definition):
+            kind = "generator" if inspect.isgeneratorfunction(inner) else "sync"
+            self._fault(
+                f"an async function: `{self.contract.usual}`",
+                f"a {kind} function: `{self.definition.name}` has no `async` before `def`",
+                "write `async def`, and `await` the calls inside",
+            )
 
-    def _check_async(self) -> None:
-        if inspect.isasyncgenfunction(self.code):
-            self._fault("an async function that returns once", "an async generator (it yields)")
-        elif not inspect.iscoroutinefunction(self.code):
-            self._fault("`async def`", "a function that is not async")
-
-    def _check_parameters(self) -> tuple[str, ...]:
-        if self.signature is None:
-            self._fault("a Python function with parameters", "one whose parameters are unknown")
-            return ()
-        parameters = dict(self.signature.parameters)
-        optional: list[str] = []
-        allowed = [*self.shape.required, *self.shape.optional]
-        missing = [name for name in self.shape.required if name not in parameters]
-        for name, parameter in parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                self._fault("named parameters only", f"*{name}")
-            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                self._fault("named parameters only", f"**{name}")
-            elif name in self.bound:
-                continue  # a partial has given it a value
-            elif name not in allowed:
-                self._extra(name, missing)
-            elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-                self._fault(f"a parameter {name!r} that can be given by name", f"{name}, /")
-            elif name in self.shape.optional:
-                optional.append(name)
-            else:
-                self._check_type(name)
+    def _check_names(self) -> None:
+        unknown = self._check_passing()
+        missing = [name for name in self.contract.essential if name not in self.parameters]
+        for name in self.definition.bound.intersection(missing):
+            missing.remove(name)
+            self._fault(
+                f"`{name}` left free: every run passes its own",
+                f"`{name}` is bound by functools.partial",
+                f"leave `{name}=` out of the partial",
+            )
+        self.renamed = self._pair(unknown, missing)
+        for name, meant in self.renamed.items():
+            self._fault(
+                f"a parameter named `{meant}` (arguments are passed by name)",
+                f"`{name}` in its place",
+                f"rename `{name}` to `{meant}`, in the body too",
+            )
+        present = ", ".join(f"`{name}`" for name in self.parameters) or "no parameters"
         for name in missing:
-            if name not in self.misnamed:
-                self._fault(f"a parameter {name!r}", f"parameters ({', '.join(parameters)})")
-        return tuple(optional)
+            if name not in self.renamed.values():
+                self._fault(f"a parameter `{name}`", f"only {present}", f"add `{name}`")
+        for name in unknown:
+            if name not in self.renamed:
+                self.dropped.add(name)
+                self._refuse_extra(name)
 
-    def _extra(self, name: str, missing: list[str]) -> None:
-        wanted = difflib.get_close_matches(name, missing, n=1, cutoff=0.5)
-        if not wanted and len(missing) == 1:
-            wanted = missing
-        if wanted:
-            self.misnamed.add(wanted[0])
-            self._fault(f"a parameter named {wanted[0]!r}", f"the name {name!r}")
+    def _check_passing(self) -> list[str]:
+        """Refuse what cannot be passed by name; the names that the contract does not know."""
+        unknown = []
+        kinds = {parameter.kind for parameter in self.parameters.values()}
+        is_wrapper = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+        for name, parameter in self.parameters.items():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                star = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
+                wraps = "put @functools.wraps(...) on it if it is a decorator's wrapper, or "
+                self._fault(
+                    "parameters with names of their own",
+                    f"`{star}{name}`",
+                    f"{wraps if is_wrapper else ''}write the parameters out",
+                )
+                continue
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                self._fault(
+                    "parameters that can be passed by name",
+                    f"`{name}` is positional-only: it stands before `/`",
+                    "remove the `/`",
+                )
+            if name not in self.known:
+                unknown.append(name)
+        return unknown
+
+    def _pair(self, unknown: list[str], missing: list[str]) -> dict[str, str]:
+        """Which unknown name stands for which missing one: by spelling, then by order."""
+        free = [
+            name
+            for name in unknown
+            if self.parameters[name].default is inspect.Parameter.empty
+            and not self._is_unbound_self(name)
+        ]
+        paired: dict[str, str] = {}
+        for meant in missing:
+            for name in difflib.get_close_matches(meant, free, 1, 0.6):
+                paired[name] = meant
+                free.remove(name)
+        left = [meant for meant in missing if meant not in paired.values()]
+        return {**paired, **dict(zip(free, left, strict=False))}
+
+    def _is_unbound_self(self, name: str) -> bool:
+        return name == "self" and next(iter(self.parameters)) == "self"
+
+    def _refuse_extra(self, name: str) -> None:
+        if self._is_unbound_self(name):
+            owner, _, method = self.definition.name.rpartition(".")
+            self._fault(
+                "a function, or the method of an object",
+                "a method without its object: `self` is left to be passed",
+                f"pass `{owner or 'Class'}(...).{method}`, or make it a plain function",
+            )
             return
-        listed = ", ".join([*self.shape.required, *(f"[{o}]" for o in self.shape.optional)])
-        self._fault(f"no parameters but {listed}", f"an extra parameter {name!r}")
+        has_default = self.parameters[name].default is not inspect.Parameter.empty
+        optional = ", ".join(f"`{known}`" for known in self.contract.optional)
+        self._fault(
+            f"only `{'`, `'.join(self.contract.essential)}` and, if wanted, {optional}",
+            f"an extra parameter `{name}`{' (its default does not help)' * has_default}",
+            f"read it from the task, or bind it: functools.partial(..., {name}=...)",
+        )
 
-    def _check_type(self, name: str) -> None:
-        wanted = self.shape.required[name]
-        if not wanted:
+    def _check_type(self, name: str, parameter: inspect.Parameter) -> None:
+        meant = self.renamed.get(name, name)
+        kind = self.known.get(meant)
+        if kind is None or parameter.annotation is parameter.empty:
             return
-        annotation = self._annotation(name)
-        if annotation is inspect.Parameter.empty:
-            self._fault(f"{name} annotated as {wanted[0]}", f"{name} without an annotation")
-        elif not _is_one_of(annotation, wanted):
-            shown = _text(annotation)
-            self._fault(f"{name}: {' or '.join(_shown(wanted))}", f"{name}: {shown}")
+        meanings = read(parameter.annotation, self.definition.names)
+        if any(meaning.name in _ANYTHING or kind.admits(meaning) for meaning in meanings):
+            return
+        self.retyped.add(name)
+        text = self.definition.annotation_text(name, parameter.annotation)
+        unknown = [meaning.name for meaning in meanings if meaning.type is None]
+        remark = f", and the module defines no `{unknown[0]}`" if unknown else ""
+        self._fault(
+            f"`{meant}` of type {kind.expected}",
+            f"`{name}: {text}`{remark}",
+            f"annotate `{meant}` with what is passed",
+        )
 
-    def _check_return(self) -> str:
-        annotation = self._annotation("return")
-        wanted = " or ".join(self.shape.returns)
-        if annotation is inspect.Parameter.empty:
-            self._fault(f"the return annotation `-> {wanted}`", "no return annotation")
-            return ""
-        for name in self.shape.returns:
-            if _is_one_of(annotation, (name,)) or _has_fields(annotation, name):
-                return name
-        self._fault(f"the return annotation `-> {wanted}`", f"-> {_text(annotation)}")
-        return ""
+    def _check_return(self) -> Form | None:
+        annotation = self.signature.return_annotation
+        forms = self.contract.forms
+        expected = " or ".join(f"`-> {name}`" for name in forms.values())
+        if annotation is inspect.Signature.empty:
+            self._fault(expected, "no return annotation", "say what is returned")
+            return None
+        meanings = read(annotation, self.definition.names)
+        for form, name in forms.items():
+            if [result_name(meaning) for meaning in meanings] == [name]:
+                return form
+        node = self.definition.node
+        text = ast.unparse(node.returns) if node and node.returns else annotation_text(annotation)
+        reason = why_not(meanings, list(forms.values()))
+        self._fault(expected, f"`-> {text}`: {reason}", "return that, and say so")
+        return None
 
-    def _annotation(self, name: str) -> Any:
-        if name in self.hints:
-            return self.hints[name]
-        raw = getattr(self.code, "__annotations__", {})
-        return raw.get(name, inspect.Parameter.empty)
-
-    def _fault(self, expected: str, found: str) -> None:
-        parameters = self.signature.parameters if self.signature is not None else {}
-        optional = tuple(name for name in self.shape.optional if name in parameters)
-        annotation = self._annotation("return")
-        returns = self.shape.returns[0]
-        for name in self.shape.returns:
-            if annotation is not inspect.Parameter.empty and _is_one_of(annotation, (name,)):
-                returns = name
-        name = self.name if self.name.isidentifier() else f"my_{self.shape.kind}"
-        self.faults.append(
+    def _refusal(self, returns: str | None = None) -> BadInput:
+        line = self._corrected(returns)
+        faults = [
             Fault(
-                f"{self.file}:{self.line}: {self.name}",
+                self.definition.where,
                 expected,
                 found,
-                _corrected(self.shape, name, returns, optional),
+                f"{advice}; the corrected line:\n              {line}",
             )
-        )
+            for expected, found, advice in self.faults
+        ]
+        noun = self.contract.noun
+        return BadInput(f"{self.definition.name} does not fit the contract of a {noun}.", faults)
+
+    def _corrected(self, returns: str | None) -> str:
+        """The `def` line that passes; what was right stays as it was written."""
+        namespace = self.definition.names.namespace
+        bound: list[DefParameter] = []
+        free: list[DefParameter] = []
+        for parameter in self.definition.parameters():
+            if parameter.name in self.dropped:
+                continue
+            if parameter.name not in self.parameters:
+                bound.append(parameter)
+                continue
+            name = self.renamed.get(parameter.name, parameter.name)
+            annotation = parameter.annotation
+            if parameter.name in self.retyped or self.definition.node is None:
+                annotation = self.known[name].to_paste(namespace)
+            free.append(replace(parameter, name=name, annotation=annotation))
+        present = {parameter.name for parameter in (*bound, *free)}
+        added = [
+            DefParameter(name, kind.to_paste(namespace))
+            for name, kind in self.contract.essential.items()
+            if name not in present
+        ]
+        parameters = [*bound, *added, *free]
+        return self.definition.def_line(parameters, self._returns(returns), self.contract.noun)
+
+    def _returns(self, wanted: str | None) -> str:
+        """The return annotation to paste: as written, else as returned, else the usual one."""
+        names = list(self.contract.forms.values())
+        annotation = self.signature.return_annotation
+        members: list[str] = []
+        if wanted is None and annotation is not inspect.Signature.empty:
+            members = [result_name(part) for part in read(annotation, self.definition.names)]
+            node = self.definition.node
+            if len(members) == 1 and members[0] in names and node and node.returns:
+                return ast.unparse(node.returns)
+        returned = set(self.definition.returned_calls())
+        likely = [name for name in names if name in members or name in returned]
+        name = wanted or (likely or names)[0]
+        in_reach = name == "float" or name in self.definition.names.namespace
+        return name if in_reach else f'"{name}"'
 
 
-def _corrected(shape: _Shape, name: str, returns: str, optional: tuple[str, ...]) -> str:
-    types = {
-        "auxiliary_models": "Dict[str, ChatModelBase]",
-        "logger": "Logger",
-        "system_prompt": "str",
-    }
-    rest = "".join(f", {item}: {types[item]}" for item in optional)
-    return f"write: async def {name}({shape.signature}{rest}) -> {returns}:"
+def _not_a_function(function: Any, contract: Contract) -> BadInput:
+    found = f"{type(function).__name__}: {function!r:.80}"
+    advice = f"pass a function `{contract.usual}`"
+    if inspect.isclass(function):
+        found = f"the class {function.__name__}"
+        advice = f"pass an object, `{function.__name__}(...)`, whose `__call__` is async"
+    elif inspect.iscoroutine(function):
+        found = f"a coroutine: `{function.__name__}` was called already"
+        advice = f"pass `{function.__name__}` itself, without parentheses"
+        function.close()
+    fault = Fault(f"the {contract.noun} function", "an async function", found, advice)
+    return BadInput(f"This cannot be a {contract.noun}.", [fault])
 
 
-def _underlying(function: Any) -> tuple[Any, set[str]]:
-    """The function that runs, and the parameters that partials have filled in by name."""
-    bound: set[str] = set()
-    while True:
-        if isinstance(function, functools.partial):
-            bound |= set(function.keywords)
-            function = function.func
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        elif inspect.ismethod(function):
-            function = function.__func__
-        elif not inspect.isroutine(function) and not isinstance(function, type):
-            call = getattr(type(function), "__call__", None)
-            if call is None or not inspect.isroutine(call) or not hasattr(call, "__code__"):
-                return function, bound
-            function = call
-        else:
-            return function, bound
-
-
-def _place(code: Any) -> tuple[str, int]:
-    raw = getattr(code, "__code__", None)
-    if raw is None:
-        return getattr(code, "__module__", None) or "unknown file", 0
-    return raw.co_filename, raw.co_firstlineno
-
-
-def _hints(code: Any) -> dict[str, Any]:
-    """Annotations resolved one by one; what cannot be resolved stays the text it is."""
-    found = {}
-    for name, annotation in getattr(code, "__annotations__", {}).items():
-        if isinstance(annotation, str):
-            # The names may exist for type checkers only: the text then has to do.
-            with contextlib.suppress(Exception):
-                annotation = eval(annotation, getattr(code, "__globals__", {}), vars(typing))
-        found[name] = annotation
-    return found
-
-
-def _is_one_of(annotation: Any, names: tuple[str, ...]) -> bool:
-    if isinstance(annotation, str):
-        text = annotation.strip().strip("'\"")
-        base = re.sub(r"\[.*\]$", "", text, flags=re.DOTALL).strip()
-        return base.rpartition(".")[2] in names
-    if annotation is Any:
-        return "Any" in names
-    if isinstance(annotation, typing.ForwardRef):
-        return _is_one_of(annotation.__forward_arg__, names)
-    origin = typing.get_origin(annotation) or annotation
-    if isinstance(origin, type):
-        if origin is bool or (origin is int and "float" in names):
-            return False
-        return any(base.__name__ in names for base in origin.__mro__ if base is not object)
-    return False
-
-
-def _has_fields(annotation: Any, name: str) -> bool:
-    """Another library's output class, recognised by its fields."""
-    wanted = _OUTPUT_FIELDS.get(name)
-    if wanted is None or not isinstance(annotation, type):
-        return False
-    fields = set(getattr(annotation, "model_fields", None) or {}) | set(
-        getattr(annotation, "__dataclass_fields__", {})
+def _without_signature(definition: Definition, contract: Contract) -> BadInput:
+    fault = Fault(
+        definition.where,
+        f"an async function written in Python: `{contract.usual}`",
+        f"{definition.name}, whose parameters cannot be seen",
+        "call it from a function of your own",
     )
-    return fields == wanted
-
-
-def _text(annotation: Any) -> str:
-    if isinstance(annotation, str):
-        return annotation
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "")
-
-
-def _shown(names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if name != "Any"]
-
+    return BadInput(f"{definition.name} cannot be a {contract.noun}.", [fault])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class JudgeOutput:
     metrics: Mapping[str, float] | None = None
 
 
-class Failure(str, Enum):
+class Failure(StrEnum):
     """Why one run of a workflow produced no experience. The value is the metric's name."""
 
     RAISED = "raised"

@@ -16,7 +16,10 @@ from typing import Any
 
 import uvicorn
 
-import aflow_tune.engines.trinity  # noqa: F401  (installs the stand-in for vLLM)
+from aflow_tune.engines.trinity.adapter import WorkflowAdapter
+
+# isort: split
+# After the line above, which installs the stand-in for vLLM that Trinity needs.
 from trinity.common.config import Config, GenerationConfig, InferenceModelConfig
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task
@@ -184,8 +187,6 @@ def make_task(
     workflow_func: Any, *, is_eval: bool = False, batch_id: int | str = 1, **arguments: Any
 ) -> Task:
     """A task of our adapter on one row."""
-    from aflow_tune.engines.trinity.adapter import WorkflowAdapter
-
     return Task(
         workflow=WorkflowAdapter,
         raw_task={"question": "2 + 2?", "answer": "4"},

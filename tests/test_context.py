@@ -1,81 +1,392 @@
-"""Context of a run: attribution under gather, metrics, step rewards, state keys."""
+"""Callers, step rewards, state keys and metrics follow the run through tasks and threads."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aflow_tune.context import (
+    CallNote,
     RunContext,
     caller,
     current_caller,
+    current_run,
     record_metrics,
     state_key,
     step_reward,
 )
 
 
-async def _operator(name: str, run: RunContext, reward: float) -> None:
-    with caller(name):
-        await asyncio.sleep(0)
-        run.note_call()
-        await asyncio.sleep(0)
-        step_reward(reward)
+async def call() -> CallNote:
+    """What the recording model does: notes the call, then waits for the answer."""
+    run = current_run()
+    assert run is not None
+    note = run.note_call()
+    await asyncio.sleep(0)
+    return note
 
 
-def test_attribution_and_step_rewards_are_right_under_gather() -> None:
-    run = RunContext()
-
-    async def main() -> None:
-        with run.activate():
-            await asyncio.gather(*(_operator(name, run, i) for i, name in enumerate("abcdef")))
-
-    asyncio.run(main())
-    assert sorted((note.caller, note.step_reward) for note in run.calls) == [
-        (name, float(i)) for i, name in enumerate("abcdef")
-    ]
-    assert [note.index for note in run.calls] == list(range(6))
-
-
-def test_nested_callers_join_and_end() -> None:
-    with caller("plan"):
-        with caller("search"):
-            assert current_caller() == "plan/search"
-        assert current_caller() == "plan"
-    assert current_caller() == "workflow"
-
-
-def test_two_runs_never_see_each_other() -> None:
-    runs = [RunContext(), RunContext()]
-
-    async def one(index: int) -> None:
-        with runs[index].activate():
-            await asyncio.sleep(0)
-            record_metrics(index=index)
-            runs[index].note_call()
+def play(workflow: Callable[[], Awaitable[Any]]) -> RunContext:
+    context = RunContext()
 
     async def main() -> None:
-        await asyncio.gather(one(0), one(1))
+        with context.activate():
+            await workflow()
 
     asyncio.run(main())
-    assert [run.metrics for run in runs] == [{"index": 0.0}, {"index": 1.0}]
-    assert [len(run.calls) for run in runs] == [1, 1]
+    return context
 
 
-def test_state_keys_hold_for_their_block() -> None:
-    run = RunContext()
-    with run.activate():
-        with state_key("maze:3,4"):
-            run.note_call()
+def callers(context: RunContext) -> list[str]:
+    return [note.caller for note in context.calls]
+
+
+def test_callers_nest_and_end_with_their_block() -> None:
+    async def workflow() -> None:
+        await call()
+        with caller("plan"):
+            await call()
+            with caller("search"):
+                assert current_caller() == "plan/search"
+                await call()
+            await call()
+        await call()
+
+    context = play(workflow)
+    assert callers(context) == ["workflow", "plan", "plan/search", "plan", "workflow"]
+    assert [note.index for note in context.calls] == [0, 1, 2, 3, 4]
+
+
+def test_a_block_ends_when_its_body_raises() -> None:
+    async def workflow() -> None:
+        with pytest.raises(KeyError), caller("plan"), state_key("s"):
+            raise KeyError
+        note = await call()
+        assert (note.caller, note.state_key) == ("workflow", None)
+
+    play(workflow)
+
+
+def test_parallel_branches_do_not_mix() -> None:
+    async def branch(name: str, reward: float) -> None:
+        with caller(name):
+            for _ in range(3):
+                note = await call()
+                await asyncio.sleep(0)
+                assert note.caller == name
+            step_reward(reward)
+
+    async def workflow() -> None:
+        await asyncio.gather(*(branch(f"agent{i}", i) for i in range(5)))
+
+    context = play(workflow)
+    rewarded = {n.caller: n.step_reward for n in context.calls if n.step_reward is not None}
+    assert rewarded == {f"agent{i}": float(i) for i in range(5)}
+    assert [n.index for n in context.calls if n.step_reward is not None] == list(range(10, 15))
+
+
+def test_two_runs_at_once_never_see_each_other() -> None:
+    async def one(context: RunContext, name: str) -> None:
+        with context.activate(), caller(name):
+            await call()
+            record_metrics(**{name: 1})
+            step_reward(0.5)
+
+    async def main() -> tuple[RunContext, RunContext]:
+        first, second = RunContext(), RunContext()
+        await asyncio.gather(one(first, "a"), one(second, "b"))
+        return first, second
+
+    first, second = asyncio.run(main())
+    assert (callers(first), first.metrics) == (["a"], {"a": 1.0})
+    assert (callers(second), second.metrics) == (["b"], {"b": 1.0})
+
+
+def test_a_run_starts_without_the_surroundings_of_its_starter() -> None:
+    async def main() -> CallNote:
+        with RunContext().activate(), caller("outer"), state_key("outer"), RunContext().activate():
+            return await call()
+
+    note = asyncio.run(main())
+    assert (note.index, note.caller, note.state_key) == (0, "workflow", None)
+
+
+def test_decorated_functions_open_a_block_for_each_call() -> None:
+    @caller("plan")
+    async def plan(depth: int) -> None:
+        assert current_caller() == "/".join(["plan"] * (3 - depth))
+        await call()
+        if depth:
+            await asyncio.gather(plan(depth - 1), plan(depth - 1))
+        assert current_caller() == "/".join(["plan"] * (3 - depth))
+
+    @caller("sync")
+    def name() -> str:
+        return current_caller()
+
+    @state_key("fixed")
+    async def keyed() -> CallNote:
+        return await call()
+
+    async def workflow() -> None:
+        assert name() == "sync"
+        assert current_caller() == "workflow"
+        await plan(2)
+        notes = await asyncio.gather(keyed(), keyed())
+        assert [note.state_key for note in notes] == ["fixed", "fixed"]
+        assert (await call()).state_key is None
+
+    context = play(workflow)
+    assert callers(context).count("plan/plan/plan") == 4
+    assert plan.__name__ == "plan"
+    assert asyncio.iscoroutinefunction(plan)
+
+
+def test_one_block_object_may_be_used_again_and_overlap() -> None:
+    shared = caller("shared")
+
+    async def branch(pause: int) -> None:
+        with shared:
+            for _ in range(pause):
+                await asyncio.sleep(0)
+            await call()
+            with shared:
+                await call()
+        assert current_caller() == "workflow"
+
+    async def workflow() -> None:
+        await asyncio.gather(branch(1), branch(5), branch(3))
+
+    assert sorted(callers(play(workflow))) == ["shared"] * 3 + ["shared/shared"] * 3
+
+
+def test_generators_are_refused_by_the_decorator() -> None:
+    async def stream() -> Any:
+        yield 1
+
+    with pytest.raises(TypeError, match="with caller"):
+        caller("s")(stream)
+
+
+async def stream() -> Any:
+    with caller("stream"), state_key("stream"):
+        yield 1
+        yield 2
+
+
+def test_closing_a_generator_from_another_context_is_harmless() -> None:
+    async def workflow() -> None:
+        source = stream()
+        await asyncio.create_task(source.__anext__())
+        await source.aclose()
+        assert (await call()).caller == "workflow"
+
+    play(workflow)
+
+
+def test_a_generator_left_open_ends_with_the_block_around_it() -> None:
+    async def workflow() -> None:
+        with caller("outer"):
+            source = stream()
+            await source.__anext__()
+        note = await call()
+        assert (note.caller, note.state_key) == ("workflow", None)
+        await source.aclose()
+        note = await call()
+        assert (note.caller, note.state_key) == ("workflow", None)
+
+    play(workflow)
+
+
+def test_step_reward_belongs_to_the_latest_call() -> None:
+    async def workflow() -> None:
+        await call()
+        step_reward(0.25)
+        await call()
+        await call()
+        step_reward(1)
+        step_reward(-1)
+
+    assert [note.step_reward for note in play(workflow).calls] == [0.25, None, -1.0]
+
+
+def test_step_reward_sees_calls_of_tasks_started_here() -> None:
+    async def workflow() -> None:
+        await call()
+        await asyncio.wait_for(call(), timeout=10)  # a task of its own on Python 3.11
+        step_reward(2)
+
+        async def child() -> None:
+            await call()
+            step_reward(3)
+
+        await asyncio.create_task(child())
+        with caller("inner"):
+            await call()
+        step_reward(4)
+
+    assert [note.step_reward for note in play(workflow).calls] == [None, 2.0, 3.0, 4.0]
+
+
+def test_a_branch_does_not_reward_its_neighbours_call() -> None:
+    async def slow() -> None:
+        with caller("slow"):
+            await call()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            step_reward(1)
+
+    async def quick() -> None:
+        await asyncio.sleep(0)
+        await call()
+
+    async def workflow() -> None:
+        await asyncio.gather(slow(), quick())
+
+    rewards = {note.caller: note.step_reward for note in play(workflow).calls}
+    assert rewards == {"slow": 1.0, "workflow": None}
+
+
+def test_step_reward_before_any_call_is_an_error() -> None:
+    async def workflow() -> None:
+        step_reward(1)
+
+    with pytest.raises(RuntimeError, match="no model call"):
+        play(workflow)
+
+
+def test_threads_started_with_to_thread_belong_to_the_run() -> None:
+    def work() -> None:
+        run = current_run()
+        assert run is not None
         run.note_call()
-    assert [note.state_key for note in run.calls] == ["maze:3,4", None]
+        step_reward(1)
+        record_metrics(tool_calls=2)
+
+    async def workflow() -> None:
+        with caller("tool"):
+            await asyncio.to_thread(work)
+
+    context = play(workflow)
+    assert context.calls == [CallNote(0, "tool", None, 1.0)]
+    assert context.metrics == {"tool_calls": 2.0}
 
 
-def test_outside_of_a_run_nothing_happens_but_nonsense_is_refused() -> None:
-    record_metrics(correct=1.0)
-    step_reward(1.0)
-    with pytest.raises(ValueError, match="finite"):
-        record_metrics(correct=float("nan"))
-    with pytest.raises(ValueError, match="finite"):
-        step_reward(float("inf"))
+def test_state_keys_for_one_call_and_for_a_block() -> None:
+    async def workflow() -> None:
+        state_key("next")
+        await call()
+        await call()
+        with state_key("block"):
+            await call()
+            state_key("inside")
+            await call()
+            await call()
+        await call()
+        state_key("pending")
+        with state_key("block"):
+            pass
+        await call()
+
+    keys = [note.state_key for note in play(workflow).calls]
+    assert keys == ["next", None, "block", "inside", "block", None, "pending"]
+
+
+def test_one_of_two_parallel_calls_takes_the_key() -> None:
+    async def workflow() -> None:
+        state_key("once")
+        await asyncio.gather(call(), call())
+
+    assert [note.state_key for note in play(workflow).calls] == ["once", None]
+
+
+def test_state_key_of_one_task_does_not_reach_its_parent() -> None:
+    async def child() -> None:
+        state_key("child")
+
+    async def workflow() -> None:
+        await asyncio.create_task(child())
+        assert (await call()).state_key is None
+
+    play(workflow)
+
+
+def test_metrics_are_numbers_and_the_last_value_stays() -> None:
+    class Scalar:
+        def __float__(self) -> float:
+            return 0.5
+
+    async def workflow() -> None:
+        record_metrics(correct=True, share=0.25)
+        record_metrics(share=Scalar(), count=3)  # type: ignore[arg-type]
+
+    assert play(workflow).metrics == {"correct": 1.0, "share": 0.5, "count": 3.0}
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1], math.nan, math.inf, b"1"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_is_no_number_is_refused(value: Any, inside: bool) -> None:
+    async def workflow() -> None:
+        await call()
+        with pytest.raises(ValueError, match="share must be a"):
+            record_metrics(correct=1, share=value)
+        with pytest.raises(ValueError, match="step_reward must be a"):
+            step_reward(value)
+
+    if inside:
+        context = play(workflow)
+        assert context.metrics == {}
+        assert context.calls[0].step_reward is None
+    else:
+        with pytest.raises(ValueError, match="share must be a"):
+            record_metrics(share=value)
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_names_and_keys_are_texts(name: Any) -> None:
+    with pytest.raises(ValueError, match="caller's name"):
+        caller(name)
+    with pytest.raises(ValueError, match="state key"):
+        state_key(name)
+
+
+def test_outside_of_a_run_everything_is_silent() -> None:
+    async def workflow() -> str:
+        state_key("s")
+        record_metrics(a=1)
+        step_reward(1)
+        with caller("x"), state_key("y"):
+            return current_caller()
+
+    assert asyncio.run(workflow()) == "x"
+    assert current_run() is None
+    state_key("left over")
+    assert play(call).calls[0].state_key is None
+
+
+def test_decorated_functions_travel_by_value(tmp_path: Path) -> None:
+    from cloudpickle import cloudpickle
+
+    namespace: dict[str, Any] = {"__name__": "not_importable"}
+    exec(
+        "from aflow_tune import caller, state_key\n"
+        "@caller('plan')\n"
+        "@state_key('s')\n"
+        "async def plan():\n"
+        "    from aflow_tune.context import current_caller\n"
+        "    return current_caller()\n",
+        namespace,
+    )
+    code = (
+        "import asyncio, pickle, sys\nprint(asyncio.run(pickle.loads(sys.stdin.buffer.read())()))"
+    )
+    payload = cloudpickle.dumps(namespace["plan"])
+    result = subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True)
+    assert result.stdout.decode().strip() == "plan", result.stderr.decode()

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig
-from transformers import MambaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from aflow_tune.engines.local.packed_model import PackedModel
 from aflow_tune.engines.local.packing import Sample, TokenTrie, micro_batches, pack
@@ -24,13 +32,11 @@ def group(prompt: int, responses: list[int], *, vocabulary: int = 250) -> list[S
     """Samples with one random prompt; no two responses start with the same token."""
     generator = torch.Generator().manual_seed(prompt)
     head = torch.randint(0, vocabulary, (prompt,), generator=generator).tolist()
-    return [
-        sample(
-            head + [k] + torch.randint(0, vocabulary, (n - 1,), generator=generator).tolist(),
-            prompt,
-        )
-        for k, n in enumerate(responses)
-    ]
+    samples = []
+    for k, n in enumerate(responses):
+        tail = torch.randint(0, vocabulary, (n - 1,), generator=generator).tolist()
+        samples.append(sample([*head, k, *tail], prompt))
+    return samples
 
 
 def plain_logprobs(model: PreTrainedModel, s: Sample, temperature: float = 1.0) -> torch.Tensor:
@@ -180,9 +186,8 @@ def test_token_scores_match_autograd_over_plain_logits(monkeypatch: pytest.Monke
     coefficients = torch.randn(7, generator=generator)
     logp, entropy = token_scores(*leaves, node, target, temperature=0.8, entropy=True)
     assert entropy is not None
-    grads = torch.autograd.grad(
-        (logp * coefficients).sum() + (entropy * coefficients).sum(), leaves
-    )
+    value = (logp * coefficients).sum() + (entropy * coefficients).sum()
+    grads = torch.autograd.grad(value, leaves)
     dense = ((leaves[0] @ leaves[1].T + leaves[2]) / 0.8).log_softmax(-1)
     expected_entropy = -(dense.exp() * dense).sum(-1)
     expected = torch.autograd.grad(

@@ -89,7 +89,10 @@ def test_tune_works_inside_a_running_event_loop(tmp_path: Path, tiny_model_dir: 
     exec(compile(WORKFLOW, "<notebook>", "exec"), namespace)
 
     async def notebook() -> int:
-        return tune(namespace["two_calls"], config, inline=True).steps_done
+        overrides = ["explorer.eval_interval=1"]
+        return tune(
+            namespace["two_calls"], config, inline=True, overrides=overrides
+        ).steps_done
 
     assert asyncio.run(notebook()) == 1
 
@@ -112,9 +115,8 @@ def test_failures_of_single_runs_cost_only_themselves(tmp_path: Path, tiny_model
     )
     config = write_project(tmp_path, tiny_model_dir, workflow=sometimes)
     assert run_config(config, inline=True).steps_done == 2
-    failures = sum(
-        metrics.get("rollout/failure/not_finite/sum", 0.0) for metrics in _metrics(tmp_path).values()
-    )
+    name = "rollout/failure/not_finite/sum"
+    failures = sum(metrics.get(name, 0.0) for metrics in _metrics(tmp_path).values())
     assert failures > 0
 
 

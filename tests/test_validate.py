@@ -414,3 +414,26 @@ def test_no_workflow_is_named(project: Path) -> None:
     report = validate(project / "config.yaml", ["workflow=null"])
     (fault,) = report.faults
     assert "`workflow: path/file.py:function`" in fault.expected
+
+
+def test_a_judge_needs_something_to_judge(project: Path) -> None:
+    judge = """
+from aflow_tune import JudgeOutput
+
+
+async def score(task: dict, response: str) -> JudgeOutput:
+    return JudgeOutput(reward=float(len(response)))
+"""
+    (project / "judge.py").write_text(judge)
+    report = validate(project / "config.yaml", [f"judge={project}/judge.py:score"])
+    (fault,) = report.faults
+    assert fault.where == f"{project}/flow.py:8"
+    assert "two_calls returns float" in fault.found
+
+
+def test_functions_are_looked_for_beside_the_file(project: Path) -> None:
+    assert validate(project / "config.yaml", ["workflow=flow.py:two_calls"]).faults == []
+    report = validate(project / "config.yaml", ["workflow=flow.py:two_cals"])
+    (fault,) = report.faults
+    assert fault.where.startswith("command line: workflow=flow.py:two_cals")
+    assert "two_calls" in fault.cure

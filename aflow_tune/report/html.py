@@ -166,13 +166,14 @@ def _draw_held_out(points: list[tuple[int, float, float | None, float | None]]) 
 
 def _axes() -> tuple[Any, Any]:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(5.2, 2.8), layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel("step")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes
 
 

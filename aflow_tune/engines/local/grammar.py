@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from aflow_tune.engines.local.sampling import SamplingParams
+from aflow_tune.engines.local.tools import JSON_STYLE
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
-
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write each value: a sampling model can otherwise emit blanks without end."""
 
 
 class GrammarCompiler:
@@ -45,14 +43,14 @@ class GrammarCompiler:
 
         if self._view is None:
             self._view = llguidance.hf.from_tokenizer(
-                self._tokenizer,  # type: ignore[arg-type]
+                self._tokenizer,
                 n_vocab=self._vocabulary,
                 eos_token=sorted(self._eos),
             )
         if params.json_schema is not None:
             field, source = "json_schema", json.dumps(params.json_schema)
             grammar = llguidance.LLMatcher.grammar_from_json_schema(
-                source, defaults=_JSON_STYLE  # type: ignore[arg-type]
+                source, defaults=JSON_STYLE  # type: ignore[arg-type]
             )
         else:
             assert params.grammar is not None

@@ -112,7 +112,7 @@ def inject(model: nn.Module, spec: LoraSpec, *, seed: int) -> PeftModel:
     targets = spec.target_modules
     config = LoraConfig(
         r=spec.rank,
-        lora_alpha=spec.alpha,  # type: ignore[arg-type]
+        lora_alpha=spec.alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
         lora_dropout=0.0,
         bias="none",

@@ -105,7 +105,7 @@ class PackedModel:
 
     @torch.no_grad()
     def _probe(self) -> None:
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
         # A shared prefix, a branch, and a sample of its own, longer than the others.
         ids = [(7 * i * i + 3 * i + 1) % vocabulary for i in range(24)]
         samples = [

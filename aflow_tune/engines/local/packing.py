@@ -166,7 +166,8 @@ def _blocks(
         )
         while todo:
             longest, widest = len(todo[0][0]), len(todo[0][0]) - todo[0][1]
-            bucket, rest = [], []
+            bucket: list[tuple[list[int], int]] = []
+            rest: list[tuple[list[int], int]] = []
             for path, own in todo:
                 fits = len(path) >= BUCKET_FILL * longest and len(path) - own <= max(16, widest)
                 (bucket if fits else rest).append((path, own))

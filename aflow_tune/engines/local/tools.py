@@ -16,6 +16,8 @@ from typing import Any
 from aflow_tune.errors import BadInput, Fault
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write each value: a sampling model can otherwise emit blanks without end."""
 _PREAMBLE = (
     "You may call one or more functions to help with the request.\n"
     "Their signatures are inside <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
@@ -94,27 +96,34 @@ def parse_calls(
 
 def forced_call_grammar(tools: Sequence[Message]) -> str:
     """A Lark grammar (llguidance's dialect) of exactly one call of one of `tools`."""
-    choices = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-            "x-guidance": {
-                "whitespace_flexible": False,
-                "item_separator": ", ",
-                "key_separator": ": ",
-            },
-        }
-        for tool in tools
-    ]
-    bodies = [f"call_{number}: %json {json.dumps(c)}" for number, c in enumerate(choices)]
-    names = " | ".join(f"call_{number}" for number in range(len(choices)))
-    start = f'start: "<tool_call>\\n" ({names}) "\\n</tool_call>"'
+    bodies, names = [], []
+    for number, tool in enumerate(tools):
+        names.append(f"call_{number}")
+        bodies.append(f"call_{number}: %json {json.dumps(_call_schema(tool))}")
+    start = f'start: "<tool_call>\\n" ({" | ".join(names)}) "\\n</tool_call>"'
     return "\n".join([start, *bodies])
+
+
+def _call_schema(tool: Message) -> dict[str, Any]:
+    """The JSON schema of one call of `tool`.
+
+    Definitions move to the root, where references look for them. Arguments that the schema
+    does not name are left out: an open object lets a weak model invent names without end.
+    """
+    arguments = dict(tool["function"].get("parameters") or {"type": "object", "properties": {}})
+    definitions = {
+        key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments
+    }
+    if not {"allOf", "anyOf", "oneOf", "$ref"} & arguments.keys():
+        arguments.setdefault("additionalProperties", False)
+    return {
+        **definitions,
+        "type": "object",
+        "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+        "x-guidance": JSON_STYLE,
+    }
 
 
 def _plain(message: Message, number: int) -> Message:

@@ -198,7 +198,8 @@ class TrainStep:
         """
         from verl import DataProto
 
-        assert self.advantage is not None and self.penalty is not None
+        assert self.advantage is not None
+        assert self.penalty is not None
         batch = self.trainer.pad(samples)
         valid_BR = torch.zeros_like(batch.action_mask_BR)
         for row, sample in zip(valid_BR, samples, strict=True):

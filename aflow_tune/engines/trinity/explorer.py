@@ -34,6 +34,7 @@ from trinity.explorer.workflow_runner import WorkflowRunner
 
 from aflow_tune.engines.trinity.rollout_model import LocalRolloutModel
 from aflow_tune.engines.trinity.run_state import save_taskset_state
+from aflow_tune.engines.trinity.sampler_host import sampling_speed
 
 MAX_CONCURRENCY = 1000
 """How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
@@ -120,6 +121,8 @@ class SharedScheduler(Scheduler):
 class LocalCoordinator(RolloutCoordinator):
     """Trinity's rollout coordinator with the shared-process scheduler."""
 
+    experience_pipeline: Any
+
     async def _init_scheduler(self) -> None:
         self.scheduler = SharedScheduler(self.config)
         await self.scheduler.start()
@@ -143,6 +146,8 @@ class LocalExplorer(Explorer):
         self.model_allocator = LocalAllocator(config.explorer)
         self._stop_requested = False
         self._last_evaluated = -1
+        self.explore_start_time: float | None = None
+        self.model_version: int = -1
 
     def request_stop(self) -> None:
         """Finish the step under way, then end `explore()`."""
@@ -203,6 +208,17 @@ class LocalExplorer(Explorer):
             min_wait_num=self.min_wait_num,
         )
         return True
+
+    async def _finish_explore_step(self, step: int) -> None:
+        before = await self._sampler_stats()
+        await super()._finish_explore_step(step)
+        speed = sampling_speed(before, await self._sampler_stats())
+        if self.monitor is not None and speed:
+            self.monitor.log(speed, step=step)
+
+    async def _sampler_stats(self) -> dict[str, float]:
+        stats: dict[str, float] = await self.models[0].model.sampler_stats.remote()
+        return stats
 
     async def _evaluate(self) -> None:
         """Evaluate the current weights on every held-out task set and wait for the result."""

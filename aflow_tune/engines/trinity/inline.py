@@ -36,7 +36,7 @@ from trinity.utils.monitor import MONITOR
 
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.run_state import save_taskset_state
-from aflow_tune.engines.trinity.sampler_host import SamplerHost
+from aflow_tune.engines.trinity.sampler_host import SamplerHost, sampling_speed
 from aflow_tune.engines.trinity.train_engine import LocalTrainEngine
 from aflow_tune.errors import RunFailed
 
@@ -215,7 +215,7 @@ class InlineRun:
         except StopAsyncIteration:
             return None
         save_taskset_state(self.run_dir, step, self.taskset.state_dict())
-        started = time.time()
+        started, totals = time.time(), self.sampler.stats()
         results = await self._run_tasks(tasks, step, self.config.algorithm.repeat_times)
         payloads = [payload for _, payload in results if payload]
         metrics = await self.pipeline.process_serialized_chunks(payloads)
@@ -226,6 +226,7 @@ class InlineRun:
         metrics["explorer/time/wait_explore_step"] = time.time() - started
         metrics["rollout/model_version"] = self.sampler.version
         metrics["rollout/finished_task_count"] = float(len(results))
+        metrics.update(sampling_speed(totals, self.sampler.stats()))
         self.monitors[self.config.explorer.name].log(metrics, step)
         return self.pipeline.output.experiences
 

@@ -41,7 +41,11 @@ def run_split(
     """
     phase("starting Ray")
     # Spinning OpenMP threads of one actor would take the cores from the other.
-    env_vars = {**config.get_envs(), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    env_vars = {
+        **config.get_envs(),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     with local_ray(config.ray_namespace, env_vars):
         split = _Split(config, target, phase, stop)
         try:

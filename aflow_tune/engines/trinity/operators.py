@@ -97,7 +97,9 @@ def _lone_runs(failed: list[Experience], kept: list[Experience]) -> set[str]:
     runs: dict[str, set[str]] = defaultdict(set)
     for exp in kept:
         runs[exp.eid.tid].add(exp.eid.rid)
-    return {rid for tid, group in runs.items() if tid in thinned and len(group) == 1 for rid in group}
+    return {
+        rid for tid, group in runs.items() if tid in thinned and len(group) == 1 for rid in group
+    }
 
 
 def _explanation(failed: list[Experience], total: int, limit: float) -> str:
@@ -112,6 +114,4 @@ def _explanation(failed: list[Experience], total: int, limit: float) -> str:
         reason = f"more than {limit:.0%} of the runs of a step failed"
     else:
         reason = "runs failed"
-    return (
-        f"{reason} ({len(failed)} of {total}: {listed}). The first:\n{failed[0].info[TRACE_KEY]}"
-    )
+    return f"{reason} ({len(failed)} of {total}: {listed}). The first:\n{failed[0].info[TRACE_KEY]}"

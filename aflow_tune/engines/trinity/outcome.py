@@ -77,7 +77,9 @@ def as_reward(value: Any, who: str) -> float:
             number = None  # more than one element
     if not isinstance(number, numbers.Real | Decimal):
         kind = type(value).__name__
-        raise BadReward(Failure.NOT_A_NUMBER, f"{who} returned no number but {kind}: {value!r:.200}")
+        raise BadReward(
+            Failure.NOT_A_NUMBER, f"{who} returned no number but {kind}: {value!r:.200}"
+        )
     try:
         reward = float(number)
     except OverflowError:

@@ -87,6 +87,10 @@ class LocalRolloutModel(BaseInferenceModel):
         values = await asyncio.to_thread(self.host.sampler.token_logprobs, token_ids, scale)
         return torch.tensor(values, dtype=torch.float32)
 
+    def sampler_stats(self) -> dict[str, float]:
+        """Totals of the sampler since its start."""
+        return self.host.sampler.stats()
+
     async def shutdown(self) -> None:
         if self._host is not None:
             await asyncio.to_thread(self._host.close)

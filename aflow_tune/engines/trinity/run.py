@@ -89,7 +89,7 @@ class Run:
             check_judge(self.judge_func)
         engine, reason = choose_engine(self.config)
         print(f"engine: {engine} ({reason})", flush=True)
-        self.changes = prepare(self.config)
+        self.changes = prepare(self.config, workflow_func=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
         print(render_changes(self.changes), flush=True)
 
@@ -181,7 +181,7 @@ class Run:
         inputs = config.buffer.explorer_input
         for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:
             taskset.workflow_args.update(arguments)
-        engine = {
+        engine: dict[str, Any] = {
             "device": config.local.device,
             "dtype": "float32" if config.deterministic else config.local.dtype,
             "threads": config.local.threads,

@@ -69,3 +69,12 @@ class SamplerHost:
         """Stop the server, then the sampler."""
         self.server.stop()
         self.sampler.close()
+
+
+def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Tokens drawn per second of the sampler's work between two readings of its totals."""
+    seconds = after["busy_seconds"] - before["busy_seconds"]
+    if seconds <= 0:
+        return {}
+    tokens = after["generated_tokens"] - before["generated_tokens"]
+    return {"rollout/tokens_per_second": tokens / seconds}

@@ -109,6 +109,38 @@ def resolve_functions(
     return workflow, judge
 
 
+def check_functions(workflow: Function, judge: Function | None) -> None:
+    """Check both functions, and that they fit together.
+
+    Raises:
+        BadInput: with every fault of both.
+    """
+    from aflow_tune.signature import check_judge, check_workflow
+
+    faults: list[Fault] = []
+    contract = None
+    try:
+        contract = check_workflow(workflow)
+    except BadInput as error:
+        faults += error.faults
+    if judge is not None:
+        try:
+            check_judge(judge)
+        except BadInput as error:
+            faults += error.faults
+        if contract is not None and contract.returns != "WorkflowOutput":
+            faults.append(
+                Fault(
+                    f"{contract.file}:{contract.line}",
+                    "a workflow that returns WorkflowOutput, whose response the judge scores",
+                    f"{contract.name} returns {contract.returns}",
+                    "return WorkflowOutput(response=...), or name no judge",
+                )
+            )
+    if faults:
+        raise BadInput("These functions cannot be tuned.", faults)
+
+
 def check_data(
     config: AflowConfig, workflow: Function | None = None, judge: Function | None = None
 ) -> Findings:
@@ -145,20 +177,15 @@ def check_data(
 def _functions(
     config: AflowConfig, path: str | Path, report: ValidationReport
 ) -> tuple[Function | None, Function | None]:
-    from aflow_tune.signature import check_judge, check_workflow
-
     try:
         workflow, judge = resolve_functions(config, path)
     except BadInput as error:
         report.add(error)
         return None, None
-    for check, function in ((check_workflow, workflow), (check_judge, judge)):
-        if function is None:
-            continue
-        try:
-            check(function)
-        except BadInput as error:
-            report.add(error)
+    try:
+        check_functions(workflow, judge)
+    except BadInput as error:
+        report.add(error)
     return workflow, judge
 
 

@@ -1,0 +1,167 @@
+"""What our adapter adds to a model call, against a bare OpenAI client.
+
+    python benchmarks/adapter_overhead.py [--calls 400] [--tokens 64]
+
+A scripted server in a process of its own answers at once with a fixed reply of `--tokens`
+tokens, with token ids and log-probabilities. In the same process and run, in turn: the bare
+`openai.AsyncOpenAI` client, the same client under AgentScope's chat model, and a workflow in
+Trinity's run loop under our adapter, which calls AgentScope's chat model. All send the same
+request, one call after the other and sixteen at a time. Printed are the medians over rounds of
+the wall time a call; the target is at most 1 ms between the first and the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TARGET_MS = 1.0
+MESSAGES = [
+    {"role": "system", "content": "You solve small problems. " * 8},
+    {"role": "user", "content": "What is 3 + 4? Think, then answer in one tag."},
+]
+
+
+def serve(port_to: Connection, tokens: int) -> None:
+    """Answer every request with the same bytes."""
+    scores = [{"token": "7", "logprob": -0.5, "bytes": [55], "top_logprobs": []}] * tokens
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": "7" * tokens},
+        "logprobs": {"content": scores},
+        "token_ids": list(range(tokens)),
+    }
+    answer = {
+        "id": "fixed",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "scripted",
+        "prompt_token_ids": list(range(50)),
+        "choices": [choice],
+        "usage": {"prompt_tokens": 50, "completion_tokens": tokens, "total_tokens": 50 + tokens},
+    }
+    body = json.dumps(answer).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    reply = head.encode() + b"\r\n\r\n" + body
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                header = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = header.partition(b"content-length:")[2].partition(b"\r\n")[0]
+                await reader.readexactly(int(length))
+                writer.write(reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        port_to.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+async def measure(port: int, calls: int, rounds: int) -> dict[tuple[int, str], list[float]]:
+    """Milliseconds a call by number of callers and kind of client, one value a round."""
+    from aflow_tune.engines.trinity.adapter import WorkflowAdapter
+
+    import openai
+    from trinity.common.config import GenerationConfig, InferenceModelConfig
+    from trinity.common.models.model import ModelWrapper
+    from trinity.common.workflows.workflow import Task
+
+    from aflow_tune.engines.trinity.recording import chat_model
+
+    url = f"http://127.0.0.1:{port}"
+    config = InferenceModelConfig(
+        model_path="scripted", engine_type="external", enable_openai_api=True, enable_history=True
+    )
+    wrapper = ModelWrapper(config=config, api_address=url)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY")
+    client.model_path = "scripted"  # type: ignore[attr-defined]
+    arguments: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_tokens": 64,
+        "logprobs": True,
+        "top_logprobs": 0,
+        "extra_body": {"return_token_ids": True},
+    }
+    under_agentscope = chat_model(client, arguments)
+
+    async def bare(count: int) -> None:
+        for _ in range(count):
+            await client.chat.completions.create(model="scripted", messages=MESSAGES, **arguments)
+
+    async def agentscope(count: int) -> None:
+        for _ in range(count):
+            await under_agentscope(MESSAGES)
+
+    async def adapter(count: int) -> None:
+        async def workflow(task: dict, model: Any) -> float:
+            for _ in range(count):
+                await model(MESSAGES)
+            return 1.0
+
+        task = Task(
+            raw_task={"question": "3 + 4"},
+            rollout_args=GenerationConfig(temperature=1.0, top_p=1.0, max_tokens=64, logprobs=0),
+            workflow_args={"workflow_func": workflow, "run_timeout": 300.0, "seed": 0},
+        )
+        run = WorkflowAdapter(task=task, model=wrapper.clone_with_isolated_history())
+        experiences = await run.run_async()
+        if len(experiences) != count:
+            raise RuntimeError(f"{len(experiences)} of {count} calls were recorded")
+
+    async def timed(kind: Callable[[int], Awaitable[None]], callers: int) -> float:
+        share = calls // callers
+        started = time.perf_counter()
+        await asyncio.gather(*(kind(share) for _ in range(callers)))
+        return (time.perf_counter() - started) / (share * callers) * 1000
+
+    found: dict[tuple[int, str], list[float]] = {}
+    for callers in (1, 16):
+        for number in range(rounds + 1):
+            for kind in (bare, agentscope, adapter):
+                milliseconds = await timed(kind, callers)
+                if number:  # the first round opens connections
+                    found.setdefault((callers, kind.__name__), []).append(milliseconds)
+    return found
+
+
+def main() -> None:
+    """Run and print the table; exit code 1 if the target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=400, help="calls a round and kind")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a reply")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    port_from, port_to = context.Pipe(duplex=False)
+    server = context.Process(target=serve, args=(port_to, options.tokens), daemon=True)
+    server.start()
+    try:
+        found = asyncio.run(measure(port_from.recv(), options.calls, options.rounds))
+    finally:
+        server.terminate()
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    print(f"{'callers':>7}  {'client':<11} {'ms a call':>9} {'added':>7} {'ratio':>6}")
+    for (callers, kind), value in medians.items():
+        base = medians[callers, "bare"]
+        print(f"{callers:>7}  {kind:<11} {value:9.2f} {value - base:+7.2f} {value / base:6.2f}")
+    worst = max(medians[c, "adapter"] - medians[c, "bare"] for c in (1, 16))
+    print(f"the adapter adds at most {worst:.2f} ms a call (target: {TARGET_MS:g} ms)")
+    raise SystemExit(int(worst > TARGET_MS))
+
+
+if __name__ == "__main__":
+    main()

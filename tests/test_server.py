@@ -1,0 +1,373 @@
+"""The server through the public OpenAI client, and through AgentScope."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+import torch
+
+from aflow_tune.engines.local.models import load_model, load_tokenizer
+from aflow_tune.engines.local.sampler import Sampler, SamplingParams
+from aflow_tune.engines.local.server import SamplerServer
+from aflow_tune.engines.local.tools import (
+    forced_call_grammar,
+    parse_calls,
+    template_messages,
+)
+from aflow_tune.errors import BadInput, RunFailed
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=5)
+    age: int = pydantic.Field(ge=0, le=99)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "meet",
+        "description": "Meet a person.",
+        "parameters": Person.model_json_schema(),
+    },
+}
+OTHER_TOOL = {"type": "function", "function": {"name": "leave"}}
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_model_dir: Path) -> Iterator[Sampler]:
+    model = load_model(tiny_model_dir, torch.float32, torch.device("cpu"))
+    sampler = Sampler(model, load_tokenizer(tiny_model_dir), max_batch=4, max_model_len=1000)
+    yield sampler
+    sampler.close()
+
+
+@pytest.fixture(scope="module")
+def url(sampler: Sampler, tiny_model_dir: Path) -> Iterator[str]:
+    server = SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny")
+    yield server.start()
+    server.stop()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, **options: Any) -> Any:
+    options = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "seed": 0, **options}
+    return client.chat.completions.create(**options)
+
+
+def test_health_and_models(url: str, client: openai.OpenAI) -> None:
+    assert httpx.get(f"{url}/health").status_code == 200
+    (model,) = client.models.list().data
+    assert (model.id, model.max_model_len) == ("tiny", 1000)
+
+
+def test_tokens_and_logprobs_are_the_samplers(
+    client: openai.OpenAI, sampler: Sampler, tiny_model_dir: Path
+) -> None:
+    tokenizer = load_tokenizer(tiny_model_dir)
+    answer = ask(
+        client, n=2, logprobs=True, top_logprobs=3, extra_body={"return_token_ids": True}
+    )
+    text = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=False)
+    assert answer.prompt_token_ids == tokenizer(text)["input_ids"]
+    expected = sampler.generate(
+        [answer.prompt_token_ids], [SamplingParams(max_tokens=5, n=2, seed=0)]
+    )[0]
+    for choice, completion in zip(answer.choices, expected, strict=True):
+        assert choice.token_ids == completion.token_ids
+        assert choice.message.content == completion.text
+        assert choice.finish_reason == completion.finish_reason
+        found = [entry.logprob for entry in choice.logprobs.content]
+        assert found == pytest.approx(completion.logprobs, abs=1e-5)
+        assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
+    drawn = sum(len(c.token_ids) for c in expected)
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(answer.prompt_token_ids), drawn)
+    assert usage.total_tokens == len(answer.prompt_token_ids) + drawn
+
+
+def test_token_ids_only_on_request(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    assert not hasattr(answer, "prompt_token_ids")
+    assert answer.choices[0].logprobs is None
+
+
+def test_the_asynchronous_client_and_many_at_once(url: str) -> None:
+    async def scenario() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            answers = await asyncio.gather(
+                *(
+                    client.chat.completions.create(
+                        model="tiny", messages=HELLO, max_tokens=20, seed=i % 3
+                    )
+                    for i in range(12)
+                )
+            )
+        return [answer.choices[0].message.content for answer in answers]
+
+    texts = asyncio.run(scenario())
+    assert texts[:3] == texts[3:6] == texts[6:9] == texts[9:]
+    assert len(set(texts)) == 3
+
+
+def test_text_parts_mean_the_same_as_a_string(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    split = ask(client, messages=[{"role": "user", "content": parts}])
+    assert split.choices[0].message.content == ask(client).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"n": 0}, 400, "n\n"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"stream": True}, 400, "stream"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"top_logprobs": 2}, 400, "logprobs"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"content": "x"}]}, 400, "role"),
+        ({"messages": [{"role": "user", "content": "x" * 1000}]}, 400, "max_model_len"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ({"tool_choice": "required"}, 400, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+         400, "meet"),
+        ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),
+        ({"response_format": {"type": "json_schema",
+                              "json_schema": {"name": "x", "schema": {"type": "odd"}}}},
+         400, "cannot be enforced"),
+        ({"model": "gpt"}, 404, "gpt"),
+    ],
+)  # fmt: skip
+def test_refusals_have_openais_shape(client, options, status, words) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(client, **options)
+    assert caught.value.status_code == status
+    assert words in caught.value.body["message"]
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=[{"role": "user", "content": "x" * 1000}])
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_neutral_settings_are_accepted(client: openai.OpenAI) -> None:
+    ask(client, stream=False, frequency_penalty=0, presence_penalty=0, user="me", top_p=1)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3}'])
+def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
+    answer = httpx.post(f"{url}/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_structured_output_parses(client: openai.OpenAI) -> None:
+    for seed in range(4):
+        answer = client.chat.completions.parse(
+            model="tiny", messages=HELLO, response_format=Person, seed=seed, max_tokens=200
+        )
+        assert isinstance(answer.choices[0].message.parsed, Person)
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_json_object_is_an_object(client: openai.OpenAI) -> None:
+    answer = ask(client, response_format={"type": "json_object"}, max_tokens=3, seed=1)
+    assert answer.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "meet"}}, "stop")],
+)
+def test_a_forced_tool_call_is_valid(client: openai.OpenAI, choice, reason) -> None:
+    for seed in range(3):
+        answer = ask(client, tools=[TOOL], tool_choice=choice, max_tokens=300, seed=seed)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "meet"
+        Person.model_validate_json(call.function.arguments)
+        assert answer.choices[0].finish_reason == reason
+
+
+def test_tool_choice_none_hides_the_tools(client: openai.OpenAI) -> None:
+    ids = {"extra_body": {"return_token_ids": True}}
+    hidden = ask(client, tools=[TOOL], tool_choice="none", **ids)
+    assert hidden.prompt_token_ids == ask(client, **ids).prompt_token_ids
+    shown = ask(client, tools=[TOOL], **ids)
+    assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
+
+
+def test_a_conversation_with_tool_results_is_rendered(client: openai.OpenAI) -> None:
+    first = ask(client, tools=[TOOL], tool_choice="required", max_tokens=300)
+    call = first.choices[0].message.tool_calls[0]
+    followed = ask(
+        client,
+        tools=[TOOL],
+        messages=[
+            *HELLO,
+            first.choices[0].message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "met"},
+        ],
+    )
+    assert followed.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_a_client_that_leaves_frees_its_place(url: str, sampler: Sampler) -> None:
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 900, "ignore_eos": True, "n": 4}
+    with pytest.raises(httpx.ReadTimeout):
+        for _ in range(50):  # until one is slow enough to be cut off
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=0.1)
+    deadline = time.monotonic() + 20
+    while sampler._active and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sampler._active
+
+
+def test_the_key_is_asked_for(sampler: Sampler, tiny_model_dir: Path) -> None:
+    server = SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny", api_key="secret")
+    url = server.start()
+    try:
+        for key, allowed in (("wrong", False), ("secret", True)):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+            if allowed:
+                assert ask(client).choices
+                continue
+            with pytest.raises(openai.AuthenticationError):
+                ask(client)
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
+    finally:
+        server.stop()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_a_taken_port_is_said(sampler: Sampler, tiny_model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny", port=port)
+        with pytest.raises(RunFailed, match=str(port)):
+            server.start()
+        server.stop()
+
+
+def test_an_unknown_parser_is_refused(sampler: Sampler, tiny_model_dir: Path) -> None:
+    with pytest.raises(BadInput, match="hermes"):
+        SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny", tool_call_parser="pythonic")
+
+
+def test_agentscope_structured_output_both_ways(url: str) -> None:
+    from agentscope.model import OpenAIChatModel
+
+    async def scenario(fallback: bool) -> dict:
+        model = OpenAIChatModel(
+            "tiny",
+            api_key="none",
+            stream=False,
+            client_kwargs={"base_url": f"{url}/v1"},
+            generate_kwargs={"max_tokens": 300, "seed": 1},
+        )
+        model._structured_output_fallback = fallback
+        return (await model(HELLO, structured_model=Person)).metadata
+
+    for fallback in (False, True):
+        Person.model_validate(asyncio.run(scenario(fallback)))
+
+
+# --- tool-call text ----------------------------------------------------------------------------
+
+
+def call_text(name: str, arguments: dict) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_calls_are_parsed_in_order_and_the_rest_is_content() -> None:
+    text = f"Thinking. {call_text('meet', {'age': 3})}\n{call_text('leave', {})}"
+    content, calls = parse_calls(text, ["meet", "leave"], salt="s")
+    assert content == "Thinking."
+    assert [c["function"] for c in calls] == [
+        {"name": "meet", "arguments": '{"age": 3}'},
+        {"name": "leave", "arguments": "{}"},
+    ]
+    assert calls[0]["id"] != calls[1]["id"]
+    assert parse_calls(text, ["meet", "leave"], salt="s")[1] == calls
+    assert parse_calls(text, ["meet", "leave"], salt="t")[1][0]["id"] != calls[0]["id"]
+
+
+def test_a_call_without_its_closing_tag_counts() -> None:
+    text = call_text("meet", {}).removesuffix("\n</tool_call>")
+    assert parse_calls(text, ["meet"], salt="")[0] is None
+    assert len(parse_calls(text, ["meet"], salt="")[1]) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call",
+        call_text("unknown", {}),
+        "<tool_call>{not json}</tool_call>",
+        '<tool_call>["meet"]</tool_call>',
+        '<tool_call>{"name": "meet", "arguments": 3}</tool_call>',
+    ],
+)
+def test_what_is_no_valid_call_stays_text(text: str) -> None:
+    assert parse_calls(text, ["meet"], salt="") == (text, [])
+
+
+def test_references_inside_parameters_survive_in_the_grammar() -> None:
+    class Group(pydantic.BaseModel):
+        members: list[Person]
+
+    tool = {"type": "function", "function": {"name": "g", "parameters": Group.model_json_schema()}}
+    grammar = forced_call_grammar([tool, OTHER_TOOL])
+    call_0 = json.loads(grammar.splitlines()[1].removeprefix("call_0: %json "))
+    assert "Person" in call_0["$defs"]
+    assert "$defs" not in call_0["properties"]["arguments"]
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "meet", "arguments": '{"age": 3}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "1", "content": "met"},
+    ]  # fmt: skip
+    system, assistant, result = template_messages(messages, [TOOL], native=False)
+    assert system["content"].startswith("Be kind.\n\n")
+    assert '"name": "meet"' in system["content"]
+    assert assistant == {"role": "assistant", "content": call_text("meet", {"age": 3})}
+    assert result == {"role": "user", "content": "<tool_response>\nmet\n</tool_response>"}
+
+
+def test_arguments_reach_a_native_template_as_an_object() -> None:
+    message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+    }
+    (rendered,) = template_messages([message], [], native=True)
+    assert rendered["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert rendered["content"] == ""
+    message["tool_calls"][0]["function"]["arguments"] = "{"
+    with pytest.raises(BadInput, match=r"messages\[0\]\.tool_calls"):
+        template_messages([message], [], native=True)
