@@ -181,7 +181,9 @@ def test_ray_and_inline_agree_token_for_token(tmp_path: Path, tiny_model_dir: Pa
                 _metrics(root)["explorer", step]["rollout/reward/mean"] for step in (1, 2, 3)
             ],
         }
-    assert results["split"] == results["inline"]
+    assert results["split"]["texts"] == results["inline"]["texts"]
+    # The means are summed in the order in which tasks finished: equal but for the last bit.
+    assert results["split"]["rewards"] == pytest.approx(results["inline"]["rewards"], abs=1e-12)
     assert _same_weights(_weights(tmp_path / "split", 3), _weights(tmp_path / "inline", 3))
 
 
