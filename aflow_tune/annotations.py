@@ -49,6 +49,13 @@ class Names:
 
 def read(annotation: Any, names: Names) -> tuple[Meaning, ...]:
     """The members of an annotation's union; `Optional[X]` has `X` and 'None'."""
+    try:
+        return _read(annotation, names)
+    except RecursionError:  # an alias of itself
+        return (Meaning(annotation if isinstance(annotation, str) else _name(annotation)),)
+
+
+def _read(annotation: Any, names: Names) -> tuple[Meaning, ...]:
     if isinstance(annotation, str):
         return _read_text(annotation, names)
     if isinstance(annotation, typing.ForwardRef):
@@ -59,17 +66,19 @@ def read(annotation: Any, names: Names) -> tuple[Meaning, ...]:
         return (Meaning("Any", Any),)
     if isinstance(annotation, typing.TypeVar):
         bounds = annotation.__constraints__ or (annotation.__bound__ or Any,)
-        return tuple(member for bound in bounds for member in read(bound, names))
+        return tuple(member for bound in bounds for member in _read(bound, names))
     for attribute in ("__supertype__", "__value__"):  # NewType, the `type` statement
         if hasattr(annotation, attribute) and not isinstance(annotation, type):
-            return read(getattr(annotation, attribute), names)
+            return _read(getattr(annotation, attribute), names)
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
-        return read(annotation.__origin__, names)
+        return _read(annotation.__origin__, names)
     if origin in (typing.Union, types.UnionType):
-        return tuple(member for argument in annotation.__args__ for member in read(argument, names))
+        return tuple(
+            member for argument in annotation.__args__ for member in _read(argument, names)
+        )
     if origin is not None:
-        args = tuple(read(argument, names) for argument in typing.get_args(annotation))
+        args = tuple(_read(argument, names) for argument in typing.get_args(annotation))
         return (Meaning(_name(origin), origin, args),)
     return (Meaning(_name(annotation), annotation),)
 
@@ -99,14 +108,14 @@ def _read_text(text: str, names: Names) -> tuple[Meaning, ...]:
 
 def _read_node(node: ast.expr, names: Names) -> tuple[Meaning, ...]:
     if isinstance(node, ast.Constant):
-        return read(node.value, names)
+        return _read(node.value, names)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return _read_node(node.left, names) + _read_node(node.right, names)
     if isinstance(node, ast.Subscript):
         return _read_subscript(node, names)
     found = _look_up(node, names)
     if found is not _MISSING:
-        return read(found, names)
+        return _read(found, names)
     if isinstance(node, ast.Name) and node.id in names.for_type_checkers:
         meaning = names.for_type_checkers[node.id]
         return _read_text(meaning, names) if meaning != node.id else (Meaning(node.id),)

@@ -49,6 +49,14 @@ class LocalSection:
 
 
 @dataclass
+class BudgetSection:
+    """Limits at which a run saves its state and stops; the same command goes on from there."""
+
+    wall_seconds: float | None = None
+    """Seconds from the start of the command. None: no limit."""
+
+
+@dataclass
 class ReportSection:
     """What is counted as the held-out score, and what the report shows."""
 
@@ -76,6 +84,7 @@ class AflowSections:
     """Seeds sampling, initial adapters and whatever else is drawn."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)
+    budget: BudgetSection = field(default_factory=BudgetSection)
     report: ReportSection = field(default_factory=ReportSection)
 
 

@@ -10,11 +10,9 @@ import collections.abc
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from aflow_tune.annotations import Meaning
-
-Form = Literal["float", "output"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class Contract:
     usual: str
     essential: Mapping[str, Kind]
     optional: Mapping[str, Kind]
-    forms: Mapping[Form, str]
-    """What the return annotation may be, by form."""
+    returns: tuple[str, ...]
+    """What the return annotation may be, as `result_name` calls it; the usual one first."""
 
 
 _MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")
@@ -61,10 +59,10 @@ def result_name(meaning: Meaning) -> str:
     return f"{meaning.name} without reward and metrics" if meaning.name in _FIELDS else meaning.name
 
 
-def why_not(meanings: Sequence[Meaning], forms: Sequence[str]) -> str:
-    """Why a return annotation with these members is none of the forms."""
+def why_not(meanings: Sequence[Meaning], accepted: Sequence[str]) -> str:
+    """Why a return annotation with these members is none of those accepted."""
     names = [result_name(meaning) for meaning in meanings]
-    fitting = [name for name in names if name in forms]
+    fitting = [name for name in names if name in accepted]
     (first, *_) = names
     if "None" in names:
         return (
@@ -148,12 +146,12 @@ WORKFLOW = Contract(
         "logger": _LOGGER,
         "system_prompt": Kind("str | None", _named("str"), lambda _: "str | None"),
     },
-    forms={"float": "float", "output": "WorkflowOutput"},
+    returns=("float", "WorkflowOutput"),
 )
 JUDGE = Contract(
     noun="judge",
     usual="async def f(task: Dict, response: Any) -> JudgeOutput",
     essential={"task": _TASK, "response": Kind("any type", lambda _: True, lambda _: "")},
     optional={"auxiliary_models": _AUXILIARY, "logger": _LOGGER},
-    forms={"output": "JudgeOutput"},
+    returns=("JudgeOutput",),
 )

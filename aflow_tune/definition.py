@@ -55,9 +55,9 @@ class Definition:
 
     @property
     def where(self) -> str:
-        """`file:line, function name` for messages."""
+        """`file:line: name` for messages."""
         place = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{place}, function {self.name}"
+        return f"{place}: {self.name}"
 
     @property
     def bound(self) -> frozenset[str]:
@@ -118,12 +118,12 @@ def define(function: Callable[..., Any]) -> Definition:
     """Find where a callable was written."""
     layers = tuple(_layers(function))
     inner = layers[-1]
-    code = getattr(inner, "__code__", None)
     name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
     name = str(name).rpartition("<locals>.")[2]
-    if code is None:
+    if not inspect.isfunction(inner):
         module = getattr(inner, "__module__", None) or type(inner).__module__
         return Definition(name, f"module {module}", 0, layers)
+    code = inner.__code__
     lines = linecache.getlines(code.co_filename, inner.__globals__)
     node, for_type_checkers = _find(code, "".join(lines))
     line = node.lineno if node is not None else code.co_firstlineno
@@ -159,7 +159,7 @@ def _layers(function: Any) -> Iterator[Any]:
             function = function.func
         elif inspect.ismethod(function):
             function = function.__func__
-        elif hasattr(function, "__wrapped__"):
+        elif inspect.getattr_static(function, "__wrapped__", None) is not None:
             function = function.__wrapped__
         elif inspect.isroutine(function) or inspect.isclass(function):
             return

@@ -30,12 +30,12 @@ def import_fault(spec: str, error: BaseException) -> Fault:
     where, line = spec, ""
     if own:
         where, line = f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or ""
-    message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    message = ": ".join(filter(None, (type(error).__name__, str(error)))).splitlines()[0]
     return Fault(
         where,
         f"{spec} to be importable",
         message + (f" at `{line}`" if line else ""),
-        _cure(error, line),
+        _cure(error, line or spec),
     )
 
 

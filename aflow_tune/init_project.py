@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+
+from aflow_tune.errors import BadInput, Fault
 
 WORKFLOW = '''"""A workflow of two calls: draft an answer, then check it. Make it yours."""
 
@@ -104,8 +107,31 @@ def test_a_right_answer_earns_one_and_a_wrong_one_nothing() -> None:
     assert asyncio.run(answer_and_check(task, Scripted("7", "no idea"))) == 0.0
 '''
 
+README = """\
+# A workflow to tune
 
-def _rows(numbers: range) -> str:
+| file | what it is |
+|---|---|
+| `workflow.py` | the workflow: an async function that calls the model and returns a reward |
+| `config.yaml` | model, algorithm, data; the keys are Trinity's, with a few sections of our own |
+| `train.jsonl`, `held_out.jsonl` | the tasks, one a line; no question is in both |
+| `test_workflow.py` | calls the workflow with a scripted model |
+
+```
+pytest                              # the workflow does what you think
+aflow-tune validate config.yaml     # checks function, configuration and data; starts nothing
+aflow-tune config.yaml              # trains; results are under runs/
+```
+
+Override any key on the command line: `aflow-tune config.yaml buffer.total_steps=20`.
+"""
+
+# Every third sum is held out, so that both sets are equally hard.
+_SUMS = range(1, 61)
+_HELD_OUT = _SUMS[2::3]
+
+
+def _rows(numbers: Iterable[int]) -> str:
     rows = ({"question": f"What is {n} + {n + 1}?", "answer": 2 * n + 1} for n in numbers)
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -116,13 +142,27 @@ def project_files() -> dict[str, str]:
         "workflow.py": WORKFLOW,
         "config.yaml": CONFIG,
         "test_workflow.py": TEST,
-        "train.jsonl": _rows(range(1, 41)),
-        "held_out.jsonl": _rows(range(41, 61)),
+        "README.md": README,
+        "train.jsonl": _rows(n for n in _SUMS if n not in _HELD_OUT),
+        "held_out.jsonl": _rows(_HELD_OUT),
     }
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write the files that are not there yet; returns those written."""
+    """Write the files that are not there yet; returns those written.
+
+    Raises:
+        BadInput: `folder` cannot be a folder.
+    """
+    blocking = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if blocking.exists() and not blocking.is_dir():
+        fault = Fault(
+            str(folder),
+            "a folder, or a name that is free",
+            f"a file, {blocking}",
+            "name another folder",
+        )
+        raise BadInput("The project cannot be written there.", [fault])
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, text in project_files().items():

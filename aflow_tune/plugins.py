@@ -18,9 +18,10 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,7 @@ from aflow_tune.import_faults import import_fault
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "__aflow_workflow__"
+_MOST_NAMES = 8
 _FORMS = "`module:function` or `path/file.py:function`"
 
 
@@ -45,14 +47,24 @@ def workflow(function: Any = None, *, name: str | None = None) -> Any:
     The function itself is returned, with a mark and otherwise unchanged. `name` is another name
     for it in `path/file.py:name`.
     """
+    # Not the function's own __module__: a partial or an object has another one.
+    home = sys._getframe(1).f_globals.get("__name__", "")
 
     def mark(marked: F) -> F:
         if not callable(marked):
             raise TypeError(f"@workflow marks functions, not {marked!r:.80}")
-        setattr(marked, _MARK, name or _name(marked))
+        named = getattr(marked, "__name__", None) or type(marked).__name__
+        setattr(marked, _MARK, _Mark(name or named, home))
         return marked
 
     return mark if function is None else mark(function)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    name: str
+    home: str
+    """The module in which `@workflow` stands."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +118,12 @@ def discover(source: ModuleType | Path | str) -> list[Marked]:
     module = source
     if not isinstance(module, ModuleType):
         module = _load_file(str(source), str(source), None)
-    return [
-        Marked(getattr(value, _MARK), value)
-        for value in dict.fromkeys(_values(module))
-        if getattr(value, "__module__", None) == module.__name__
-    ]
-
-
-def _values(module: ModuleType) -> list[Any]:
-    found = []
+    found: dict[int, Marked] = {}
     for value in vars(module).values():
-        with contextlib.suppress(TypeError):  # what cannot be hashed was not marked by us
-            if callable(value) and isinstance(inspect.getattr_static(value, _MARK, None), str):
-                hash(value)
-                found.append(value)
-    return found
+        mark = inspect.getattr_static(value, _MARK, None)
+        if isinstance(mark, _Mark) and mark.home == module.__name__:
+            found.setdefault(id(value), Marked(mark.name, value))
+    return list(found.values())
 
 
 def _load_file(spec: str, place: str, base_dir: Path | None) -> ModuleType:
@@ -131,7 +134,8 @@ def _load_file(spec: str, place: str, base_dir: Path | None) -> ModuleType:
         return sys.modules[name]
     _refuse_twins(path)
     if package:
-        return _imported(spec, package)
+        with _importing(spec):
+            return importlib.import_module(package)
     _append_to_sys_path(path.parent)
     file_spec = importlib.util.spec_from_file_location(name, path)
     assert file_spec is not None
@@ -139,10 +143,11 @@ def _load_file(spec: str, place: str, base_dir: Path | None) -> ModuleType:
     module = importlib.util.module_from_spec(file_spec)
     sys.modules[name] = module
     try:
-        file_spec.loader.exec_module(module)
-    except BaseException as error:
+        with _importing(spec):
+            file_spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        raise _import_refusal(spec, error) from error
+        raise
     return module
 
 
@@ -152,33 +157,50 @@ def _import(spec: str, name: str, base_dir: Path | None) -> ModuleType:
             _append_to_sys_path(folder.absolute())
     if not all(part.isidentifier() for part in name.split(".")):
         raise _refused(spec, _FORMS, f"{name!r}, no module name", "mind the `.py` of a file")
-    with contextlib.suppress(ImportError, AttributeError, ValueError):
-        if importlib.util.find_spec(name) is not None:
-            return _imported(spec, name)
+    with _importing(spec):
+        if name in sys.modules or _is_there(name):
+            return importlib.import_module(name)
     parent, _, last = name.rpartition(".")
     cure = f"install it, or name a file: `path/{last}.py:function`"
     with contextlib.suppress(Exception):
         if parent and hasattr(importlib.import_module(parent), last):
             cure = f"put a colon before the function: `{parent}:{last}`"
-    if ":" not in spec and "." not in name:
-        cure = f"write where `{name}` is: `path/file.py:{name}`"
-    near = difflib.get_close_matches(name, [path.stem for path in Path.cwd().glob("*.py")], 1)
+    near = difflib.get_close_matches(name, _module_names(parent), 1, 0.75)
     if near:
         cure = f"did you mean `{spec.replace(name, near[0])}`? Else {cure}"
+    elif ":" not in spec and not parent:
+        cure = f"write where `{name}` is: `path/file.py:{name}`"
     raise _refused(spec, f"a module `{name}` that can be imported", "no such module", cure)
 
 
-def _imported(spec: str, name: str) -> ModuleType:
+def _is_there(name: str) -> bool:
     try:
-        return importlib.import_module(name)
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):
+            return False
+        raise
+
+
+def _module_names(parent: str) -> list[str]:
+    """Names of what could be imported beside a module that is not there."""
+    if not parent:
+        return [module.name for module in pkgutil.iter_modules()]
+    with contextlib.suppress(Exception):
+        places = importlib.import_module(parent).__path__
+        return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(places)]
+    return []
+
+
+@contextlib.contextmanager
+def _importing(spec: str) -> Iterator[None]:
+    """Turn whatever the user's code raises into a refusal that shows their line."""
+    try:
+        yield
+    except (KeyboardInterrupt, BadInput):
+        raise
     except BaseException as error:
-        raise _import_refusal(spec, error) from error
-
-
-def _import_refusal(spec: str, error: BaseException) -> BaseException:
-    if isinstance(error, (KeyboardInterrupt, BadInput)):
-        return error
-    return BadInput(f"{spec} could not be imported.", [import_fault(spec, error)])
+        raise BadInput(f"{spec} could not be imported.", [import_fault(spec, error)]) from error
 
 
 def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:
@@ -199,7 +221,7 @@ def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:
             cure = f"did you mean `{right}`?"
             break
         if names:
-            cure = f"{folder} has {', '.join(names[:8])}"
+            cure = f"{folder} has {', '.join(names[:_MOST_NAMES])}"
     raise _refused(spec, "a Python file", found, cure)
 
 
@@ -246,7 +268,7 @@ def _refuse_twins(path: Path) -> None:
                         f"{path}:{getattr(node, 'lineno', 0)}",
                         f"`{name}` to be {sibling}",
                         f"{loaded}, imported before under the same name",
-                        f"rename one of the two files, or put each into a package of its own",
+                        "rename one of the two files, or put each into a package of its own",
                     )
                 )
     if faults:
@@ -291,8 +313,10 @@ def _choices(module: ModuleType, name: str) -> tuple[str, str]:
         if callable(value)
         and getattr(value, "__module__", None) == module.__name__
         and not inspect.isclass(value)
+        and not key.startswith("_")
     ]
-    listed = ", ".join(f"`{key}`" for key in names)
+    listed = ", ".join(f"`{key}`" for key in names[:_MOST_NAMES])
+    listed += f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
     close = difflib.get_close_matches(name, names, 1, 0.5)
     if close:
         return listed, f"did you mean `{close[0]}`?"
@@ -319,7 +343,3 @@ def _only_marked(spec: str, module: ModuleType) -> Any:
 
 def _refused(spec: str, expected: str, found: str, cure: str) -> BadInput:
     return BadInput(f"{spec!r} names no function.", [Fault(spec, expected, found, cure)])
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", None) or type(function).__name__

@@ -8,8 +8,8 @@ Both forms of a workflow may also take `auxiliary_models`, `logger` and `system_
 the first two. What means the same is accepted, by these rules:
 
 - Everything is passed by name: order is free, keyword-only is fine, positional-only is not.
-- A parameter's annotation must admit what is passed: a plain dict, a TrinityChatModel. So base
-  classes, unions with a fitting member, TypedDicts and `Any` are fine, and so is no annotation.
+- An annotation must admit what is passed: a plain dict, a TrinityChatModel. So base classes,
+  unions with a fitting member, TypedDicts and `Any` are fine. `task` and `model` must have one.
 - The return annotation decides the form, so it must be there: `float` or a subclass (but not
   `int`, `bool` or an Optional), or a class with the fields of `WorkflowOutput`.
 - No other parameter may be there, with a default or without, as in AgentScope's own check. A
@@ -28,8 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aflow_tune.annotations import read
-from aflow_tune.contract import JUDGE, WORKFLOW, Contract, Form, result_name, why_not
+from aflow_tune.annotations import Meaning, read
+from aflow_tune.contract import JUDGE, WORKFLOW, Contract, result_name, why_not
 from aflow_tune.definition import Definition, DefParameter, annotation_text, define, is_async
 from aflow_tune.errors import BadInput, Fault
 
@@ -43,8 +43,8 @@ class WorkflowContract:
     name: str
     file: str
     line: int
-    form: Form
-    """'float': it returns its reward. 'output': it returns a `WorkflowOutput`."""
+    returns: str
+    """'float', or 'WorkflowOutput' for every class with its fields."""
     optional: tuple[str, ...]
     """Which of `auxiliary_models`, `logger`, `system_prompt` it takes."""
 
@@ -67,9 +67,9 @@ def check_workflow(function: Callable[..., Any]) -> WorkflowContract:
         BadInput: with every fault of the function; each gives the corrected `def` line.
     """
     check = _Check(function, WORKFLOW)
-    form = check.run()
+    returns = check.run()
     where = check.definition
-    return WorkflowContract(where.name, where.file, where.line, form, check.optional())
+    return WorkflowContract(where.name, where.file, where.line, returns, check.optional())
 
 
 def check_judge(function: Callable[..., Any]) -> JudgeContract:
@@ -106,7 +106,7 @@ def check_functions(
     if errors:
         faults = [fault for error in errors for fault in error.faults]
         raise BadInput("\n".join(error.title for error in errors), faults)
-    if judge is not None and contracts["workflow"].form == "float":
+    if judge is not None and contracts["workflow"].returns == "float":
         raise _Check(workflow, WORKFLOW).has_no_use_for(contracts["judge"].name)
     return contracts["workflow"], contracts["judge"]
 
@@ -122,10 +122,13 @@ class _Check:
         if not callable(function) or inspect.isclass(function):
             raise _not_a_function(function, contract)
         self.definition = define(function)
+        is_python = inspect.isfunction(self.definition.layers[-1])
         try:
             self.signature = inspect.signature(function)
         except (TypeError, ValueError):
-            raise _without_signature(self.definition, contract) from None
+            raise _not_python(self.definition, contract) from None
+        if not is_python and not is_async(self.definition):
+            raise _not_python(self.definition, contract)
         self.parameters = {
             name: parameter
             for name, parameter in self.signature.parameters.items()
@@ -136,16 +139,16 @@ class _Check:
         self.retyped: set[str] = set()
         self.dropped: set[str] = set()
 
-    def run(self) -> Form:
-        """The form of the function's result. Raises BadInput with all faults."""
+    def run(self) -> str:
+        """What the function returns. Raises BadInput with all faults."""
         self._check_kind()
         self._check_names()
         for name, parameter in self.parameters.items():
             self._check_type(name, parameter)
-        form = self._check_return()
-        if form is None or self.faults:
+        returns = self._check_return()
+        if returns is None or self.faults:
             raise self._refusal()
-        return form
+        return returns
 
     def optional(self) -> tuple[str, ...]:
         """The optional parameters that the function takes, in its own order."""
@@ -155,7 +158,7 @@ class _Check:
         """The refusal of a judge beside a workflow that returns its reward itself."""
         self._fault(
             "`-> WorkflowOutput`, whose response the judge scores",
-            f"`-> float`, and a judge `{judge}` that would never be called",
+            f"{self.definition.name} returns float, so the judge `{judge}` would never be called",
             "return WorkflowOutput(response=...), or leave the judge out",
         )
         return self._refusal("WorkflowOutput")
@@ -196,10 +199,13 @@ class _Check:
                 f"`{name}` in its place",
                 f"rename `{name}` to `{meant}`, in the body too",
             )
-        present = ", ".join(f"`{name}`" for name in self.parameters) or "no parameters"
+        stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [name for name, found in self.parameters.items() if found.kind not in stars]
+        present = ", ".join(f"`{name}`" for name in named)
         for name in missing:
             if name not in self.renamed.values():
-                self._fault(f"a parameter `{name}`", f"only {present}", f"add `{name}`")
+                found = f"only {present}" if present else "no parameter with a name"
+                self._fault(f"a parameter `{name}`", found, f"add `{name}`")
         for name in unknown:
             if name not in self.renamed:
                 self.dropped.add(name)
@@ -240,7 +246,7 @@ class _Check:
         ]
         paired: dict[str, str] = {}
         for meant in missing:
-            for name in difflib.get_close_matches(meant, free, 1, 0.6):
+            for name in difflib.get_close_matches(meant, free, 1, 0.7):
                 paired[name] = meant
                 free.remove(name)
         left = [meant for meant in missing if meant not in paired.values()]
@@ -269,7 +275,10 @@ class _Check:
     def _check_type(self, name: str, parameter: inspect.Parameter) -> None:
         meant = self.renamed.get(name, name)
         kind = self.known.get(meant)
-        if kind is None or parameter.annotation is parameter.empty:
+        if kind is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return
+        if parameter.annotation is parameter.empty:
+            self._refuse_bare(name, meant)
             return
         meanings = read(parameter.annotation, self.definition.names)
         if any(meaning.name in _ANYTHING or kind.admits(meaning) for meaning in meanings):
@@ -284,21 +293,31 @@ class _Check:
             f"annotate `{meant}` with what is passed",
         )
 
-    def _check_return(self) -> Form | None:
+    def _refuse_bare(self, name: str, meant: str) -> None:
+        kind = self.known[meant]
+        if meant in self.contract.essential and not kind.admits(Meaning("object")):
+            self.retyped.add(name)
+            self._fault(
+                f"`{meant}` annotated, as {kind.expected}",
+                f"`{name}` without an annotation",
+                f"annotate `{meant}`",
+            )
+
+    def _check_return(self) -> str | None:
         annotation = self.signature.return_annotation
-        forms = self.contract.forms
-        expected = " or ".join(f"`-> {name}`" for name in forms.values())
+        accepted = self.contract.returns
+        expected = " or ".join(f"`-> {name}`" for name in accepted)
         if annotation is inspect.Signature.empty:
             self._fault(expected, "no return annotation", "say what is returned")
             return None
         meanings = read(annotation, self.definition.names)
-        for form, name in forms.items():
-            if [result_name(meaning) for meaning in meanings] == [name]:
-                return form
+        names = [result_name(meaning) for meaning in meanings]
+        if len(names) == 1 and names[0] in accepted:
+            return names[0]
         node = self.definition.node
         text = ast.unparse(node.returns) if node and node.returns else annotation_text(annotation)
-        reason = why_not(meanings, list(forms.values()))
-        self._fault(expected, f"`-> {text}`: {reason}", "return that, and say so")
+        reason = why_not(meanings, accepted)
+        self._fault(expected, f"`-> {text}`: {reason}", "annotate what is returned")
         return None
 
     def _refusal(self, returns: str | None = None) -> BadInput:
@@ -337,12 +356,15 @@ class _Check:
             for name, kind in self.contract.essential.items()
             if name not in present
         ]
-        parameters = [*bound, *added, *free]
+        if added:  # there is no order of the user's to keep
+            order = list(self.known)
+            free = sorted([*added, *free], key=lambda parameter: order.index(parameter.name))
+        parameters = [*bound, *free]
         return self.definition.def_line(parameters, self._returns(returns), self.contract.noun)
 
     def _returns(self, wanted: str | None) -> str:
         """The return annotation to paste: as written, else as returned, else the usual one."""
-        names = list(self.contract.forms.values())
+        names = self.contract.returns
         annotation = self.signature.return_annotation
         members: list[str] = []
         if wanted is None and annotation is not inspect.Signature.empty:
@@ -371,11 +393,11 @@ def _not_a_function(function: Any, contract: Contract) -> BadInput:
     return BadInput(f"This cannot be a {contract.noun}.", [fault])
 
 
-def _without_signature(definition: Definition, contract: Contract) -> BadInput:
+def _not_python(definition: Definition, contract: Contract) -> BadInput:
     fault = Fault(
         definition.where,
         f"an async function written in Python: `{contract.usual}`",
-        f"{definition.name}, whose parameters cannot be seen",
+        f"`{definition.name}`, which is built in, compiled, a class, or hides its signature",
         "call it from a function of your own",
     )
     return BadInput(f"{definition.name} cannot be a {contract.noun}.", [fault])

@@ -72,14 +72,16 @@ def serve(port_to: Connection, tokens: int) -> None:
 
 async def measure(port: int, calls: int, rounds: int) -> dict[tuple[int, str], list[float]]:
     """Milliseconds a call by number of callers and kind of client, one value a round."""
-    from aflow_tune.engines.trinity.adapter import WorkflowAdapter
-
     import openai
+
+    from aflow_tune.engines.trinity.adapter import WorkflowAdapter
+    from aflow_tune.engines.trinity.recording import chat_model
+
+    # isort: split
+    # After the lines above, which install the stand-in for vLLM that Trinity needs.
     from trinity.common.config import GenerationConfig, InferenceModelConfig
     from trinity.common.models.model import ModelWrapper
     from trinity.common.workflows.workflow import Task
-
-    from aflow_tune.engines.trinity.recording import chat_model
 
     url = f"http://127.0.0.1:{port}"
     config = InferenceModelConfig(

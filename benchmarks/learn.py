@@ -5,7 +5,8 @@
     python benchmarks/learn.py --ablate RUN_DIR   blanks the prompt of each call in turn
 
 Every number comes from the records that the run itself wrote. Seeds that do not improve are
-printed like the others.
+printed like the others. An ablation runs the trained model on the held-out items three times
+with the same seeds: as it is, with the first call's prompt blanked, with the second's.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 
-from aflow_tune.report.evaluation import first_and_last
-from aflow_tune.report.metrics import read_metrics
+from aflow_tune.report.evaluation import first_and_last, load_evaluations, pair
+from aflow_tune.report.metrics import read_metrics, series
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
+WORKFLOW = ROOT / "workflows" / "three_terms.py"
+HELD_OUT = ROOT / "workflows" / "data" / "three_terms" / "held_out.jsonl"
 
 
 @dataclass
@@ -41,21 +45,31 @@ class Outcome:
     low: float | None
     high: float | None
     items: int
+    steps: int
     first_step_seconds: float
     total_seconds: float
     peak_gigabytes: float
+    cpus: int
+    """Processor cores that the run was allowed to use."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each training step."""
+    held_out: dict[int, float] = field(default_factory=dict)
+    """Mean held-out score by step."""
+    run_dir: str = ""
 
 
 def run_seed(seed: int, inline: bool, root: Path) -> Outcome:
-    """Run the quickstart's command once, as a user would.
+    """Run the quickstart's command once, as a user would, into a new folder under `root`.
 
     Raises:
         RuntimeError: it did not exit with 0; its output is in the message.
     """
+    root.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix=f"seed{seed}-", dir=root))  # never resumes an older run
     command = [sys.executable, "-m", "aflow_tune.cli", str(CONFIG)]
     command += [f"seed={seed}", f"checkpoint_root_dir={root}"] + ["--inline"] * inline
     started, peak = time.time(), 0.0
-    with tempfile.TemporaryFile("w+") as output:
+    with (root / "output.txt").open("w+") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             peak = max(peak, _tree_bytes(process.pid))
@@ -64,9 +78,11 @@ def run_seed(seed: int, inline: bool, root: Path) -> Outcome:
         if process.returncode:
             output.seek(0)
             raise RuntimeError(f"seed {seed} exited with {process.returncode}:\n{output.read()}")
-    run_dir = root / "aflow-tune" / f"quickstart-seed{seed}"
+    (run_dir,) = (path.parent for path in root.glob("*/*/metrics.jsonl"))
     (comparison,) = first_and_last(run_dir).values()
-    trained = [line.time for line in read_metrics(run_dir) if line.role == "trainer"]
+    (evaluations,) = load_evaluations(run_dir).values()
+    lines = read_metrics(run_dir)
+    trained = [line.time for line in lines if line.role == "trainer"]
     change = comparison.difference
     return Outcome(
         seed=seed,
@@ -76,9 +92,18 @@ def run_seed(seed: int, inline: bool, root: Path) -> Outcome:
         low=change.low,
         high=change.high,
         items=change.count,
+        steps=comparison.after.step,
         first_step_seconds=min(trained) - started,
         total_seconds=total,
         peak_gigabytes=peak / 1e9,
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        rewards=[round(value, 4) for _, value in series(lines, "rollout/reward/mean")],
+        held_out={
+            step: round(sum(scores.values()) / len(scores), 4)
+            for step, evaluation in evaluations.items()
+            if (scores := evaluation.scores())
+        },
+        run_dir=str(run_dir),
     )
 
 
@@ -97,8 +122,8 @@ def _tree_bytes(pid: int) -> float:
     return total
 
 
-def ablate(run_dir: Path) -> dict[str, float]:
-    """Held-out share of right answers of a trained model, whole and with a prompt blanked."""
+def ablate(run_dir: Path) -> dict[str, dict[int, float]]:
+    """Held-out scores of a trained model by item: whole, and with each call's prompt blanked."""
     from aflow_tune.context import RunContext
     from aflow_tune.engines.local.models import load_model, load_tokenizer, pick_device, pick_dtype
     from aflow_tune.engines.local.sampler import Sampler, SamplingParams
@@ -108,36 +133,57 @@ def ablate(run_dir: Path) -> dict[str, float]:
     tokenizer = load_tokenizer(path)
     model = load_model(path, pick_dtype("auto", device), device)
     sampler = Sampler(model, tokenizer, max_model_len=256)
-    function = resolve(str(ROOT / "workflows/three_terms.py") + ":add_three_terms")
-    module = sys.modules[function.__module__]
-    data = ROOT / "workflows/data/three_terms/held_out.jsonl"
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    function = resolve(f"{WORKFLOW}:add_three_terms")
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
 
-    async def call(messages: list[dict[str, str]], seed: int) -> SimpleNamespace:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        (completion,) = await sampler.submit(ids, SamplingParams(max_tokens=12, seed=seed))
-        return SimpleNamespace(content=[{"type": "text", "text": completion.text}])
+    async def one(index: int, blank: int | None) -> float:
+        calls = 0
 
-    async def one(index: int, row: dict) -> float:
+        async def call(messages: list[dict[str, str]]) -> SimpleNamespace:
+            nonlocal calls
+            calls += 1
+            if calls == blank:
+                messages = [*messages[:-1], {"role": "user", "content": ""}]
+            text = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            params = SamplingParams(max_tokens=12, seed=2 * index + calls)
+            (completion,) = await sampler.submit(ids, params)
+            return SimpleNamespace(content=[{"type": "text", "text": completion.text}])
+
         context = RunContext()
         with context.activate():
-            await function(task=row, model=lambda messages: call(messages, index))
+            await function(task=rows[index], model=call)
         return context.metrics["correct"]
 
-    async def share() -> float:
-        scores = await asyncio.gather(*(one(index, row) for index, row in enumerate(rows)))
-        return sum(scores) / len(scores)
+    async def scores(blank: int | None) -> dict[int, float]:
+        items = range(len(rows))
+        return dict(zip(items, await asyncio.gather(*(one(i, blank) for i in items)), strict=True))
 
-    first, second = module.FIRST_PROMPT, module.SECOND_PROMPT
-    result = {"whole": asyncio.run(share())}
-    module.FIRST_PROMPT = ""
-    result["first prompt blanked"] = asyncio.run(share())
-    module.FIRST_PROMPT, module.SECOND_PROMPT = first, ""
-    result["second prompt blanked"] = asyncio.run(share())
-    module.SECOND_PROMPT = second
-    sampler.close()
-    return result
+    names = {"whole": None, "first prompt blanked": 1, "second prompt blanked": 2}
+    try:
+        return {name: asyncio.run(scores(blank)) for name, blank in names.items()}
+    finally:
+        sampler.close()
+
+
+def print_ablation(run_dir: Path) -> int:
+    """Print the shares; 0 if each blanked prompt lowers the score with an interval below zero."""
+    found = ablate(run_dir)
+    whole = found.pop("whole")
+    print(f"{'whole':22} {sum(whole.values()) / len(whole):.3f}")
+    needed = True
+    for name, scores in found.items():
+        paired = pair(whole, scores)
+        assert paired is not None
+        change = paired.difference
+        print(
+            f"{name:22} {paired.mean_after:.3f}  change {change.mean:+.3f}, "
+            f"95% interval {change.low:+.3f} to {change.high:+.3f}"
+        )
+        needed = needed and paired.direction < 0
+    return 0 if needed else 1
 
 
 def main() -> int:
@@ -150,9 +196,7 @@ def main() -> int:
     parser.add_argument("--ablate", type=Path, metavar="RUN_DIR", help="only this")
     options = parser.parse_args()
     if options.ablate:
-        for name, value in ablate(options.ablate).items():
-            print(f"{name:24} {value:.3f}")
-        return 0
+        return print_ablation(options.ablate)
     root = options.root.resolve()
     outcomes = []
     print("seed  before  after   change  95% interval       items  first step  total   peak")
@@ -166,8 +210,9 @@ def main() -> int:
             f"{outcome.total_seconds:4.0f} s  {outcome.peak_gigabytes:.1f} GB",
             flush=True,
         )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1) + "\n")
+        if options.json:
+            options.json.write_text(json.dumps([asdict(o) for o in outcomes], indent=1) + "\n")
+    print("run folders:", *(outcome.run_dir for outcome in outcomes), sep="\n  ")
     improved = sum(o.low is not None and o.low > 0 for o in outcomes)
     print(f"{improved} of {len(outcomes)} seeds improved with an interval above zero")
     return 0 if improved * 3 >= len(outcomes) * 2 else 1

@@ -76,7 +76,9 @@ def ours(model_dir: Path, dtype: Any, threads: int, args: argparse.Namespace) ->
     return complete
 
 
-def padded_generate(model_dir: Path, dtype: Any, threads: int, args: argparse.Namespace) -> Callable:
+def padded_generate(
+    model_dir: Path, dtype: Any, threads: int, args: argparse.Namespace
+) -> Callable:
     """A function that completes prompts with transformers' `generate`."""
     import torch
 
@@ -102,9 +104,7 @@ def padded_generate(model_dir: Path, dtype: Any, threads: int, args: argparse.Na
     return complete
 
 
-def measure(
-    sides: dict[str, Callable], batches: Sequence[Prompts]
-) -> dict[str, list[float]]:
+def measure(sides: dict[str, Callable], batches: Sequence[Prompts]) -> dict[str, list[float]]:
     """Seconds of every side on every batch, after one unmeasured round; sides take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for complete in sides.values():
@@ -171,7 +171,9 @@ def main() -> None:
         f"{args.model}, prompts of {args.prompt_tokens} tokens in groups of {args.group}, "
         f"{args.new_tokens} new tokens, {threads} threads, median of {args.repeats}, tokens/s"
     )
-    print(f"{'dtype':6}{'sequences':>10}{'ours':>9}{'generate':>10}{'ratio':>7}{'vLLM':>9}{'ratio':>7}")
+    print(
+        f"{'dtype':6}{'sequences':>10}{'ours':>9}{'generate':>10}{'ratio':>7}{'vLLM':>9}{'ratio':>7}"
+    )
     rows = []
     for dtype in args.dtype:
         number_format = getattr(torch, DTYPE_NAMES[dtype])

@@ -1,53 +1,53 @@
-"""Reward for answers in `\\boxed{...}`: symbolic equality by math-verify.
+"""Reward for answers in `\\boxed{...}`: equal to the reference as mathematics, by math-verify.
 
-math-verify limits its own time with signals, which exist in a process's main thread only, and
-workflow functions run in threads of their own. Its limits are therefore switched off here;
-what bounds the time is the length of what it is given, and the run's own time-out behind it.
+`judge: rewards/math_boxed.py:math_judge` in a YAML scores the response of any workflow that
+returns a `WorkflowOutput`; a workflow that scores itself calls `math_boxed_reward`.
 """
 
 from __future__ import annotations
 
-from math_verify import LatexExtractionConfig, parse, verify
+from typing import Any
+
+from aflow_tune import JudgeOutput
+from aflow_tune.math_equality import equal_answers
 
 MAX_ANSWER_CHARACTERS = 400
+"""What is longer is no final answer."""
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` with balanced braces, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    """The content of the last `\\boxed{...}` (or `\\boxed 7`) with balanced braces, or None."""
+    _, found, rest = text.rpartition("\\boxed")
+    if not found:
         return None
-    depth, begin = 0, start + len("\\boxed")
-    for position in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    if not rest.startswith("{"):
+        words = rest.split("$")[0].split()
+        return words[0] if words else None
+    depth = 0
+    for position, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[begin + 1 : position]
+            return rest[1:position]
     return None
-
-
-def is_correct(answer: str, truth: str) -> bool:
-    """Whether two answers are equal as text without spaces, or symbolically."""
-    if answer.replace(" ", "") == truth.replace(" ", ""):
-        return True
-    if len(answer) > MAX_ANSWER_CHARACTERS:
-        return False
-    return bool(verify(_expression(truth), _expression(answer), timeout_seconds=None))
 
 
 def math_boxed_reward(response: str, truth: str) -> float:
     """1 if the last boxed answer of `response` equals `truth`, else 0.
 
     `truth` may be a whole solution that ends in a boxed answer.
+
+    Raises:
+        Undecided: the answer is such that no verdict is found; the run counts as failed, not
+            as wrong.
     """
     answer = boxed(response)
-    if answer is None:
+    if answer is None or len(answer) > MAX_ANSWER_CHARACTERS:
         return 0.0
-    return float(is_correct(answer, boxed(truth) or truth))
+    return float(equal_answers(answer, boxed(truth) or truth))
 
 
-def _expression(text: str) -> list:
-    return parse(
-        f"\\boxed{{{text}}}",
-        extraction_config=[LatexExtractionConfig(boxed_match_priority=0)],
-        parsing_timeout=None,
-    )
+async def math_judge(task: dict, response: Any) -> JudgeOutput:
+    """Scores a response, a text or an AgentScope message, against the row's `solution`."""
+    text = response if isinstance(response, str) else response.get_text_content()
+    correct = math_boxed_reward(text or "", task["solution"])
+    return JudgeOutput(reward=correct, metrics={"correct": correct})

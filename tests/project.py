@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-WORKFLOW = '''
+WORKFLOW = """
 from typing import Dict
 
 from agentscope.model import TrinityChatModel
@@ -23,7 +23,7 @@ async def two_calls(task: Dict, model: TrinityChatModel) -> float:
     share = sum(c.isalpha() for c in text) / max(1, len(text))
     record_metrics(letters=share)
     return share
-'''
+"""
 
 CONFIG = """
 project: tests

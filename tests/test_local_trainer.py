@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aflow_tune.engines.local.lora import LoraSpec
+from aflow_tune.engines.local.models import load_model, load_tokenizer
+from aflow_tune.engines.local.sampler import Sampler, SamplingParams
 from aflow_tune.engines.local.schedule import Schedule
 from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, Sample, TrainerSettings
 
@@ -187,3 +189,42 @@ def test_an_empty_batch_is_refused_and_a_silent_one_is_not(tiny_model_dir: Path)
     before = trainer.weights()
     assert trainer.step(groups, PolicyGradient())["actor/grad_norm"] == 0.0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())
+
+
+def test_sampler_and_trainer_give_the_same_log_probabilities(tiny_model_dir: Path) -> None:
+    """Before and after an update of the adapter reached the sampler, at temperature 0.8."""
+    trainer = make(tiny_model_dir, temperature=0.8)
+    sampler = Sampler(
+        load_model(tiny_model_dir, torch.float32, torch.device("cpu")),
+        load_tokenizer(tiny_model_dir),
+        max_model_len=128,
+        lora=LoraSpec(4, 8.0),
+    )
+    params = SamplingParams(max_tokens=20, n=3, temperature=0.8, seed=1)
+    prompts = [list(range(10, 30)), list(range(40, 45))]
+    try:
+        for version in (1, 2):
+            groups = []
+            for prompt, completions in zip(
+                prompts, sampler.generate(prompts, [params] * 2), strict=True
+            ):
+                groups.append(
+                    [
+                        Sample(
+                            torch.tensor(prompt + completion.token_ids),
+                            len(prompt),
+                            torch.ones(len(completion.token_ids), dtype=torch.bool),
+                            torch.tensor(completion.logprobs),
+                            {"advantages": torch.full((len(completion.token_ids),), float(i - 1))},
+                        )
+                        for i, completion in enumerate(completions)
+                    ]
+                )
+            samples = [sample for group in groups for sample in group]
+            for sample, ours in zip(samples, trainer.logprobs(samples), strict=True):
+                assert sample.logprobs_R is not None
+                assert torch.allclose(ours, sample.logprobs_R, atol=1e-4, rtol=0)
+            trainer.step(groups, PolicyGradient())
+            sampler.update_weights(trainer.weights(), version)
+    finally:
+        sampler.close()

@@ -25,7 +25,7 @@ def test_a_folder_resolves_to_itself(tiny_model_dir: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="without config.json"):
+    with pytest.raises(BadInput, match=r"without config\.json"):
         models.resolve_model(str(tmp_path))
     assert not models.is_cached(str(tmp_path))
 

@@ -2,98 +2,308 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aflow_tune.errors import BadInput
-from aflow_tune.plugins import discover, loaded_from_file, resolve, workflow
-
-SOURCE = """
-from aflow_tune import workflow
-from plugin_sibling import NUMBER
-
-@workflow
-async def marked(task, model):
-    return NUMBER
-
-async def other(task, model):
-    return 0
-
-value = 3
-"""
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.plugins import discover, resolve, workflow
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "plugin_sibling.py").write_text("NUMBER = 7\n")
-    (tmp_path / "flows.py").write_text(SOURCE)
-    (tmp_path / "two.py").write_text(SOURCE.replace("async def other", "@workflow\nasync def other"))
-    (tmp_path / "none.py").write_text("x = 1\n")
-    (tmp_path / "broken.py").write_text("import json\n\nx = 1 / 0\n")
-    (tmp_path / "syntax.py").write_text("def f(:\n")
-    (tmp_path / "needs.py").write_text("import not_installed_anywhere\n")
-    return tmp_path
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
 
 
-def test_a_function_of_a_file_with_its_sibling(folder: Path) -> None:
-    function = resolve(f"{folder}/flows.py:other")
-    assert function.__name__ == "other"
-    assert resolve(f"{folder}/flows.py:other") is function
-    assert sys.modules[function.__module__] in loaded_from_file()
+MARKED = "from aflow_tune import workflow\n@workflow\nasync def solve(task, model): return 1\n"
 
 
-def test_a_relative_path_is_looked_for_beside_the_configuration(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir("/")
-    assert resolve("flows.py:other", base_dir=folder).__name__ == "other"
-    monkeypatch.chdir(folder)
-    assert resolve("flows.py:other").__name__ == "other"
+@pytest.fixture(autouse=True)
+def _clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing that a test makes importable reaches the next one."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
-def test_the_only_marked_function_needs_no_name(folder: Path) -> None:
-    function = resolve(f"{folder}/flows.py")
-    assert function.__name__ == "marked"
-    assert list(discover(sys.modules[function.__module__])) == ["marked"]
-
-
-def test_a_module_and_an_attribute_of_it() -> None:
-    assert resolve("json:dumps").__name__ == "dumps"
-    assert resolve("json.decoder:JSONDecoder.decode").__name__ == "decode"
-
-
-@pytest.mark.parametrize(
-    ("spec", "phrases"),
-    [
-        ("{folder}/flow.py:other", ["no file", "flows.py"]),
-        ("{folder}/flows.py:othr", ["no such name", "other"]),
-        ("{folder}/flows.py:value", ["a function", "int 3"]),
-        ("{folder}/two.py", ["exactly one", ":marked", ":other"]),
-        ("{folder}/none.py", ["0 functions", "@workflow"]),
-        ("{folder}/broken.py:x", ["ZeroDivisionError", "broken.py:3"]),
-        ("{folder}/syntax.py:x", ["SyntaxError", "syntax.py:1"]),
-        ("{folder}/needs.py:x", ["not_installed_anywhere", "needs.py:1"]),
-        ("jsn:dumps", ["no module 'jsn'", "json"]),
-        ("json:dmps", ["no such name", "dumps"]),
-        ("json", ["no colon"]),
-        (":f", ["incomplete"]),
-        ("json:", ["incomplete"]),
-    ],
-)
-def test_each_error_says_what_to_write(folder: Path, spec: str, phrases: list[str]) -> None:
+def fault(spec: str, base: Path | None = None) -> Fault:
     with pytest.raises(BadInput) as caught:
-        resolve(spec.format(folder=folder))
-    for phrase in phrases:
-        assert phrase in str(caught.value)
+        resolve(spec, base)
+    (only,) = caught.value.faults
+    return only
+
+
+def test_a_function_of_a_file_with_its_siblings(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        flows="from near_helper import N\ndef f(): return N\ndef g():\n    import near_late\n"
+        "    return near_late.M\n",
+        near_helper="N = 7",
+        near_late="M = 8",
+    )
+    function = resolve(f"{tmp_path}/flows.py:f")
+    assert function() == 7
+    assert resolve(f"{tmp_path}/flows.py:g")() == 8
+    assert resolve(f"{tmp_path}/../{tmp_path.name}/flows.py:f") is function
+    assert sys.modules[function.__module__].__file__ == str(tmp_path / "flows.py")
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
+    write(tmp_path / "a", flow="def f(): return 'a'")
+    write(tmp_path / "b", flow="def f(): return 'b'")
+    assert resolve(f"{tmp_path}/a/flow.py:f")() == "a"
+    assert resolve(f"{tmp_path}/b/flow.py:f")() == "b"
+
+
+def test_the_name_of_a_file_may_be_anything(tmp_path: Path) -> None:
+    (tmp_path / "my flow-2.py").write_text("def f(): return 1")
+    assert resolve(f"{tmp_path}/my flow-2.py:f")() == 1
+
+
+def test_a_path_is_looked_for_here_and_beside_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "here", flow="def f(): return 'here'")
+    write(tmp_path / "base", flow="def f(): return 'base'", other="def f(): return 'other'")
+    monkeypatch.chdir(tmp_path / "here")
+    assert resolve("flow.py:f", tmp_path / "base")() == "here"
+    assert resolve("other.py:f", tmp_path / "base")() == "other"
+    assert resolve("./flow.py:f")() == "here"
+
+
+def test_what_is_installed_is_never_shadowed(tmp_path: Path) -> None:
+    write(tmp_path, flow="import colorsys, isympy\ndef f(): return colorsys, isympy")
+    write(tmp_path, colorsys="", isympy="")
+    colorsys, isympy = resolve(f"{tmp_path}/flow.py:f")()
+    assert hasattr(colorsys, "rgb_to_hsv")
+    assert hasattr(isympy, "main")
+
+
+def test_a_sibling_with_the_name_of_anothers_sibling_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", flow="import twin_helper\ndef f(): ...", twin_helper="X = 'a'")
+    write(tmp_path / "b", flow="\nfrom twin_helper import X\ndef f(): ...", twin_helper="X = 'b'")
+    resolve(f"{tmp_path}/a/flow.py:f")
+    found = fault(f"{tmp_path}/b/flow.py:f")
+    assert found.where == f"{tmp_path}/b/flow.py:2"
+    assert found.found.startswith(f"{tmp_path}/a/twin_helper.py")
+    assert "rename" in found.cure
+
+
+def test_a_file_in_a_package_may_import_relatively(tmp_path: Path) -> None:
+    package = tmp_path / "plug_package"
+    write(package, __init__="", helpers="N = 3")
+    write(package / "flows", __init__="", react="from ..helpers import N\ndef f(): return N\n")
+    function = resolve(f"{package}/flows/react.py:f")
+    assert function() == 3
+    assert function.__module__ == "plug_package.flows.react"
+    assert resolve("plug_package.flows.react:f") is function
+    assert resolve(f"{package}/flows/react.py:f") is function
+
+
+def test_a_package_whose_name_is_taken_is_loaded_as_a_plain_file(tmp_path: Path) -> None:
+    write(tmp_path / "json", __init__="", flow="def f(): return 1\n")
+    assert resolve(f"{tmp_path}/json/flow.py:f")() == 1
+
+
+def test_modules_are_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, local_flows="def f(): return 1\nclass A:\n    def go(self): ...\nobj = A()\n")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("local_flows:f")() == 1
+    assert resolve("local_flows:obj.go").__name__ == "go"
+    assert resolve("json:dumps").__name__ == "dumps"
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_the_only_marked_function_needs_no_name(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        flow="from other_flow import solve\nfrom aflow_tune import workflow\n"
+        "async def helper(): ...\n@workflow\nasync def own(task, model): ...\nagain = own\n",
+        other_flow=MARKED,
+    )
+    assert resolve(f"{tmp_path}/flow.py").__name__ == "own"
+    assert resolve(f"{tmp_path}/flow.py:").__name__ == "own"
+    assert [one.name for one in discover(tmp_path / "flow.py")] == ["own"]
+    assert [one.name for one in discover(sys.modules["other_flow"])] == ["solve"]
+
+
+def test_a_marked_module_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, marked_flow=MARKED)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("marked_flow").__name__ == "solve"
+
+
+def test_marks(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        flow="""
+        import functools
+        from aflow_tune import workflow
+
+        @workflow(name="first")
+        async def one(task, model): ...
+
+        @workflow
+        async def two(task, model): ...
+
+        class Agent:
+            async def __call__(self, task, model): ...
+
+        agent = workflow(name="agent")(Agent())
+        bound = workflow(name="bound")(functools.partial(two, k=1))
+        """,
+    )
+    assert [one.name for one in discover(tmp_path / "flow.py")] == [
+        "first",
+        "two",
+        "agent",
+        "bound",
+    ]
+    assert resolve(f"{tmp_path}/flow.py:first").__name__ == "one"
+    found = fault(f"{tmp_path}/flow.py")
+    assert f"`{tmp_path}/flow.py:first`, `{tmp_path}/flow.py:two`" in found.found
 
 
 def test_marking_changes_nothing_else() -> None:
-    def bare() -> Any: ...
+    def bare() -> int:
+        return 1
 
+    before = (bare.__name__, bare.__code__, bare.__module__)
     assert workflow(bare) is bare
-    named = workflow(name="second")(bare)
-    assert named is bare
-    assert list(discover(sys.modules[__name__])) == []
+    assert workflow(name="second")(bare) is bare
+    assert (bare.__name__, bare.__code__, bare.__module__) == before
+    with pytest.raises(TypeError, match="marks functions"):
+        workflow(3)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("spec", "found", "cure"),
+    [
+        ("{}/flow.py:f", "no file {}/flow.py", "did you mean `{}/flows.py:f`?"),
+        ("{}/zzz.py:f", "no file", "{} has broken.py, flows.py"),
+        ("{}/no/flows.py:f", "no file", "absolute one"),
+        ("{}:f", "a folder", "{} has broken.py"),
+        ("{}/flows.py:othr", "has `other`, `another`", "did you mean `other`?"),
+        ("{}/flows.py:zzz", "has `other`, `another`", "name one of `other`, `another`"),
+        ("{}/flows.py:number", "int: 3", "name one of `other`"),
+        ("{}/flows.py", "functions `other`, `another`, none", "write `{}/flows.py:other`"),
+        ("{}/none.py", "no function", "write `{}/none.py:function`"),
+        ("{}/none.py:f", "defines no function", "write the function"),
+        ("jsn:dumps", "no such module", "did you mean `json:dumps`? Else install it"),
+        ("zzqqzz:f", "no such module", "path/zzqqzz.py:function"),
+        ("aflow_tune.contxt:f", "no such module", "`aflow_tune.context:f`"),
+        ("numpy:zerosss", "`zeros` and ", "did you mean `zeros`?"),
+        ("json:dmps", "json/__init__.py has ", "did you mean `dumps`?"),
+        ("json.dumps", "no such module", "put a colon before the function: `json:dumps`"),
+        ("xml.dom.minidom.parse", "no such module", "`xml.dom.minidom:parse`"),
+        ("dumps", "no such module", "write where `dumps` is: `path/file.py:dumps`"),
+        ("no-module:f", "'no-module', no module name", "mind the `.py`"),
+        ("", "''", "write `workflow: path/file.py:function`"),
+        (":f", "':f'", "write `workflow: path/file.py:function`"),
+    ],
+)
+def test_each_error_says_what_to_write(tmp_path: Path, spec: str, found: str, cure: str) -> None:
+    write(
+        tmp_path,
+        flows="from json import dumps\ndef other(): ...\ndef another(): ...\nnumber = 3\n",
+        broken="x = 1 / 0",
+        none="x = 1",
+    )
+    spec = spec.replace("{}", str(tmp_path))
+    told = fault(spec)
+    assert told.where == spec
+    assert found.replace("{}", str(tmp_path)) in told.found
+    assert cure.replace("{}", str(tmp_path)) in told.cure
+    assert told.expected
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "found", "cure"),
+    [
+        ("import json\n\nx = 1 / 0\n", 3, "ZeroDivisionError: division by zero at `x = 1 / 0`", ""),
+        ("def f(:\n", 1, "SyntaxError: invalid syntax in `def f(:`", "correct this line"),
+        ("\nimport nowhere_at_all\n", 2, "No module named 'nowhere_at_all'", "install"),
+        ("import json.nothing\n", 1, "No module named 'json.nothing'", "`json` is there"),
+        ("from json import dmps\n", 1, "cannot import name 'dmps' from 'json'", "json/__init__"),
+        ("import sys\nsys.exit(3)\n", 2, "SystemExit: 3 at `sys.exit(3)`", '"__main__"'),
+        ("from .near import x\n", 1, "attempted relative import", ""),
+        ("import json\njson.loads('{')\n", 2, "JSONDecodeError", ""),
+        ("def f():\n    raise KeyError\nf()\n", 2, "KeyError at `raise KeyError`", ""),
+        ("x = '\0'\n", None, "null bytes", ""),
+    ],
+)
+def test_a_file_that_cannot_be_imported_shows_its_own_line(
+    tmp_path: Path, source: str, line: int | None, found: str, cure: str
+) -> None:
+    (tmp_path / "flow.py").write_text(source)
+    told = fault(f"{tmp_path}/flow.py:f")
+    assert told.where == f"{tmp_path}/flow.py:{f'{line}' if line else 'f'}"
+    assert found in told.found
+    assert cure in told.cure
+    # The next try is not answered from a half-loaded module.
+    (tmp_path / "flow.py").write_text("def f(): return 1\n")
+    importlib.invalidate_caches()
+    assert resolve(f"{tmp_path}/flow.py:f")() == 1
+
+
+def test_a_sibling_that_cannot_be_imported_is_the_place(tmp_path: Path) -> None:
+    write(tmp_path, flow="import bad_sibling\ndef f(): ...", bad_sibling="\n\n1 + 'a'")
+    assert fault(f"{tmp_path}/flow.py:f").where == f"{tmp_path}/bad_sibling.py:3"
+
+
+def test_agentscopes_tuner_has_its_own_cure(tmp_path: Path) -> None:
+    write(tmp_path, flow="from agentscope.tune import tune\ndef f(): ...")
+    assert "from `aflow_tune`" in fault(f"{tmp_path}/flow.py:f").cure
+
+
+def test_ctrl_c_is_not_swallowed(tmp_path: Path) -> None:
+    write(tmp_path, flow="raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        resolve(f"{tmp_path}/flow.py:f")
+
+
+def test_a_module_that_fails_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, failing_flow="import nowhere_at_all")
+    monkeypatch.chdir(tmp_path)
+    told = fault("failing_flow:f")
+    assert told.where == f"{tmp_path}/failing_flow.py:1"
+    assert "nowhere_at_all" in told.found
+
+
+def test_a_near_module_of_the_current_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, my_flows="def f(): ...")
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean `my_flows:f`?" in fault("my_flow:f").cure
+
+
+def test_functions_of_files_travel_by_value(tmp_path: Path) -> None:
+    from cloudpickle import cloudpickle
+
+    header = "from aflow_tune import workflow\nfrom ship_helper import N\n"
+    write(tmp_path, flow=header + "@workflow\ndef f(): return N\n")
+    write(tmp_path, ship_helper="N = 5")
+    function: Any = resolve(f"{tmp_path}/flow.py:f")
+    module = sys.modules[function.__module__]
+    cloudpickle.register_pickle_by_value(module)
+    payload = cloudpickle.dumps(function)
+    cloudpickle.unregister_pickle_by_value(module)
+    code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())())"
+    result = subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True)
+    assert result.stdout.decode().strip() == "5", result.stderr.decode()

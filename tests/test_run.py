@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from project import WORKFLOW, run_dir, write_project
 
-from aflow_tune.errors import AlreadyFinished, BadInput, RunFailed
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, RunFailed
 from aflow_tune.tuning import run_config, tune
 
 
@@ -35,9 +35,7 @@ def _evaluation(root: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _texts(root: Path, step: int) -> list[str]:
-    return [
-        call["response"] for record in _evaluation(root, step) for call in record["transcript"]
-    ]
+    return [call["response"] for record in _evaluation(root, step) for call in record["transcript"]]
 
 
 def _weights(root: Path, step: int) -> dict[str, Any]:
@@ -90,9 +88,7 @@ def test_tune_works_inside_a_running_event_loop(tmp_path: Path, tiny_model_dir: 
 
     async def notebook() -> int:
         overrides = ["explorer.eval_interval=1"]
-        return tune(
-            namespace["two_calls"], config, inline=True, overrides=overrides
-        ).steps_done
+        return tune(namespace["two_calls"], config, inline=True, overrides=overrides).steps_done
 
     assert asyncio.run(notebook()) == 1
 
@@ -118,6 +114,13 @@ def test_failures_of_single_runs_cost_only_themselves(tmp_path: Path, tiny_model
     name = "rollout/failure/not_finite/sum"
     failures = sum(metrics.get(name, 0.0) for metrics in _metrics(tmp_path).values())
     assert failures > 0
+
+
+def test_a_wall_time_budget_saves_and_resumes(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_project(tmp_path, tiny_model_dir, steps=4)
+    with pytest.raises(BudgetReached, match=r"budget\.wall_seconds reached at step 0 of 4"):
+        run_config(config, ["budget.wall_seconds=0"], inline=True)
+    assert run_config(config, inline=True).steps_done == 4
 
 
 def _start(config: Path, *words: str) -> subprocess.Popen:

@@ -557,9 +557,7 @@ def test_full_weights_update_in_place(make_sampler, tiny_model_dir: Path) -> Non
     assert worst_difference(target, prompt(25), drawn) < 2e-5
 
 
-def test_an_update_waits_for_earlier_requests_and_precedes_later_ones(
-    make_sampler, model
-) -> None:
+def test_an_update_waits_for_earlier_requests_and_precedes_later_ones(make_sampler, model) -> None:
     sampler = make_sampler(max_batch=2, lora=SPEC)
     state = adapter(model, 1)
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)

@@ -81,9 +81,7 @@ def test_tokens_and_logprobs_are_the_samplers(
     client: openai.OpenAI, sampler: Sampler, tiny_model_dir: Path
 ) -> None:
     tokenizer = load_tokenizer(tiny_model_dir)
-    answer = ask(
-        client, n=2, logprobs=True, top_logprobs=3, extra_body={"return_token_ids": True}
-    )
+    answer = ask(client, n=2, logprobs=True, top_logprobs=3, extra_body={"return_token_ids": True})
     text = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=False)
     assert answer.prompt_token_ids == tokenizer(text)["input_ids"]
     expected = sampler.generate(
@@ -233,9 +231,13 @@ def test_a_conversation_with_tool_results_is_rendered(client: openai.OpenAI) -> 
 
 def test_a_client_that_leaves_frees_its_place(url: str, sampler: Sampler) -> None:
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 900, "ignore_eos": True, "n": 4}
-    with pytest.raises(httpx.ReadTimeout):
-        for _ in range(50):  # until one is slow enough to be cut off
+
+    def ask_until_one_is_slow_enough_to_be_cut_off() -> None:
+        for _ in range(50):
             httpx.post(f"{url}/v1/chat/completions", json=body, timeout=0.1)
+
+    with pytest.raises(httpx.ReadTimeout):
+        ask_until_one_is_slow_enough_to_be_cut_off()
     deadline = time.monotonic() + 20
     while sampler._active and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,39 +1,72 @@
-"""A ReAct agent on GSM8K: the example that AgentScope users know.
+"""A ReAct agent with a calculator: the example that AgentScope users know.
 
-The agent thinks, may use tools, and ends with an answer in `\\boxed{}`. Needs a model that can
-call tools, Qwen3 or better: see configs/react_gsm8k_qwen.yaml.
+The agent thinks, calls its tool as often as it likes, and ends with its answer in `\\boxed{}`.
+Nothing here knows the data set: the YAML names the judge that scores the response, such as
+rewards/gsm8k.py or rewards/math_boxed.py. Needs a model that can call tools, Qwen3 or better:
+see configs/react_gsm8k_qwen.yaml.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import ast
+import operator
 from typing import Dict
 
 from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIChatFormatter
-from agentscope.message import Msg
+from agentscope.message import Msg, TextBlock
 from agentscope.model import TrinityChatModel
+from agentscope.tool import Toolkit, ToolResponse
 
-from aflow_tune import record_metrics, workflow
-from aflow_tune.plugins import resolve
+from aflow_tune import WorkflowOutput, workflow
 
 SYSTEM_PROMPT = (
-    "You solve grade school mathematics. Think step by step; use tools where they help. "
-    "Give the final number in \\boxed{}."
+    "You solve mathematical problems. Think step by step and use the tool for arithmetic. "
+    "Give the final answer within \\boxed{}."
 )
-gsm8k_reward = resolve("rewards/gsm8k.py:gsm8k_reward", Path(__file__).parents[1])
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 @workflow
-async def react_gsm8k(task: Dict, model: TrinityChatModel) -> float:
-    """Reward 1 for the right number, else 0."""
+async def react_agent(task: Dict, model: TrinityChatModel) -> WorkflowOutput:
+    """Answers the row's `question`; the response is the agent's last message."""
+    toolkit = Toolkit()
+    toolkit.register_tool_function(calculate)
     agent = ReActAgent(
         name="solver",
         sys_prompt=SYSTEM_PROMPT,
         model=model,
         formatter=OpenAIChatFormatter(),
+        toolkit=toolkit,
     )
-    reply = await agent.reply(Msg("user", task["question"], role="user"))
-    correct = gsm8k_reward(reply.get_text_content() or "", task["answer"])
-    record_metrics(correct=correct)
-    return correct
+    agent.set_console_output_enabled(False)
+    return WorkflowOutput(response=await agent(Msg("user", task["question"], "user")))
+
+
+async def calculate(expression: str) -> ToolResponse:
+    """Compute an arithmetic expression of numbers, + - * / and parentheses.
+
+    Args:
+        expression: such as "12 * (3 + 4) / 2"
+    """
+    try:
+        result = str(evaluate(ast.parse(expression.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError) as error:
+        result = f"Error: {error}"
+    return ToolResponse(content=[TextBlock(type="text", text=result)])
+
+
+def evaluate(node: ast.expr) -> float:
+    """The value of arithmetic, and of nothing else: what a model wrote is never executed."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -evaluate(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
+    raise ValueError("only numbers, + - * / and parentheses")

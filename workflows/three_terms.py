@@ -37,12 +37,16 @@ async def add_three_terms(task: Dict, model: TrinityChatModel) -> float:
 
 async def ask(model: TrinityChatModel, question: str) -> int | None:
     """One call; the number in its answer tag, or None if the answer has another form."""
-    messages: list[dict[str, Any]] = []
-    for example, answer in WORKED:
-        messages.append({"role": "user", "content": example})
-        messages.append({"role": "assistant", "content": f"<answer>{answer}</answer>"})
-    messages.append({"role": "user", "content": question})
-    response = await model(messages)
+    response = await model(messages_for(question))
     text = "".join(block["text"] for block in response.content if block["type"] == "text")
     match = re.fullmatch(r"\s*<answer>(\d{1,3})</answer>\s*", text)
     return int(match[1]) if match else None
+
+
+def messages_for(question: str) -> list[dict[str, Any]]:
+    """The worked turns, then the question."""
+    messages = []
+    for example, answer in WORKED:
+        messages.append({"role": "user", "content": example})
+        messages.append({"role": "assistant", "content": f"<answer>{answer}</answer>"})
+    return [*messages, {"role": "user", "content": question}]

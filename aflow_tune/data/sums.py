@@ -2,7 +2,9 @@
 
 All 729 ordered sums 'a + b + c' with terms 1 to 9 exist once. Two sums are the same question
 if their terms are the same in any order; held-out questions are drawn as whole classes of
-that relation, so no held-out question appears in training in any order of its terms.
+that relation, so no held-out question appears in training in any order of its terms. What is
+not held out: the single additions inside a question (there are only 81 of 'a + b') also occur
+in training questions; the score tells about new questions, not about new additions.
 
     python -m aflow_tune.data.sums workflows/data/three_terms      writes the shipped files
 """

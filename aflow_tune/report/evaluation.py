@@ -1,35 +1,72 @@
 """Held-out evaluations of a run, and the comparison of two of them.
 
-The one evaluator: it reads the records that the adapter wrote, whichever engine ran. A run
-that failed has no score. The comparison counts an item only where both sides scored it, and
-says how many did not; a crash is not a wrong answer, and is not hidden either.
+The one evaluator: it reads the records that the adapter wrote, whichever engine ran. A run that
+failed has no score. The primary comparison counts an item only where both sides scored it and
+says how many did not: a crash is not a wrong answer. Because leaving failures out could also
+flatter a model that crashes on what it cannot do, a second comparison counts every failed run
+as 0, and the verdict says so when the two do not agree.
+
+An evaluation that was cut off is never compared: the runs that finish first are not a fair
+sample. Whether one was finished is what `metrics.jsonl` says; where it says nothing about a
+task set, its evaluations are taken as whole.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from aflow_tune.report.metrics import read_metrics
+from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.report.records import EvalRecord, read_records
-from aflow_tune.report.statistics import Interval, mean_interval, paired_difference
+from aflow_tune.report.statistics import (
+    SMALL_SAMPLE,
+    Interval,
+    mean,
+    mean_interval,
+    paired_difference,
+    share_interval,
+    sign_test,
+)
+
+FOLDER = "evaluations"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All records of one task set with the weights of one step."""
+    """All records of one task set with the weights of one step, ordered by item and run.
+
+    `whole` is False where the evaluation was cut off before its last item.
+    """
 
     taskset: str
     step: int
     records: tuple[EvalRecord, ...]
+    whole: bool = True
 
-    def scores(self) -> dict[int, float]:
-        """Mean score of each item over its scored runs; items without any are left out."""
-        by_item: dict[int, list[float]] = defaultdict(list)
-        for record in self.records:
-            if record.score is not None:
-                by_item[record.item].append(record.score)
-        return {item: sum(scores) / len(scores) for item, scores in sorted(by_item.items())}
+    def scores(self, *, failed_as: float | None = None) -> dict[int, float]:
+        """Mean score of each item over its runs.
+
+        Runs without a score count as `failed_as`; None leaves them out, and with them the
+        items that have no other run.
+        """
+        return self._by_item({(r.item, r.run): r.score for r in self.records}, failed_as)
+
+    def metric(self, name: str) -> dict[int, float]:
+        """Mean of 'reward' or of a recorded metric for each item that has it."""
+        return self._by_item(
+            {
+                (r.item, r.run): r.reward if name == "reward" else r.metrics.get(name)
+                for r in self.records
+            },
+            None,
+        )
+
+    def metric_names(self) -> list[str]:
+        """'reward' and every metric that a run recorded, in the order first seen."""
+        return list(dict.fromkeys(["reward", *(name for r in self.records for name in r.metrics)]))
 
     @property
     def items(self) -> int:
@@ -41,75 +78,227 @@ class Evaluation:
         """How many runs ended without a score."""
         return sum(record.score is None for record in self.records)
 
+    @property
+    def failures(self) -> dict[str, int]:
+        """Runs without a score by kind, most frequent first."""
+        kinds = Counter(r.failure or "not scored" for r in self.records if r.score is None)
+        return dict(kinds.most_common())
+
     def interval(self) -> Interval | None:
-        """Mean score over items with its 95% interval; None if nothing was scored."""
+        """Mean score over items with its 95% interval; None if nothing was scored.
+
+        Wilson's interval where every item is right or wrong, else the t interval.
+        """
         scores = list(self.scores().values())
-        return mean_interval(scores) if scores else None
+        if not scores:
+            return None
+        if all(score in (0.0, 1.0) for score in scores):
+            return share_interval(round(sum(scores)), len(scores))
+        return mean_interval(scores)
+
+    @staticmethod
+    def _by_item(
+        values: Mapping[tuple[int, int], float | None], missing: float | None
+    ) -> dict[int, float]:
+        by_item: dict[int, list[float]] = defaultdict(list)
+        for (item, _), value in values.items():
+            if value is None:
+                value = missing
+            if value is not None:
+                by_item[item].append(value)
+        return {item: mean(found) for item, found in sorted(by_item.items())}
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Before and after on the same items. `better` and `worse` count items that changed."""
+
+    mean_before: float
+    mean_after: float
+    difference: Interval
+    p_value: float
+    better: int
+    worse: int
+
+    @property
+    def shown(self) -> bool:
+        """Whether a change is shown: the interval excludes zero and, on few items, the exact
+        sign test agrees."""
+        enough = self.difference.count >= SMALL_SAMPLE or self.p_value < 0.05
+        return self.difference.excludes_zero and enough
+
+    @property
+    def direction(self) -> int:
+        """1 for a rise that is shown, -1 for a fall, 0 for neither."""
+        return 0 if not self.shown else (1 if self.difference.mean > 0 else -1)
+
+    def numbers(self) -> str:
+        """`from 0.120 to 0.710 (+0.590, 95% interval +0.490 to +0.690, 128 paired items)`."""
+        change = self.difference
+        text = f"from {self.mean_before:.3f} to {self.mean_after:.3f} ({change.mean:+.3f}"
+        if change.low is not None and change.high is not None:
+            text += f", 95% interval {change.low:+.3f} to {change.high:+.3f}"
+        return f"{text}, {change.count} paired item{'s' if change.count != 1 else ''})"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Before and after on the items that both scored."""
+    """Two evaluations of one task set.
+
+    `primary` counts the items that both scored; `failed_as_zero` counts all items of both and a
+    failed run as 0, and is None where no run failed.
+    """
 
     before: Evaluation
     after: Evaluation
-    mean_before: float
-    mean_after: float
-    difference: Interval
+    primary: Paired
+    failed_as_zero: Paired | None
+
+    @property
+    def mean_before(self) -> float:
+        return self.primary.mean_before
+
+    @property
+    def mean_after(self) -> float:
+        return self.primary.mean_after
+
+    @property
+    def difference(self) -> Interval:
+        return self.primary.difference
+
+    @property
+    def direction(self) -> int:
+        """1 if an improvement is shown, -1 if a loss is, 0 if neither, or if counting failed
+        runs as 0 says otherwise."""
+        other = self.failed_as_zero
+        if other is not None and other.direction != self.primary.direction:
+            return 0
+        return self.primary.direction
 
     @property
     def left_out(self) -> int:
         """Items that only one side, or neither, could score."""
-        return max(self.before.items, self.after.items) - self.difference.count
+        items = {record.item for side in (self.before, self.after) for record in side.records}
+        return len(items) - self.difference.count
 
     def verdict(self) -> str:
-        """One honest sentence."""
-        change = self.difference
-        numbers = f"from {self.mean_before:.3f} to {self.mean_after:.3f} ({change.mean:+.3f}"
-        if change.low is None or change.high is None:
-            return f"Held-out score went {numbers}, one item: no interval)."
-        numbers += f", 95% interval {change.low:+.3f} to {change.high:+.3f}"
-        numbers += f", {change.count} paired items)"
-        if not change.excludes_zero:
-            return f"No change shown: held-out score went {numbers}; the interval includes zero."
+        """One honest sentence on the primary comparison."""
+        paired, change = self.primary, self.difference
         word = "rose" if change.mean > 0 else "fell"
-        return f"Held-out score {word} {numbers}."
+        if change.low is None:
+            return f"Nothing is shown: held-out score went {paired.numbers()}; one item is too few."
+        if not change.excludes_zero:
+            return (
+                f"No change shown: held-out score went {paired.numbers()}; "
+                "the interval includes zero."
+            )
+        if not paired.shown:
+            return (
+                f"Too few items to tell: held-out score {word} {paired.numbers()}, but chance "
+                f"alone does as much (exact sign test, p = {paired.p_value:.2g})."
+            )
+        return f"Held-out score {word} {paired.numbers()}."
+
+    def caveats(self) -> list[str]:
+        """What has to be said beside the verdict; empty where nothing failed."""
+        sentences = []
+        if self.left_out:
+            sentences.append(
+                f"{_items(self.left_out)} left out, because a side has no scored run on "
+                f"{'it' if self.left_out == 1 else 'them'} (failed runs: "
+                f"{self.before.failed_runs} before, {self.after.failed_runs} after)."
+            )
+        other = self.failed_as_zero
+        if other is not None:
+            text = f"With every failed run counted as 0 it went {other.numbers()}"
+            if other.direction == self.primary.direction:
+                sentences.append(f"{text}.")
+            else:
+                told = {1: "a rise", 0: "no change", -1: "a fall"}
+                sentences.append(
+                    f"{text}, which shows {told[other.direction]}: the two readings do not agree, "
+                    "so look at the failed runs first."
+                )
+        return sentences
 
 
 def load_evaluations(run_dir: Path) -> dict[str, dict[int, Evaluation]]:
-    """Every evaluation of a run: task set -> step -> evaluation, steps in order."""
+    """Every evaluation of a run: task set -> step -> evaluation, steps in order.
+
+    Of several records of one run of one item, as an evaluation that was done again may leave,
+    the last one counts.
+
+    Raises:
+        ValueError: a record file is damaged; file and line are named.
+    """
+    finished: dict[str, set[int]] = defaultdict(set)
+    for line in read_metrics(run_dir):
+        for name in finished_evaluations(line.metrics):
+            finished[name].add(line.step)
     found: dict[str, dict[int, Evaluation]] = defaultdict(dict)
-    for path in (run_dir / "evaluations").glob("*/step_*.jsonl"):
-        step = int(path.stem.removeprefix("step_"))
-        records = tuple(sorted(read_records(path), key=lambda record: (record.item, record.run)))
-        if records:
-            found[path.parent.name][step] = Evaluation(path.parent.name, step, records)
+    folder = run_dir / FOLDER
+    for path in folder.rglob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        if not number.isdigit():
+            continue
+        name, step = path.parent.relative_to(folder).as_posix(), int(number)
+        latest = {(record.item, record.run): record for record in read_records(path)}
+        if latest:
+            records = tuple(latest[key] for key in sorted(latest))
+            whole = name not in finished or step in finished[name]
+            found[name][step] = Evaluation(name, step, records, whole)
     return {name: dict(sorted(steps.items())) for name, steps in sorted(found.items())}
+
+
+def pair(before: Mapping[int, float], after: Mapping[int, float]) -> Paired | None:
+    """The items that both have; None if there are none."""
+    items = sorted(before.keys() & after.keys())
+    if not items:
+        return None
+    first, second = [before[item] for item in items], [after[item] for item in items]
+    changes = [b - a for a, b in zip(first, second, strict=True)]
+    return Paired(
+        mean_before=mean(first),
+        mean_after=mean(second),
+        difference=paired_difference(first, second),
+        p_value=sign_test(changes),
+        better=sum(change > 0 for change in changes),
+        worse=sum(change < 0 for change in changes),
+    )
 
 
 def compare(before: Evaluation, after: Evaluation) -> Comparison | None:
     """Paired comparison by item; None if no item was scored on both sides."""
-    first, second = before.scores(), after.scores()
-    items = sorted(first.keys() & second.keys())
-    if not items:
+    primary = pair(before.scores(), after.scores())
+    if primary is None:
         return None
-    difference = paired_difference([first[i] for i in items], [second[i] for i in items])
+    failed = before.failed_runs + after.failed_runs
     return Comparison(
         before=before,
         after=after,
-        mean_before=sum(first[i] for i in items) / len(items),
-        mean_after=sum(second[i] for i in items) / len(items),
-        difference=difference,
+        primary=primary,
+        failed_as_zero=pair(before.scores(failed_as=0.0), after.scores(failed_as=0.0))
+        if failed
+        else None,
     )
 
 
 def first_and_last(run_dir: Path) -> dict[str, Comparison]:
     """For each task set that was evaluated at least twice, its first against its last."""
+    return compare_ends(load_evaluations(run_dir))
+
+
+def compare_ends(evaluations: Mapping[str, Mapping[int, Evaluation]]) -> dict[str, Comparison]:
+    """As `first_and_last`, on loaded evaluations. Those that were cut off are passed over."""
     comparisons = {}
-    for name, steps in load_evaluations(run_dir).items():
-        ordered = list(steps.values())
-        if len(ordered) > 1:
-            comparison = compare(ordered[0], ordered[-1])
+    for name, steps in evaluations.items():
+        whole = [evaluation for evaluation in steps.values() if evaluation.whole]
+        if len(whole) > 1:
+            comparison = compare(whole[0], whole[-1])
             if comparison is not None:
                 comparisons[name] = comparison
     return comparisons
+
+
+def _items(count: int) -> str:
+    return f"{count} item is" if count == 1 else f"{count} items are"

@@ -1,38 +1,72 @@
 """`report.html`: one file that shows whether a run learned, and what changed.
 
-Self-contained: curves are inline SVG, nothing is loaded from elsewhere. Everything that a
-model or a user wrote is escaped by the template.
+Self-contained: style and charts are inline, there is no script, and a content policy in the page
+forbids loading or running anything. Everything that a model or a user wrote is escaped by the
+template. A run without evaluations, steps or transcripts gives a shorter page that says so.
 """
 
 from __future__ import annotations
 
-import io
+import os
+import re
+import shlex
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.report.evaluation import Comparison, Evaluation, first_and_last, load_evaluations
-from aflow_tune.report.metrics import MetricsLine, read_metrics, series
+from aflow_tune.report.charts import interval_strip
+from aflow_tune.report.curves import charts
+from aflow_tune.report.evaluation import (
+    Comparison,
+    Evaluation,
+    Paired,
+    compare_ends,
+    load_evaluations,
+    pair,
+)
+from aflow_tune.report.metrics import MetricsLine, read_metrics
+from aflow_tune.report.quantities import failure_counts, is_training
+from aflow_tune.report.transcripts import pairs, plain_text
 
 REPORT_NAME = "report.html"
 
-_CURVES = (
-    ("Reward of the rollouts", (("rollout/reward/mean", "mean reward"),)),
-    (
-        "Health of the groups",
-        (
-            ("experience_pipeline/group/frac_mixed", "mixed: these teach"),
-            ("experience_pipeline/group/frac_all_best", "all best"),
-            ("experience_pipeline/group/frac_all_worst", "all worst"),
-        ),
-    ),
-    ("Gradient norm", (("actor/grad_norm", "before clipping"),)),
-    ("Learning rate", (("actor/lr", "rate"),)),
-    ("KL to the reference", (("actor/kl_loss", "KL loss"),)),
-    ("Tokens of a response", (("rollout/response_tokens/mean", "mean a run"),)),
-    ("Sampling speed", (("rollout/tokens_per_second", "tokens a second"),)),
+_TEMPLATE = "report.html.jinja"
+_FACTS = {
+    "workflow": "workflow",
+    "model.model_path": "model",
+    "algorithm.algorithm_type": "algorithm",
+    "engine": "engine",
+    "seed": "seed",
+}
+_SECRET = re.compile(
+    r"(^|_)(api_?key|secret(_key)?|password|passwd|(access|auth|hf)_?token|token)$", re.I
 )
+_MOST_MEASURES = 12
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What to do with the result: a sentence and the command or code for it."""
+
+    text: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One task set's answer to 'did it learn?', ready to be shown."""
+
+    taskset: str
+    comparison: Comparison
+    strip: str
+    measures: Sequence[tuple[str, Paired]]
+
+    @property
+    def tone(self) -> str:
+        return {1: "rose", -1: "fell", 0: "unclear"}[self.comparison.direction]
 
 
 def write_report(
@@ -41,145 +75,176 @@ def write_report(
     """Write the report of a run folder; returns its path.
 
     Args:
-        config: the flattened configuration, for the settings table.
+        config: the flattened configuration, for the settings table; secrets are masked and
+            functions left out.
         changes: what validation changed: objects with key, before, after, why.
     """
     import jinja2
+    from markupsafe import Markup
 
     lines = read_metrics(run_dir)
-    evaluations = load_evaluations(run_dir)
-    comparisons = first_and_last(run_dir)
-    source = resources.files("aflow_tune.report").joinpath("report.html.jinja")
+    evaluations, damage = _evaluations(run_dir)
+    verdicts = [
+        Verdict(
+            name, comparison, Markup(interval_strip(comparison.difference)), _measures(comparison)
+        )
+        for name, comparison in compare_ends(evaluations).items()
+    ]
+    settings = _settings(config or {})
+    source = resources.files("aflow_tune.report").joinpath(_TEMPLATE)
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     ).from_string(source.read_text(encoding="utf-8"))
     text = template.render(
-        title=run_dir.name,
+        title=run_dir.resolve().name,
         run_dir=str(run_dir),
-        verdicts=[(name, c.verdict(), c) for name, c in comparisons.items()],
-        evaluations=[_rows(steps) for steps in evaluations.values()],
-        curves=_curves(lines, evaluations),
-        failures=_failures(lines),
-        transcripts=[pair for c in comparisons.values() for pair in _transcripts(c)],
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        facts=[(label, settings[key]) for key, label in _FACTS.items() if settings.get(key)],
+        score=settings.get("report.score", "reward"),
+        steps=steps_done(lines),
+        nothing=_nothing(evaluations),
+        damage=damage,
+        verdicts=verdicts,
+        evaluations=[evaluation for steps in evaluations.values() for evaluation in steps.values()],
+        charts=[(chart, Markup(chart.svg)) for chart in charts(lines, evaluations)],
+        failures=training_failures(lines),
+        transcripts=[(verdict.taskset, pairs(verdict.comparison)) for verdict in verdicts],
         changes=changes,
-        config=sorted((config or {}).items()),
-        steps=max((line.step for line in lines), default=0),
+        settings=sorted(settings.items()),
+        instructions=instructions(run_dir),
     )
     path = run_dir / REPORT_NAME
-    path.write_text(text, encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Half a surrogate pair, which a model can write, has no UTF-8: a question mark stands for it.
+    temporary.write_text(text, encoding="utf-8", errors="replace")
+    temporary.rename(path)
     return path
 
 
 def summary_text(run_dir: Path, report: Path) -> str:
-    """What is printed at the end of a run."""
-    comparisons = first_and_last(run_dir)
-    lines = [comparison.verdict() for comparison in comparisons.values()]
-    if not lines:
-        lines = ["No held-out task set was evaluated twice: nothing was shown about learning."]
-    lines += ["", f"report:     {report}"]
-    merged = run_dir / "export" / "merged"
-    if merged.exists():
-        lines.append(f"model:      {merged}")
-    adapter = run_dir / "export" / "adapter"
-    if adapter.exists():
-        lines.append(f"adapter:    {adapter}")
-    lines.append(f"curves:     tensorboard --logdir {run_dir / 'monitor'}")
-    return "\n".join(lines)
+    """What is printed at the end of a run: the verdict, where things are, what to type next."""
+    evaluations, sentences = _evaluations(run_dir)
+    comparisons = compare_ends(evaluations)
+    for name, comparison in comparisons.items():
+        prefix = f"{name}: " if len(comparisons) > 1 else ""
+        sentences += [prefix + comparison.verdict(), *comparison.caveats()]
+    if not comparisons:
+        sentences.append(_nothing(evaluations))
+    failures = training_failures(read_metrics(run_dir))
+    if failures:
+        listed = ", ".join(f"{count:.0f} {kind}" for kind, count in failures.items())
+        sentences.append(f"Failed runs in training: {listed}.")
+    places = [("report", str(report)), *_places(run_dir)]
+    places.append(("curves", f"tensorboard --logdir {_quoted(run_dir / 'monitor')}"))
+    return "\n".join([*sentences, "", *(f"{label + ':':<12}{text}" for label, text in places)])
 
 
-def _rows(steps: Mapping[int, Evaluation]) -> list[dict[str, Any]]:
-    rows = []
-    for evaluation in steps.values():
-        interval = evaluation.interval()
-        rows.append(
-            {
-                "taskset": evaluation.taskset,
-                "step": evaluation.step,
-                "items": evaluation.items,
-                "mean": None if interval is None else interval.mean,
-                "low": None if interval is None else interval.low,
-                "high": None if interval is None else interval.high,
-                "failed": evaluation.failed_runs,
-            }
-        )
-    return rows
+def steps_done(lines: Sequence[MetricsLine]) -> int:
+    """The last step that the trainer finished."""
+    return max((line.step for line in lines if is_training(line)), default=0)
 
 
-def _failures(lines: list[MetricsLine]) -> dict[str, float]:
+def training_failures(lines: Sequence[MetricsLine]) -> dict[str, float]:
+    """Failed runs of the whole training by kind, most frequent first."""
+    by_step = {line.step: found for line in lines if (found := failure_counts(line.metrics))}
     totals: dict[str, float] = {}
-    for line in lines:
-        for name, value in line.metrics.items():
-            if name.startswith("rollout/failure/"):
-                kind = name.split("/")[2]
-                totals[kind] = totals.get(kind, 0.0) + value
-    return totals
+    for found in by_step.values():
+        for kind, count in found.items():
+            totals[kind] = totals.get(kind, 0.0) + count
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def _transcripts(comparison: Comparison) -> list[dict[str, Any]]:
-    after = {(record.item, record.run): record for record in comparison.after.records}
-    pairs = []
-    for record in comparison.before.records:
-        other = after.get((record.item, record.run))
-        if other is not None and record.transcript and other.transcript:
-            pairs.append({"item": record.item, "before": record, "after": other})
-    return pairs
+def instructions(run_dir: Path) -> list[Instruction]:
+    """How to use, continue and look at what the run folder holds."""
+    found = []
+    merged, adapter = run_dir / "export" / "merged", run_dir / "export" / "adapter"
+    if merged.is_dir():
+        found.append(
+            Instruction(
+                "Use the tuned model: a Hugging Face folder, adapter merged in. Any framework "
+                "loads it, and a configuration takes it as its model.",
+                f"AutoModelForCausalLM.from_pretrained({str(merged)!r})\n"
+                f"aflow-tune CONFIG.yaml name=next model.model_path={_quoted(merged)}",
+            )
+        )
+    if adapter.is_dir():
+        found.append(
+            Instruction(
+                "The adapter alone, as a PEFT folder over the model that was tuned.",
+                f"PeftModel.from_pretrained(base_model, {str(adapter)!r})",
+            )
+        )
+    if any(run_dir.glob("global_step_*")):
+        found.append(
+            Instruction(
+                "Go on: the command of this run resumes it from its newest checkpoint if it was "
+                "interrupted, and trains further with a higher target.",
+                "aflow-tune CONFIG.yaml buffer.total_steps=MORE",
+            )
+        )
+    if (run_dir / "monitor").is_dir():
+        found.append(
+            Instruction("All curves.", f"tensorboard --logdir {_quoted(run_dir / 'monitor')}")
+        )
+    return found
 
 
-def _curves(
-    lines: list[MetricsLine], evaluations: Mapping[str, Mapping[int, Evaluation]]
-) -> list[tuple[str, str]]:
-    drawings = []
-    for name, steps in evaluations.items():
-        points = []
-        for step, evaluation in steps.items():
-            interval = evaluation.interval()
-            if interval is not None:
-                points.append((step, interval.mean, interval.low, interval.high))
-        if len(points) > 1:
-            drawings.append((f"Held-out score: {name}", _draw_held_out(points)))
-    for title, names in _CURVES:
-        found = [(label, series(lines, name)) for name, label in names]
-        found = [(label, points) for label, points in found if points]
-        if found:
-            drawings.append((title, _draw(found)))
-    return drawings
+def _evaluations(run_dir: Path) -> tuple[dict[str, dict[int, Evaluation]], list[str]]:
+    """The evaluations, and what could not be read of them in words."""
+    try:
+        return load_evaluations(run_dir), []
+    except ValueError as error:
+        return {}, [f"The evaluation records cannot be read: {error}"]
 
 
-def _draw(curves: list[tuple[str, list[tuple[int, float]]]]) -> str:
-    figure, axes = _axes()
-    for label, points in curves:
-        xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, marker="o", markersize=3, label=label)
-    return _svg(figure, axes)
+def _nothing(evaluations: Mapping[str, Mapping[int, Evaluation]]) -> str:
+    """Why there is no comparison."""
+    if not evaluations:
+        return "No held-out task set was evaluated: nothing was shown about learning."
+    return (
+        "No held-out task set was evaluated twice with scored runs: nothing was shown about "
+        "learning."
+    )
 
 
-def _draw_held_out(points: list[tuple[int, float, float | None, float | None]]) -> str:
-    figure, axes = _axes()
-    steps = [point[0] for point in points]
-    means = [point[1] for point in points]
-    low = [point[1] if point[2] is None else point[2] for point in points]
-    high = [point[1] if point[3] is None else point[3] for point in points]
-    axes.plot(steps, means, marker="o", label="mean over items")
-    axes.fill_between(steps, low, high, alpha=0.2, label="95% interval")
-    return _svg(figure, axes)
+def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
+    """Reward and recorded metrics before and after, on the items that have both."""
+    before, after = comparison.before, comparison.after
+    found = []
+    for name in dict.fromkeys([*before.metric_names(), *after.metric_names()]):
+        paired = pair(before.metric(name), after.metric(name))
+        if paired is not None:
+            found.append((name, paired))
+    return found[:_MOST_MEASURES]
 
 
-def _axes() -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(5.2, 2.8), layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure, axes
+def _settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Settings as text: functions left out, secrets masked."""
+    shown = {}
+    for key, value in config.items():
+        if callable(value):
+            continue
+        secret = _SECRET.search(key.rpartition(".")[2]) and isinstance(value, str) and value
+        shown[str(key)] = "***" if secret and value != "EMPTY" else plain_text(str(value))
+    return shown
 
 
-def _svg(figure: Any, axes: Any) -> str:
-    axes.legend(frameon=False, fontsize=8)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+def _places(run_dir: Path) -> list[tuple[str, str]]:
+    """What the folder holds, by label."""
+    candidates = [
+        ("model", run_dir / "export" / "merged"),
+        ("adapter", run_dir / "export" / "adapter"),
+    ]
+    saved = [
+        path
+        for path in run_dir.glob("global_step_*")
+        if path.name.removeprefix("global_step_").isdigit()
+    ]
+    if saved:
+        newest = max(saved, key=lambda path: int(path.name.removeprefix("global_step_")))
+        candidates.append(("checkpoint", newest))
+    return [(label, str(path)) for label, path in candidates if path.exists()]
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

@@ -2,8 +2,9 @@
 
     {"time": seconds since the epoch, "role": "explorer", "step": 3, "metrics": {...}}
 
-Explorer and trainer append from different processes, each line in one write. A resumed run
-may log a step again: readers let the later line win.
+Explorer and trainer append from different processes, each line in one write. A resumed run may
+log a step again: readers let the later line win. What the numbers are called is Trinity's
+matter; `quantities.py` knows the names that a person is shown.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class MetricsLine:
-    """One line of the file."""
+    """One line of the file. `time` is in seconds since the epoch."""
 
     time: float
     role: str
@@ -30,20 +31,48 @@ class MetricsLine:
     metrics: dict[str, float]
 
 
-def append_metrics(run_dir: Path, role: str, step: int, metrics: Mapping[str, Any]) -> None:
-    """Append one line; what is not a number is left out, what is not finite becomes null."""
-    numbers = {}
-    for name, value in metrics.items():
-        if hasattr(value, "item"):
+def scalar(value: Any) -> float | None:
+    """A metric as a Python float (NaN and infinity included); None for what is no number.
+
+    Takes numbers and tensors or arrays of one element.
+    """
+    if hasattr(value, "item"):
+        try:
             value = value.item()
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            numbers[name] = float(value) if math.isfinite(value) else None
-    line = {"time": time.time(), "role": role, "step": int(step), "metrics": numbers}
-    descriptor = os.open(run_dir / FILE_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except (ValueError, RuntimeError, TypeError):  # more than one element
+            return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
     try:
-        os.write(descriptor, (json.dumps(line) + "\n").encode())
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def append_metrics(run_dir: Path, role: str, step: int, metrics: Mapping[str, Any]) -> None:
+    """Append one line; what is not a number is left out, what is not finite becomes null.
+
+    Raises:
+        OSError: the line could not be written whole.
+    """
+    numbers: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        number = scalar(value)
+        if number is not None:
+            numbers[str(name)] = number if math.isfinite(number) else None
+    entry = {"time": time.time(), "role": role, "step": int(step), "metrics": numbers}
+    line = json.dumps(entry).encode() + b"\n"
+    descriptor = os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        # A writer that was killed half-way must not take this line with it.
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(descriptor, line)
     finally:
         os.close(descriptor)
+    if written < len(line):
+        raise OSError(f"only {written} of {len(line)} bytes fitted into {run_dir / FILE_NAME}")
 
 
 def read_metrics(run_dir: Path) -> list[MetricsLine]:
@@ -51,7 +80,20 @@ def read_metrics(run_dir: Path) -> list[MetricsLine]:
     path = run_dir / FILE_NAME
     if not path.exists():
         return []
-    return [line for line in map(_parse, path.read_text(encoding="utf-8").splitlines()) if line]
+    parsed = map(parse_line, path.read_bytes().split(b"\n"))
+    return [line for line in parsed if line is not None]
+
+
+def parse_line(text: bytes | str) -> MetricsLine | None:
+    """One line; None for one that is empty or that a killed writer left torn."""
+    try:
+        raw = json.loads(text)
+        metrics = {
+            str(name): float(value) for name, value in raw["metrics"].items() if value is not None
+        }
+        return MetricsLine(float(raw["time"]), str(raw["role"]), int(raw["step"]), metrics)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def series(lines: list[MetricsLine], name: str) -> list[tuple[int, float]]:
@@ -61,25 +103,21 @@ def series(lines: list[MetricsLine], name: str) -> list[tuple[int, float]]:
 
 
 def rewind_metrics(run_dir: Path, step: int) -> None:
-    """Forget every line of a later step: those steps will be done again."""
+    """Forget every line of a later step: those steps will be done again.
+
+    The file is replaced in one move, so that a kill leaves the old one or the new one.
+    """
     path = run_dir / FILE_NAME
     if not path.exists():
         return
     kept = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = _parse(text)
+    for text in path.read_bytes().split(b"\n"):
+        line = parse_line(text)
         if line is not None and line.step <= step:
-            kept.append(text + "\n")
+            kept.append(text + b"\n")
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    with temporary.open("wb") as file:
+        file.write(b"".join(kept))
+        file.flush()
+        os.fsync(file.fileno())
     temporary.rename(path)
-
-
-def _parse(text: str) -> MetricsLine | None:
-    """A line, or None for one that a killed writer left torn."""
-    try:
-        raw = json.loads(text)
-        metrics = {name: value for name, value in raw["metrics"].items() if value is not None}
-        return MetricsLine(raw["time"], raw["role"], raw["step"], metrics)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -69,9 +69,7 @@ def make_decoder(model: PreTrainedModel) -> Decoder:
     fast = LlamaDecoder(model)
     if _agrees(fast, model):
         return fast
-    log.warning(
-        "the lean decoder disagrees with %s; using its own forward", type(model).__name__
-    )
+    log.warning("the lean decoder disagrees with %s; using its own forward", type(model).__name__)
     return GenericDecoder(model)
 
 

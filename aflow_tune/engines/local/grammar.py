@@ -49,9 +49,7 @@ class GrammarCompiler:
             )
         if params.json_schema is not None:
             field, source = "json_schema", json.dumps(params.json_schema)
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(
-                source, defaults=JSON_STYLE  # type: ignore[arg-type]
-            )
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
         else:
             assert params.grammar is not None
             field, source = "grammar", params.grammar

@@ -46,17 +46,13 @@ class PackedLinear:
         """x W' + b."""
         if not self.packed:
             return F.linear(x_NI, self.weight, self.bias_O)
-        return torch.ops.mkldnn._linear_pointwise(
-            x_NI, self.weight, self.bias_O, "none", [], ""
-        )
+        return torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias_O, "none", [], "")
 
     def silu(self, x_NI: Tensor) -> Tensor:
         """silu(x W' + b)."""
         if not self.packed:
             return F.silu(F.linear(x_NI, self.weight, self.bias_O))
-        return torch.ops.mkldnn._linear_pointwise(
-            x_NI, self.weight, self.bias_O, "swish", [], ""
-        )
+        return torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias_O, "swish", [], "")
 
     def times(self, x_NI: Tensor, factor_NO: Tensor) -> Tensor:
         """(x W' + b) * factor."""

@@ -81,10 +81,10 @@ class LlamaDecoder:
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.eps = config.rms_norm_eps
         self.q_width = self.heads * self.head_dim
         self.rotated_width = (self.heads + self.kv_heads) * self.head_dim
         self.device, self.dtype = model.device, model.dtype
+        self._eps = torch.tensor(config.rms_norm_eps, device=self.device)
         self.computed_tokens = 0
         self.shared_tokens = 0
         self.shape = CacheShape(
@@ -128,9 +128,7 @@ class LlamaDecoder:
         biases = [self.weights.bias(path) for path in parts]
         bias = None
         if biases[0] is not None:
-            bias = torch.cat(
-                [self._interleave(b, t) for b, t in zip(biases, turned, strict=True)]
-            )
+            bias = torch.cat([self._interleave(b, t) for b, t in zip(biases, turned, strict=True)])
         norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
         norm_q, norm_k = (self._interleave(n.weight, True) if n else None for n in norms)
         return _Layer(
@@ -176,12 +174,11 @@ class LlamaDecoder:
                 elif span.donor is not None:
                     donor = self.cache.row(first + span.donor)
                     self.cache.copy_prefix(donor, first + span.index, span.offset)
-            hidden_TE, ends = self._extend(self.cache, first, wave)
-            rows_KV = self.head(hidden_TE[ends])
+            rows_KV = self.head(self._extend(self.cache, first, wave, last_only=True))
             if logits_NV is None:
                 logits_NV = rows_KV.new_empty(len(arrays), rows_KV.shape[1])
             logits_NV[[span.index for span in wave]] = rows_KV
-            self.computed_tokens += hidden_TE.shape[0]
+            self.computed_tokens += sum(len(span.tokens) for span in wave)
         assert logits_NV is not None
         for copy, original in prefill.copies.items():
             source = self.cache.row(first + original)
@@ -220,7 +217,8 @@ class LlamaDecoder:
         inputs, targets_T = tokens[:-1], torch.from_numpy(tokens[1:]).to(self.device)
         cache = KVCache(self.shape)
         cache.reserve(1, len(inputs))
-        hidden_TE, _ = self._extend(cache, 0, [Span(index=0, offset=0, tokens=inputs)])
+        span = Span(index=0, offset=0, tokens=inputs)
+        hidden_TE = self._extend(cache, 0, [span], last_only=False)
         pieces = [
             logprobs_of(self.head(hidden_TE[i : i + _SCORE_ROWS]), targets, temperature)
             for i, targets in zip(
@@ -238,11 +236,12 @@ class LlamaDecoder:
     # --- forward pass --------------------------------------------------------------------
 
     def _extend(
-        self, cache: KVCache, first_row: int, spans: list[Span]
-    ) -> tuple[Tensor, list[int]]:
-        """Run new tokens of several rows, packed; returns hidden_TE and each span's last T.
+        self, cache: KVCache, first_row: int, spans: list[Span], *, last_only: bool
+    ) -> Tensor:
+        """Run new tokens of several rows, packed; returns hidden_TE of all or the last of each.
 
-        Spans of equal offset and length lie side by side and attend in one call.
+        Spans of equal offset and length lie side by side and attend in one call; `spans` is
+        sorted to that end, and the result is in its new order.
         """
         spans.sort(key=lambda span: (span.offset, len(span.tokens)))
         starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
@@ -272,8 +271,8 @@ class LlamaDecoder:
             )
 
         index = self._cache_index(cache, rows_T, positions_T)
-        hidden_TE = self._forward(cache, tokens_T, positions_T, index, attend)
-        return hidden_TE, (starts[1:] - 1).tolist()
+        wanted = torch.from_numpy(starts[1:] - 1).to(self.device) if last_only else None
+        return self._forward(cache, tokens_T, positions_T, index, attend, wanted)
 
     def _decode_attention(
         self, cache: KVCache, positions_B: Tensor, used: int
@@ -306,9 +305,7 @@ class LlamaDecoder:
 
         return batched if self.dtype == torch.float32 else fused
 
-    def _attend_block(
-        self, kv: Tensor, qkv_TW: Tensor, rows: Tensor, offset: int
-    ) -> Tensor:
+    def _attend_block(self, kv: Tensor, qkv_TW: Tensor, rows: Tensor, offset: int) -> Tensor:
         """Causal attention of spans of one offset and length; `kv` is one layer's storage."""
         count, groups = len(rows), self.heads // self.kv_heads
         heads = qkv_TW.view(count, -1, self.heads + 2 * self.kv_heads, self.head_dim)
@@ -337,8 +334,12 @@ class LlamaDecoder:
         positions_T: Tensor,
         index: Tensor,
         attend: Callable[[int, Tensor], Tensor],
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm; writes keys and values to `cache` at `index`."""
+        """Hidden states after the final norm; writes keys and values to `cache` at `index`.
+
+        `wanted` selects positions: the last layer's output is computed only for them.
+        """
         turns = self._turns(cache.kv.shape[4])[positions_T][:, None]
         x = F.embedding(tokens_T, self.embedding)
         for number, layer in enumerate(self.layers):
@@ -346,13 +347,22 @@ class LlamaDecoder:
             self._rotate(qkv, layer, turns)
             fresh = qkv[:, self.q_width :].reshape(-1, self.head_dim)
             cache.kv[number].view(-1, self.head_dim).index_copy_(0, index, fresh)
-            x = layer.out.plus(attend(number, qkv), x)
+            attended = attend(number, qkv)
+            if wanted is not None and number == len(self.layers) - 1:
+                attended, x = attended[wanted], x[wanted]
+            x = layer.out.plus(attended, x)
             h = self._rms(x, layer.norm_mlp)
             x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
         return self._rms(x, self.norm)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside.
+
+        Torch's own CPU version makes seven passes, this one three.
+        """
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return torch.mul(x * scale, weight, out=torch.empty_like(x))
 
     def _rotate(self, qkv_TW: Tensor, layer: _Layer, turns: Tensor) -> None:
         """Rotary embedding of queries and keys, in place (arXiv:2104.09864)."""

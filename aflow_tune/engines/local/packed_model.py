@@ -80,7 +80,7 @@ class PackedModel:
                 hidden_NH = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
                 head = self.model.get_output_embeddings()
                 return token_scores(
-                    hidden_NH[row.scored_U],
+                    hidden_NH.index_select(0, row.scored_U),
                     head.weight,
                     getattr(head, "bias", None),
                     row.node_M,

@@ -248,9 +248,7 @@ def _logprobs(completion: Completion, vocabulary: Vocabulary) -> list[dict[str, 
             **_token(token, logprob, vocabulary),
             "top_logprobs": [_token(t, value, vocabulary) for t, value in top.items()],
         }
-        for token, logprob, top in zip(
-            completion.token_ids, completion.logprobs, tops, strict=True
-        )
+        for token, logprob, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
     ]
 
 

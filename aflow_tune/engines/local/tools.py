@@ -55,9 +55,7 @@ def template_messages(
     return told
 
 
-def parse_calls(
-    text: str, names: Sequence[str], *, salt: str
-) -> tuple[str | None, list[Message]]:
+def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
     """Split a completion into its remaining text and its tool calls.
 
     Args:
@@ -111,9 +109,7 @@ def _call_schema(tool: Message) -> dict[str, Any]:
     does not name are left out: an open object lets a weak model invent names without end.
     """
     arguments = dict(tool["function"].get("parameters") or {"type": "object", "properties": {}})
-    definitions = {
-        key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments
-    }
+    definitions = {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
     if not {"allOf", "anyOf", "oneOf", "$ref"} & arguments.keys():
         arguments.setdefault("additionalProperties", False)
     return {

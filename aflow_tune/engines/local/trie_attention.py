@@ -46,8 +46,12 @@ def use_layout(row: PackedRow) -> Iterator[None]:
 
 
 def _paths(x_NHD: Tensor, index_SL: Tensor) -> Tensor:
-    """Rows of x by path, [S, H, L, D]."""
-    return x_NHD[index_SL].transpose(1, 2)
+    """Rows of x by path, [S, H, L, D].
+
+    `index_select` because its backward pass is many times faster than that of indexing.
+    """
+    rows = x_NHD.flatten(1).index_select(0, index_SL.flatten())
+    return rows.view(*index_SL.shape, *x_NHD.shape[1:]).transpose(1, 2)
 
 
 def _attend(
@@ -111,7 +115,7 @@ def _block_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Outputs of a block's queries, [S Q, H, D]."""
+    """Outputs of a block's queries, [S Q, H D]."""
     q, k, v = (
         _paths(q_NHD, block.queries_SQ),
         _paths(k_NGD, block.keys_SK),
@@ -125,7 +129,7 @@ def _block_attention(
         o = _attend(q, k, v, None, scale)
     else:
         o = _attend(q, k, v, block.mask(window if windowed else None), scale)
-    return o.transpose(1, 2).flatten(0, 1)
+    return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def trie_attention(
@@ -155,8 +159,8 @@ def trie_attention(
     outputs = [
         _block_attention(q_NHD, k_NGD, v_NGD, block, scale, sliding_window) for block in row.blocks
     ]
-    o_NHD = (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[row.place_N]
-    return o_NHD[None], None
+    o_NE = (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).index_select(0, row.place_N)
+    return o_NE.view(1, *q_NHD.shape[:2], -1), None
 
 
 AttentionInterface.register(NAME, trie_attention)

@@ -108,8 +108,7 @@ class Weights:
 
     def _full_faults(self, state: Mapping[str, Tensor]) -> list[Fault]:
         shapes = {
-            name: tuple(p.shape)
-            for name, p in self.model.named_parameters(remove_duplicate=False)
+            name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)
         }
         faults = []
         for name, value in state.items():
@@ -122,7 +121,7 @@ class Weights:
 
 def _linear_shape(module: torch.nn.Module) -> tuple[int, int]:
     """(out, in) of a linear layer; GPT-2's Conv1D stores its weight the other way round."""
-    rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
+    rows, columns = module.weight.shape  # type: ignore[misc]
     return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
 
 

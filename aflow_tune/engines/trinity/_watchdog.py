@@ -54,9 +54,7 @@ def alive(processes: dict[int, str]) -> list[int]:
     return running
 
 
-def end_session(
-    marker: str, seen: dict[int, str] | None = None, spare: int | None = None
-) -> None:
+def end_session(marker: str, seen: dict[int, str] | None = None, spare: int | None = None) -> None:
     """Terminate every process of the session but `spare`; kill what is left after 3 s.
 
     `seen` are processes of the session found earlier, whose parents may be gone by now.

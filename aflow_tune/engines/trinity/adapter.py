@@ -12,6 +12,7 @@ what counts as a reward or a failure (`outcome.py`).
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import time
@@ -31,6 +32,7 @@ from aflow_tune.engines.trinity.recording import (
     RecordedCall,
     RunRecorder,
     chat_model,
+    recording_client,
     shared_client,
 )
 from aflow_tune.engines.trinity.run_thread import RunThread
@@ -92,7 +94,7 @@ class WorkflowAdapter(Workflow):
         context = RunContext()
         started = time.monotonic()
         recorder = RunRecorder(
-            self.model,
+            await recording_client(self.model),
             context,
             task_id=f"{self.task.batch_id}/{self.task.task_id}",
             seed=self.seed,
@@ -306,9 +308,13 @@ def _placeholder(outcome: Outcome) -> Experience:
 
 
 def _wanted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the optional arguments that the function's signature asks for."""
-    parameters = inspect.signature(function).parameters
-    return {name: value for name, value in offered.items() if name in parameters}
+    """Those of the optional arguments that the function's signature asks for.
+
+    What a partial has bound by name keeps the value it has there.
+    """
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    asked = inspect.signature(function).parameters.keys() - bound.keys()
+    return {name: value for name, value in offered.items() if name in asked}
 
 
 def _is_output(value: Any) -> bool:

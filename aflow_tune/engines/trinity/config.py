@@ -114,7 +114,7 @@ def read_config(
     if faults:
         merged = OmegaConf.merge(OmegaConf.structured(AflowConfig), OmegaConf.create(content))
     try:
-        config: AflowConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
+        config: AflowConfig = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = canonical(error.full_key or "")
         found = str(error).splitlines()[0]

@@ -247,9 +247,7 @@ class InlineRun:
 
     async def _sync(self) -> None:
         weights = await asyncio.to_thread(self.engine.trainer.weights)
-        await asyncio.to_thread(
-            self.sampler.update_weights, weights, self.engine.train_step_num
-        )
+        await asyncio.to_thread(self.sampler.update_weights, weights, self.engine.train_step_num)
 
     async def _evaluate(self, step: int) -> None:
         """Run every held-out task set with the current weights."""

@@ -1,4 +1,10 @@
-"""Where Trinity's metrics go: TensorBoard, as upstream writes it, and `metrics.jsonl`."""
+"""Where Trinity's metrics go: TensorBoard, as upstream writes it, and `metrics.jsonl`.
+
+Named in the configuration by its dotted path, so explorer and trainer each make one, in whatever
+process they live. Unlike upstream's it prints nothing: the panel shows what a person wants, and
+the log file need not repeat a hundred numbers a step. A metric that cannot be written costs a
+line in the log, never the run.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +13,43 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from trinity.common.config import Config
+from trinity.utils.log import get_logger
 from trinity.utils.monitor import Monitor
 
-from aflow_tune.report.metrics import append_metrics
+from aflow_tune.report.metrics import append_metrics, scalar
 
 
 class RunMonitor(Monitor):
-    """Plugs in as `monitor.monitor_type` by its dotted path."""
+    """Plugs in as `monitor.monitor_type` by its dotted path.
+
+    Writes to `config.checkpoint_job_dir` and `config.monitor.cache_dir`. Tables, which hold
+    whole experiences, are not kept (`log_table` does nothing).
+    """
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Config) -> None:
         self._writer: SummaryWriter | None = None
+        self._warned = False
         super().__init__(project, name, role, config)
         self._run_dir = Path(config.checkpoint_job_dir)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(Path(config.monitor.cache_dir) / "tensorboard" / role))
 
     def log(self, data: dict[str, Any], step: int, commit: bool = False) -> None:
         """Append one line and the scalars; both are on disk when it returns."""
-        append_metrics(self._run_dir, self.role, step, data)
-        if self._writer is not None:
-            for name, value in data.items():
-                if isinstance(value, (int, float)) or hasattr(value, "item"):
-                    self._writer.add_scalar(name, value, step)
-            self._writer.flush()
+        try:
+            append_metrics(self._run_dir, self.role, step, data)
+            if self._writer is not None:
+                for name, value in data.items():
+                    number = scalar(value)
+                    if number is not None:
+                        self._writer.add_scalar(name, number, step)
+                self._writer.flush()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                get_logger(__name__, in_ray_actor=True).error(
+                    "Metrics cannot be written, curves and report will have gaps: %s", error
+                )
 
     def close(self) -> None:
         """Close the TensorBoard file; safe to call twice."""

@@ -16,14 +16,13 @@ Decisions:
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import hashlib
 import json
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -66,13 +65,22 @@ class RecordedCall:
     experiences: list[Experience] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class RecordingClient:
+    """Trinity's client and the wrapper whose history it records to."""
+
+    wrapper: ModelWrapper
+    client: Any
+    keeper: Any = None
+
+
 class RunRecorder:
     """Everything that one run asks the model that is being tuned.
 
     Made in the runner's event loop, in which the real client works.
 
     Args:
-        model: Trinity's wrapper of the model, with its history enabled.
+        source: the client of that loop, from `recording_client`.
         context: the run's notes.
         task_id: the task, unique in its batch; part of every state.
         seed: root of the seeds of the run's calls; None leaves them to the server.
@@ -81,14 +89,14 @@ class RunRecorder:
 
     def __init__(
         self,
-        model: ModelWrapper,
+        source: RecordingClient,
         context: RunContext,
         task_id: str,
         seed: str | None,
         generate_kwargs: Mapping[str, Any],
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        self._wrapper, self._client = _recording_client(model, self.loop)
+        self._wrapper, self._client = source.wrapper, source.client
         self._context = context
         self._task_id = task_id
         self._seed = seed
@@ -174,9 +182,12 @@ class RunRecorder:
 
 def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatModel:
     """AgentScope's model object over `client`, which has its `model_path`."""
-    model = copy.copy(_constructed(client.model_path))
-    model.client = client
-    model.generate_kwargs = dict(generate_kwargs)
+    model = object.__new__(TrinityChatModel)  # its own `__new__` warns that it is deprecated
+    model.__dict__.update(
+        _constructed(client.model_path).__dict__,
+        client=client,
+        generate_kwargs=dict(generate_kwargs),
+    )
     return model
 
 
@@ -223,25 +234,33 @@ class _ClientProxy:
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=create, parse=parse))
 
 
-_clients: dict[asyncio.AbstractEventLoop, dict[Any, tuple[ModelWrapper, Any]]] = {}
+_open: dict[asyncio.AbstractEventLoop, dict[Any, RecordingClient]] = {}
 
 
-def _recording_client(
-    model: ModelWrapper, loop: asyncio.AbstractEventLoop
-) -> tuple[ModelWrapper, Any]:
-    """One client of Trinity's for each loop and model, with the wrapper that records for it.
+async def recording_client(model: ModelWrapper) -> RecordingClient:
+    """The client for `model` in the current loop; closed when the loop is shut down.
 
     Trinity gives every run a wrapper of its own, whose client would cost some 50 ms to make and
-    could not reuse a connection.
+    could not reuse a connection: one for each loop and model serves all runs.
     """
-    for other in [other for other in _clients if other.is_closed()]:
-        del _clients[other]
-    of_loop = _clients.setdefault(loop, {})
+    of_loop = _open.setdefault(asyncio.get_running_loop(), {})
     key = (id(model.config), model.api_address)  # the wrapper below keeps the config alive
     if key not in of_loop:
         wrapper = model.clone_with_isolated_history()
-        of_loop[key] = (wrapper, wrapper.get_openai_async_client())
+        of_loop[key] = RecordingClient(wrapper, wrapper.get_openai_async_client())
+        # A loop finalises its asynchronous generators before it closes, while the client's
+        # connections can still be closed properly.
+        of_loop[key].keeper = _close_with_loop(of_loop[key].client)
+        await anext(of_loop[key].keeper)
     return of_loop[key]
+
+
+async def _close_with_loop(client: Any) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        _open.pop(asyncio.get_running_loop(), None)
+        await client.close()
 
 
 @functools.cache

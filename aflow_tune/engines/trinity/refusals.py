@@ -170,8 +170,11 @@ def _choices(config: AflowConfig) -> Iterable[Fault]:
         key = f"data_processor.experience_pipeline.operators.{number}.name"
         registered.append((key, operator.name, EXPERIENCE_OPERATORS))
     for key, taskset, _ in user_tasksets(config):
-        kind = taskset.data_selector.selector_type
-        registered.append((f"{key}.data_selector.selector_type", kind, SELECTORS))
+        for name in ("data_selector", "task_selector"):
+            selector = getattr(taskset, name)
+            if selector is not None:
+                kind = selector.selector_type or ""
+                registered.append((f"{key}.{name}.selector_type", kind, SELECTORS))
     for key, value, registry in registered:
         if value is None:
             continue

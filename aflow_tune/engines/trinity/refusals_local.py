@@ -42,6 +42,12 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "over_rollout: {ratio: 0.0}",
     ),
     (
+        "explorer.over_rollout.return_partial_tasks",
+        bool,
+        "false: whole groups only",
+        "return_partial_tasks: false",
+    ),
+    (
         "explorer.rollout_model.engine_type",
         lambda v: not v.startswith("vllm"),
         "the default: the local sampler takes its place",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from aflow_tune.engines.trinity.validators import (
     render_changes,
     save_resolved,
 )
-from aflow_tune.errors import BadInput, Fault, Interrupted, RunFailed
+from aflow_tune.errors import BadInput, BudgetReached, Fault, Interrupted, RunFailed
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import read_metrics, rewind_metrics
 from aflow_tune.report.panel import Panel
@@ -46,6 +47,7 @@ from aflow_tune.types import TuneResult
 # A resumed run may differ in these: they change how long, how often or where, not what is
 # learned.
 _FREE_KEYS = (
+    "budget.",
     "buffer.total_steps",
     "buffer.total_epochs",
     "trainer.total_steps",
@@ -127,13 +129,20 @@ class Run:
         Raises:
             RunFailed: the target was not reached, or the last checkpoint does not load.
             Interrupted: `stop` said so; the state is saved.
+            BudgetReached: a limit of the configuration was reached; the state is saved.
         """
         self._inject()
+        limit = self.config.budget.wall_seconds
+        deadline = None if limit is None else time.monotonic() + limit
+
+        def spent() -> bool:
+            return deadline is not None and time.monotonic() > deadline
+
         try:
             with Panel(self.run_dir, self.target) as panel:
-                reached = self._engine(panel.phase, stop)
-            self._prove(reached, stop())
-        except Interrupted:
+                reached = self._engine(panel.phase, lambda: stop() or spent())
+            self._prove(reached, stop(), spent())
+        except (Interrupted, BudgetReached):
             self._settle("interrupted")
             raise
         except BaseException:
@@ -215,8 +224,7 @@ class Run:
             bounds.append(config.buffer.total_steps)
         else:
             rows = sum(
-                len(get_buffer_reader(taskset))
-                for taskset in config.buffer.explorer_input.tasksets
+                len(get_buffer_reader(taskset)) for taskset in config.buffer.explorer_input.tasksets
             )
             bounds.append(rows * config.buffer.total_epochs // config.buffer.batch_size)
         if min(bounds) < 1:
@@ -233,16 +241,21 @@ class Run:
             )
         return min(bounds)
 
-    def _prove(self, reached: int, stopped: bool) -> None:
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
         saved = checkpoints(self.run_dir) if self.config.engine == "local" else []
         if self.config.engine == "local" and saved:
             verify_checkpoint(saved[-1].path)
         if reached >= self.target and (saved or self.config.engine != "local"):
             return
-        if stopped:
+        if stopped or spent:
             last = saved[-1].step if saved else 0
-            raise Interrupted(
-                f"stopped at step {reached} of {self.target}; the state of step {last} is saved "
+            kind, reason = (
+                (Interrupted, "stopped")
+                if stopped
+                else (BudgetReached, "budget.wall_seconds reached")
+            )
+            raise kind(
+                f"{reason} at step {reached} of {self.target}; the state of step {last} is saved "
                 f"in {self.run_dir}. The same command resumes from there."
             )
         raise RunFailed(
@@ -270,4 +283,3 @@ def _last_metrics(run_dir: Path) -> dict[str, float]:
     for line in read_metrics(run_dir):
         last.update(line.metrics)
     return last
-

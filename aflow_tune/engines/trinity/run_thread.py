@@ -93,9 +93,8 @@ class RunThread(Generic[T]):
             return self._done.result()
         answered: asyncio.Future[None] = self._runner_loop.create_future()
         self._cancel(answered)
-        await asyncio.wait(
-            [answered, self._done], timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED
-        )
+        waiting: list[asyncio.Future[Any]] = [answered, self._done]
+        await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if not answered.done() and not self._done.done():
             stack = self._stack()
             self._abandon()
@@ -151,7 +150,7 @@ class RunThread(Generic[T]):
 
     def _close_loop(self) -> None:
         loop = self._loop
-        try:
+        with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
             left = asyncio.all_tasks(loop)
             for task in left:
                 task.cancel()
@@ -161,9 +160,8 @@ class RunThread(Generic[T]):
                     if not task.cancelled():
                         task.exception()  # seen: the run is over, nobody else will look
             loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            asyncio.set_event_loop(None)
-            loop.close()
+        asyncio.set_event_loop(None)
+        loop.close()
 
     def _stack(self) -> traceback.StackSummary:
         frame = sys._current_frames().get(self._thread.ident or 0)

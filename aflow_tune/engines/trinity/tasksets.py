@@ -66,9 +66,9 @@ def locate(config: AflowConfig, taskset: TasksetConfig) -> Located:
     for base in _bases(config):
         path = base / Path(name).expanduser()
         if path.is_file():
-            return _locate_file(path.absolute())
+            return _locate_file(Path(os.path.abspath(path)))
         if path.is_dir():
-            return _locate_folder(path.absolute(), taskset)
+            return _locate_folder(Path(os.path.abspath(path)), taskset)
     if name in _LOADERS:
         cure = f"path: data/train.{name}"
         return Located("missing", fault=f"{name!r}, the name of a loader", cure=cure)

@@ -1,0 +1,576 @@
+"""The adapter in Trinity's own run loop against a scripted server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from agentscope.agent import ReActAgent
+from agentscope.formatter import OpenAIChatFormatter
+from agentscope.message import Msg
+from agentscope.model import OpenAIChatModel, TrinityChatModel
+from pydantic import BaseModel
+from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
+from trinity.common.experience import Experience
+from trinity.explorer.workflow_runner import Status
+from trinity.utils.metrics import aggregate_eval_metrics, calculate_task_level_metrics
+
+from aflow_tune import JudgeOutput, WorkflowOutput, caller, record_metrics, step_reward
+from aflow_tune.engines.trinity import adapter
+from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
+from aflow_tune.report.records import EvalRecord, read_records
+
+ASK = [{"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    """Answers 'four' to everything but the empty list of messages, which it refuses."""
+
+    def answer(request: dict[str, Any]) -> Reply:
+        return Reply("four") if request["messages"] else Reply("no messages", status=400)
+
+    with ScriptedServer(answer) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(server: ScriptedServer) -> None:
+    """What a process does once, so that short time-outs measure the workflow."""
+    run(server, returning(1.0))
+
+
+@pytest.fixture(autouse=True)
+def _forget_requests(server: ScriptedServer) -> None:
+    server.requests.clear()
+
+
+def run(
+    server: ScriptedServer,
+    workflow: Any,
+    repeat_times: int = 1,
+    mode: str = "asynchronous",
+    auxiliary: list[Any] | None = None,
+    **task: Any,
+) -> tuple[Status, list[Experience]]:
+    """Run one task through Trinity's runner; its status and the experiences it would send."""
+    runner = ScriptedRunner(ScriptedModel(server.url), auxiliary, mode)
+    status, payload = asyncio.run(
+        runner.run_task(make_task(workflow, **task), "1", repeat_times=repeat_times)
+    )
+    assert status.ok, status.message
+    return status, Experience.deserialize_many(payload) if payload else []
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    """A workflow that makes one call and returns `value`."""
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await model(ASK)
+        return value
+
+    return workflow
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A workflow that makes one call and raises `error`."""
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await model(ASK)
+        raise error
+
+    return workflow
+
+
+async def no_call(task: dict, model: TrinityChatModel) -> float:
+    return 1.0
+
+
+async def swallows_a_failed_call(task: dict, model: TrinityChatModel) -> float:
+    with contextlib.suppress(openai.BadRequestError):
+        await model([])
+    return 1.0
+
+
+async def hangs(task: dict, model: TrinityChatModel) -> float:
+    await model(ASK)
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def hangs_and_ignores_its_cancellation(task: dict, model: TrinityChatModel) -> float:
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            continue
+
+
+async def sleeps_without_await(task: dict, model: TrinityChatModel) -> float:
+    await model(ASK)
+    time.sleep(4)
+    return 1.0
+
+
+async def loops_for_ever(task: dict, model: TrinityChatModel) -> float:
+    while True:
+        pass
+
+
+class _NotAReward:
+    def __repr__(self) -> str:
+        return "<not a reward>"
+
+
+FAILURES = {
+    "raises": (raising(LookupError("no such planet")), "raised", "no such planet"),
+    "exits": (raising(SystemExit(3)), "raised", "SystemExit: 3"),
+    "interrupts": (raising(KeyboardInterrupt()), "raised", "KeyboardInterrupt"),
+    "cancels itself": (raising(asyncio.CancelledError()), "raised", "CancelledError"),
+    "raises a group": (
+        raising(BaseExceptionGroup("several", [SystemExit(1), ValueError("second")])),
+        "raised",
+        "second",
+    ),
+    "returns None": (returning(None), "returned_none", "the workflow returned None"),
+    "returns NaN": (returning(float("nan")), "not_finite", "nan"),
+    "returns infinity": (returning(np.float32("-inf")), "not_finite", "-inf"),
+    "returns a huge integer": (returning(10**400), "not_finite", "inf"),
+    "returns text": (returning("0.5"), "not_a_number", "str: '0.5'"),
+    "returns an object": (returning(_NotAReward()), "not_a_number", "<not a reward>"),
+    "returns two numbers": (returning(np.zeros(2)), "not_a_number", "ndarray"),
+    "returns a complex number": (returning(1j), "not_a_number", "complex"),
+    "returns no reward": (returning(WorkflowOutput(response="x")), "returned_none", "None"),
+    "returns a bad metric": (
+        returning(WorkflowOutput(reward=1.0, metrics={"speed": float("nan")})),
+        "raised",
+        "metric 'speed'",
+    ),
+    "calls no model": (no_call, "no_call", "made no call"),
+    "has no answered call": (swallows_a_failed_call, "no_call", "made no call"),
+    "hangs": (hangs, "timed_out", "asyncio.sleep(60)"),
+    "ignores its cancellation": (hangs_and_ignores_its_cancellation, "timed_out", "1.5 s"),
+    "sleeps without await": (sleeps_without_await, "blocked_loop", "time.sleep(4)"),
+    "loops for ever": (loops_for_ever, "blocked_loop", "in loops_for_ever"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_costs_only_its_own_run_and_has_its_name(
+    server: ScriptedServer, name: str
+) -> None:
+    broken, kind, detail = FAILURES[name]
+    runs = iter([broken, returning(0.75), returning(0.25)])
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        return await next(runs)(task=task, model=model)
+
+    seconds = 1.5 if kind in ("timed_out", "blocked_loop") else 20.0
+    status, exps = run(server, workflow, repeat_times=3, run_timeout=seconds)
+
+    (failed,) = [exp for exp in exps if FAILURE_KEY in exp.info]
+    others = [exp for exp in exps if exp is not failed]
+    assert failed.info[FAILURE_KEY] == kind
+    assert detail in failed.info[TRACE_KEY]
+    assert not failed.action_mask.any()
+    assert failed.metrics == {f"failure/{kind}:sum": 1.0}
+    assert sorted(exp.reward for exp in others) == [0.25, 0.75]
+    assert sorted(exp.eid.run for exp in exps) == [0, 1, 2]
+    assert status.completed_runs == 3
+    assert sum(metrics.get(f"failure/{kind}:sum", 0) for metrics in status.metrics) == 1
+
+
+def test_a_traceback_begins_in_the_users_function(server: ScriptedServer) -> None:
+    _, exps = run(server, raising(LookupError("no such planet")))
+    lines = exps[0].info[TRACE_KEY].splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[1].endswith("in workflow")
+    assert lines[-1] == "LookupError: no such planet"
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        (True, 1.0),
+        (3, 3.0),
+        (np.float64(0.5), 0.5),
+        (np.bool_(False), 0.0),
+        (torch.tensor(0.25), 0.25),
+        (np.array([2.0]), 2.0),
+        (Decimal("0.5"), 0.5),
+    ],
+)
+def test_what_counts_as_a_number(server: ScriptedServer, value: Any, reward: float) -> None:
+    _, exps = run(server, returning(value))
+    assert exps[0].reward == reward
+
+
+def test_a_blocked_run_does_not_hold_up_the_others(server: ScriptedServer) -> None:
+    """The others get their answers while one blocks; the thread in an endless loop ends."""
+    finished: list[float] = []
+    runs = iter([loops_for_ever, returning(1.0), returning(1.0)])
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        reward = await next(runs)(task=task, model=model)
+        finished.append(time.monotonic())
+        return reward
+
+    before = threading.active_count()
+    run(server, workflow, repeat_times=3, run_timeout=3.0)
+    assert len(finished) == 2
+    assert time.monotonic() - max(finished) > 2.0  # they were done long before the time-out
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+
+
+def test_a_run_whose_time_is_up_gives_its_request_up(server: ScriptedServer) -> None:
+    with ScriptedServer(lambda request: Reply("late", delay=30)) as slow:
+        _, exps = run(slow, returning(1.0), run_timeout=0.3)
+        deadline = time.monotonic() + 10
+        while not slow.cancelled and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert slow.cancelled == 1
+    assert exps[0].info[FAILURE_KEY] == "timed_out"
+
+
+def test_blocking_calls_in_threads_do_not_outlive_the_time_out(server: ScriptedServer) -> None:
+    def endless() -> None:
+        while True:
+            pass
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await model(ASK)
+        await asyncio.to_thread(endless)
+        return 1.0
+
+    before = threading.active_count()
+    _, exps = run(server, workflow, run_timeout=0.3)
+    assert exps[0].info[FAILURE_KEY] == "timed_out"
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+
+
+def test_every_step_carries_reward_caller_and_state_and_the_last_one_metrics(
+    server: ScriptedServer,
+) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        assert task == {"question": "2 + 2?", "answer": "4"}
+        assert isinstance(model, TrinityChatModel)
+        with caller("solve"):
+            await model(ASK)
+            with caller("check"):
+                answer = await model(ASK)
+        assert answer.content[0]["text"] == "four"
+        record_metrics(right=1)
+        return 0.5
+
+    status, exps = run(server, workflow, repeat_times=2)
+    exps.sort(key=lambda exp: (exp.eid.run, exp.eid.step))
+    assert [(exp.eid.run, exp.eid.step) for exp in exps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [exp.info["caller"] for exp in exps] == ["solve", "solve/check"] * 2
+    states = [exp.info["env_state_hash"] for exp in exps]
+    assert states[:2] == states[2:]
+    assert states[0] != states[1]
+    assert [exp.reward for exp in exps] == [0.5] * 4
+    assert exps[0].metrics == {}
+    assert exps[1].metrics == {
+        "right": 1.0,
+        "reward": 0.5,
+        "calls": 2.0,
+        "untrained_calls": 0.0,
+        "response_tokens": 10.0,  # twice 'four' and the end mark
+        "response_truncated": 0.0,
+    }
+    assert exps[1].tokens.tolist() == [*b"2 + 2?", *b"four", 256]
+    assert exps[1].prompt_length == 6
+    assert torch.allclose(exps[1].logprobs, torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5]))
+    assert status.metrics[0]["right"] == 1.0
+    assert all("step_reward" not in exp.info for exp in exps)
+
+
+def test_step_rewards_stay_and_the_last_step_gets_the_returned_one(server: ScriptedServer) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await model(ASK)
+        step_reward(0.125)
+        await model(ASK)
+        await model(ASK)
+        return 1.0
+
+    _, exps = run(server, workflow)
+    assert [exp.info.get("step_reward") for exp in exps] == [0.125, None, 1.0]
+    assert [exp.reward for exp in exps] == [1.0, 1.0, 1.0]
+
+
+def test_a_call_sampled_otherwise_is_answered_but_not_trained(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "_said", set())
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        with caller("greedy"):
+            await model(ASK, temperature=0)
+        with caller("nucleus"):
+            await model(ASK, top_p=0.5)
+        with caller("same"):
+            await model(ASK, temperature=1)
+        return 1.0
+
+    _, exps = run(server, workflow)
+    assert [request["temperature"] for request in server.requests] == [0, 1.0, 1]
+    assert [(exp.info["caller"], exp.eid.step) for exp in exps] == [("same", 0)]
+    assert exps[0].metrics["calls"] == 3.0
+    assert exps[0].metrics["untrained_calls"] == 2.0
+
+    async def greedy(task: dict, model: TrinityChatModel) -> float:
+        await model(ASK, temperature=0)
+        return 1.0
+
+    _, exps = run(server, greedy)
+    assert exps[0].info[FAILURE_KEY] == "no_call"
+    assert "temperature" in exps[0].info[TRACE_KEY]
+    status, _ = run(server, greedy, is_eval=True, batch_id="0/held_out")
+    assert status.metrics[0]["reward"] == 1.0
+
+
+def _seeds(server: ScriptedServer, **task: Any) -> list[int]:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await asyncio.gather(*(model(ASK) for _ in range(2)))
+        await model(ASK, seed=5)
+        return 1.0
+
+    server.requests.clear()
+    run(server, workflow, repeat_times=2, mode="sequential", **task)
+    return [request["seed"] for request in server.requests]
+
+
+def test_seeds_differ_between_calls_and_runs_and_repeat_with_the_task(
+    server: ScriptedServer,
+) -> None:
+    first = _seeds(server)
+    assert first[2] == first[5] == 5  # the user's own
+    assert len({*first[:2], *first[3:5]}) == 4
+    assert sorted(_seeds(server)) == sorted(first)
+    assert not {*_seeds(server, seed=8)} & {*first[:2]}
+    assert not {*_seeds(server, batch_id=2)} & {*first[:2]}
+    before = _seeds(server, is_eval=True, batch_id="0/held_out")
+    after = _seeds(server, is_eval=True, batch_id="9/held_out")
+    assert sorted(before) == sorted(after)  # before and after share their random numbers
+
+
+def test_the_runs_of_a_task_that_several_runners_share_differ(server: ScriptedServer) -> None:
+    def part() -> set[int]:
+        task = make_task(returning(1.0))
+        task.repeat_times, task.rollout_args.n = 4, 2
+        server.requests.clear()
+        runner = ScriptedRunner(ScriptedModel(server.url))
+        asyncio.run(runner.run_task(task, "1", repeat_times=2))
+        return {request["seed"] for request in server.requests}
+
+    assert len(part() | part()) == 4
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "sequential", "multi-threading"])
+def test_all_of_trinitys_ways_to_repeat_a_task(server: ScriptedServer, mode: str) -> None:
+    _, exps = run(server, returning(1.0), repeat_times=4, mode=mode)
+    assert sorted(exp.eid.run for exp in exps) == [0, 1, 2, 3]
+    assert len({request["seed"] for request in server.requests}) == 4
+
+
+def test_a_row_changed_by_one_run_is_whole_in_the_next(server: ScriptedServer) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        assert task.pop("answer") == "4"
+        await model(ASK)
+        return 1.0
+
+    _, exps = run(server, workflow, repeat_times=2, mode="sequential")
+    assert all(FAILURE_KEY not in exp.info for exp in exps)
+
+
+def test_a_judge_scores_the_response_and_auxiliary_models_have_names(
+    server: ScriptedServer,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    async def workflow(
+        task: dict, model: OpenAIChatModel, auxiliary_models: dict, system_prompt: str, logger: Any
+    ) -> WorkflowOutput:
+        await model(ASK)
+        seen.update(system_prompt=system_prompt, logger=logger, names=[*auxiliary_models])
+        return WorkflowOutput(response="4", metrics={"length": 1})
+
+    async def judge(task: dict, response: str, auxiliary_models: dict) -> JudgeOutput:
+        verdict = await auxiliary_models["referee"](ASK)
+        said = verdict.content[0]["text"]
+        return JudgeOutput(reward=float(response == task["answer"]), metrics={"said": len(said)})
+
+    with ScriptedServer(lambda request: "certainly") as other:
+        referee = ScriptedModel(other.url, name="referee")
+        _, exps = run(
+            server, workflow, auxiliary=[referee], judge_func=judge, system_prompt="Be brief."
+        )
+        assert len(other.requests) == 1
+        assert referee.history == []
+    assert len(exps) == 1  # what the judge asks is not the policy's
+    assert exps[0].reward == 1.0
+    assert exps[0].metrics["length"] == 1.0
+    assert exps[0].metrics["said"] == len("certainly")
+    assert seen["system_prompt"] == "Be brief."
+    assert seen["names"] == ["referee"]
+    assert hasattr(seen["logger"], "info")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kind"),
+    [
+        (None, "returned_none"),
+        ("good", "not_a_number"),
+        (JudgeOutput(reward=float("nan")), "not_finite"),
+    ],
+)
+def test_a_judge_without_a_verdict_is_a_failure(
+    server: ScriptedServer, verdict: Any, kind: str
+) -> None:
+    async def judge(task: dict, response: Any) -> Any:
+        return verdict
+
+    output = SimpleNamespace(reward=None, response="x", metrics=None)  # AgentScope's, by fields
+    _, exps = run(server, returning(output), judge_func=judge)
+    assert exps[0].info[FAILURE_KEY] == kind
+    assert "the judge" in exps[0].info[TRACE_KEY]
+
+
+def _evaluate(
+    server: ScriptedServer, directory: Path, workflow: Any, **task: Any
+) -> tuple[Status, list[EvalRecord]]:
+    status, exps = run(
+        server,
+        workflow,
+        is_eval=True,
+        batch_id="2/held_out",
+        eval_dir=str(directory),
+        **{"score": "right", "transcripts": 4, **task},
+    )
+    assert exps == []
+    path = directory / "held_out" / "step_2.jsonl"
+    return status, read_records(path) if path.exists() else []
+
+
+def test_an_evaluation_leaves_one_record_a_run_and_its_metrics_reach_the_curves(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        with caller("solve"):
+            await model(ASK)
+        record_metrics(right=1)
+        return 0.5
+
+    status, records = _evaluate(server, tmp_path, workflow)
+    (record,) = records
+    assert (record.step, record.taskset, record.item, record.run) == (2, "held_out", 3, 0)
+    assert (record.score, record.reward, record.failure) == (1.0, 0.5, None)
+    assert record.metrics == {"right": 1.0}
+    assert record.transcript == [
+        {"caller": "solve", "messages": ASK, "response": "four", "tokens": 5}
+    ]
+    task_metrics = calculate_task_level_metrics(status.metrics, is_eval=True)
+    curves = aggregate_eval_metrics([task_metrics], prefix="eval/held_out")
+    assert curves["eval/held_out/reward/mean@1"] == 0.5
+    assert curves["eval/held_out/right/mean@1"] == 1.0
+
+    _, records = _evaluate(server, tmp_path / "few", workflow, transcripts=3)
+    assert records[0].transcript == []  # item 3 is not among the first three
+
+
+def test_a_failed_evaluation_has_no_score_and_keeps_its_kind(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    status, (record,) = _evaluate(server, tmp_path, raising(ValueError("no")))
+    assert (record.score, record.reward, record.failure) == (None, None, "raised")
+    assert len(record.transcript) == 1
+    assert status.metrics[0]["failure/raised:sum"] == 1.0
+
+
+def test_a_score_that_nobody_recorded_is_none_and_said_once(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: set[str] = set()
+    monkeypatch.setattr(adapter, "_said", said)
+    _, (record,) = _evaluate(server, tmp_path, returning(1.0))
+    assert (record.score, record.reward) == (None, 1.0)
+    assert said == {"score right"}
+
+
+def test_a_record_that_cannot_be_written_costs_no_run(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: set[str] = set()
+    monkeypatch.setattr(adapter, "_said", said)
+    (tmp_path / "held_out").write_text("a file where the folder should be")
+    status, _ = run(
+        server,
+        returning(1.0),
+        is_eval=True,
+        batch_id="2/held_out",
+        eval_dir=str(tmp_path),
+        repeat_times=2,
+    )
+    assert [metrics["reward"] for metrics in status.metrics] == [1.0, 1.0]
+    assert said == {"records"}
+
+
+class Answer(BaseModel):
+    """What AgentScope's example asks its agent for."""
+
+    result: str
+
+
+async def react(task: dict, model: TrinityChatModel) -> float:
+    """The workflow of AgentScope's documentation, with a shorter reward."""
+    agent = ReActAgent(
+        name="react_agent",
+        sys_prompt="You solve math problems.",
+        model=model,
+        enable_meta_tool=True,
+        formatter=OpenAIChatFormatter(),
+    )
+    agent.set_console_output_enabled(False)
+    response = await agent.reply(
+        msg=Msg("user", task["question"], role="user"), structured_model=Answer
+    )
+    return float(response.metadata["result"] == task["answer"])
+
+
+def test_agentscopes_react_agent_runs_and_each_of_its_calls_is_a_step() -> None:
+    def answer(request: dict[str, Any]) -> Reply:
+        names = [tool["function"]["name"] for tool in request["tools"]]
+        assert "generate_response" in names
+        if request.get("tool_choice") == "none":
+            return Reply("It is four.")
+        if any(message["role"] == "tool" for message in request["messages"]):
+            return Reply("", tool_calls=[("generate_response", {"result": "4"})])
+        return Reply("Let me see.", tool_calls=[("reset_equipped_tools", {})])
+
+    with ScriptedServer(answer) as scripted:
+        _, exps = run(scripted, react, repeat_times=3)
+    assert all(FAILURE_KEY not in exp.info for exp in exps), exps[0].info
+    assert [exp.reward for exp in exps] == [1.0] * len(exps)
+    by_run = {index: [e.eid.step for e in exps if e.eid.run == index] for index in range(3)}
+    assert by_run == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
+    states = {exp.eid.step: exp.info["env_state_hash"] for exp in exps if exp.eid.run == 0}
+    for exp in exps:  # the ids that AgentScope draws for its calls do not split the states
+        assert exp.info["env_state_hash"] == states[exp.eid.step]

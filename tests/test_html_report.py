@@ -1,0 +1,298 @@
+"""The report page: what it claims, what it shows, and that what a model wrote stays text."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from fake_run import TASKSET, call, write_evaluation, write_fake_run, write_step
+
+from aflow_tune.report.charts import (
+    Curve,
+    Point,
+    interval_strip,
+    line_chart,
+    nice_ticks,
+    number,
+    stacked_chart,
+    step_ticks,
+)
+from aflow_tune.report.html import summary_text, write_report
+from aflow_tune.report.records import record_path
+from aflow_tune.report.statistics import Interval
+from aflow_tune.report.transcripts import MOST_CHARACTERS, plain_text
+
+_VOID = {"meta", "br", "link", "input", "img"}
+
+
+class _Page(HTMLParser):
+    """Checks nesting and collects tags, attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+def _page(run_dir: Path, *arguments: object) -> _Page:
+    return _Page(write_report(run_dir, *arguments).read_text(encoding="utf-8"))  # type: ignore[arg-type]
+
+
+def test_a_run_that_learned(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "my run")
+    change = SimpleNamespace(key="engine", before="auto", after="local", why="no CUDA device")
+    settings = {"model.model_path": "smollm2-135m", "report.score": "correct", "seed": 3}
+    page = _page(run_dir, settings, [change])
+    assert "my run" in page.text
+    assert "Held-out score rose from" in page.text
+    assert "held-out score correct" in page.text
+    assert "smollm2-135m" in page.text
+    assert "no CUDA device" in page.text
+    for title in (
+        f"Held-out score: {TASKSET}",
+        "Reward of the rollouts",
+        "Health of the groups",
+        "Loss",
+        "KL",
+        "Entropy",
+        "Gradient norm",
+        "Learning rate",
+        "Length of the responses",
+        "Sampling speed",
+        "Training speed",
+        "Failed runs in training",
+        "Held-out evaluations",
+        "The same items before and after",
+        "What to do next",
+    ):
+        assert title in page.text, title
+    assert ("class", "verdict rose") in page.attributes
+
+
+def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
+    path = write_report(write_fake_run(tmp_path / "run"))
+    text = path.read_text(encoding="utf-8")
+    page = _Page(text)
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form"} & {*page.tags}
+    assert not [
+        name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")
+    ]
+    assert "//" not in re.sub(r"<!--.*?-->", "", text)
+    assert "default-src 'none'" in text
+    assert list(path.parent.glob(".*.tmp")) == []
+
+
+_HOSTILE = [
+    "</pre><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    '"><svg onload=alert(1)>',
+    "{{ 7 * 7 }}{% raw %}",
+    "<!-- ",
+    "javascript:alert(1)",
+    "]]></style><style>*{display:none}",
+]
+
+
+@pytest.mark.parametrize("hostile", _HOSTILE)
+def test_what_models_and_users_wrote_stays_text(tmp_path: Path, hostile: str) -> None:
+    clean = write_fake_run(tmp_path / "clean")
+    run_dir = write_fake_run(tmp_path / "run")
+    said = call(hostile, hostile, hostile)
+    said["messages"].append({"role": hostile, "content": [{"type": "text", "text": hostile}]})
+    taskset = hostile.replace("/", "_")
+    for step in (0, 6):
+        write_evaluation(
+            run_dir, step, [0.0, None], taskset=taskset, transcript=[said], failure=hostile
+        )
+    write_step(run_dir, 6, **{hostile: 2.0})
+    change = SimpleNamespace(key=hostile, before=hostile, after=hostile, why=hostile)
+    page = _page(run_dir, {"name": hostile, hostile: 1}, [change])
+    assert {*page.tags} == {*_page(clean, {"name": "x"}, [change]).tags}
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
+    assert " ".join(hostile.split()) in page.text
+
+
+def test_texts_of_any_shape_become_plain_text() -> None:
+    assert plain_text(None) == ""
+    assert plain_text([{"type": "text", "text": "a"}, {"type": "image_url", "url": "b"}]) == (
+        'a\n{"type": "image_url", "url": "b"}'
+    )
+    assert plain_text("a\x00b\x1b[31m\x7f") == "a␀b␛[31m␡"
+    assert plain_text("abc\u202edef\ud83d") == "abc\\u202edef\\ud83d"
+    assert plain_text(3) == "3"
+    cut = plain_text("x" * (MOST_CHARACTERS + 500))
+    assert "500 characters left out" in cut
+    assert len(cut) < MOST_CHARACTERS + 60
+
+
+@pytest.mark.parametrize(
+    "transcript",
+    [
+        [{}],
+        [{"caller": None, "messages": None, "response": None, "tokens": "many"}],
+        [{"messages": ["text", {"content": 3}, {"tool_calls": [{"function": {"name": "f"}}, 1]}]}],
+        [{"messages": [{"role": "assistant", "content": None, "tool_calls": "none"}]}],
+        ["not a call"],
+        [call("half a pair: \ud83d")],
+    ],
+)
+def test_odd_transcripts_never_break_the_page(tmp_path: Path, transcript: list[object]) -> None:
+    for step in (0, 4):
+        write_evaluation(tmp_path, step, [0.0, 1.0], transcript=())
+        path = record_path(tmp_path / "evaluations", TASKSET, step)
+        from dataclasses import replace
+
+        from aflow_tune.report.records import read_records
+
+        records = [replace(r, transcript=transcript) for r in read_records(path)]  # type: ignore[arg-type]
+        path.write_bytes(b"".join(record.to_line() for record in records))
+    assert "The same items before and after" in _page(tmp_path).text
+
+
+def test_tool_calls_are_shown(tmp_path: Path) -> None:
+    tool = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = call("done")
+    said["messages"] = [{"role": "assistant", "content": None, "tool_calls": [tool]}]
+    for step in (0, 4):
+        write_evaluation(tmp_path, step, [0.0] * 2, transcript=[said])
+    assert 'add({"a": 1})' in _page(tmp_path).text
+
+
+def test_runs_with_nothing_or_little_to_show(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    page = _page(empty)
+    assert "shows nothing about learning" in page.text
+    assert "Curves" not in page.text
+    assert "nothing was shown about learning" in summary_text(empty, empty / "report.html")
+
+    once = write_fake_run(tmp_path / "once", evaluate_at=(0,))
+    page = _page(once)
+    assert "not evaluated twice" in page.text or "was evaluated twice" in page.text
+    assert f"Held-out score: {TASKSET}" in page.text
+
+    stepless = write_fake_run(tmp_path / "stepless", steps=0, evaluate_at=(0,))
+    assert "steps 0" in _page(stepless).text
+
+    single = write_fake_run(tmp_path / "single", steps=1, evaluate_at=())
+    assert "Reward of the rollouts" in _page(single).text
+
+
+def test_no_improvement_is_called_that(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, 0, [0.0, 1.0] * 20)
+    write_evaluation(tmp_path, 5, [1.0, 0.0] * 20)
+    page = _page(tmp_path)
+    assert "No change shown" in page.text
+    assert "interval includes zero" in page.text
+    assert ("class", "verdict unclear") in page.attributes
+
+
+def test_damaged_records_do_not_cost_the_page(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "run")
+    path = record_path(run_dir / "evaluations", TASKSET, 0)
+    path.write_text("damaged\n" + path.read_text())
+    page = _page(run_dir)
+    assert "cannot be read" in page.text
+    assert "Reward of the rollouts" in page.text
+    assert "cannot be read" in summary_text(run_dir, run_dir / "report.html")
+
+
+def test_secrets_and_functions_are_not_in_the_settings(tmp_path: Path) -> None:
+    settings = {
+        "monitor.monitor_args.api_key": "sk-123",
+        "model.tinker.api_key": "EMPTY",
+        "model.max_response_tokens": 7,
+        "hf_token": "hf_123",
+        "workflow_func": len,
+    }
+    text = write_report(tmp_path, settings).read_text()
+    assert "sk-123" not in text
+    assert "hf_123" not in text
+    assert "workflow_func" not in text
+    assert "EMPTY" in text
+    assert "max_response_tokens" in text
+
+
+def test_the_summary_says_where_things_are(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "my run")
+    text = summary_text(run_dir, run_dir / "report.html")
+    lines = text.splitlines()
+    assert lines[0].startswith("Held-out score rose from")
+    assert lines[1] == "Failed runs in training: 1 raised."
+    assert f"model:      {run_dir}/export/merged" in lines
+    assert f"adapter:    {run_dir}/export/adapter" in lines
+    assert f"checkpoint: {run_dir}/global_step_6" in lines
+    assert f"curves:     tensorboard --logdir '{run_dir}/monitor'" in lines
+
+
+def test_charts_are_well_formed_and_show_their_values() -> None:
+    points = [Point(0, 0.1, 0.0, 0.2), Point(10, 0.7, 0.6, 0.8)]
+    svg = line_chart("a < b", [Curve('x "quoted" <b>', points)], (0, 10), (0.0, 1.0))
+    root = ElementTree.fromstring(svg)
+    dots = [node for node in root if node.get("class", "").startswith("dot")]
+    assert [dot.find("title").text for dot in dots] == [  # type: ignore[union-attr]
+        'x "quoted" <b>, step 0: 0.1 (0 to 0.2)',
+        'x "quoted" <b>, step 10: 0.7 (0.6 to 0.8)',
+    ]
+    # Plot area: x from 44 to 391, y from 161 (0) to 9 (1).
+    assert (dots[1].get("cx"), dots[1].get("cy")) == ("391.0", f"{161 - 0.7 * 152:.1f}")
+    stacked = stacked_chart(
+        "s", [Curve("a", [Point(1, 0.25), Point(3, 0.5)]), Curve("b", [Point(1, 0.75)], 1)], (1, 3)
+    )
+    areas = [node for node in ElementTree.fromstring(stacked) if node.tag == "path"]
+    assert len(areas) == 2
+    assert interval_strip(Interval(1.0, None, None, 1)) == ""
+    ElementTree.fromstring(interval_strip(Interval(-0.2, -0.3, -0.1, 9)))
+
+
+@pytest.mark.parametrize("values", [[0.0], [5e-4, 5e-4], [-3.0, 1e9], [1e-300], [0.1, 0.1 + 1e-12]])
+def test_charts_of_any_values_are_finite(values: list[float]) -> None:
+    points = [Point(step, value) for step, value in enumerate(values)]
+    svg = line_chart("any", [Curve("x", points)], (0, len(values) - 1))
+    assert "nan" not in svg
+    assert "inf" not in svg
+    ElementTree.fromstring(svg)
+
+
+def test_ticks_are_round() -> None:
+    assert nice_ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert nice_ticks(-0.3, 4.1) == [-1, 0, 1, 2, 3, 4, 5]
+    assert step_ticks(0, 20) == [0, 5, 10, 15, 20]
+    assert step_ticks(3, 3) == [3]
+    assert step_ticks(1, 3) == [1, 2, 3]
+    assert [number(v) for v in (0.0, 0.25, 12345.0, 5e-4, -2.0, 2.5e6, 1e-300)] == [
+        "0",
+        "0.25",
+        "12.3k",
+        "5e-4",
+        "-2",
+        "2.5M",
+        "0",
+    ]

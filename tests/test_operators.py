@@ -1,0 +1,125 @@
+"""The run filter: what is kept, in which order, what it says, when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+import pytest
+from trinity.buffer.operators import EXPERIENCE_OPERATORS
+
+from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
+from aflow_tune.engines.trinity.operators import RunFilter
+from aflow_tune.engines.trinity.sampling import STEP_SIZE_KEY
+from aflow_tune.errors import RunFailed
+
+# isort: split
+# After the lines above, which install the stand-in for vLLM that Trinity needs.
+from trinity.common.config import OperatorConfig
+from trinity.common.experience import EID, Experience
+
+
+def step(task: int, run: int, reward: float, number: int = 0) -> Experience:
+    """A call of a run that succeeded."""
+    eid = EID(batch=1, task=task, run=run, step=number)
+    return Experience(eid=eid, tokens=[1, 2, 3], prompt_length=1, reward=reward)
+
+
+def failure(task: int, run: int, kind: str = "raised", why: str = "Traceback: no") -> Experience:
+    """A placeholder."""
+    placeholder = step(task, run, 0.0)
+    placeholder.action_mask[:] = False
+    placeholder.info.update({FAILURE_KEY: kind, TRACE_KEY: why})
+    return placeholder
+
+
+def test_failures_go_and_the_rest_is_ordered_and_counted() -> None:
+    exps = [
+        step(1, 1, 0.5, 1),
+        step(1, 0, 1.0),
+        failure(0, 2),
+        step(0, 10, 0.0),
+        step(1, 1, 0.5, 0),
+        step(0, 9, 1.0),
+    ]
+    kept, metrics = RunFilter().process(exps)
+    order = [(exp.eid.task, exp.eid.run, exp.eid.step) for exp in kept]
+    assert order == [(0, 9, 0), (0, 10, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
+    assert [exp.info[STEP_SIZE_KEY] for exp in kept] == [5] * 5
+    assert metrics["group/failed_runs"] == 1.0
+    assert metrics["group/lone_runs"] == 0.0
+
+
+def test_the_choices_of_a_step_keep_their_order() -> None:
+    first, second = step(0, 0, 1.0), step(0, 0, 1.0)
+    kept, _ = RunFilter().process([first, second, step(0, 1, 0.0)])
+    assert [id(exp) for exp in kept[:2]] == [id(first), id(second)]
+
+
+def health(*groups: list[float], run_filter: RunFilter | None = None) -> tuple[float, ...]:
+    """(mixed, all best, all worst) of task groups with these rewards."""
+    exps = [
+        step(task, run, reward, number)
+        for task, rewards in enumerate(groups)
+        for run, reward in enumerate(rewards)
+        for number in range(2)
+    ]
+    _, metrics = (run_filter or RunFilter()).process(exps)
+    return tuple(metrics[f"group/frac_{name}"] for name in ("mixed", "all_best", "all_worst"))
+
+
+def test_group_health_is_the_share_of_groups() -> None:
+    assert health([0, 1], [1, 1], [0, 0], [0.25, 0.25]) == (0.25, 0.25, 0.5)
+    assert health([0, 1], [0, 0.5]) == (1.0, 0.0, 0.0)
+
+
+def test_a_step_that_is_all_alike_is_judged_by_what_was_seen_before() -> None:
+    assert health([0, 0], [0, 0]) == (0.0, 0.0, 1.0)
+    assert health([1, 1], [1, 1]) == (0.0, 1.0, 0.0)
+    seen = RunFilter()
+    health([0.2, 1.0], run_filter=seen)
+    assert health([0.2, 0.2], run_filter=seen) == (0.0, 0.0, 1.0)
+    assert health([1.0, 1.0], run_filter=seen) == (0.0, 1.0, 0.0)
+
+
+def test_a_run_left_alone_in_its_group_is_not_trained() -> None:
+    exps = [step(0, 0, 1.0), failure(0, 1), step(1, 0, 0.0), step(1, 1, 1.0)]
+    kept, metrics = RunFilter().process(exps)
+    assert [exp.eid.task for exp in kept] == [1, 1]
+    assert metrics["group/lone_runs"] == 1.0
+    kept, metrics = RunFilter().process([step(0, 0, 1.0), step(1, 0, 0.0), step(1, 1, 1.0)])
+    assert len(kept) == 3  # a group of one by configuration is none of its business
+    with pytest.raises(RunFailed, match=r"nothing to compare.*1 of 2: 1 raised"):
+        RunFilter().process([step(0, 0, 1.0), failure(0, 1)])
+
+
+def test_a_step_without_a_surviving_run_ends_training_with_its_first_traceback() -> None:
+    exps = [failure(0, 0, "timed_out", "it hung"), failure(0, 1), failure(1, 0)]
+    with pytest.raises(RunFailed) as caught:
+        RunFilter().process(exps)
+    message = str(caught.value)
+    assert "every run of a step failed (3 of 3: 2 raised, 1 timed_out)" in message
+    assert message.endswith("it hung")
+    assert "Traceback: no" not in message
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message  # it leaves a Ray actor
+    with pytest.raises(RunFailed, match="no experience at all"):
+        RunFilter().process([])
+
+
+def test_the_share_of_failed_runs_has_a_limit() -> None:
+    exps = [failure(0, 0), step(0, 1, 1.0), step(0, 2, 0.0), step(0, 3, 0.0)]
+    assert len(RunFilter(max_failed_fraction=0.25).process(exps)[0]) == 3
+    with pytest.raises(RunFailed, match="more than 20% of the runs"):
+        RunFilter(max_failed_fraction=0.2).process(exps)
+    with pytest.raises(ValueError, match="max_failed_fraction"):
+        RunFilter(max_failed_fraction=50)
+
+
+def test_trinity_builds_it_by_its_dotted_path() -> None:
+    from trinity.buffer.operators.experience_operator import create_operators
+
+    name = "aflow_tune.engines.trinity.operators.RunFilter"
+    assert EXPERIENCE_OPERATORS.get(name) is RunFilter
+    (operator,) = create_operators([OperatorConfig(name=name, args={"max_failed_fraction": 0.5})])
+    kept, _ = asyncio.run(operator.process([step(0, 0, 1.0), step(0, 1, 0.0)]))
+    assert len(kept) == 2

@@ -1,0 +1,321 @@
+"""Recording: which call is whose, what is sent, what becomes of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+from agentscope.model import OpenAIChatModel, TrinityChatModel
+from pydantic import BaseModel
+from scripted_server import Reply, ScriptedModel, ScriptedServer
+
+from aflow_tune import caller, state_key
+from aflow_tune.context import RunContext
+from aflow_tune.engines.trinity.recording import (
+    RecordedCall,
+    RunRecorder,
+    recording_client,
+    state_hash,
+)
+
+CONFIGURED = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64, "logprobs": True}
+
+
+def ask(text: str) -> list[dict[str, Any]]:
+    """One user message."""
+    return [{"role": "user", "content": text}]
+
+
+def record(
+    server: ScriptedServer,
+    use: Callable[[TrinityChatModel], Awaitable[Any]],
+    model: ScriptedModel | None = None,
+    seed: str | None = "seed",
+    **configured: Any,
+) -> tuple[Any, list[RecordedCall]]:
+    """Let `use` work with a recorded model; what it returned and the calls."""
+
+    async def main() -> tuple[Any, list[RecordedCall]]:
+        context = RunContext()
+        source = await recording_client(model or ScriptedModel(server.url))
+        recorder = RunRecorder(source, context, "1/0", seed, {**CONFIGURED, **configured})
+        with context.activate():
+            result = await use(recorder.chat_model())
+        return result, recorder.close()
+
+    return asyncio.run(main())
+
+
+def echo(request: dict[str, Any]) -> Reply:
+    """Answers with the question, the later the larger its number."""
+    text = request["messages"][-1]["content"]
+    return Reply(text, delay=0.002 * (int(text.split()[-1]) % 7) if text[-1].isdigit() else 0)
+
+
+def test_concurrent_calls_keep_their_caller_and_the_order_in_which_they_started() -> None:
+    numbers = list(range(40))
+    random.Random(0).shuffle(numbers)
+
+    async def one(model: TrinityChatModel, number: int) -> str:
+        with caller(f"agent {number}"):
+            first = await model(ask(f"first {number}"))
+            task = asyncio.create_task(model(ask(f"second {number}")))  # takes the context along
+            second = await task
+        return first.content[0]["text"] + second.content[0]["text"]
+
+    async def use(model: TrinityChatModel) -> list[str]:
+        return await asyncio.gather(*(one(model, number) for number in numbers))
+
+    with ScriptedServer(echo) as server:
+        answers, calls = record(server, use)
+        arrived = [request["messages"][0]["content"] for request in server.requests]
+    assert answers == [f"first {n}second {n}" for n in numbers]
+    assert len(calls) == 80
+    assert [call.note.index for call in calls] == list(range(80))
+    for call in calls:
+        text = call.messages[0]["content"]
+        assert call.note.caller == f"agent {text.split()[-1]}"
+        (experience,) = call.experiences
+        assert experience.response_text == text
+        assert experience.tokens.tolist() == [*text.encode(), *text.encode(), 256]
+    firsts = [call.messages[0]["content"] for call in calls if "first" in str(call.messages)]
+    assert firsts == [f"first {n}" for n in numbers]
+    assert sorted(arrived) == sorted(call.messages[0]["content"] for call in calls)
+
+
+def test_seeds_follow_what_is_asked_and_not_who_comes_first() -> None:
+    def seeds(delays: dict[str, float]) -> dict[str, int]:
+        async def chain(model: TrinityChatModel, name: str) -> None:
+            await model(ask(name))
+            await model(ask(f"{name}, again"))
+
+        async def use(model: TrinityChatModel) -> None:
+            await asyncio.gather(chain(model, "a"), chain(model, "b"))
+
+        with ScriptedServer(
+            lambda request: Reply("x", delay=delays.get(request["messages"][0]["content"], 0))
+        ) as server:
+            record(server, use)
+            return {r["messages"][0]["content"]: r["seed"] for r in server.requests}
+
+    slow_a, slow_b = seeds({"a": 0.1}), seeds({"b": 0.1})
+    assert slow_a == slow_b
+    assert len(set(slow_a.values())) == 4
+
+
+def test_equal_questions_get_seeds_of_their_own_and_without_a_root_none() -> None:
+    async def use(model: TrinityChatModel) -> None:
+        for _ in range(3):
+            await model(ask("the same"))
+
+    with ScriptedServer(echo) as server:
+        record(server, use)
+        assert len({request["seed"] for request in server.requests}) == 3
+        server.requests.clear()
+        record(server, use, seed=None)
+        assert not any("seed" in request for request in server.requests)
+
+
+def test_every_choice_of_a_call_is_an_experience_of_its_step() -> None:
+    async def use(model: TrinityChatModel) -> Any:
+        return await model.client.chat.completions.create(messages=ask("hello"), n=3)
+
+    with ScriptedServer(lambda request: Reply("hi", finish_reason="length")) as server:
+        response, (call,) = record(server, use)
+    assert [choice.message.content for choice in response.choices] == ["hi"] * 3
+    assert len(call.experiences) == 3
+    assert {exp.truncate_status for exp in call.experiences} == {"response_truncated"}
+
+
+class City(BaseModel):
+    """A structured answer."""
+
+    name: str
+    people: int
+
+
+def test_structured_output_is_recorded() -> None:
+    async def use(model: TrinityChatModel) -> Any:
+        return await model(ask("which city?"), structured_model=City)
+
+    with ScriptedServer(lambda request: '{"name": "Ulm", "people": 126000}') as server:
+        response, (call,) = record(server, use)
+        (request,) = server.requests
+    assert response.metadata == {"name": "Ulm", "people": 126000}
+    assert request["response_format"]["type"] == "json_schema"
+    assert set(request["response_format"]["json_schema"]["schema"]["properties"]) == {
+        "name",
+        "people",
+    }
+    assert call.experiences[0].response_text == '{"name": "Ulm", "people": 126000}'
+    assert not call.off_policy
+
+
+def test_structured_output_that_does_not_fit_falls_back_to_a_tool_call() -> None:
+    def answer(request: dict[str, Any]) -> Reply:
+        if "response_format" in request:
+            return Reply('{"city": 1}')
+        name = request["tools"][0]["function"]["name"]
+        return Reply("", tool_calls=[(name, {"name": "Ulm", "people": 1})])
+
+    async def use(model: TrinityChatModel) -> Any:
+        return await model(ask("which city?"), structured_model=City)
+
+    with ScriptedServer(answer) as server:
+        response, calls = record(server, use)
+    assert response.metadata == {"name": "Ulm", "people": 1}
+    assert len(calls) == 2  # the answer that did not fit was sampled too
+
+
+def test_the_model_is_agentscopes_and_its_client_serves_without_it() -> None:
+    async def use(model: TrinityChatModel) -> Any:
+        assert isinstance(model, OpenAIChatModel)
+        assert model.stream is False
+        assert model.model_name == "scripted"
+        return await model.client.chat.completions.create(model="scripted", messages=ask("hello"))
+
+    with ScriptedServer(echo) as server:
+        response, calls = record(server, use)
+        (request,) = server.requests
+    assert response.choices[0].message.content == "hello"
+    assert len(calls) == 1
+    assert request["temperature"] == 1.0  # the configured one, not the server's default
+    assert request["max_tokens"] == 64
+
+
+def test_what_the_user_passes_wins_but_logprobs_stay() -> None:
+    async def use(model: TrinityChatModel) -> None:
+        await model(
+            ask("hello"),
+            max_completion_tokens=5,
+            stop=["x"],
+            logprobs=False,
+            extra_body={"min_tokens": 2},
+        )
+
+    with ScriptedServer(echo) as server:
+        _, (call,) = record(server, use, extra_body={"top_k": 20})
+        (request,) = server.requests
+    assert request["max_completion_tokens"] == 5
+    assert "max_tokens" not in request
+    assert request["stop"] == ["x"]
+    assert request["logprobs"] is True
+    assert (request["top_k"], request["min_tokens"]) == (20, 2)
+    assert not call.off_policy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "off_policy"),
+    [
+        ({"temperature": 1}, False),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0}, True),
+        ({"top_p": 0.9}, True),
+        ({"presence_penalty": 0.0}, False),
+        ({"frequency_penalty": 0.5}, True),
+        ({"logit_bias": {}}, False),
+        ({"logit_bias": {"50": -100}}, True),
+        ({"extra_body": {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}}, False),
+        ({"extra_body": {"top_k": 1}}, True),
+        ({"extra_body": {"repetition_penalty": 1.1}}, True),
+    ],
+)
+def test_calls_that_the_trainer_cannot_reproduce_are_marked(
+    arguments: dict[str, Any], off_policy: bool
+) -> None:
+    async def use(model: TrinityChatModel) -> None:
+        await model(ask("hello"), **arguments)
+
+    with ScriptedServer(echo) as server:
+        _, (call,) = record(server, use)
+    assert call.off_policy is off_policy
+
+
+def test_streams_are_refused_and_failed_calls_are_not_recorded() -> None:
+    async def use(model: TrinityChatModel) -> None:
+        with pytest.raises(ValueError, match="cannot stream"):
+            await model.client.chat.completions.create(messages=ask("hello"), stream=True)
+        with pytest.raises(openai.BadRequestError, match="bad question"):
+            await model(ask("hello"))
+
+    with ScriptedServer(lambda request: Reply("bad question", status=400)) as server:
+        _, calls = record(server, use)
+    assert calls == []
+
+
+def test_a_run_that_is_over_records_nothing_more() -> None:
+    async def main(server: ScriptedServer) -> None:
+        context = RunContext()
+        source = await recording_client(ScriptedModel(server.url))
+        recorder = RunRecorder(source, context, "1/0", None, CONFIGURED)
+        model = recorder.chat_model()
+        under_way = asyncio.create_task(model(ask("slow 6")))
+        await model(ask("fast 0"))
+        assert [call.messages for call in recorder.close()] == [ask("fast 0")]
+        with pytest.raises(asyncio.CancelledError):
+            await under_way
+        with pytest.raises(RuntimeError, match="this run is over"):
+            await model(ask("late 0"))
+
+    def answer(request: dict[str, Any]) -> Reply:
+        return Reply("x", delay=10 if "slow" in request["messages"][0]["content"] else 0)
+
+    with ScriptedServer(answer) as server:
+        asyncio.run(main(server))
+
+
+def test_runs_share_one_client_and_leave_no_history_behind() -> None:
+    async def main(server: ScriptedServer) -> None:
+        shared = ScriptedModel(server.url)
+        sources = set()
+        for _ in range(3):
+            source = await recording_client(shared.clone_with_isolated_history())
+            recorder = RunRecorder(source, RunContext(), "1/0", None, CONFIGURED)
+            model = recorder.chat_model()
+            await asyncio.gather(*(model(ask(f"n {n}")) for n in range(5)))
+            assert len(recorder.close()) == 5
+            assert source.wrapper.history == []
+            sources.add(source)
+        assert len(sources) == 1
+        assert shared.history == []
+
+    with ScriptedServer(echo) as server:
+        asyncio.run(main(server))
+
+
+def test_the_state_is_task_caller_and_normalised_input() -> None:
+    with_ids = [
+        {"role": "user", "content": "a  question\n"},
+        {"role": "assistant", "tool_calls": [{"id": "call_1", "function": {"name": "f"}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "\uff11"},
+    ]
+    other_ids = [
+        {"role": "user", "content": " a question"},
+        {"role": "assistant", "tool_calls": [{"id": "call_2", "function": {"name": "f"}}]},
+        {"role": "tool", "tool_call_id": "call_2", "content": "1"},
+    ]
+    state = state_hash("1/0", "solve", with_ids)
+    assert state == state_hash("1/0", "solve", other_ids)
+    assert state != state_hash("1/1", "solve", with_ids)
+    assert state != state_hash("1/0", "check", with_ids)
+    assert state != state_hash("1/0", "solve", with_ids[:2])
+    assert state != state_hash("1/0", "solve", [{"role": "user", "content": "A question"}])
+
+
+def test_a_workflow_may_name_its_state() -> None:
+    async def use(model: TrinityChatModel) -> None:
+        with state_key("room 3"):
+            await model(ask("what now? 1"))
+            with caller("other"):
+                await model(ask("what now? 2"))
+        await model(ask("what now? 1"))
+
+    with ScriptedServer(echo) as server:
+        _, calls = record(server, use)
+    states = [call.state for call in calls]
+    assert states[0] == states[1] == state_hash("1/0", "", "room 3")
+    assert states[2] == state_hash("1/0", "workflow", ask("what now? 1"))

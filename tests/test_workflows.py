@@ -1,0 +1,94 @@
+"""The shipped agent against a scripted server, and how shipped functions travel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
+from trinity.common.experience import Experience
+
+from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.plugins import resolve
+
+# isort: split
+from ray import cloudpickle
+
+ROOT = Path(__file__).parents[1]
+react_agent = resolve(f"{ROOT}/workflows/react_agent.py:react_agent")
+calculate = resolve(f"{ROOT}/workflows/react_agent.py:calculate")
+gsm8k_judge = resolve(f"{ROOT}/rewards/gsm8k.py:gsm8k_judge")
+
+
+def _run(last_words: str) -> tuple[list[Experience], list[dict[str, Any]]]:
+    """One run of the agent that calculates 2 + 2 and then says `last_words`."""
+
+    def answer(request: dict[str, Any]) -> Reply:
+        if any(message["role"] == "tool" for message in request["messages"]):
+            return Reply(last_words)
+        return Reply("Let me see.", tool_calls=[("calculate", {"expression": "2 + 2"})])
+
+    with ScriptedServer(answer) as server:
+        runner = ScriptedRunner(ScriptedModel(server.url))
+        task = make_task(react_agent, judge_func=gsm8k_judge)
+        status, payload = asyncio.run(runner.run_task(task, "1", repeat_times=1))
+        assert status.ok, status.message
+        return Experience.deserialize_many(payload), server.requests
+
+
+@pytest.mark.parametrize(("last_words", "reward"), [("\\boxed{4}", 1.0), ("\\boxed{5}", 0.0)])
+def test_the_agent_calculates_answers_and_is_judged(last_words: str, reward: float) -> None:
+    experiences, requests = _run(last_words)
+    assert [exp.reward for exp in experiences] == [reward, reward]
+    assert [exp.eid.step for exp in experiences] == [0, 1]
+    assert experiences[-1].metrics["correct"] == reward
+    (tool,) = requests[0]["tools"]
+    assert tool["function"]["name"] == "calculate"
+    (result,) = (message for message in requests[1]["messages"] if message["role"] == "tool")
+    assert "4" in str(result["content"])
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("12 * (3 + 4) / 2", "42.0"),
+        (" -3 - -1", "-2"),
+        ("1 / 0", "Error: division by zero"),
+        ("9 ** 9 ** 9", "Error: only numbers, + - * / and parentheses"),
+        ("__import__('os').getcwd()", "Error: only numbers, + - * / and parentheses"),
+        ("True + 1", "Error: only numbers, + - * / and parentheses"),
+    ],
+)
+def test_the_calculator_knows_arithmetic_only(expression: str, result: str) -> None:
+    response = asyncio.run(calculate(expression))
+    assert response.content[0]["text"] == result
+
+
+def test_the_calculator_answers_whatever_is_written() -> None:
+    for expression in ("2 +", "", "(" * 500 + "1" + ")" * 500, "1" + "0" * 5000, "1\x00"):
+        response = asyncio.run(calculate(expression))
+        assert response.content[0]["text"].startswith("Error: ")
+
+
+def test_shipped_functions_reach_a_process_that_does_not_know_their_files(tmp_path: Path) -> None:
+    quickstart = resolve(f"{ROOT}/workflows/three_terms.py:add_three_terms")
+    math_judge = resolve(f"{ROOT}/rewards/math_boxed.py:math_judge")
+    functions = [quickstart, react_agent, gsm8k_judge, math_judge]
+    ship_by_value(functions)
+    (tmp_path / "functions").write_bytes(cloudpickle.dumps(functions))
+    code = (
+        "import asyncio, json, pickle, sys\n"
+        "_, _, gsm8k, math = pickle.load(open('functions', 'rb'))\n"
+        "print(json.dumps([asyncio.run(gsm8k({'answer': '#### 4'}, '4')).reward,\n"
+        "                  asyncio.run(math({'solution': '0.5'}, r'\\boxed{\\frac12}')).reward]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [1.0, 1.0]
