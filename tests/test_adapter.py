@@ -27,7 +27,7 @@ from trinity.explorer.workflow_runner import Status
 from trinity.utils.metrics import aggregate_eval_metrics, calculate_task_level_metrics
 
 from aflow_tune import JudgeOutput, WorkflowOutput, caller, record_metrics, step_reward
-from aflow_tune.engines.trinity import adapter
+from aflow_tune.engines.trinity import adapter, run_thread
 from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
 from aflow_tune.report.records import EvalRecord, read_records
 
@@ -119,7 +119,7 @@ async def hangs_and_ignores_its_cancellation(task: dict, model: TrinityChatModel
 
 async def sleeps_without_await(task: dict, model: TrinityChatModel) -> float:
     await model(ASK)
-    time.sleep(4)
+    time.sleep(12)
     return 1.0
 
 
@@ -159,10 +159,6 @@ FAILURES = {
     ),
     "calls no model": (no_call, "no_call", "made no call"),
     "has no answered call": (swallows_a_failed_call, "no_call", "made no call"),
-    "hangs": (hangs, "timed_out", "asyncio.sleep(60)"),
-    "ignores its cancellation": (hangs_and_ignores_its_cancellation, "timed_out", "1.5 s"),
-    "sleeps without await": (sleeps_without_await, "blocked_loop", "time.sleep(4)"),
-    "loops for ever": (loops_for_ever, "blocked_loop", "in loops_for_ever"),
 }
 
 
@@ -176,8 +172,7 @@ def test_a_failure_costs_only_its_own_run_and_has_its_name(
     async def workflow(task: dict, model: TrinityChatModel) -> float:
         return await next(runs)(task=task, model=model)
 
-    seconds = 1.5 if kind in ("timed_out", "blocked_loop") else 20.0
-    status, exps = run(server, workflow, repeat_times=3, run_timeout=seconds)
+    status, exps = run(server, workflow, repeat_times=3)
 
     (failed,) = [exp for exp in exps if FAILURE_KEY in exp.info]
     others = [exp for exp in exps if exp is not failed]
@@ -189,6 +184,31 @@ def test_a_failure_costs_only_its_own_run_and_has_its_name(
     assert sorted(exp.eid.run for exp in exps) == [0, 1, 2]
     assert status.completed_runs == 3
     assert sum(metrics.get(f"failure/{kind}:sum", 0) for metrics in status.metrics) == 1
+
+
+def test_runs_that_hang_in_every_way_at_once_cost_only_themselves(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_thread, "GRACE_SECONDS", 2.0)
+    hanging = [hangs, hangs_and_ignores_its_cancellation, sleeps_without_await, loops_for_ever]
+    parts = iter([*hanging, returning(0.25), returning(0.75)])
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        return await next(parts)(task=task, model=model)
+
+    _, exps = run(server, workflow, repeat_times=6, run_timeout=4.0)
+    assert sorted(exp.reward for exp in exps if FAILURE_KEY not in exp.info) == [0.25, 0.75]
+    found = [
+        (exp.info[FAILURE_KEY], exp.info[TRACE_KEY]) for exp in exps if FAILURE_KEY in exp.info
+    ]
+    assert sorted(kind for kind, _ in found) == ["blocked_loop"] * 2 + ["timed_out"] * 2
+    for kind, detail in [
+        ("timed_out", "asyncio.sleep(60)"),
+        ("timed_out", "not finished after 4 s"),
+        ("blocked_loop", "time.sleep(12)"),
+        ("blocked_loop", "in loops_for_ever"),
+    ]:
+        assert any(kind == name and detail in text for name, text in found), (kind, found)
 
 
 def test_a_traceback_begins_in_the_users_function(server: ScriptedServer) -> None:

@@ -9,7 +9,7 @@ import pytest
 from trinity.buffer.operators import EXPERIENCE_OPERATORS
 
 from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
-from aflow_tune.engines.trinity.operators import RunFilter
+from aflow_tune.engines.trinity.operators import RunFilter, StepStamp
 from aflow_tune.engines.trinity.sampling import STEP_SIZE_KEY
 from aflow_tune.errors import RunFailed
 
@@ -45,7 +45,10 @@ def test_failures_go_and_the_rest_is_ordered_and_counted() -> None:
     kept, metrics = RunFilter().process(exps)
     order = [(exp.eid.task, exp.eid.run, exp.eid.step) for exp in kept]
     assert order == [(0, 9, 0), (0, 10, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
-    assert [exp.info[STEP_SIZE_KEY] for exp in kept] == [5] * 5
+    stamped, _ = StepStamp().process(kept)
+    assert [exp.info[STEP_SIZE_KEY] for exp in stamped] == [5] * 5
+    with pytest.raises(RunFailed, match="left nothing"):
+        StepStamp().process([])
     assert metrics["group/failed_runs"] == 1.0
     assert metrics["group/lone_runs"] == 0.0
 

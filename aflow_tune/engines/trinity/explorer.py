@@ -23,7 +23,9 @@ from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from trinity.common.config import Config, InferenceModelConfig
+from trinity.buffer.operators.experience_operator import ensure_v1_operator
+from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
+from trinity.common.config import AlgorithmConfig, Config, InferenceModelConfig
 from trinity.common.constants import RunningStatus
 from trinity.common.models.allocator import Allocator
 from trinity.common.models.model import ModelWrapper
@@ -32,6 +34,7 @@ from trinity.explorer.rollout_coordinator import RolloutCoordinator
 from trinity.explorer.scheduler import RunnerWrapper, Scheduler
 from trinity.explorer.workflow_runner import WorkflowRunner
 
+from aflow_tune.engines.trinity.operators import StepStamp
 from aflow_tune.engines.trinity.rollout_model import LocalRolloutModel
 from aflow_tune.engines.trinity.run_state import save_taskset_state
 from aflow_tune.engines.trinity.sampler_host import sampling_speed
@@ -118,10 +121,22 @@ class SharedScheduler(Scheduler):
             self.idle_runners.add(runner_id)
 
 
+class StampedPipeline(ExperiencePipeline):
+    """Trinity's experience pipeline with one operator more, after its own advantages."""
+
+    def _set_algorithm_operators(self, algorithm_config: AlgorithmConfig) -> None:
+        super()._set_algorithm_operators(algorithm_config)
+        self.operators.append(ensure_v1_operator(StepStamp()))
+
+
 class LocalCoordinator(RolloutCoordinator):
     """Trinity's rollout coordinator with the shared-process scheduler."""
 
     experience_pipeline: Any
+
+    async def _init_experience_pipeline(self) -> None:
+        self.experience_pipeline = StampedPipeline(self.config)
+        await self.experience_pipeline.prepare()
 
     async def _init_scheduler(self) -> None:
         self.scheduler = SharedScheduler(self.config)

@@ -171,10 +171,6 @@ class InlineRun:
             )
             for role in (config.explorer.name, config.trainer.name)
         }
-        # As many tasks at once as keep every slot of the sampler busy.
-        self._slots = max(
-            1, math.ceil(config.local.max_batch / max(1, config.algorithm.repeat_times))
-        )
 
     async def _host(self, model_config: Any) -> SamplerHost:
         host = await asyncio.to_thread(SamplerHost.from_model_config, model_config)
@@ -281,7 +277,8 @@ class InlineRun:
         Raises:
             RunFailed: a task failed outside of the user's function, which the adapter shields.
         """
-        slots = asyncio.Semaphore(self._slots)
+        # As many tasks at once as keep every slot of the sampler busy.
+        slots = asyncio.Semaphore(math.ceil(self.config.local.max_batch / max(1, repeat_times)))
 
         async def run(index: int, task: Task) -> tuple[Status, bytes]:
             numbered = replace(

@@ -2,7 +2,7 @@
 
 `RunFilter` is the first operator of the pipeline: it takes out the placeholders of failed
 runs, says how healthy the groups are, puts the rest in a fixed order, and stops the run when
-nothing is left to learn from.
+nothing is left to learn from. `StepStamp` is the last one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,26 @@ from trinity.common.experience import Experience
 from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
 from aflow_tune.engines.trinity.sampling import STEP_SIZE_KEY
 from aflow_tune.errors import RunFailed
+
+
+class StepStamp(ExperienceOperator):
+    """Comes last: notes on each experience how many of its step are left to train on."""
+
+    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        """The same experiences, each with the step's size in its `info`.
+
+        Raises:
+            RunFailed: the operators before it left nothing.
+        """
+        if not exps:
+            raise RunFailed(
+                "the experience pipeline left nothing of a step to train on: look at "
+                "`data_processor.experience_pipeline.operators` and at a `std_threshold` in "
+                "`algorithm.advantage_fn_args`"
+            )
+        for exp in exps:
+            exp.info[STEP_SIZE_KEY] = len(exps)
+        return exps, {}
 
 
 class RunFilter(ExperienceOperator):
@@ -63,8 +83,6 @@ class RunFilter(ExperienceOperator):
             )
         # Completion order differs from run to run of the same seed; training must not.
         kept.sort(key=lambda exp: (exp.eid.task, exp.eid.run, exp.eid.step))
-        for exp in kept:
-            exp.info[STEP_SIZE_KEY] = len(kept)
         metrics = {
             "group/failed_runs": float(len(failed)),
             "group/lone_runs": float(len(lone)),

@@ -29,6 +29,7 @@ from aflow_tune.engines.trinity.run_state import (
     write_state,
 )
 from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.validate import check_data
 from aflow_tune.engines.trinity.validators import (
     Change,
     choose_engine,
@@ -41,7 +42,7 @@ from aflow_tune.errors import BadInput, BudgetReached, Fault, Interrupted, RunFa
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import read_metrics, rewind_metrics
 from aflow_tune.report.panel import Panel
-from aflow_tune.signature import check_judge, check_workflow
+from aflow_tune.signature import check_functions
 from aflow_tune.types import TuneResult
 
 # A resumed run may differ in these: they change how long, how often or where, not what is
@@ -84,15 +85,18 @@ class Run:
         """Check the functions, settle the engine and every setting, and print both.
 
         Raises:
-            BadInput: with every fault of the functions or of the settings.
+            BadInput: with every fault of the functions, of the settings or of the data.
         """
-        check_workflow(self.workflow_func)
-        if self.judge_func is not None:
-            check_judge(self.judge_func)
+        check_functions(self.workflow_func, self.judge_func)
         engine, reason = choose_engine(self.config)
         print(f"engine: {engine} ({reason})", flush=True)
         self.changes = prepare(self.config, workflow_func=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
+        data = check_data(self.config, self.workflow_func, self.judge_func)
+        for warning in [*self.config.warnings, *data.warnings]:
+            print(f"warning: {warning}", flush=True)
+        if data.faults:
+            raise BadInput("The data sets do not fit.", data.faults)
         print(render_changes(self.changes), flush=True)
 
     @contextlib.contextmanager

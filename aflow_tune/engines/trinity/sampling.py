@@ -3,7 +3,7 @@
 Trinity's default strategy counts experiences, that is model calls. With workflows of several
 calls, or with runs that failed, the count of a step is not known beforehand: too large a
 `train_batch_size` waits for ever, too small a one splits runs and lets the queue grow. The
-run filter stamps the number of surviving experiences of a step on each of them; this
+last operator of the pipeline stamps the number of a step's experiences on each of them; this
 strategy reads one experience, then exactly the rest of its step.
 """
 

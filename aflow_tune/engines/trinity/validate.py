@@ -109,38 +109,6 @@ def resolve_functions(
     return workflow, judge
 
 
-def check_functions(workflow: Function, judge: Function | None) -> None:
-    """Check both functions, and that they fit together.
-
-    Raises:
-        BadInput: with every fault of both.
-    """
-    from aflow_tune.signature import check_judge, check_workflow
-
-    faults: list[Fault] = []
-    contract = None
-    try:
-        contract = check_workflow(workflow)
-    except BadInput as error:
-        faults += error.faults
-    if judge is not None:
-        try:
-            check_judge(judge)
-        except BadInput as error:
-            faults += error.faults
-        if contract is not None and contract.returns != "WorkflowOutput":
-            faults.append(
-                Fault(
-                    f"{contract.file}:{contract.line}",
-                    "a workflow that returns WorkflowOutput, whose response the judge scores",
-                    f"{contract.name} returns {contract.returns}",
-                    "return WorkflowOutput(response=...), or name no judge",
-                )
-            )
-    if faults:
-        raise BadInput("These functions cannot be tuned.", faults)
-
-
 def check_data(
     config: AflowConfig, workflow: Function | None = None, judge: Function | None = None
 ) -> Findings:
@@ -177,6 +145,8 @@ def check_data(
 def _functions(
     config: AflowConfig, path: str | Path, report: ValidationReport
 ) -> tuple[Function | None, Function | None]:
+    from aflow_tune.signature import check_functions
+
     try:
         workflow, judge = resolve_functions(config, path)
     except BadInput as error:
