@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from aflow_tune.report.charts import (
     step_ticks,
 )
 from aflow_tune.report.html import summary_text, write_report
-from aflow_tune.report.records import record_path
+from aflow_tune.report.records import read_records, record_path
 from aflow_tune.report.statistics import Interval
 from aflow_tune.report.transcripts import MOST_CHARACTERS, plain_text
 
@@ -167,9 +168,6 @@ def test_odd_transcripts_never_break_the_page(tmp_path: Path, transcript: list[o
     for step in (0, 4):
         write_evaluation(tmp_path, step, [0.0, 1.0], transcript=())
         path = record_path(tmp_path / "evaluations", TASKSET, step)
-        from dataclasses import replace
-
-        from aflow_tune.report.records import read_records
 
         records = [replace(r, transcript=transcript) for r in read_records(path)]  # type: ignore[arg-type]
         path.write_bytes(b"".join(record.to_line() for record in records))
@@ -195,7 +193,7 @@ def test_runs_with_nothing_or_little_to_show(tmp_path: Path) -> None:
 
     once = write_fake_run(tmp_path / "once", evaluate_at=(0,))
     page = _page(once)
-    assert "not evaluated twice" in page.text or "was evaluated twice" in page.text
+    assert "No held-out task set was evaluated twice" in page.text
     assert f"Held-out score: {TASKSET}" in page.text
 
     stepless = write_fake_run(tmp_path / "stepless", steps=0, evaluate_at=(0,))
@@ -296,3 +294,9 @@ def test_ticks_are_round() -> None:
         "2.5M",
         "0",
     ]
+
+
+def test_half_a_character_in_a_name_does_not_cost_the_page(tmp_path: Path) -> None:
+    run_dir = write_fake_run(tmp_path / "run")
+    write_step(run_dir, 6, **{"half \ud83d": 1.0})
+    assert "half ?" in _page(run_dir).text

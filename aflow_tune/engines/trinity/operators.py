@@ -41,7 +41,8 @@ class RunFilter(ExperienceOperator):
     """Keeps the experiences of runs that succeeded, ordered by task, run and step.
 
     A run whose whole group failed but for itself is taken out too: without a second run there
-    is no baseline, and Trinity's group advantages would take its raw reward for one.
+    is no baseline, and Trinity's group advantages would take its raw reward for one. Only where
+    nothing else is left of the step does it stay.
 
     Args:
         max_failed_fraction: a step with a larger share of failed runs ends training.
@@ -74,13 +75,9 @@ class RunFilter(ExperienceOperator):
         if not kept or len(failed) > self.max_failed_fraction * total:
             raise RunFailed(_explanation(failed, total, self.max_failed_fraction))
         lone = _lone_runs(failed, kept)
-        if len(lone) < succeeded:
-            kept = [exp for exp in kept if exp.eid.rid not in lone]
-        else:
-            raise RunFailed(
-                "no group of a step has two runs that succeeded, so there is nothing to compare. "
-                + _explanation(failed, total, self.max_failed_fraction)
-            )
+        if len(lone) == succeeded:  # rather Trinity's way with groups of one than no step at all
+            lone = set()
+        kept = [exp for exp in kept if exp.eid.rid not in lone]
         # Completion order differs from run to run of the same seed; training must not.
         kept.sort(key=lambda exp: (exp.eid.task, exp.eid.run, exp.eid.step))
         metrics = {
@@ -128,8 +125,6 @@ def _explanation(failed: list[Experience], total: int, limit: float) -> str:
     listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     if len(failed) == total:
         reason = "every run of a step failed"
-    elif len(failed) > limit * total:
-        reason = f"more than {limit:.0%} of the runs of a step failed"
     else:
-        reason = "runs failed"
+        reason = f"more than {limit:.0%} of the runs of a step failed"
     return f"{reason} ({len(failed)} of {total}: {listed}). The first:\n{failed[0].info[TRACE_KEY]}"

@@ -153,8 +153,7 @@ class Run:
             self._settle("failed")
             raise
         self._settle("finished")
-        report = write_report(self.run_dir, config=self.config.flatten(), changes=self.changes)
-        print(summary_text(self.run_dir, report))
+        report = self._report()
         return TuneResult(
             run_dir=self.run_dir,
             steps_done=reached,
@@ -162,6 +161,16 @@ class Run:
             checkpoints=tuple(checkpoints(self.run_dir)),
             report=report,
         )
+
+    def _report(self) -> Path | None:
+        """Write the report; the run is proven by now, and a full disk does not unmake it."""
+        try:
+            report = write_report(self.run_dir, config=self.config.flatten(), changes=self.changes)
+        except OSError as error:
+            print(f"warning: the report could not be written: {error}", flush=True)
+            return None
+        print(summary_text(self.run_dir, report))
+        return report
 
     def _engine(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
         if self.config.engine == "trinity":
