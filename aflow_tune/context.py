@@ -20,8 +20,8 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 DEFAULT_CALLER = "workflow"
@@ -58,14 +58,16 @@ class _NextKey:
     taken: bool = False
 
 
-_caller: ContextVar[str] = ContextVar("aflow_tune_caller", default=DEFAULT_CALLER)
-_block_key: ContextVar[str | None] = ContextVar("aflow_tune_block_key", default=None)
-_next_key: ContextVar[_NextKey | None] = ContextVar("aflow_tune_next_key", default=None)
-_scope: ContextVar[_Scope | None] = ContextVar("aflow_tune_scope", default=None)
-_run: ContextVar[RunContext | None] = ContextVar("aflow_tune_run", default=None)
-_blocks: ContextVar[tuple[tuple[_Block, contextlib.AbstractContextManager[None]], ...]] = (
-    ContextVar("aflow_tune_blocks", default=())
-)
+@dataclass(frozen=True)
+class _Place:
+    """Where in a run some code is. Never changed: tasks share it with those that started them."""
+
+    run: RunContext | None = None
+    caller: str = DEFAULT_CALLER
+    scope: _Scope | None = None
+    block_key: str | None = None
+    next_key: _NextKey | None = None
+    blocks: tuple[_Block, ...] = ()
 
 
 @dataclass
@@ -78,68 +80,70 @@ class RunContext:
     @contextlib.contextmanager
     def activate(self) -> Iterator[RunContext]:
         """Make this the run of the current context and of everything it starts."""
-        with (
-            _set_to(_run, self),
-            _set_to(_scope, _Scope(_current_task())),
-            _set_to(_caller, DEFAULT_CALLER),
-            _set_to(_block_key, None),
-            _set_to(_next_key, None),
-        ):
+        token = _place.set(_Place(self, scope=_Scope(_current_task())))
+        try:
             yield self
+        finally:
+            _go_back(token)
 
     def note_call(self) -> CallNote:
         """Note that a model call starts now, in the current context."""
-        note = CallNote(len(self.calls), _caller.get(), _take_state_key())
+        place = _place.get()
+        note = CallNote(len(self.calls), place.caller, _take_state_key(place))
         self.calls.append(note)
-        scope = _scope.get()
+        scope = place.scope
         task = _current_task()
         if scope is None or scope.task is not task:
             scope = _Scope(task, scope)
-            _scope.set(scope)
+            _place.set(replace(place, scope=scope))
         while scope is not None:
             scope.latest = note
             scope = scope.outer
         return note
 
 
+_NOWHERE = _Place()
+_place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_NOWHERE)
+
+
 def current_run() -> RunContext | None:
     """The run that the current code belongs to, or None."""
-    return _run.get()
+    return _place.get().run
 
 
 def current_caller() -> str:
     """Who the next model call of this context is attributed to."""
-    return _caller.get()
+    return _place.get().caller
 
 
 class _Block:
     """A `with` block that also decorates functions, coroutine functions among them.
 
-    A decorated function opens a block of its own for each call, and what a block changed is
-    kept in the context rather than in the object, so blocks may be used again and overlap.
+    A decorated function opens a block of its own for each call, so calls may overlap. A block
+    may also be left by the garbage collector, when a run was given up in the middle: that
+    happens in whatever context is current, which must not change.
     """
 
-    def _open(self) -> contextlib.AbstractContextManager[None]:
+    _token: Token[_Place] | None = None
+
+    def _inside(self, place: _Place) -> _Place:
         raise NotImplementedError
 
     def _again(self) -> _Block:
         raise NotImplementedError
 
     def __enter__(self) -> None:
-        block = self._open()
-        block.__enter__()
-        _blocks.set((*_blocks.get(), (self, block)))
+        if self._token is not None:
+            name = type(self).__name__
+            raise RuntimeError(f"this block is open already: write `with {name}(...)` each time")
+        place = _place.get()
+        inside = self._inside(place)
+        self._token = _place.set(replace(inside, blocks=(*place.blocks, self)))
 
     def __exit__(self, *error: object) -> None:
-        blocks = _blocks.get()
-        if all(owner is not self for owner, _ in blocks):
-            return  # a generator that was closed from another context than it ran in
-        owner: _Block | None = None
-        while owner is not self:  # above it are those of generators that were left open
-            *outer, (owner, block) = blocks
-            blocks = tuple(outer)
-            block.__exit__(None, None, None)
-        _blocks.set(blocks)
+        token, self._token = self._token, None
+        if token is not None and any(block is self for block in _place.get().blocks):
+            _go_back(token)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         # The wrappers travel to workers by value: they may refer to nothing but `self`.
@@ -177,12 +181,11 @@ class caller(_Block):
     def __init__(self, name: str) -> None:
         self.name = _text("a caller's name", name)
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
-        outer = _caller.get()
-        path = self.name if outer == DEFAULT_CALLER else f"{outer}/{self.name}"
-        with _set_to(_caller, path), _set_to(_scope, _inner_scope()):
-            yield
+    def _inside(self, place: _Place) -> _Place:
+        path = self.name if place.caller == DEFAULT_CALLER else f"{place.caller}/{self.name}"
+        outer = place.scope
+        scope = None if outer is None else _Scope(_current_task(), outer, outer.latest)
+        return replace(place, caller=path, scope=scope)
 
     def _again(self) -> caller:
         return caller(self.name)
@@ -201,15 +204,14 @@ class state_key(_Block):
 
     def __init__(self, key: str) -> None:
         self.key = _text("a state key", key)
-        self._next = _NextKey(self.key, _pending_key())
-        if _run.get() is not None:
-            _next_key.set(self._next)
+        place = _place.get()
+        self._next = _NextKey(self.key, _pending_key(place))
+        if place.run is not None:
+            _place.set(replace(place, next_key=self._next))
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
+    def _inside(self, place: _Place) -> _Place:
         self._next.taken = True
-        with _set_to(_block_key, self.key):
-            yield
+        return replace(place, block_key=self.key)
 
     def _again(self) -> state_key:
         return state_key(self.key)
@@ -230,8 +232,8 @@ def step_reward(value: float) -> None:
         RuntimeError: the run has made no model call yet.
     """
     reward = _number("step_reward", value)
-    scope = _scope.get()
-    if _run.get() is None or scope is None:
+    scope = _place.get().scope
+    if scope is None:
         return
     if scope.latest is None:
         raise RuntimeError("step_reward() has no model call to belong to: call it after one")
@@ -247,27 +249,15 @@ def record_metrics(**metrics: float) -> None:
         ValueError: a value is not a finite number.
     """
     numbers = {name: _number(name, value) for name, value in metrics.items()}
-    run = _run.get()
+    run = current_run()
     if run is not None:
         run.metrics.update(numbers)
 
 
-T = TypeVar("T")
-
-
-@contextlib.contextmanager
-def _set_to(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Hold `value` for a block.
-
-    Sets the old value back instead of resetting a token: a generator that is closed from
-    another context may not use its token there.
-    """
-    before = variable.get()
-    variable.set(value)
-    try:
-        yield
-    finally:
-        variable.set(before)
+def _go_back(token: Token[_Place]) -> None:
+    """Undo a change, unless this is another context than the one that was changed."""
+    with contextlib.suppress(ValueError):
+        _place.reset(token)
 
 
 def _current_task() -> asyncio.Task[Any] | None:
@@ -277,22 +267,17 @@ def _current_task() -> asyncio.Task[Any] | None:
         return None
 
 
-def _inner_scope() -> _Scope | None:
-    outer = _scope.get()
-    return None if outer is None else _Scope(_current_task(), outer, outer.latest)
-
-
-def _pending_key() -> _NextKey | None:
-    pending = _next_key.get()
+def _pending_key(place: _Place) -> _NextKey | None:
+    pending = place.next_key
     while pending is not None and pending.taken:
         pending = pending.before
     return pending
 
 
-def _take_state_key() -> str | None:
-    pending = _pending_key()
+def _take_state_key(place: _Place) -> str | None:
+    pending = _pending_key(place)
     if pending is None:
-        return _block_key.get()
+        return place.block_key
     pending.taken = True
     return pending.key
 

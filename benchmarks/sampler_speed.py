@@ -1,11 +1,13 @@
-"""Tokens a second of our sampler against transformers' padded `generate`, in one process.
+"""Tokens a second of our sampler against transformers' padded `generate`, in the same run.
 
     python benchmarks/sampler_speed.py                       # fp32 and bf16; 16, 32, 64 sequences
     python benchmarks/sampler_speed.py --dtype bf16 --sequences 64 --repeats 5 --json out.json
     python benchmarks/sampler_speed.py --vllm /path/to/venv/bin/python
 
 Every repeat draws new prompts (random tokens, all distinct: nothing to share) and runs both
-sides on them, taking turns at going first; the table shows medians. Both sides sample at
+sides on them, taking turns at going first; the table shows medians. Each side has a process
+of its own, which sleeps while the other works: in one process their OpenMP pools would slow
+each other down (see `Sampler.run_alone`). Both sides sample at
 temperature 1 with the end of sequence switched off, so that both make exactly
 sequences x new tokens; prefill is inside the time. Ours also computes log-probabilities.
 `--group N` repeats each prompt N times, as a GRPO group does.
@@ -18,10 +20,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,7 @@ print("SECONDS " + json.dumps(seconds[1:]))
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 Prompts = list[list[int]]
+Complete = Callable[[Prompts], int]
 
 
 def make_prompts(count: int, length: int, group: int, vocabulary: int, seed: int) -> Prompts:
@@ -53,7 +58,7 @@ def make_prompts(count: int, length: int, group: int, vocabulary: int, seed: int
     return distinct.repeat_interleave(group, dim=0)[:count].tolist()
 
 
-def ours(model_dir: Path, dtype: Any, threads: int, args: argparse.Namespace) -> Callable:
+def ours(model_dir: str, dtype: str, threads: int, limits: dict[str, int]) -> Complete:
     """A function that completes prompts with our sampler."""
     import torch
 
@@ -61,69 +66,80 @@ def ours(model_dir: Path, dtype: Any, threads: int, args: argparse.Namespace) ->
     from aflow_tune.engines.local.sampler import Sampler, SamplingParams
 
     sampler = Sampler(
-        load_model(model_dir, dtype, torch.device("cpu")),
-        load_tokenizer(model_dir),
-        max_batch=max(args.sequences),
-        max_model_len=args.prompt_tokens + args.new_tokens,
+        load_model(Path(model_dir), getattr(torch, DTYPE_NAMES[dtype]), torch.device("cpu")),
+        load_tokenizer(Path(model_dir)),
+        max_batch=limits["sequences"],
+        max_model_len=limits["prompt_tokens"] + limits["new_tokens"],
         threads=threads,
     )
-    params = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=limits["new_tokens"], ignore_eos=True)
 
-    def complete(prompts: Prompts) -> None:
+    def complete(prompts: Prompts) -> int:
         done = sampler.generate(prompts, [params] * len(prompts))
-        assert all(len(c[0].token_ids) == args.new_tokens for c in done)
+        return sum(len(completion.token_ids) for (completion,) in done)
 
     return complete
 
 
-def padded_generate(
-    model_dir: Path, dtype: Any, threads: int, args: argparse.Namespace
-) -> Callable:
+def padded_generate(model_dir: str, dtype: str, threads: int, limits: dict[str, int]) -> Complete:
     """A function that completes prompts with transformers' `generate`."""
     import torch
+    from transformers.utils import logging
 
     from aflow_tune.engines.local.models import load_model
 
+    logging.set_verbosity_error()
+    model = load_model(Path(model_dir), getattr(torch, DTYPE_NAMES[dtype]), torch.device("cpu"))
     torch.set_num_threads(threads)
-    model = load_model(model_dir, dtype, torch.device("cpu"))
     model.generation_config.eos_token_id = None
 
-    def complete(prompts: Prompts) -> None:
+    def complete(prompts: Prompts) -> int:
         ids = torch.tensor(prompts)
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=args.new_tokens,
+            max_new_tokens=limits["new_tokens"],
             do_sample=True,
             temperature=1.0,
             top_p=1.0,
             top_k=0,
         )
-        assert out.shape[1] == args.prompt_tokens + args.new_tokens
+        return int(out[:, ids.shape[1] :].numel())
 
     return complete
 
 
-def measure(sides: dict[str, Callable], batches: Sequence[Prompts]) -> dict[str, list[float]]:
-    """Seconds of every side on every batch, after one unmeasured round; sides take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for complete in sides.values():
-        complete(batches[0])
-    for number, prompts in enumerate(batches[1:]):
-        order = list(sides) if number % 2 == 0 else list(reversed(sides))
+SIDES = {"ours": ours, "generate": padded_generate}
+
+
+def serve(side: str, channel: Connection, *settings: Any) -> None:
+    """The process of one side: completes every batch it is sent, answers tokens and seconds."""
+    complete = SIDES[side](*settings)
+    while (prompts := channel.recv()) is not None:
+        start = time.perf_counter()
+        tokens = complete(prompts)
+        channel.send((tokens, time.perf_counter() - start))
+
+
+def measure(channels: dict[str, Connection], batches: list[Prompts]) -> dict[str, list[float]]:
+    """Tokens a second of every side on every batch but the first; sides take turns."""
+    speeds: dict[str, list[float]] = {name: [] for name in channels}
+    for number, prompts in enumerate(batches):
+        order = list(channels) if number % 2 == 0 else list(reversed(channels))
         for name in order:
-            start = time.perf_counter()
-            sides[name](prompts)
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+            channels[name].send(prompts)
+            tokens, seconds = channels[name].recv()
+            if number > 0:  # the first round warms up
+                speeds[name].append(tokens / seconds)
+    return speeds
 
 
 def measure_vllm(
-    python: str, model_dir: Path, dtype: str, batches: Sequence[Prompts], args: argparse.Namespace
+    python: str, model_dir: str, dtype: str, batches: list[Prompts], args: argparse.Namespace
 ) -> list[float]:
-    """Seconds of vLLM on every batch, in an interpreter that has it."""
+    """Tokens a second of vLLM on every batch but the first, in an interpreter that has it."""
     job = {
-        "model": str(model_dir),
+        "model": model_dir,
         "dtype": DTYPE_NAMES[dtype],
         "new_tokens": args.new_tokens,
         "max_model_len": args.prompt_tokens + args.new_tokens,
@@ -135,7 +151,8 @@ def measure_vllm(
     )
     for line in outcome.stdout.splitlines():
         if line.startswith("SECONDS "):
-            return json.loads(line.removeprefix("SECONDS "))
+            tokens = len(batches[0]) * args.new_tokens
+            return [tokens / seconds for seconds in json.loads(line.removeprefix("SECONDS "))]
     raise SystemExit(f"vLLM did not run in {python}:\n{outcome.stderr[-3000:]}")
 
 
@@ -156,16 +173,12 @@ def main() -> None:
     args = parser.parse_args()
 
     import psutil
-    import torch
     from transformers import AutoConfig
-    from transformers.utils import logging
 
     from aflow_tune.engines.local.models import resolve_model
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    model_dir = resolve_model(args.model)
-    threads = args.threads or psutil.cpu_count(logical=False)
+    model_dir = str(resolve_model(args.model))
+    threads = args.threads or psutil.cpu_count(logical=False) or 1
     vocabulary = AutoConfig.from_pretrained(model_dir).get_text_config().vocab_size
     print(
         f"{args.model}, prompts of {args.prompt_tokens} tokens in groups of {args.group}, "
@@ -174,36 +187,42 @@ def main() -> None:
     print(
         f"{'dtype':6}{'sequences':>10}{'ours':>9}{'generate':>10}{'ratio':>7}{'vLLM':>9}{'ratio':>7}"
     )
+    limits = {
+        "sequences": max(args.sequences),
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+    }
+    spawning = multiprocessing.get_context("spawn")
     rows = []
     for dtype in args.dtype:
-        number_format = getattr(torch, DTYPE_NAMES[dtype])
-        sides = {"ours": ours(model_dir, number_format, threads, args)}
-        if not args.only_ours:
-            sides["generate"] = padded_generate(model_dir, number_format, threads, args)
+        channels: dict[str, Connection] = {}
+        for side in ["ours"] if args.only_ours else SIDES:
+            channels[side], theirs = spawning.Pipe()
+            settings = (side, theirs, model_dir, dtype, threads, limits)
+            spawning.Process(target=serve, args=settings, daemon=True).start()
         for count in args.sequences:
             batches = [
                 make_prompts(count, args.prompt_tokens, args.group, vocabulary, seed)
                 for seed in range(args.repeats + 1)
             ]
-            seconds = measure(sides, batches)
+            speeds = measure(channels, batches)
             if args.vllm:
-                seconds["vllm"] = measure_vllm(args.vllm, model_dir, dtype, batches, args)
-            speed = {
-                name: count * args.new_tokens / statistics.median(values)
-                for name, values in seconds.items()
-            }
-            cells = f"{dtype:6}{count:>10}{speed['ours']:>9.0f}"
+                speeds["vllm"] = measure_vllm(args.vllm, model_dir, dtype, batches, args)
+            medians = {name: statistics.median(values) for name, values in speeds.items()}
+            cells = f"{dtype:6}{count:>10}{medians['ours']:>9.0f}"
             for other, width in (("generate", 10), ("vllm", 9)):
-                if other in speed:
-                    cells += f"{speed[other]:>{width}.0f}{speed['ours'] / speed[other]:>7.2f}"
+                if other in medians:
+                    ratio = medians["ours"] / medians[other]
+                    cells += f"{medians[other]:>{width}.0f}{ratio:>7.2f}"
                 else:
                     cells += f"{'-':>{width}}{'-':>7}"
             print(cells, flush=True)
-            rows.append({"dtype": dtype, "sequences": count, "speed": speed, "seconds": seconds})
-        sides.clear()
+            rows.append({"dtype": dtype, "sequences": count, "tokens_per_second": speeds})
+        for channel in channels.values():
+            channel.send(None)
     if args.json:
-        settings = {k: v for k, v in vars(args).items() if k != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1))
+        asked = {k: v for k, v in vars(args).items() if k != "json"}
+        args.json.write_text(json.dumps({"settings": asked, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

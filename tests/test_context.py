@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -149,22 +151,41 @@ def test_decorated_functions_open_a_block_for_each_call() -> None:
     assert asyncio.iscoroutinefunction(plan)
 
 
-def test_one_block_object_may_be_used_again_and_overlap() -> None:
-    shared = caller("shared")
+def test_a_block_object_may_be_used_again_but_not_while_it_is_open() -> None:
+    block = caller("again")
+    for _ in range(2):
+        with block:
+            assert current_caller() == "again"
+    with block, pytest.raises(RuntimeError, match="open already"), block:
+        pass
+    assert current_caller() == "workflow"
 
-    async def branch(pause: int) -> None:
-        with shared:
-            for _ in range(pause):
-                await asyncio.sleep(0)
-            await call()
-            with shared:
-                await call()
-        assert current_caller() == "workflow"
+
+def test_a_run_that_was_given_up_ends_without_changing_another_one() -> None:
+    """Its coroutines are closed by the garbage collector, in whatever context is current."""
+
+    async def hangs(kept: list[Any]) -> None:
+        with RunContext().activate(), caller("hangs"), state_key("hangs"):
+            kept.append(asyncio.current_task())
+            await asyncio.get_running_loop().create_future()
 
     async def workflow() -> None:
-        await asyncio.gather(branch(1), branch(5), branch(3))
+        with caller("alive"), state_key("alive"):
+            for _ in range(50):
+                tasks: list[Any] = []
+                for _ in range(5):
+                    hanging = hangs(tasks)
+                    copy_context().run(hanging.send, None)
+                    tasks.append(hanging)
+                tasks.append(tasks)  # a cycle, so that only the collector ends them
+                del hanging, tasks
+                gc.collect()
+                note = await call()
+                assert (note.caller, note.state_key) == ("alive", "alive")
+                assert current_run() is not None
+        assert current_caller() == "workflow"
 
-    assert sorted(callers(play(workflow))) == ["shared"] * 3 + ["shared/shared"] * 3
+    assert len(play(workflow).calls) == 50
 
 
 def test_generators_are_refused_by_the_decorator() -> None:

@@ -608,6 +608,21 @@ def test_an_adapter_needs_its_spec(make_sampler, model) -> None:
         make_sampler().update_weights(adapter(model, 0), 1)
 
 
+def test_other_work_runs_on_the_samplers_thread_with_gradients(make_sampler) -> None:
+    sampler = make_sampler()
+
+    def work() -> tuple[str, float]:
+        x = torch.tensor(3.0, requires_grad=True)
+        (x * x).backward()
+        assert x.grad is not None
+        return threading.current_thread().name, x.grad.item()
+
+    assert sampler.run_alone(work) == ("sampler", 6.0)
+    with pytest.raises(ZeroDivisionError):
+        sampler.run_alone(lambda: 1 / 0)
+    assert sampler.generate([prompt(5)], [SamplingParams(max_tokens=2)])
+
+
 def test_limits_are_checked(model, tokenizer) -> None:
     with pytest.raises(BadInput, match="limits"):
         Sampler(model, tokenizer, max_batch=0, max_model_len=10)

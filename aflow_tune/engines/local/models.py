@@ -69,12 +69,21 @@ def is_cached(name_or_path: str) -> bool:
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal LM in evaluation mode, every parameter of `dtype` on `device`."""
+    """A causal LM in evaluation mode, every parameter of `dtype` on `device`.
+
+    Loads with one torch thread: a thread that ran one parallel operation keeps a pool of
+    OpenMP workers for good, and pools that outnumber the cores slow each other down.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    return model.to(torch.device(device)).eval()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        return model.to(torch.device(device)).eval()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -22,13 +22,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 
-from aflow_tune.engines.local.decoder import make_decoder
+from aflow_tune.engines.local.decoder import Decoder, make_decoder
 from aflow_tune.engines.local.generation import Draft, Request, Vocabulary
 from aflow_tune.engines.local.grammar import GrammarCompiler
 from aflow_tune.engines.local.sampling import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from aflow_tune.engines.local.lora import LoraSpec
 
+T = TypeVar("T")
 __all__ = ["Completion", "Sampler", "SamplingParams"]
 
 
@@ -64,7 +65,7 @@ class Sampler:
         max_batch: sequences decoded together; more of them wait their turn.
         max_model_len: tokens of prompt and completion together; a longer completion ends
             with finish_reason 'length'.
-        threads: of torch, for this process; None takes the physical cores.
+        threads: of torch, for the sampler's thread; None takes the physical cores.
         deterministic: see the module's docstring.
         lora: the shape of the adapter that `update_weights` will bring, if it brings one.
     """
@@ -93,7 +94,6 @@ class Sampler:
                 ],
             )
         self.threads = threads or psutil.cpu_count(logical=False) or 1
-        torch.set_num_threads(self.threads)
         self.max_batch = max_batch
         self.max_model_len = max_model_len
         self.deterministic = deterministic
@@ -102,7 +102,6 @@ class Sampler:
         self.vocabulary = Vocabulary(model, tokenizer)
         self.grammars = GrammarCompiler(tokenizer, self.vocabulary.size, self.vocabulary.eos)
         self.device = model.device
-        self.decoder = make_decoder(model)
         self._queue: deque[Request | _Job] = deque()
         self._waiting: deque[Draft] = deque()
         self._active: list[Draft] = []
@@ -111,8 +110,12 @@ class Sampler:
         self._closing = False
         self._generated = 0
         self._busy = 0.0
-        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        ready: Future[Decoder] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(model, ready), name="sampler", daemon=True
+        )
         self._thread.start()
+        self.decoder = ready.result()
 
     # --- called from any thread ----------------------------------------------------------
 
@@ -154,7 +157,7 @@ class Sampler:
         """
         if len(token_ids) < 2 or temperature <= 0:
             raise BadInput("token_logprobs takes at least two tokens and a positive temperature")
-        values: list[float] = self._alone(lambda: self.decoder.score(token_ids, temperature))
+        values: list[float] = self._on_thread(lambda: self.decoder.score(token_ids, temperature))
         return values
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
@@ -174,7 +177,23 @@ class Sampler:
             self.decoder.load(state, self.lora)
             self.version = version
 
-        self._alone(load)
+        self._on_thread(load)
+
+    def run_alone(self, work: Callable[[], T]) -> T:
+        """Run other torch work on the sampler's thread, between requests; blocks.
+
+        For a trainer in the same process: every thread that computes keeps a pool of OpenMP
+        workers, and once pools outnumber cores libgomp sends workers to sleep after every
+        operation, which made a decode step of 16 sequences half as slow again. Stands in
+        line like a weight update, and must not wait for the sampler itself. Gradients work.
+        """
+
+        def ordinary_mode() -> T:
+            with torch.inference_mode(False):
+                return work()
+
+        result: T = self._on_thread(ordinary_mode)
+        return result
 
     def stats(self) -> dict[str, float]:
         """Totals since the start: tokens, and seconds with work to do."""
@@ -210,7 +229,7 @@ class Sampler:
         ]
         return request
 
-    def _alone(self, work: Callable[[], Any]) -> Any:
+    def _on_thread(self, work: Callable[[], Any]) -> Any:
         job = _Job(work)
         self._enqueue([job])
         return job.future.result()
@@ -225,9 +244,14 @@ class Sampler:
     # --- the sampler's thread ------------------------------------------------------------
 
     @torch.inference_mode()
-    def _run(self) -> None:
-        # The thread count is kept per thread by OpenMP.
+    def _run(self, model: PreTrainedModel, ready: Future[Decoder]) -> None:
+        # All of the sampler's arithmetic happens on this thread, the packing of the weights
+        # included, so that no other one keeps a pool of workers (see `run_alone`). OpenMP
+        # keeps the number of threads per thread.
         torch.set_num_threads(self.threads)
+        _settle(ready, lambda: make_decoder(model))
+        if ready.exception() is not None:
+            return
         while self._await_work():
             start = time.perf_counter()
             try:

@@ -95,6 +95,9 @@ class SamplerServer:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=2,
+            # Clients keep idle connections between rollouts; closing one while it is being
+            # reused would fail that call.
+            timeout_keep_alive=600,
         )
         listener = _listen(self.host, self.port)
         self.port = listener.getsockname()[1]
