@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -594,3 +595,15 @@ def test_agentscopes_react_agent_runs_and_each_of_its_calls_is_a_step() -> None:
     states = {exp.eid.step: exp.info["env_state_hash"] for exp in exps if exp.eid.run == 0}
     for exp in exps:  # the ids that AgentScope draws for its calls do not split the states
         assert exp.info["env_state_hash"] == states[exp.eid.step]
+
+
+def test_what_is_not_configured_leaves_the_functions_own_default() -> None:
+    async def workflow(
+        task: dict, model: TrinityChatModel, system_prompt: str = "mine", logger: Any = None
+    ) -> float: ...
+
+    wanted = adapter._wanted
+    assert wanted(workflow, {"system_prompt": None}) == {}
+    assert wanted(workflow, {"system_prompt": "theirs"}) == {"system_prompt": "theirs"}
+    bound = functools.partial(workflow, system_prompt="bound")
+    assert wanted(bound, {"system_prompt": "theirs", "logger": 1}) == {"logger": 1}

@@ -310,11 +310,18 @@ def _placeholder(outcome: Outcome) -> Experience:
 def _wanted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the optional arguments that the function's signature asks for.
 
-    What a partial has bound by name keeps the value it has there.
+    What a partial has bound by name keeps the value it has there, and what is not configured
+    (None) leaves the function's own default in place.
     """
     bound = function.keywords if isinstance(function, functools.partial) else {}
-    asked = inspect.signature(function).parameters.keys() - bound.keys()
-    return {name: value for name, value in offered.items() if name in asked}
+    parameters = inspect.signature(function).parameters
+    return {
+        name: value
+        for name, value in offered.items()
+        if name in parameters
+        and name not in bound
+        and (value is not None or parameters[name].default is inspect.Parameter.empty)
+    }
 
 
 def _is_output(value: Any) -> bool:
