@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +32,9 @@ class Vocabulary:
         for source in (configured, model.config.eos_token_id, tokenizer.eos_token_id):
             if source is not None:
                 self.eos.update([source] if isinstance(source, int) else source)
-        self.eos_mask_V = torch.zeros(self.size, dtype=torch.bool)
-        self.eos_mask_V[[token for token in self.eos if token < self.size]] = True
+        # numpy, because torch would start a pool of workers for the calling thread and slow
+        # the sampler's own down (see `Sampler.run_alone`).
+        self.eos_mask_V = torch.from_numpy(np.isin(np.arange(self.size), list(self.eos)))
 
     def text(self, token_ids: list[int]) -> str:
         """The text of a completion: special tokens are left out."""

@@ -280,8 +280,9 @@ class LlamaDecoder:
         """Attention of one new token a row to its first `positions + 1` columns.
 
         The query heads that share a key head become the rows of one small product. In fp32
-        two batched products are faster than the fused kernel; in bf16 the fused kernel is
-        used, because it keeps the scores in fp32.
+        a batched product and a weighted sum of the value rows are faster than the fused kernel
+        (and than a second product of so few rows); in bf16 the fused kernel is used, because
+        it keeps the scores in fp32.
         """
         rows, groups = len(positions_B), self.heads // self.kv_heads
         columns = torch.arange(used, device=self.device)
@@ -296,12 +297,19 @@ class LlamaDecoder:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(rows, -1)
 
         flat_mask = mask.reshape(rows * self.kv_heads, groups, used)
+        starts = torch.arange(rows * self.kv_heads, device=self.device) * cache.kv.shape[4]
+        index = (starts[:, None, None] + columns).expand(-1, groups, -1).flatten()
+        bags = torch.arange(0, len(index), used, device=self.device)
 
         def batched(layer: int, qkv_BW: Tensor) -> Tensor:
             q = qkv_BW[:, : self.q_width].reshape(-1, groups, self.head_dim)
-            k, v = cache.kv[layer, :, :rows].flatten(1, 2)[:, :, :used]
-            scores = torch.baddbmm(flat_mask, q, k.transpose(1, 2), alpha=scale)
-            return torch.bmm(torch.softmax(scores, dim=-1), v).view(rows, -1)
+            keys = cache.kv[layer, 0, :rows].flatten(0, 1)[:, :used]
+            scores = torch.baddbmm(flat_mask, q, keys.transpose(1, 2), alpha=scale)
+            weights = torch.softmax(scores, dim=-1).flatten()
+            values = cache.kv[layer, 1].view(-1, self.head_dim)
+            return F.embedding_bag(
+                index, values, bags, mode="sum", per_sample_weights=weights
+            ).view(rows, -1)
 
         return batched if self.dtype == torch.float32 else fused
 
