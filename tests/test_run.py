@@ -116,6 +116,24 @@ def test_failures_of_single_runs_cost_only_themselves(tmp_path: Path, tiny_model
     assert failures > 0
 
 
+def test_an_evaluation_that_was_cut_off_is_made_again(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_project(tmp_path, tiny_model_dir)
+    run_config(config, inline=True)
+    # As a kill during the evaluation of step 2 leaves it: half of the records, no closing line.
+    records = run_dir(tmp_path) / "evaluations" / "held_out" / "step_2.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines[:2]))
+    metrics = run_dir(tmp_path) / "metrics.jsonl"
+    kept = [line for line in metrics.read_text().splitlines() if '"time/eval"' not in line]
+    metrics.write_text("".join(f"{line}\n" for line in kept))
+
+    overrides = ["buffer.total_steps=3", "explorer.eval_interval=2"]
+    assert run_config(config, overrides, inline=True).steps_done == 3
+    assert [record["item"] for record in _evaluation(tmp_path, 2)] == [0, 1, 2, 3]
+
+
 def test_a_wall_time_budget_saves_and_resumes(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = write_project(tmp_path, tiny_model_dir, steps=4)
     with pytest.raises(BudgetReached, match=r"budget\.wall_seconds reached at step 0 of 4"):

@@ -437,3 +437,23 @@ def test_functions_are_looked_for_beside_the_file(project: Path) -> None:
     (fault,) = report.faults
     assert fault.where.startswith("command line: workflow=flow.py:two_cals")
     assert "two_calls" in fault.cure
+
+
+@pytest.mark.parametrize(
+    ("parameter", "refused"),
+    [
+        ("system_prompt: str", True),
+        ("system_prompt: str | None", False),
+        ("system_prompt: str = 'Be brief.'", False),
+    ],
+)
+def test_a_system_prompt_that_the_function_needs_is_asked_for(
+    project: Path, parameter: str, refused: bool
+) -> None:
+    flow = project / "flow.py"
+    flow.write_text(WORKFLOW.replace("TrinityChatModel) ->", f"TrinityChatModel, {parameter}) ->"))
+    faults = validate(project / "config.yaml").faults
+    wanted = [fault for fault in faults if "rollout.system_prompt" in fault.where]
+    assert len(wanted) == refused
+    configured = validate(project / "config.yaml", ["rollout.system_prompt=Think."])
+    assert configured.faults == []

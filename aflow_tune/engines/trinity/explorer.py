@@ -36,7 +36,7 @@ from trinity.explorer.workflow_runner import WorkflowRunner
 
 from aflow_tune.engines.trinity.operators import StepStamp
 from aflow_tune.engines.trinity.rollout_model import LocalRolloutModel
-from aflow_tune.engines.trinity.run_state import save_taskset_state
+from aflow_tune.engines.trinity.run_state import is_evaluated, save_taskset_state
 from aflow_tune.engines.trinity.sampler_host import sampling_speed
 
 MAX_CONCURRENCY = 1000
@@ -180,7 +180,7 @@ class LocalExplorer(Explorer):
 
         Returns the explorer's name, as upstream does. Raises whatever a step raised.
         """
-        if self.explore_step_num == 0 and self.config.explorer.eval_on_startup:
+        if self._owes_evaluation():
             await self._evaluate()
         while not self._stop_requested and await self.explore_step():
             if await self.need_sync():
@@ -196,6 +196,17 @@ class LocalExplorer(Explorer):
         # nothing more will come.
         await self.rollout_coordinator.close_pipeline.remote()
         return self.config.explorer.name
+
+    def _owes_evaluation(self) -> bool:
+        """Whether to evaluate before the first batch.
+
+        On resume: whether the run was killed while it evaluated the checkpoint's weights.
+        """
+        step, explorer = self.explore_step_num, self.config.explorer
+        if not (self.need_eval() if step else explorer.eval_on_startup):
+            return False
+        tasksets = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
+        return not is_evaluated(Path(self.config.checkpoint_job_dir), step, tasksets)
 
     async def evaluate_last(self, version: int) -> None:
         """Evaluate the weights of the trainer's last step, unless that was done already."""

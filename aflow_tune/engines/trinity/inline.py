@@ -35,7 +35,7 @@ from trinity.utils.metrics import (
 from trinity.utils.monitor import MONITOR
 
 from aflow_tune.engines.trinity.config import AflowConfig
-from aflow_tune.engines.trinity.run_state import save_taskset_state
+from aflow_tune.engines.trinity.run_state import is_evaluated, save_taskset_state
 from aflow_tune.engines.trinity.sampler_host import SamplerHost, sampling_speed
 from aflow_tune.engines.trinity.train_engine import LocalTrainEngine
 from aflow_tune.errors import RunFailed
@@ -180,11 +180,15 @@ class InlineRun:
     async def _loop(self) -> None:
         config, engine = self.config, self.engine
         step = engine.train_step_num
+        tasksets = [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets]
+        # The run that is resumed may have been killed while it evaluated these weights.
+        evaluated = step if is_evaluated(self.run_dir, step, tasksets) else -1
         if step:
             await self._sync()
-        elif config.explorer.eval_on_startup:
-            await self._evaluate(0)
-        evaluated = step
+        due = step % config.explorer.eval_interval == 0 if step else config.explorer.eval_on_startup
+        if due and evaluated < step:
+            await self._evaluate(step)
+            evaluated = step
         while step < self.target and not self.stop():
             experiences = await self._explore(step + 1)
             if experiences is None:

@@ -8,12 +8,14 @@ number of rows; what the rows hold is checked in `validate.py`.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.annotations import Names, read
 from aflow_tune.config import KeyPositions, display
 from aflow_tune.data.checks import Findings
 from aflow_tune.data.fields import most_calls
@@ -115,6 +117,7 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
     )
     for rule in rules:
         found.faults += rule(config)
+    found.faults += _system_prompt(config, workflow)
     found.add(check_model(config))
     if config.engine == "local":
         found.add(check_local(config))
@@ -130,6 +133,24 @@ def value_of(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part)
     return config
+
+
+def _system_prompt(config: AflowConfig, workflow: Callable[..., Any] | None) -> Iterable[Fault]:
+    """A function that cannot do without a `system_prompt` needs a configured one."""
+    if workflow is None or config.rollout.system_prompt is not None:
+        return
+    asked = inspect.signature(workflow).parameters.get("system_prompt")
+    if asked is None or asked.default is not asked.empty:
+        return
+    names = Names(getattr(inspect.unwrap(workflow), "__globals__", {}), {})
+    if any(meaning.name != "str" for meaning in read(asked.annotation, names)):
+        return  # None will do
+    yield Fault(
+        config.positions.where("rollout.system_prompt"),
+        "a text: the workflow function takes `system_prompt` and has no default for it",
+        "nothing",
+        "set `rollout: {system_prompt: ...}`, or give the parameter a default",
+    )
 
 
 def _ranges(config: AflowConfig) -> Iterable[Fault]:

@@ -19,13 +19,15 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from aflow_tune.errors import AlreadyFinished, BadInput, Fault
+from aflow_tune.report.metrics import read_metrics
+from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.types import Checkpoint
 
 RUN_FILE = "run.json"
@@ -110,6 +112,13 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
     """Keep the task sets' position after batch `step` was read, before it is submitted."""
     write_json(run_dir / "taskset_state" / f"step_{step}.json", state)
+
+
+def is_evaluated(run_dir: Path, step: int, tasksets: Iterable[str]) -> bool:
+    """Whether the weights of `step` were evaluated to the end on every one of `tasksets`."""
+    lines = (line for line in read_metrics(run_dir) if line.step == step)
+    done = {name for line in lines for name in finished_evaluations(line.metrics)}
+    return done.issuperset(tasksets)
 
 
 def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
