@@ -116,9 +116,7 @@ def test_failures_of_single_runs_cost_only_themselves(tmp_path: Path, tiny_model
     assert failures > 0
 
 
-def test_an_evaluation_that_was_cut_off_is_made_again(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
+def test_an_evaluation_that_was_cut_off_is_made_again(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = write_project(tmp_path, tiny_model_dir)
     run_config(config, inline=True)
     # As a kill during the evaluation of step 2 leaves it: half of the records, no closing line.
@@ -212,7 +210,13 @@ def test_ray_and_inline_agree_token_for_token(tmp_path: Path, tiny_model_dir: Pa
 def test_a_killed_split_leaves_no_process_and_resumes(tmp_path: Path, tiny_model_dir: Path) -> None:
     import psutil
 
-    config = write_project(tmp_path, tiny_model_dir)
+    # Imported only when a run gets there, in a worker that never saw this folder.
+    late = WORKFLOW.replace("    share = sum", "    import late_helper\n\n    share = sum")
+    late = late.replace(
+        "record_metrics(letters=share)", "record_metrics(letters=late_helper.same(share))"
+    )
+    config = write_project(tmp_path, tiny_model_dir, workflow=late)
+    (tmp_path / "late_helper.py").write_text("def same(value):\n    return value\n")
     process = _start(config, "buffer.total_steps=4")
     _wait_for(run_dir(tmp_path) / "global_step_2", process)
     children = psutil.Process(process.pid).children(recursive=True)

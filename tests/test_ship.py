@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ray import cloudpickle
 
-from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.ship import import_folders, see_import_folders, ship_by_value
 
 LOAD = "import sys, pickle; f = pickle.loads(sys.stdin.buffer.read()); print(f(20))"
 
@@ -43,3 +43,16 @@ def test_installed_code_travels_by_reference() -> None:
     import json
 
     assert ship_by_value([json.dumps]) == []
+
+
+def test_a_worker_imports_late_from_the_folders_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), str(tmp_path / "nowhere")])
+    folders = import_folders()
+    assert str(tmp_path) in folders
+    assert not any("site-packages" in folder or "nowhere" in folder for folder in folders)
+
+    monkeypatch.setattr(sys, "path", ["/first", str(tmp_path)])
+    see_import_folders([str(tmp_path), "/second"])
+    assert sys.path == ["/first", str(tmp_path), "/second"]

@@ -36,6 +36,7 @@ from aflow_tune.engines.trinity.recording import (
     shared_client,
 )
 from aflow_tune.engines.trinity.run_thread import RunThread
+from aflow_tune.engines.trinity.ship import see_import_folders
 from aflow_tune.report.records import EvalRecord, append_record
 from aflow_tune.types import Failure
 
@@ -61,8 +62,8 @@ class WorkflowAdapter(Workflow):
     """Gives the function a recording model, a time-out and a thread of its own.
 
     `task.workflow_args` holds: `workflow_func`, `judge_func`, `run_timeout` (seconds), `seed`,
-    `system_prompt`, and for evaluation `eval_dir`, `score` and `transcripts` (how many items
-    of a task set keep theirs).
+    `system_prompt`, `import_folders`, and for evaluation `eval_dir`, `score` and `transcripts`
+    (how many items of a task set keep theirs).
 
     Step rewards: a call that was given one keeps it; if any was, the last call of the run
     without one gets the returned reward, as Trinity's GiGPO does for runs that have none.
@@ -83,6 +84,7 @@ class WorkflowAdapter(Workflow):
         self.arguments: dict[str, Any] = task.workflow_args
         if not callable(self.arguments.get("workflow_func")):
             raise ValueError("workflow_args.workflow_func holds no workflow function")
+        see_import_folders(self.arguments.get("import_folders", ()))
         # Trinity creates the runs of a task in order, from one task object, and tells them
         # nothing about it. A retry works on a fresh copy, which counts from zero again.
         runs = task.__dict__.setdefault("_aflow_runs", itertools.count())

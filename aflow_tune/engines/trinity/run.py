@@ -28,7 +28,7 @@ from aflow_tune.engines.trinity.run_state import (
     rewind,
     write_state,
 )
-from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.ship import import_folders, ship_by_value
 from aflow_tune.engines.trinity.validate import check_data
 from aflow_tune.engines.trinity.validators import (
     Change,
@@ -193,6 +193,7 @@ class Run:
         arguments = {
             "workflow_func": self.workflow_func,
             "judge_func": self.judge_func,
+            "import_folders": import_folders(),
             "run_timeout": config.rollout.run_timeout,
             "system_prompt": config.rollout.system_prompt,
             "seed": config.seed,

@@ -3,7 +3,8 @@
 A function from a file or from a folder that only this process knows cannot be imported in a
 Ray worker. Its module, and every module of the same folder that it imported, is therefore
 pickled by value. What is installed (in site-packages or the standard library) travels by
-reference.
+reference. What a function imports only while it runs is found in `import_folders()`, as long
+as the worker sees the same disk.
 """
 
 from __future__ import annotations
@@ -35,6 +36,22 @@ def ship_by_value(functions: Iterable[Callable[..., Any] | None]) -> list[str]:
         cloudpickle.register_pickle_by_value(module)
         registered.append(name)
     return sorted(registered)
+
+
+def import_folders() -> list[str]:
+    """Folders of user code that this process imports from, in order."""
+    installed = tuple(Path(prefix).resolve() for prefix in {sys.prefix, sys.base_prefix})
+    folders = [Path(entry).resolve() for entry in sys.path]
+    return [
+        str(folder)
+        for folder in dict.fromkeys(folders)
+        if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)
+    ]
+
+
+def see_import_folders(folders: Iterable[str]) -> None:
+    """In a worker: import from these folders too, after everything that is installed."""
+    sys.path += [folder for folder in folders if folder not in sys.path]
 
 
 def _folders(function: Callable[..., Any]) -> Iterable[Path]:
