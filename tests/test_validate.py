@@ -182,6 +182,9 @@ def test_switches_are_set_when_left_out_and_refused_when_off(project: Path, name
         ("algorithm.algorithm_type=grp", "algorithm_type: grpo"),
         ("algorithm.algorithm_type=ppo", "multi_step_grpo"),
         ("algorithm.algorithm_type=sft", "engine: trinity"),
+        ("algorithm.algorithm_type=mix", "engine: trinity"),
+        ("algorithm.algorithm_type=jsd", "engine: trinity"),
+        ("algorithm.advantage_fn=rloo", "remove advantage_fn"),
         ("algorithm.advantage_fn=grpoo", "advantage_fn: grpo"),
         ("algorithm.policy_loss_fn=no.such.Loss", "can be imported"),
         ("algorithm.loss_agg_mode=mean", "loss_agg_mode:"),
@@ -260,6 +263,7 @@ def test_group_of_one_is_allowed_without_a_baseline(project: Path) -> None:
     config = load(project, "algorithm.algorithm_type=raft", "algorithm.repeat_times=1")
     prepare(config)
     assert config.algorithm.policy_loss_fn == "sft"
+    assert config.algorithm.advantage_fn == "reinforce"
 
 
 def test_train_batch_size_that_calls_can_fill(project: Path) -> None:

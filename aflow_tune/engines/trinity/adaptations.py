@@ -65,6 +65,10 @@ def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
         operators.insert(0, OperatorConfig(name=RUN_FILTER, args=arguments))
     if config.monitor.monitor_type == "tensorboard":
         config.monitor.monitor_type = MONITOR
+    if config.algorithm.algorithm_type == "raft" and config.algorithm.advantage_fn is None:
+        # Trinity 0.6 would fill in ppo's, which its own pipeline then refuses.
+        config.algorithm.advantage_fn = "reinforce"
+        reasons["algorithm.advantage_fn"] = "raft reads no advantage; this one changes nothing"
     _settle_temperature(config)
     _settle_timeouts(config)
     settle_paths(config)

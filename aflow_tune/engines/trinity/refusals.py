@@ -348,6 +348,7 @@ def _together(config: AflowConfig, workflow: Callable[..., Any] | None) -> Findi
     """Rules over several settings; only asked when each of them is sound."""
     found = Findings()
     found.faults += _group(config)
+    found.faults += _advantage(config)
     found.faults += _batches(config)
     found.add(_train_batch(config, workflow))
     found.add(_evaluation(config))
@@ -375,6 +376,25 @@ def _group(config: AflowConfig) -> Iterable[Fault]:
             f"{algorithm.repeat_times}"
             + ("" if config.positions.given("algorithm.repeat_times") else " (the default)"),
             f"algorithm.repeat_times: {max(own, 8)}",
+        )
+
+
+def _advantage(config: AflowConfig) -> Iterable[Fault]:
+    """An advantage function works in the explorer's pipeline or in the trainer, as its type
+    of algorithm does; Trinity asserts it once everything was started."""
+    from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE
+
+    algorithm = config.algorithm
+    if not config.positions.given("algorithm.advantage_fn") or not algorithm.advantage_fn:
+        return
+    in_trainer = ALGORITHM_TYPE.get(algorithm.algorithm_type).compute_advantage_in_trainer
+    if ADVANTAGE_FN.get(algorithm.advantage_fn).compute_in_trainer() != in_trainer:
+        place = "in the trainer" if in_trainer else "from whole groups, before the trainer"
+        yield Fault(
+            config.positions.where("algorithm.advantage_fn"),
+            f"one that is computed {place}, as {algorithm.algorithm_type} does",
+            repr(algorithm.advantage_fn),
+            "remove advantage_fn: the algorithm brings its own",
         )
 
 

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
 
 _FROM_DATA = ("sft", "cpt", "dpo")
+_NEEDS_MORE = {
+    "mix": "expert data beside the rollouts",
+    "mix_chord": "expert data beside the rollouts",
+    "on_policy_distill": "a teacher's log-probabilities in every experience",
+    "jsd": "a teacher's log-probabilities in every experience",
+}
+"""Algorithms that read what rollouts of a workflow function do not bring."""
 _OPTIMIZERS = ("adam", "adamw")
 
 # (key, what is refused, expected, cure): settings that the local engine would have to ignore.
@@ -144,6 +151,14 @@ def _algorithm(config: AflowConfig) -> Iterable[Fault]:
             where("algorithm.algorithm_type"),
             "an algorithm that learns from rollouts of the workflow",
             f"{kind!r}, which learns from a data set alone",
+            "algorithm_type: multi_step_grpo, or engine: trinity",
+        )
+        return
+    if kind in _NEEDS_MORE:
+        yield Fault(
+            where("algorithm.algorithm_type"),
+            "an algorithm that needs nothing but rollouts of the workflow",
+            f"{kind!r}, which needs {_NEEDS_MORE[kind]}",
             "algorithm_type: multi_step_grpo, or engine: trinity",
         )
         return
