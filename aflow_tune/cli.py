@@ -7,13 +7,17 @@ imported before it is known to be needed, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from aflow_tune.errors import AflowTuneError, BadInput, ExitCode
 
-_COMMANDS = ("run", "validate", "init")
+_COMMAND_MODULES: tuple[str, ...] = ()
+"""Modules of `aflow_tune.commands`, in the order in which `--help` lists them."""
+_CONFIG_COMMANDS = ("run", "validate")
+_COMMANDS = (*_CONFIG_COMMANDS, "init", *_COMMAND_MODULES)
 
 _EPILOG = """\
 examples:
@@ -40,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `aflow-tune`. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     words = [word for word in arguments if not word.startswith("-")]
-    if words:
+    if words and (words[0] in _CONFIG_COMMANDS or words[0] not in _COMMANDS):
         # Flags may stand anywhere among the overrides; argparse wants them in front.
         flags = [word for word in arguments if word.startswith("-")]
-        command = [words.pop(0)] if words[0] in _COMMANDS else ["run"]
+        command = [words.pop(0)] if words[0] in _CONFIG_COMMANDS else ["run"]
         arguments = [*command, *flags, *words]
     parser = _parser()
     if not arguments:
@@ -101,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     init.add_argument("folder", type=Path, help="where to write it; made if missing")
     init.set_defaults(action=_init)
+
+    for name in _COMMAND_MODULES:
+        importlib.import_module(f"aflow_tune.commands.{name}").add_parser(commands)
     return parser
 
 

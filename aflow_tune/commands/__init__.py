@@ -1,0 +1,6 @@
+"""The subcommands beside run, validate and init: one module each, named as the command is.
+
+A module has `add_parser(commands)`, which adds its parser with help that teaches and sets the
+default `action`: a function from the parsed options to an exit code. Importing a module must
+cost nothing, since `--help` imports them all: heavy imports stand inside the action.
+"""

@@ -1,0 +1,1 @@
+"""Measuring a workflow or a model, and comparing two of them."""

@@ -1,0 +1,1 @@
+"""Operator graphs: load, check, run, draw, write back."""

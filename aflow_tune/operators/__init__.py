@@ -1,0 +1,1 @@
+"""The operators that workflows are made of."""

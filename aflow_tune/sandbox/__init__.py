@@ -1,0 +1,1 @@
+"""Running programs that a model wrote, where they can hurt nobody."""

@@ -1,0 +1,83 @@
+"""The vocabulary of the sandbox: which wall, which limits, how a program ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from aflow_tune.errors import AflowTuneError
+
+
+class Level(StrEnum):
+    """The wall that a program runs behind, strongest first."""
+
+    BUBBLEWRAP = "bubblewrap"
+    LANDLOCK = "landlock"
+    UNSAFE_SUBPROCESS = "unsafe_subprocess"
+    """No wall: limits on time and memory only. Used only where the configuration says so."""
+
+
+class Ending(StrEnum):
+    """How a program ended. The value is its word in traces and metrics."""
+
+    FINISHED = "finished"
+    """It ended by itself with exit status 0."""
+    FAILED = "failed"
+    """It ended by itself otherwise, or was killed by a signal of its own making."""
+    TIMED_OUT = "timed_out"
+    OUT_OF_MEMORY = "out_of_memory"
+    TOO_MUCH_OUTPUT = "too_much_output"
+
+
+class SandboxUnavailable(AflowTuneError, RuntimeError):
+    """No wall can be built here, so the program was not run. Says how to get one."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use. Times in seconds, sizes in MB or KB as named."""
+
+    seconds: float = 15.0
+    """Wall-clock time, after which the whole tree of processes is killed."""
+    cpu_seconds: float | None = None
+    """Processor time. None: as many seconds as of wall clock, rounded up."""
+    memory_mb: int = 512
+    disk_mb: int = 64
+    """What it may write to its private /tmp."""
+    output_kb: int = 1024
+    """Of stdout and of stderr, each."""
+    processes: int = 32
+    open_files: int = 64
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One program that was run. Output is decoded as UTF-8, what cannot be is replaced."""
+
+    ending: Ending
+    exit_code: int | None
+    """None where it was killed; a negative number is a signal's."""
+    stdout: str
+    stderr: str
+    level: Level
+    seconds: float
+    limits_hit: tuple[str, ...] = ()
+    """Names of fields of `Limits`."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself with exit status 0. Not whether its output is right."""
+        return self.ending is Ending.FINISHED
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json` and traces."""
+        return {
+            "outcome": self.ending.value,
+            "exit_code": self.exit_code,
+            "stdout": self.stdout,
+            "stderr": self.stderr,
+            "limits_hit": list(self.limits_hit),
+            "level": self.level.value,
+            "seconds": round(self.seconds, 4),
+        }

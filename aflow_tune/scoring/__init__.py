@@ -1,0 +1,1 @@
+"""Scoring answers: mathematics, question answering, code; what rewards are built from."""

@@ -1,0 +1,123 @@
+"""What happened inside one run: model calls, operators, programs run in the sandbox.
+
+One `Trace` exists per traced run and travels in a context variable, as the run itself does
+(`context.py`). Whoever does something worth telling notes an event; outside of a traced run
+`note` does nothing. Events hold names, counts and outcomes, never keys, and no text but the
+reason of a failure.
+
+An event's `caller` is the path that `context.caller` had opened; operators open one block
+`Operator.instance` each, so that events, experiences and graph drawings share one name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from aflow_tune.context import current_caller
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened. `started` and `seconds` are of the monotonic clock."""
+
+    caller: str = field(default_factory=current_caller)
+    started: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCall(Event):
+    """One call of a model, retries included.
+
+    `cost` is in US dollars and None where the price is not known. `failure` is None where an
+    answer came, else a word such as 'rate_limited'.
+    """
+
+    role: str
+    model: str
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cost: float | None = None
+    retries: int = 0
+    from_cache: bool = False
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCall(Event):
+    """One use of an operator. `outcome` is one of `aflow_tune.operators`' outcomes."""
+
+    operator: str
+    instance: str
+    outcome: str
+    attempts: int = 1
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramRun(Event):
+    """One program run in the sandbox: how it ended, and behind which wall."""
+
+    level: str
+    outcome: str
+    limits_hit: tuple[str, ...] = ()
+
+
+@dataclass
+class Trace:
+    """The events of one run, in the order in which they ended."""
+
+    events: list[Event] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[Trace]:
+        """Make this the trace of the current context and of everything it starts."""
+        token = _trace.set(self)
+        try:
+            yield self
+        finally:
+            # A run that was given up may be closed by the collector, in another context.
+            with contextlib.suppress(ValueError):
+                _trace.reset(token)
+
+    def of(self, kind: type[T]) -> list[T]:
+        """The events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def metrics(self) -> dict[str, float]:
+        """Counts for a run's metrics: operator outcomes, program outcomes, cost by role."""
+        counts: Counter[str] = Counter()
+        for use in self.of(OperatorCall):
+            counts[f"operator/{use.operator}/{use.outcome}"] += 1
+        for program in self.of(ProgramRun):
+            counts[f"sandbox/{program.outcome}"] += 1
+        numbers = {name: float(count) for name, count in counts.items()}
+        for call in self.of(ModelCall):
+            if call.cost is None:
+                name, amount = f"unpriced_calls/{call.role}", 1.0
+            else:
+                name, amount = f"cost/{call.role}", call.cost
+            numbers[name] = numbers.get(name, 0.0) + amount
+        return numbers
+
+
+_trace: ContextVar[Trace | None] = ContextVar("aflow_tune_trace", default=None)
+
+
+def current_trace() -> Trace | None:
+    """The trace of the run that the current code belongs to, or None."""
+    return _trace.get()
+
+
+def note(event: Event) -> None:
+    """Add an event to the current trace, if there is one."""
+    trace = _trace.get()
+    if trace is not None:
+        trace.events.append(event)
