@@ -50,10 +50,66 @@ class LocalSection:
 
 @dataclass
 class BudgetSection:
-    """Limits at which a run saves its state and stops; the same command goes on from there."""
+    """Limits at which a run saves its state and stops; the same command goes on from there.
+
+    Money, tokens and calls are counted over all roles and all processes of the run, earlier
+    commands of the same run included: to go on after one of them, raise it.
+    """
 
     wall_seconds: float | None = None
     """Seconds from the start of the command. None: no limit."""
+    usd: float | None = None
+    """US dollars. Every model that is called needs a known price. None: no limit."""
+    tokens: int | None = None
+    """Prompt and completion tokens together. None: no limit."""
+    calls: int | None = None
+    """Calls of models; retries and answers from the cache are none. None: no limit."""
+
+
+@dataclass
+class PriceSettings:
+    """What a model costs, in US dollars for a million tokens. All zero: it costs nothing."""
+
+    input: float | None = None
+    """For prompt tokens."""
+    output: float | None = None
+    """For completion tokens."""
+    cached_input: float | None = None
+    """For prompt tokens that the vendor had cached. None: the same as `input`."""
+
+
+@dataclass
+class ModelSettings:
+    """One model behind an API. Keys are never written here, only the variables' names."""
+
+    provider: str = _one_of("openai", "openai", "anthropic")
+    """openai: any OpenAI-compatible endpoint."""
+    model: str | None = None
+    """The model's name at the provider. None in `models.policy`: the model being tuned."""
+    base_url: str | None = None
+    """Address of the API, such as http://127.0.0.1:8000/v1. None: the vendor's own."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key. None: OPENAI_API_KEY or
+    ANTHROPIC_API_KEY where `base_url` is the vendor's own, no key where it is not."""
+    headers_env: dict[str, str] = field(default_factory=dict)
+    """Extra HTTP headers: name of the header to name of the environment variable with it."""
+    role: str | None = None
+    """What its usage is counted under. None: the name it stands under in `models`."""
+    temperature: float | None = None
+    """None: the provider's default. So for the next two."""
+    top_p: float | None = None
+    max_tokens: int | None = None
+    """Most tokens of an answer."""
+    timeout: float = 120.0
+    """Seconds of one attempt, from the connection to the last byte."""
+    retries: int = 6
+    """Attempts after the first one failed in a way that may pass."""
+    backoff: float = 0.5
+    """Seconds before the first retry; twice as long before each further one, at most 30."""
+    max_concurrency: int = 32
+    """Requests that are under way at once, in each process."""
+    prices: PriceSettings | None = None
+    """Wins over the price list. None: the list's, or unknown where the list has none."""
 
 
 @dataclass
@@ -85,6 +141,9 @@ class AflowSections:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)
     budget: BudgetSection = field(default_factory=BudgetSection)
+    models: dict[str, ModelSettings] = field(default_factory=dict)
+    """Models beside the one that is tuned, by role: executor, judge, or a name of yours.
+    The entry `policy` gives the tuned model's price."""
     report: ReportSection = field(default_factory=ReportSection)
 
 

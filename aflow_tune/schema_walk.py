@@ -235,8 +235,9 @@ def suggest(schema: type, parent: str, name: str, known: dict[str, Any]) -> tupl
     if target is None:
         words = ", ".join(sorted(known))
         return f"a key of `{display(parent) or 'the top level'}`: {words}", "remove it"
-    kind = describe(index(schema)[target])
     home, _, leaf = target.rpartition(".")
+    # Sections under names of the user's (`models.judge`) are not in the index.
+    kind = describe(known[leaf][0] if home == section else index(schema)[target])
     if "." in name:
         return f"`{target}` ({kind})", f"write `{leaf}:` indented under `{home}:`"
     if home == section:
