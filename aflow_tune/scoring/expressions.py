@@ -1,0 +1,75 @@
+"""SymPy's `parse_expr` without its `eval` of whatever the text says.
+
+`parse_expr` turns a text into Python and evaluates it, so an answer such as
+`__import__('os').system(...)` would run. Here the Python is looked at first: only arithmetic,
+comparisons, tuples, lists, indices and calls of SymPy's mathematical functions by their plain
+name are evaluated; attributes, texts of the user's and all else are refused, which counts as
+'cannot be parsed'. Used in child processes of ours, whose SymPy it changes.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+_NODES = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Starred),
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Tuple, ast.List, ast.Set),
+    *(ast.Dict, ast.Subscript, ast.Slice, ast.IfExp),
+    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
+)
+# What SymPy's tokenizer itself writes with a text in it.
+_TAKE_TEXT = {"Symbol", "Function", "Float", "Integer", "Rational"}
+# Names that read texts as code, write files or start programs.
+_REFUSED = {
+    *("S", "sympify", "parse_expr", "lambdify", "source", "preview", "plot", "test", "doctest"),
+    *("init_printing", "init_session", "interactive_traversal", "eval", "exec", "open", "compile"),
+    *("getattr", "setattr", "delattr", "globals", "locals", "vars", "breakpoint", "print"),
+    *("__import__", "__build_class__", "cxxcode", "ccode", "autowrap", "ufuncify", "input", "dir"),
+    *("textplot", "pager_print_code", "use", "count_ops", "postorder_traversal"),
+}
+
+
+class Refused(ValueError):
+    """The text is not an expression of plain mathematics."""
+
+
+def check_expression(code: str) -> None:
+    """Refuse Python that is more than a mathematical expression.
+
+    Raises:
+        Refused: with what it was refused for.
+        SyntaxError: it is no Python expression.
+    """
+    allowed_texts: set[int] = set()
+    for node in ast.walk(ast.parse(code.strip(), mode="eval")):
+        if not isinstance(node, _NODES):
+            raise Refused(f"{type(node).__name__} in an expression")
+        if isinstance(node, ast.Name) and (node.id in _REFUSED or "__" in node.id):
+            raise Refused(f"the name {node.id}")
+        if isinstance(node, ast.Call):
+            if not isinstance(node.func, ast.Name):
+                raise Refused("a call of something without a plain name")
+            if node.func.id in _TAKE_TEXT:
+                allowed_texts.update(id(argument) for argument in node.args)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, (str, bytes))
+            and id(node) not in allowed_texts
+        ):
+            raise Refused("a text in an expression")
+
+
+def guard_sympy() -> None:
+    """Let this process's `parse_expr` and `sympify` evaluate plain mathematics only."""
+    from sympy.parsing import sympy_parser
+
+    evaluate = sympy_parser.eval_expr
+
+    def guarded(code: Any, local_dict: dict[str, Any], global_dict: dict[str, Any]) -> Any:
+        if not isinstance(code, str):  # compiled from the text of `evaluate=False`
+            raise Refused("an expression that is not to be evaluated")
+        check_expression(code)
+        return evaluate(code, local_dict, global_dict)
+
+    sympy_parser.eval_expr = guarded

@@ -1,0 +1,151 @@
+"""Scoring answers that are one number, GSM8K's: the published rule and the strict one.
+
+published (benchmarks/gsm8k.py of the public AFlow code): the last number of the text, thousands
+separators removed, within 1e-6 of the reference's.
+
+strict: the last number in `\\boxed{}` where there is one, else the last of the whole text, with
+LaTeX's separators understood and a minus told from a dash. 0 where the answer keeps more than
+one candidate open: boxes or 'the answer is ...' lines that differ, several numbers in one box,
+a list of numbers at the end, 'either 3 or 4', 'not 4'.
+"""
+
+from __future__ import annotations
+
+import re
+
+from aflow_tune.scoring.boxed import boxed_answers
+from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
+
+TOLERANCE = 1e-6
+_PUBLISHED = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
+# A minus after a word, a number or a bracket is a difference or a range, not a sign.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+)
+_OPENING = r"[\s:=*_$\\({\[]*(?P<number>" + _NUMBER.pattern + ")"
+_MARKED = re.compile("####" + _OPENING)
+_DECLARED = re.compile(
+    r"\banswer\b(?:\s+(?:is|are|was|equals|would\s+be|should\s+be)\b|\s*[*_]*[:=])+" + _OPENING,
+    re.IGNORECASE,
+)
+_DENIED = re.compile(r"\b(?:not|never|isn't|cannot\s+be)[^\w\n#]+$", re.IGNORECASE)
+_DOUBT = re.compile(
+    r"\b(?:or|either|maybe|perhaps|possibly|alternatively|not\s+sure|unsure|"
+    r"(?:could|might|may|can)\s+(?:also\s+)?be|one\s+of|guess)\b",
+    re.IGNORECASE,
+)
+# Between the entries of a list of candidates; an operator or an = makes it a calculation.
+_BETWEEN_ENTRIES = re.compile(r"[\s,;|/&*•_$()\[\]{}'\"-]*(?:\b(?:and|or)\b)?[\s*$\d.):-]*")
+_SENTENCE_END = re.compile(r"(?<=[^\d\s])[.!?](?:\s+|$)|(?<=\d)[.!?](?:\s+|$)|\n\s*\n")
+_SEPARATOR = re.compile(r"[,;|/]|\b(?:and|or)\b")
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, thousands separators removed; None if there is none."""
+    found = _NUMBER.findall(text)
+    return _value(found[-1]) if found else None
+
+
+def published_number(text: str) -> float | None:
+    """The last number as the published rule reads it."""
+    found = _PUBLISHED.findall(text)
+    return _value(found[-1]) if found else None
+
+
+def score_published(answer: str, reference: str) -> Score:
+    """1 if the last number is the reference's by the published rule.
+
+    Raises:
+        CannotScore: the reference has no number.
+    """
+    expected = published_number(reference)
+    if expected is None:
+        raise CannotScore(f"a reference without a number: {reference[-200:]!r}")
+    return _compare(published_number(answer), expected)
+
+
+def score_strict(answer: str, reference: str) -> Score:
+    """1 if the one number that the answer settles on is the reference's.
+
+    Raises:
+        CannotScore: the reference has no number after its `####`.
+    """
+    expected = last_number(reference.rpartition("####")[2])
+    if expected is None:
+        raise CannotScore(f"a reference without a number: {reference[-200:]!r}")
+    # LaTeX writes thousands as 1{,}000 or 1,\!000.
+    plain = answer.replace("{,}", ",").replace("\\!", "").replace("−", "-")
+    boxes = boxed_answers(plain)
+    given = last_number(boxes[-1] if boxes else plain)
+    if given is not None and (doubt := _open_candidates(plain, boxes)):
+        return wrong(doubt)
+    return _compare(given, expected)
+
+
+def _open_candidates(text: str, boxes: list[str]) -> str:
+    """Why the text does not settle on one number; empty where it does."""
+    declared = _declared(text)
+    if boxes:
+        settled = {_value(number) for box in boxes for number in _NUMBER.findall(box)}
+        if len(settled) > 1:
+            return "several boxed answers that differ"
+        if declared - settled:
+            return "an answer in words differs from the boxed one"
+        return ""
+    if len(declared) > 1:
+        return "several declared answers that differ"
+    sentences = [part for part in _SENTENCE_END.split(text) if _NUMBER.search(part)]
+    final = sentences[-1]
+    last = list(_NUMBER.finditer(final))[-1]
+    if _DENIED.search(final[: last.start()]):
+        return "the last number is denied"
+    if _DOUBT.search(final) and "####" not in final:
+        doubted = " ".join(part for part in sentences if _DOUBT.search(part))
+        if len({_value(number) for number in _NUMBER.findall(doubted)}) > 1:
+            return "several candidates in doubt"
+    if _ends_in_list(text):
+        return "a list of candidates"
+    return ""
+
+
+def _declared(text: str) -> set[float]:
+    """The numbers that the text calls its answer: after `####` where it has that, or in words."""
+    marked = {_value(match["number"]) for match in _MARKED.finditer(text)}
+    if marked:
+        return marked
+    return {
+        _value(match["number"])
+        for match in _DECLARED.finditer(text)
+        # 'the answer is 5 * 3 = 15' declares what stands at its end.
+        if "=" not in _SENTENCE_END.split(text[match.end() :], maxsplit=1)[0]
+    }
+
+
+def _ends_in_list(text: str) -> bool:
+    """Whether the text ends in numbers, not all equal, with nothing but separators between.
+
+    Two make a list where a comma, a slash or a word stands between, else three.
+    """
+    numbers = list(_NUMBER.finditer(text))
+    entries = [numbers[-1]]
+    separated = False
+    for number in reversed(numbers[:-1]):
+        between = text[number.end() : entries[-1].start()]
+        if not between or not _BETWEEN_ENTRIES.fullmatch(between):
+            break
+        separated |= bool(_SEPARATOR.search(between))
+        entries.append(number)
+    enough = len(entries) >= (2 if separated else 3)
+    return enough and len({_value(entry.group()) for entry in entries}) > 1
+
+
+def _compare(given: float | None, expected: float) -> Score:
+    if given is None:
+        return wrong("no number in the answer")
+    if abs(given - expected) <= TOLERANCE:
+        return RIGHT
+    return wrong(f"{given:g} is not {expected:g}")
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))

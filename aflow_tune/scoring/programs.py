@@ -1,0 +1,159 @@
+"""Finding the program in an answer: as AFlow's public code does, and whole.
+
+published (`sanitize` in scripts/utils/sanitize.py of the public AFlow code, after EvalPlus): of
+all runs of lines that are Python the one with most lines that are not blank; of that the
+imports, and the functions, classes and plain assignments that the entry point can reach.
+
+strict: the whole text where it is Python, else its one fenced block that defines the entry
+point. Two different programs in one answer are a choice, and no program.
+
+Only parses, never runs; parsing is bounded in lines and characters.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+
+MAX_CHARACTERS = 100_000
+MAX_SEARCH_LINES = 400
+"""Lines of an answer that is no Python as a whole in which the published rule searches."""
+_FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+class NoProgram(ValueError):
+    """The answer has no program, or more than one."""
+
+
+def published_program(answer: str, entry_point: str) -> str:
+    """The program that the published rule runs; it may lack the entry point.
+
+    Raises:
+        NoProgram: the answer is too long to be searched.
+    """
+    code = _longest_run(answer)
+    try:
+        return _reachable(ast.parse(code), entry_point)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return code
+
+
+def strict_program(answer: str, entry_point: str) -> str:
+    """The one program of the answer.
+
+    Raises:
+        NoProgram: nothing in it is Python with the entry point, or several different programs.
+    """
+    if len(answer) > MAX_CHARACTERS:
+        raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
+    if is_python(answer):
+        return answer
+    blocks = [match[2] for match in _FENCED.finditer(answer)]
+    programs = {
+        ast.dump(ast.parse(block)): block
+        for block in blocks
+        if is_python(block) and entry_point in _defined(ast.parse(block))
+    }
+    if not programs:
+        raise NoProgram(f"no Python program that defines {entry_point}")
+    if len(programs) > 1:
+        raise NoProgram(f"{len(programs)} programs that differ")
+    return next(iter(programs.values()))
+
+
+def same_program(first: str, second: str) -> bool:
+    """Whether two texts are the same Python, but for layout and comments."""
+    if first == second:
+        return True
+    try:
+        return ast.dump(ast.parse(first)) == ast.dump(ast.parse(second))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def helpers_of(prompt: str, entry_point: str) -> str:
+    """What a prompt defines beside the entry point: its imports and other functions.
+
+    Empty where the prompt is not Python, as a task in words.
+    """
+    if not is_python(prompt):
+        return ""
+    kept = [node for node in ast.parse(prompt).body if getattr(node, "name", "") != entry_point]
+    return ast.unparse(ast.Module(body=kept, type_ignores=[]))
+
+
+def is_python(text: str) -> bool:
+    """Whether the text can be parsed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes and the like
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    return True
+
+
+def _longest_run(text: str) -> str:
+    # A text that is Python as a whole is its own longest run, up to blank lines around it.
+    if len(text) <= MAX_CHARACTERS and is_python(text):
+        return text
+    lines = text.split("\n")
+    if len(lines) > MAX_SEARCH_LINES or len(text) > MAX_CHARACTERS:
+        raise NoProgram(f"no Python, and longer than {MAX_SEARCH_LINES} lines")
+    filled = [0]
+    for line in lines:
+        filled.append(filled[-1] + bool(line.strip()))
+    # The first of the longest, in the order in which the published loop meets them.
+    runs = [
+        (filled[first] - filled[last], first, last)
+        for first in range(len(lines))
+        for last in range(first + 2, len(lines) + 1)
+    ]
+    for length, first, last in sorted(runs):
+        if length == 0:
+            break
+        # Neither end may be blank: a shorter run of equal length would have come first.
+        if lines[last - 1].strip() or last == first + 2:
+            run = "\n".join(lines[first:last])
+            if is_python(run):
+                return run
+    return lines[0]
+
+
+def _reachable(tree: ast.Module, entry_point: str) -> str:
+    """Imports, and definitions that the entry point refers to, directly or through others."""
+    imports: list[str] = []
+    definitions: list[tuple[str, ast.stmt]] = []
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.append(ast.unparse(node))
+        else:
+            definitions += [(name, node) for name in _names(node)]
+    known = {name for name, _ in definitions}
+    uses: dict[str, set[str]] = {name: set() for name in known}
+    for name, node in definitions:
+        uses[name] |= {
+            part.id for part in ast.walk(node) if isinstance(part, ast.Name) and part.id in known
+        }
+    reached: set[str] = set()
+    waiting = [entry_point] if entry_point in known else []
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting.extend(uses[name])
+    return "\n".join(imports + [ast.unparse(node) for name, node in definitions if name in reached])
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    """The names that the published rule takes a statement to define."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, ast.Assign):
+        yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    return {name for node in tree.body for name in _names(node)}

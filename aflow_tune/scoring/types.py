@@ -1,0 +1,38 @@
+"""The vocabulary of the scoring room: a score, and the two rules that give one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Rule = Literal["strict", "published"]
+"""published: as the field's public code scores. strict: what training uses; resists hacking."""
+RULES: tuple[Rule, ...] = ("strict", "published")
+
+
+class CannotScore(ValueError):
+    """The reference cannot score anything: no number in it, no tests, no text."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A value in [0, 1], or None for 'unscored': nothing is known about the answer then.
+
+    `reason` says in words why the value is not 1; it is empty where there is nothing to say.
+    """
+
+    value: float | None
+    reason: str = ""
+
+    @property
+    def scored(self) -> bool:
+        """Whether there is a value."""
+        return self.value is not None
+
+
+RIGHT = Score(1.0)
+
+
+def wrong(reason: str) -> Score:
+    """A score of 0 with its reason."""
+    return Score(0.0, reason)
