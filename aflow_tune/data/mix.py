@@ -1,0 +1,209 @@
+"""Which rows make up batch N of a mix of sources: exact shares, endless, a function of the seed.
+
+A mix is described by the share of each source, its number of rows, the batch size and a seed.
+Batch N follows from these alone, so nothing has to be saved to go on from any batch.
+
+Shares. A source whose share of the batch is a whole number has exactly that many items in every
+batch. Where it is not (3 of 8 at 40%), a batch holds the number below or above it, and after
+any number of batches no source is a whole item or more away from its share of all items: extra
+items are scheduled like the slots of a periodic task set (PD2: Anderson and Srinivasan, "Mixed
+Pfair/ERfair scheduling of asynchronous periodic tasks", J. Computer and System Sciences 68,
+2004), which keeps every such lag between -1 and 1.
+
+Passes. A source is read in passes, each one a shuffle of its own of all its rows: no row comes
+again before its pass is over, and a source smaller than its share starts its next pass within
+the batch. What the rows hold, and where they are read, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+DEFAULT_SHARES = {
+    "math": Fraction(40, 100),
+    "code": Fraction(30, 100),
+    "qa": Fraction(30, 100),
+}
+"""The shares of a mix that names none, by the kind of its sources."""
+KINDS = {
+    "gsm8k": "math",
+    "math": "math",
+    "humaneval": "code",
+    "mbpp": "code",
+    "hotpotqa": "qa",
+    "drop": "qa",
+}
+"""What kind of task a benchmark holds."""
+SUM_TOLERANCE = Fraction(1, 10**6)
+"""How far written shares may be from 1 together: thirds cannot be written exactly."""
+
+
+def kind_of(source: str, benchmark: str | None) -> str | None:
+    """`math`, `code` or `qa`, by a source's benchmark or its own name; None if neither tells."""
+    if benchmark in KINDS:
+        return KINDS[benchmark]
+    return source if source in DEFAULT_SHARES else KINDS.get(source)
+
+
+def default_shares(kinds: Mapping[str, str]) -> dict[str, Fraction]:
+    """The default recipe for sources of these kinds (source to kind).
+
+    Sources of one kind share its part equally; where a kind is missing, the others keep their
+    proportions: math and code alone get 4/7 and 3/7.
+    """
+    present = set(kinds.values())
+    whole = sum(DEFAULT_SHARES[kind] for kind in present)
+    of_kind = {kind: sum(other == kind for other in kinds.values()) for kind in present}
+    return {source: DEFAULT_SHARES[kind] / whole / of_kind[kind] for source, kind in kinds.items()}
+
+
+def exact_shares(written: Mapping[str, float]) -> dict[str, Fraction]:
+    """Shares as written (0.4 is two fifths), scaled to be 1 together.
+
+    Raises:
+        ValueError: a share is not above 0, or they are further than `SUM_TOLERANCE` from 1.
+    """
+    for source, share in written.items():
+        if not (math.isfinite(share) and share > 0):
+            raise ValueError(f"the share of {source} is {share}: it must be above 0")
+    shares = {source: Fraction(str(share)) for source, share in written.items()}
+    total = sum(shares.values())
+    if abs(total - 1) > SUM_TOLERANCE:
+        raise ValueError(f"the shares are {float(total):g} together: they must be 1")
+    return {source: share / total for source, share in shares.items()}
+
+
+def apportion(total: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
+    """`total` items by shares, by largest remainder; equal remainders go to the first named."""
+    counts = {source: math.floor(total * share) for source, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda source: counts[source] - total * shares[source])
+    for source in by_remainder[: total - sum(counts.values())]:
+        counts[source] += 1
+    return counts
+
+
+def sample(labels: Sequence[str | None], size: int, seed: int) -> list[int]:
+    """A fixed sample of row numbers, ascending: each label by its share of the rows.
+
+    Args:
+        labels: one for each row, such as the name of its source.
+        size: rows to draw; all where there are no more.
+    """
+    if size >= len(labels):
+        return list(range(len(labels)))
+    by_label: dict[str, list[int]] = {}
+    for number, label in enumerate(labels):
+        by_label.setdefault(str(label), []).append(number)
+    shares = {label: Fraction(len(rows), len(labels)) for label, rows in by_label.items()}
+    drawn: list[int] = []
+    for label, count in apportion(size, shares).items():
+        rows = by_label[label]
+        random.Random(f"sample/{seed}/{label}").shuffle(rows)
+        drawn += rows[:count]
+    return sorted(drawn)
+
+
+class Mix:
+    """The batches of a mix.
+
+    Args:
+        shares: the share of each source; together 1.
+        rows: how many rows each source has, at least one.
+        batch_size: items of a batch.
+        seed: decides the shuffles, not how many items of a source a batch has.
+
+    Raises:
+        ValueError: shares that are not above 0 and 1 together, or a source without rows.
+    """
+
+    def __init__(
+        self, shares: Mapping[str, Fraction], rows: Mapping[str, int], batch_size: int, seed: int
+    ) -> None:
+        if sum(shares.values()) != 1 or min(shares.values()) <= 0:
+            raise ValueError("shares must be above 0, and 1 together")
+        empty = [source for source in shares if rows[source] < 1]
+        if empty:
+            raise ValueError(f"no rows: {', '.join(empty)}")
+        self.sources = list(shares)
+        self.seed = seed
+        self._rows = [rows[source] for source in self.sources]
+        quotas = [batch_size * shares[source] for source in self.sources]
+        self._whole = [math.floor(quota) for quota in quotas]
+        self._parts = [quota - whole for quota, whole in zip(quotas, self._whole, strict=True)]
+        self._seats = int(sum(self._parts))
+        """Items of a batch beyond the whole parts of its quotas."""
+        self._period = math.lcm(*(part.denominator for part in self._parts))
+        """After so many batches every source has exactly its share."""
+        self._at, self._extra = 0, [0] * len(self.sources)
+        self._orders: dict[tuple[int, int], list[int]] = {}
+
+    def counts(self, batch: int) -> dict[str, int]:
+        """How many items of each source batch `batch` holds (batches count from 0)."""
+        before, after = self._taken(batch), self._taken(batch + 1)
+        return {
+            source: after[number] - before[number] for number, source in enumerate(self.sources)
+        }
+
+    def batch(self, number: int) -> list[tuple[str, int]]:
+        """(source, row number) of every item of batch `number`, shuffled."""
+        before, after = self._taken(number), self._taken(number + 1)
+        items = [
+            (source, self._row(place, position))
+            for place, source in enumerate(self.sources)
+            for position in range(before[place], after[place])
+        ]
+        random.Random(f"batch/{self.seed}/{number}").shuffle(items)
+        return items
+
+    def _taken(self, batch: int) -> list[int]:
+        """Items of each source in all batches before `batch`."""
+        period, within = divmod(batch, self._period)
+        if within < self._at:
+            self._at, self._extra = 0, [0] * len(self.sources)
+        while self._at < within:
+            for source in self._chosen(self._at):
+                self._extra[source] += 1
+            self._at += 1
+        return [
+            whole * batch + int(part * self._period) * period + extra
+            for whole, part, extra in zip(self._whole, self._parts, self._extra, strict=True)
+        ]
+
+    def _chosen(self, slot: int) -> list[int]:
+        """The sources that get one item more in this batch of the period, by PD2.
+
+        The n-th extra item of a source of weight w may come from batch floor((n-1)/w) on, and
+        must by batch ceil(n/w). Of those that may, the earliest deadline goes first; then the
+        one whose window overlaps its next one; then the one with the longest chain of windows
+        of length two that a late choice would push on.
+        """
+        waiting: list[tuple[int, int, int, int]] = []
+        for source, weight in enumerate(self._parts):
+            item = self._extra[source] + 1
+            if weight == 0 or math.floor((item - 1) / weight) > slot:
+                continue
+            deadline = math.ceil(item / weight)
+            overlaps = deadline - math.floor(item / weight)
+            chain = 0
+            if weight >= Fraction(1, 2):
+                chain = math.ceil(math.ceil(deadline * (1 - weight)) / (1 - weight))
+            waiting.append((deadline, -overlaps, -chain, source))
+        return [source for *_, source in sorted(waiting)[: self._seats]]
+
+    def _row(self, source: int, position: int) -> int:
+        turn, place = divmod(position, self._rows[source])
+        order = self._orders.get((source, turn))
+        if order is None:
+            order = list(range(self._rows[source]))
+            random.Random(f"pass/{self.seed}/{self.sources[source]}/{turn}").shuffle(order)
+            # A batch may end one pass and begin the next; older ones are not asked for again.
+            self._orders = {
+                key: kept
+                for key, kept in self._orders.items()
+                if key[0] != source or key[1] == turn - 1
+            }
+            self._orders[source, turn] = order
+        return order[place]

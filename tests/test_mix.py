@@ -1,0 +1,155 @@
+"""Mixing by exact shares: counts of every batch, passes, seeds, going on from any batch."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from aflow_tune.data.mix import (
+    Mix,
+    apportion,
+    default_shares,
+    exact_shares,
+    kind_of,
+    sample,
+)
+
+RECIPE = {"math": Fraction(2, 5), "code": Fraction(3, 10), "qa": Fraction(3, 10)}
+
+
+def mix(batch_size: int = 10, seed: int = 0, **rows: int) -> Mix:
+    return Mix(RECIPE, rows or {"math": 11, "code": 5, "qa": 3}, batch_size, seed)
+
+
+def test_whole_shares_are_met_in_every_batch() -> None:
+    recipe = mix(20)
+    assert [recipe.counts(batch) for batch in range(50)] == [{"math": 8, "code": 6, "qa": 6}] * 50
+    for batch in range(50):
+        names = [source for source, _ in recipe.batch(batch)]
+        assert [names.count(source) for source in RECIPE] == [8, 6, 6]
+
+
+def test_broken_shares_by_hand() -> None:
+    """8 items: 3.2, 2.4 and 2.4. Five batches are 16, 12 and 12; each is 3 or 4, 2 or 3."""
+    recipe = mix(8)
+    counts = [tuple(recipe.counts(batch).values()) for batch in range(5)]
+    assert [sum(column) for column in zip(*counts, strict=True)] == [16, 12, 12]
+    assert all(sum(count) == 8 for count in counts)
+    assert {count[0] for count in counts} == {3, 4}
+    assert {number for count in counts for number in count[1:]} == {2, 3}
+    assert counts == [tuple(recipe.counts(batch).values()) for batch in range(5, 10)]
+
+
+def test_no_source_is_ever_a_whole_item_from_its_share() -> None:
+    draw = random.Random(7)
+    for _ in range(150):
+        weights = [draw.randint(1, 30) for _ in range(draw.randint(1, 9))]
+        shares = {str(n): Fraction(w, sum(weights)) for n, w in enumerate(weights)}
+        size = draw.randint(1, 25)
+        recipe = Mix(shares, dict.fromkeys(shares, 4), size, 0)
+        taken = dict.fromkeys(shares, 0)
+        for batch in range(40):
+            counts = recipe.counts(batch)
+            assert sum(counts.values()) == size
+            for source, share in shares.items():
+                taken[source] += counts[source]
+                assert abs(counts[source] - size * share) < 1
+                assert abs(taken[source] - (batch + 1) * size * share) < 1
+
+
+def test_a_pass_is_over_before_a_row_comes_again_and_each_pass_is_shuffled() -> None:
+    recipe = mix(10)  # 4, 3 and 3 a batch, of 11, 5 and 3 rows
+    seen: dict[str, list[int]] = {source: [] for source in RECIPE}
+    batches = [recipe.batch(number) for number in range(55)]
+    for number, batch in enumerate(batches):
+        assert len(batch) == 10, number
+        by_source = {source: [row for name, row in batch if name == source] for source in RECIPE}
+        assert sorted(by_source["qa"]) == [0, 1, 2]
+    # What a batch holds is shuffled, so passes are looked at in whole multiples of batches.
+    for source, size, together in (("math", 11, 11), ("code", 5, 5), ("qa", 3, 1)):
+        for start in range(0, 55, together):
+            rows = [
+                r for batch in batches[start : start + together] for n, r in batch if n == source
+            ]
+            counts = {row: rows.count(row) for row in rows}
+            assert len(counts) == size
+            assert len(set(counts.values())) == 1
+        seen[source] = [row for batch in batches for name, row in batch if name == source]
+    first, second = seen["math"][:11], seen["math"][44:55]
+    assert first != second
+
+
+def test_no_row_twice_within_a_pass_at_single_items() -> None:
+    recipe = Mix({"only": Fraction(1)}, {"only": 7}, 1, 3)
+    rows = [recipe.batch(number)[0][1] for number in range(70)]
+    passes = [rows[start : start + 7] for start in range(0, 70, 7)]
+    assert all(sorted(one) == list(range(7)) for one in passes)
+    assert len({tuple(one) for one in passes}) > 5
+
+
+def test_batches_follow_from_seed_and_number_alone() -> None:
+    straight = mix(8)
+    batches = [straight.batch(number) for number in range(30)]
+    again = mix(8)
+    assert [again.batch(number) for number in (29, 3, 17, 17, 0)] == [
+        batches[number] for number in (29, 3, 17, 17, 0)
+    ]
+    other = mix(8, seed=1)
+    assert other.batch(0) != batches[0]
+    assert other.counts(13) == straight.counts(13)
+    far = mix(8).batch(10**9 + 3)
+    assert len(far) == 8
+
+
+def test_shares_as_written() -> None:
+    assert exact_shares({"a": 0.4, "b": 0.3, "c": 0.3}) == dict(
+        zip("abc", RECIPE.values(), strict=True)
+    )
+    thirds = exact_shares({"a": 0.333333, "b": 0.333333, "c": 0.333334})
+    assert sum(thirds.values()) == 1
+    for written, message in (
+        ({"a": 0.5, "b": 0.4}, "0.9 together"),
+        ({"a": 1.2, "b": -0.2}, "share of b is -0.2"),
+        ({"a": 1.0, "b": 0.0}, "share of b is 0"),
+        ({"a": float("nan")}, "share of a is nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            exact_shares(written)
+    with pytest.raises(ValueError, match="no rows: qa"):
+        mix(8, math=1, code=1, qa=0)
+
+
+def test_the_default_recipe() -> None:
+    assert default_shares({"m": "math", "c": "code", "q": "qa"}) == {
+        "m": Fraction(2, 5),
+        "c": Fraction(3, 10),
+        "q": Fraction(3, 10),
+    }
+    split = default_shares({"gsm8k": "math", "math": "math", "mbpp": "code", "drop": "qa"})
+    assert split["gsm8k"] == split["math"] == Fraction(1, 5)
+    assert default_shares({"m": "math", "c": "code"}) == {"m": Fraction(4, 7), "c": Fraction(3, 7)}
+    assert [kind_of("x", "gsm8k"), kind_of("code", None), kind_of("drop", None)] == [
+        "math",
+        "code",
+        "qa",
+    ]
+    assert kind_of("mine", None) is None
+
+
+def test_largest_remainders() -> None:
+    assert apportion(1000, RECIPE) == {"math": 400, "code": 300, "qa": 300}
+    assert apportion(8, RECIPE) == {"math": 3, "code": 3, "qa": 2}  # 3.2, 2.4, 2.4
+    assert apportion(1, {"a": Fraction(1, 2), "b": Fraction(1, 2)}) == {"a": 1, "b": 0}
+
+
+def test_a_fixed_sample_keeps_the_proportions_of_the_sources() -> None:
+    labels = ["math"] * 40 + ["code"] * 30 + ["qa"] * 30
+    drawn = sample(labels, 50, seed=0)
+    assert [sum(labels[n] == kind for n in drawn) for kind in RECIPE] == [20, 15, 15]
+    assert drawn == sorted(set(drawn))
+    assert sample(labels, 50, seed=0) == drawn
+    assert sample(labels, 50, seed=1) != drawn
+    assert sample([None] * 5, 50, seed=0) == [0, 1, 2, 3, 4]
+    assert len(sample([None] * 100, 50, seed=0)) == 50
