@@ -1,24 +1,19 @@
 """Checks of the data itself: readable rows, fields that the workflow reads, leaks.
 
 Takes tables that were read (`rows.py`) and fields that a function reads (`fields.py`); where
-the files are is decided by the caller. A leak is an item of a held-out task set whose input
-also stands in the training data: fields that name, answer or describe an item do not make it
-another one.
+the files are is decided by the caller, and what makes two items the same by `leaks.py`.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
-import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 
 from aflow_tune.data.fields import FieldRead
+from aflow_tune.data.leaks import NEAR, Leaks, fingerprint, leaks_between
 from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
 
@@ -26,17 +21,10 @@ FIRST_ROWS = 100
 """Rows in which the workflow's fields are looked for."""
 _EXAMPLES = 3
 
-# Words of column names. Names and marks of an item never make it another one; what answers or
-# describes it does not either, where another column asks (without one, as in number games, a
-# "target" may well be what is asked).
-_MARKS = {"id", "ids", "idx", "index", "uid", "uuid", "guid", "hash", "seed", "split"}
-_ASKS = {"question", "problem", "prompt", "query", "instruction", "input", "text", "messages"}
-_ANSWERS = {
-    *("answer", "answers", "solution", "solutions", "label", "labels", "target", "targets"),
-    *("output", "outputs", "response", "completion", "rationale", "reasoning", "explanation"),
-    *("metadata", "meta", "difficulty", "level", "score", "reward", "timestamp", "date"),
-    *("truth", "gold", "source"),
-}
+NEAR_ROWS = 20_000
+NEAR_CHARACTERS = 8_000_000
+"""Data sets with more rows or more text are not looked through for near-duplicates, which would
+take more than a second or two: `aflow-tune data check` does it."""
 
 
 @dataclass
@@ -66,13 +54,15 @@ def check_rows(table: Table) -> Findings:
         found.warnings.append(
             f"{table.source}: looked at {len(table.rows):,} of {table.total:,} rows only"
         )
-    kinds: dict[str, tuple[str, str]] = {}
+    kinds: dict[tuple[str | None, str], tuple[str, str]] = {}
+    several = len(sources(table)) > 1
     for row, place in zip(table.rows, table.places, strict=True):
+        source = source_of(row) if several else None
         for column, value in row.items():
             kind = _kind(value)
             if kind is None:
                 continue
-            first = kinds.setdefault(column, (kind, place))
+            first = kinds.setdefault((source, column), (kind, place))
             if first[0] != kind and len(found.faults) < _EXAMPLES:
                 found.faults.append(
                     Fault(
@@ -121,60 +111,98 @@ def check_fields(reads: Sequence[FieldRead], table: Table) -> Findings:
 
 
 def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findings:
-    """Held-out items whose input stands in the training data, and repeated held-out items."""
+    """Held-out items whose input stands in the training data, and repeated held-out items.
+
+    Equal ones are a fault; near-duplicates and repeated ones are warnings.
+    """
     found = Findings()
-    trained: dict[bytes, str] = {}
-    for table in training:
-        for row, place in zip(table.rows, table.places, strict=True):
-            trained.setdefault(_fingerprint(row), place)
-    for table in held_out:
-        keys = [_fingerprint(row) for row in table.rows]
-        leaks = [number for number, key in enumerate(keys) if key in trained]
-        if leaks:
-            pairs = [f"{table.places[n]} = {trained[keys[n]]}" for n in leaks[:_EXAMPLES]]
-            more = f" and {len(leaks) - len(pairs)} more" if len(leaks) > len(pairs) else ""
+    near = _is_small([*training, *held_out])
+    if not near and training and held_out:
+        found.warnings.append(
+            "the data is too large to be looked through for near-duplicates here: run "
+            "`aflow-tune data check TRAIN TEST`"
+        )
+    for leaks in leaks_between(training, held_out, near=near):
+        table = leaks.held_out
+        exact = _described(leaks, exact=True)
+        if exact:
+            count, examples = exact
             found.faults.append(
                 Fault(
                     table.source,
                     "held-out items that do not occur in the training data",
-                    f"{len(leaks)} of {len(keys)} items are in both: {'; '.join(pairs)}{more} "
-                    f"({_short(table.rows[leaks[0]])})",
+                    f"{count} of {len(table.rows)} items are in both: {examples}",
                     "remove them from one of the two files: a score on trained items says nothing",
                 )
             )
-        repeated = sum(count - 1 for count in Counter(keys).values())
+        close = _described(leaks, exact=False)
+        if close:
+            count, examples = close
+            found.warnings.append(
+                f"{table.source}: {count} of {len(table.rows)} held-out items are nearly the same "
+                f"as one of the training data (similarity {NEAR} or more): {examples}"
+            )
+        keys = Counter(fingerprint(row) for row in table.rows)
+        repeated = sum(count - 1 for count in keys.values())
         if repeated:
             found.warnings.append(
-                f"{table.source}: {repeated} of {len(keys)} held-out items repeat another one, "
-                "which makes the interval of the score too narrow"
+                f"{table.source}: {repeated} of {len(table.rows)} held-out items repeat another "
+                "one, which makes the interval of the score too narrow"
             )
     return found
 
 
+def _is_small(tables: Sequence[Table]) -> bool:
+    if sum(len(table.rows) for table in tables) > NEAR_ROWS:
+        return False
+    left = NEAR_CHARACTERS
+    for table in tables:
+        for row in table.rows:
+            left -= sum(len(str(value)) for value in row.values())
+            if left < 0:
+                return False
+    return True
+
+
+def _described(leaks: Leaks, *, exact: bool) -> tuple[int, str] | None:
+    """How many leaks of one kind there are, and the first of them with both places."""
+    chosen = [
+        (leak, place)
+        for leak, place in zip(leaks.found, leaks.places, strict=True)
+        if leak.exact == exact
+    ]
+    if not chosen:
+        return None
+    sign = "=" if exact else "~"
+    table = leaks.held_out
+    pairs = [f"{table.places[leak.held_out]} {sign} {at}" for leak, at in chosen[:_EXAMPLES]]
+    more = f" and {len(chosen) - len(pairs)} more" if len(chosen) > len(pairs) else ""
+    first = _short(table.rows[chosen[0][0].held_out])
+    return len(chosen), f"{'; '.join(pairs)}{more} ({first})"
+
+
+def source_of(row: Mapping[str, Any]) -> str | None:
+    """The source of a row in the form that `aflow-tune data prepare` writes: with a benchmark.
+
+    Other data may have a column of that name for something else, such as an address.
+    """
+    source = row.get("source")
+    return source if isinstance(source, str) and isinstance(row.get("benchmark"), str) else None
+
+
+def sources(table: Table) -> Counter[str | None]:
+    """How many rows come from each source; rows of different sources may have other columns."""
+    return Counter(source_of(row) for row in table.rows)
+
+
 def _uneven_columns(table: Table) -> Iterable[str]:
+    if len(sources(table)) > 1:
+        return
     counts = Counter(column for row in table.rows for column in row)
     rare = {column: count for column, count in counts.items() if count < len(table.rows)}
     if rare:
         names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:_EXAMPLES])
         yield f"{table.source}: not every one of its {len(table.rows)} rows has {names}"
-
-
-def _fingerprint(row: dict[str, Any]) -> bytes:
-    text = "\x1f".join(f"{name}={row[name]}" for name in _inputs(tuple(row)))
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    text = " ".join(text.casefold().split())
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-@lru_cache(maxsize=256)
-def _inputs(columns: tuple[str, ...]) -> list[str]:
-    """The columns that make an item what it is, sorted."""
-    words = {name: set(re.split(r"[^a-z]+", name.lower())) for name in columns}
-    kept = [name for name in columns if not words[name] & _MARKS]
-    if any(words[name] & _ASKS for name in kept):
-        kept = [name for name in kept if not words[name] & _ANSWERS]
-    return sorted(kept or columns)
 
 
 def _kind(value: Any) -> str | None:

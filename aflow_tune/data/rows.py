@@ -1,8 +1,9 @@
-"""Rows of a data file, read for checking: fast, bounded, and with the line of every fault.
+"""Rows of a data file, with the line of every fault.
 
-Reads what Hugging Face `datasets` will read later from the same file (JSON, JSON lines, CSV,
-Parquet, Arrow, text, and gzip of the first three) without importing it. A long file is read up
-to a row limit and a deadline; the rest is only counted.
+Reads what Hugging Face `datasets` reads from the same file (JSON, JSON lines, CSV, Parquet,
+Arrow, text, and gzip of the first three) without importing it, and leaves every row as it is:
+rows may differ in their columns. For checking, a long file is read up to a row limit and a
+deadline, and the rest is only counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,9 +22,9 @@ from typing import IO, Any
 from aflow_tune.errors import Fault
 
 ROW_LIMIT = 200_000
-"""Rows of one file that are looked at."""
+"""Rows that are read of one file for checking."""
 SECONDS = 0.6
-"""Seconds that are spent on reading one file."""
+"""Seconds that are spent on reading the files of one table for checking."""
 _FAULT_LIMIT = 5
 
 SUFFIXES = {
@@ -48,6 +51,8 @@ class Table:
     total: int = 0
     """Rows in the files; equal to `len(rows)` if all were read."""
     faults: list[Fault] = field(default_factory=list)
+    row_limit: int = ROW_LIMIT
+    """Rows that are read of the files."""
 
     @property
     def complete(self) -> bool:
@@ -72,10 +77,14 @@ def file_format(path: Path) -> str | None:
     return SUFFIXES.get(suffixes[-1]) if suffixes else None
 
 
-def read_table(source: str, files: list[Path]) -> Table:
-    """Read the files of one split. What is wrong with them is in the table's faults."""
-    table = Table(source)
-    deadline = time.monotonic() + SECONDS
+def read_table(source: str, files: list[Path], *, whole: bool = False) -> Table:
+    """Read the files of one split. What is wrong with them is in the table's faults.
+
+    Args:
+        whole: read every row, however long it takes.
+    """
+    table = Table(source, row_limit=sys.maxsize if whole else ROW_LIMIT)
+    deadline = math.inf if whole else time.monotonic() + SECONDS
     for file in files:
         try:
             _READERS[file_format(file) or "text"](table, file, deadline)
@@ -99,7 +108,7 @@ def _add(table: Table, row: Any, place: str) -> None:
 
 
 def _full(table: Table, deadline: float) -> bool:
-    if len(table.rows) >= ROW_LIMIT:
+    if len(table.rows) >= table.row_limit:
         return True
     return len(table.rows) % 1000 == 999 and time.monotonic() > deadline
 
@@ -216,7 +225,7 @@ def _read_batches(
 ) -> None:
     start = len(table.rows)
     for batch in batches:
-        if len(table.rows) >= ROW_LIMIT or time.monotonic() > deadline:
+        if len(table.rows) >= table.row_limit or time.monotonic() > deadline:
             break
         for row in batch.to_pylist():
             table.places.append(f"{file} row {len(table.rows) - start}")

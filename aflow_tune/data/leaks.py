@@ -1,0 +1,219 @@
+"""Whether held-out items also stand in the training data, exactly or nearly.
+
+The input of a row is what makes it the item it is: columns that name, answer or describe it are
+left out. Two rows are the same if their inputs are equal but for case, white space and
+the form of characters. They are near-duplicates if the sets of their `WORDS` consecutive words
+have a Jaccard similarity (shared / all) of at least `NEAR`: in a text of forty words, one or two
+changed words, or four added ones. Words are compared without case and punctuation.
+
+Phrases that more than `COMMON_SHARE` of all texts contain ('Write a python function to') belong
+to the data set rather than to a task and are left out, so that tasks made from one template
+differ by what was put into it. What this does not see: a translation, or the same question in
+other words.
+
+The search is exact, not probabilistic: candidates share at least one of the rarest phrases of
+both (prefix filtering: Chaudhuri, Ganti and Kaushik, "A Primitive Operator for Similarity Joins
+in Data Cleaning", ICDE 2006), then their similarity is computed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+from aflow_tune.data.rows import Table
+
+NEAR = 0.7
+"""Jaccard similarity from which two inputs are near-duplicates."""
+WORDS = 3
+"""Consecutive words that are compared as one phrase."""
+COMMON_SHARE = 0.05
+COMMON_AT_LEAST = 20
+"""A phrase in more than this share of the different texts, and in more texts than this many,
+says nothing about a task."""
+
+# Words of column names. Names and marks of an item never make it another one; what answers or
+# describes it does not either, where another column asks (without one, as in number games, a
+# "target" may well be what is asked).
+_MARKS = {"id", "ids", "idx", "index", "uid", "uuid", "guid", "hash", "seed", "split"}
+_ASKS = {"question", "problem", "prompt", "query", "instruction", "input", "text", "messages"}
+_ANSWERS = {
+    *("answer", "answers", "solution", "solutions", "label", "labels", "target", "targets"),
+    *("output", "outputs", "response", "completion", "rationale", "reasoning", "explanation"),
+    *("metadata", "meta", "difficulty", "level", "score", "reward", "timestamp", "date"),
+    *("truth", "gold", "source", "ref", "reference", "references", "cot", "facts", "benchmark"),
+    *("test", "tests", "type", "subject", "category", "topic"),
+}
+_TESTS = {"test", "tests"}
+_CODE = {"code"}
+
+# A word; a character of a script without spaces; or a sign that makes another calculation.
+_WORD = re.compile(
+    r"[぀-ヿ㐀-鿿가-힣]|[^\W぀-ヿ㐀-鿿가-힣]+|[-+*/=<>^%]",
+)
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A held-out row that stands in the training data; numbers count rows from 0."""
+
+    held_out: int
+    trained: int
+    similarity: float
+    """Jaccard similarity of the inputs; 1.0 also for equal ones."""
+    exact: bool
+
+
+@dataclass
+class Leaks:
+    """The leaks of one held-out table, in the order of its rows: the closest of each row."""
+
+    held_out: Table
+    found: list[Leak]
+    places: list[str]
+    """Where the row of training data stands, for each leak."""
+
+
+def fingerprint(row: Mapping[str, Any]) -> bytes:
+    """The same for rows whose inputs are equal after normalisation."""
+    columns = _inputs(tuple(row))
+    if len(columns) == 1:
+        text = str(row[columns[0]])
+    else:
+        text = "\x1f".join(f"{name}={row[name]}" for name in columns)
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    text = " ".join(text.casefold().split())
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def input_text(row: Mapping[str, Any]) -> str:
+    """What the input columns of a row say."""
+    return " ".join(str(row[name]) for name in _inputs(tuple(row)))
+
+
+def find_leaks(
+    training: Sequence[Mapping[str, Any]],
+    held_out: Sequence[Mapping[str, Any]],
+    *,
+    near: bool = True,
+) -> list[Leak]:
+    """Held-out rows that stand in the training rows, each with the row that is closest to it.
+
+    Args:
+        near: whether to look for near-duplicates too.
+    """
+    trained: dict[bytes, int] = {}
+    for number, row in enumerate(training):
+        trained.setdefault(fingerprint(row), number)
+    closest: dict[int, Leak] = {}
+    for number, row in enumerate(held_out):
+        at = trained.get(fingerprint(row))
+        if at is not None:
+            closest[number] = Leak(number, at, 1.0, exact=True)
+    if near:
+        rest = [number for number in range(len(held_out)) if number not in closest]
+        texts = [input_text(held_out[number]) for number in rest]
+        pairs = near_pairs([input_text(row) for row in training], texts)
+        for at, number, similarity in pairs:
+            known = closest.get(rest[number])
+            if known is None or similarity > known.similarity:
+                closest[rest[number]] = Leak(rest[number], at, similarity, exact=False)
+    return [closest[number] for number in sorted(closest)]
+
+
+def leaks_between(
+    training: Sequence[Table], held_out: Sequence[Table], *, near: bool = True
+) -> list[Leaks]:
+    """`find_leaks` for tables that were read, with the places of their rows."""
+    rows = [row for table in training for row in table.rows]
+    places = [place for table in training for place in table.places]
+    found = []
+    for table in held_out:
+        leaks = find_leaks(rows, table.rows, near=near)
+        found.append(Leaks(table, leaks, [places[leak.trained] for leak in leaks]))
+    return found
+
+
+def near_pairs(
+    left: Sequence[str], right: Sequence[str], threshold: float = NEAR
+) -> list[tuple[int, int, float]]:
+    """(number in `left`, number in `right`, similarity) of all pairs at or above `threshold`."""
+    left_sets, right_sets = _phrases(left, right)
+    rarity = Counter(phrase for phrases in (*left_sets, *right_sets) for phrase in phrases)
+    holders: dict[int, list[int]] = defaultdict(list)
+    for number, phrases in enumerate(left_sets):
+        for phrase in _rarest(phrases, rarity, threshold):
+            holders[phrase].append(number)
+    pairs = []
+    for number, phrases in enumerate(right_sets):
+        candidates = {
+            other
+            for phrase in _rarest(phrases, rarity, threshold)
+            for other in holders.get(phrase, ())
+        }
+        for other in sorted(candidates):
+            shared = len(phrases & left_sets[other])
+            similarity = shared / (len(phrases) + len(left_sets[other]) - shared)
+            if similarity >= threshold:
+                pairs.append((other, number, similarity))
+    return pairs
+
+
+def words(text: str) -> list[str]:
+    """The words of a text as they are compared."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    return _WORD.findall(text.casefold())
+
+
+def _phrases(*groups: Sequence[str]) -> list[list[set[int]]]:
+    """For each text the hashes of its phrases, those of the data set left out."""
+    made = []
+    spread: Counter[int] = Counter()
+    different: set[frozenset[int]] = set()
+    for texts in groups:
+        sets = []
+        for text in texts:
+            of_text = words(text)
+            last = max(1, len(of_text) - WORDS + 1)
+            phrases = {hash(tuple(of_text[at : at + WORDS])) for at in range(last)}
+            sets.append(phrases if of_text else set())
+            key = frozenset(phrases)
+            if key not in different:
+                different.add(key)
+                spread.update(phrases)
+        made.append(sets)
+    most = max(COMMON_AT_LEAST, COMMON_SHARE * len(different))
+    common = {phrase for phrase, texts in spread.items() if texts > most}
+    if common:
+        made = [[phrases - common for phrases in sets] for sets in made]
+    return made
+
+
+def _rarest(phrases: set[int], rarity: Counter[int], threshold: float) -> list[int]:
+    """As many of the rarest phrases as any similar set must share one of."""
+    if not phrases:
+        return []
+    # Rounded down: at the threshold itself, floating point must not lose a pair.
+    keep = len(phrases) - math.ceil(threshold * len(phrases) - 1e-9) + 1
+    return sorted(phrases, key=lambda phrase: (rarity[phrase], phrase))[:keep]
+
+
+@lru_cache(maxsize=256)
+def _inputs(columns: tuple[str, ...]) -> list[str]:
+    """The columns that make an item what it is, sorted."""
+    parts = {name: set(re.split(r"[^a-z]+", name.lower())) for name in columns}
+    kept = [name for name in columns if not parts[name] & _MARKS]
+    if any(parts[name] & _ASKS for name in kept):
+        # Code beside tests is the solution that they test; elsewhere it may be what is asked about.
+        answers = _ANSWERS | _CODE if any(parts[name] & _TESTS for name in kept) else _ANSWERS
+        kept = [name for name in kept if not parts[name] & answers]
+    return sorted(kept or columns)
