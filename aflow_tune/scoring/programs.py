@@ -20,6 +20,8 @@ from collections.abc import Iterator
 MAX_CHARACTERS = 100_000
 MAX_SEARCH_LINES = 400
 """Lines of an answer that is no Python as a whole in which the published rule searches."""
+MAX_PARSED_LINES = 200_000
+"""Lines that the search may parse, repeats counted: some seconds at most."""
 _FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -31,7 +33,7 @@ def published_program(answer: str, entry_point: str) -> str:
     """The program that the published rule runs; it may lack the entry point.
 
     Raises:
-        NoProgram: the answer is too long to be searched.
+        NoProgram: the answer is too long to be searched through.
     """
     code = _longest_run(answer)
     try:
@@ -86,40 +88,50 @@ def helpers_of(prompt: str, entry_point: str) -> str:
 
 def is_python(text: str) -> bool:
     """Whether the text can be parsed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes and the like
-        try:
-            ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return False
-    return True
+    return _first_fault(text) is None
 
 
 def _longest_run(text: str) -> str:
     # A text that is Python as a whole is its own longest run, up to blank lines around it.
-    if len(text) <= MAX_CHARACTERS and is_python(text):
+    if len(text) > MAX_CHARACTERS:
+        raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
+    if is_python(text):
         return text
     lines = text.split("\n")
-    if len(lines) > MAX_SEARCH_LINES or len(text) > MAX_CHARACTERS:
-        raise NoProgram(f"no Python, and longer than {MAX_SEARCH_LINES} lines")
+    if len(lines) > MAX_SEARCH_LINES:
+        raise NoProgram(f"no Python as a whole, and more than {MAX_SEARCH_LINES} lines")
     filled = [0]
     for line in lines:
         filled.append(filled[-1] + bool(line.strip()))
     # The first of the longest, in the order in which the published loop meets them.
-    runs = [
+    runs = sorted(
         (filled[first] - filled[last], first, last)
         for first in range(len(lines))
         for last in range(first + 2, len(lines) + 1)
-    ]
-    for length, first, last in sorted(runs):
-        if length == 0:
-            break
-        # Neither end may be blank: a shorter run of equal length would have come first.
-        if lines[last - 1].strip() or last == first + 2:
-            run = "\n".join(lines[first:last])
-            if is_python(run):
-                return run
+        if filled[last] > filled[first]
+    )
+    parsed = 0
+    for _, first, last in runs:
+        failed_at = _first_fault("\n".join(lines[first:last]))
+        if failed_at is None:
+            return "\n".join(lines[first:last])
+        parsed += failed_at
+        if parsed > MAX_PARSED_LINES:
+            raise NoProgram(f"none found within {MAX_PARSED_LINES:,} parsed lines")
     return lines[0]
+
+
+def _first_fault(text: str) -> int | None:
+    """The line in which parsing stopped, or None if the text is Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes and the like
+        try:
+            ast.parse(text)
+        except SyntaxError as error:
+            return error.lineno or 1
+        except (ValueError, RecursionError, MemoryError):
+            return text.count("\n") + 1
+    return None
 
 
 def _reachable(tree: ast.Module, entry_point: str) -> str:
