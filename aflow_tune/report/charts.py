@@ -17,6 +17,7 @@ from aflow_tune.report.statistics import Interval
 _WIDTH, _HEIGHT = 400.0, 185.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 9.0, 9.0, 24.0
 _MOST_DOTS = 60
+_ROW = 26.0
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,73 @@ def stacked_chart(
         )
         base = tops
     return frame.svg(title, drawing)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One row of an interval chart; `interval` is None where nothing was measured."""
+
+    label: str
+    interval: Interval | None
+    colour: int = 0
+
+
+def interval_chart(
+    title: str, estimates: Sequence[Estimate], bounds: tuple[float, float] | None = None
+) -> str:
+    """Estimates below each other, each with its interval, on one axis of values.
+
+    Args:
+        title: read out in place of the drawing.
+        estimates: at least one with an interval.
+        bounds: values that the axis shows at least.
+    """
+    shown = [
+        value
+        for estimate in estimates
+        if estimate.interval is not None
+        for value in (estimate.interval.mean, estimate.interval.low, estimate.interval.high)
+        if value is not None
+    ]
+    ticks = nice_ticks(min([*shown, *(bounds or ())]), max([*shown, *(bounds or ())]))
+    low, high = min(ticks[0], *shown), max(ticks[-1], *shown)
+    left, right = 0.4 * _WIDTH, _WIDTH - 14.0
+    height = _TOP + _ROW * len(estimates) + _BOTTOM
+
+    def x(value: float) -> str:
+        return f"{left + (value - low) / (high - low) * (right - left):.1f}"
+
+    bottom = height - _BOTTOM
+    parts = [f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" role="img" aria-label="{escape(title)}">']
+    for tick in ticks:
+        parts.append(
+            f'<line class="grid" x1="{x(tick)}" x2="{x(tick)}" y1="{_TOP:g}" y2="{bottom:g}"/>'
+            f'<text class="tick" x="{x(tick)}" y="{bottom + 17:g}" text-anchor="middle">'
+            f"{number(tick)}</text>"
+        )
+    for row, estimate in enumerate(estimates):
+        y = f"{_TOP + _ROW * (row + 0.5):.1f}"
+        label = estimate.label if len(estimate.label) <= 26 else f"{estimate.label[:25]}…"
+        parts.append(
+            f'<text class="tick" x="{left - 8:g}" y="{y}" dy="0.35em" text-anchor="end">'
+            f"{escape(label)}</text>"
+        )
+        if estimate.interval is None:
+            continue
+        value = estimate.interval
+        told = f"{estimate.label}: {number(value.mean)}"
+        if value.low is not None and value.high is not None:
+            told += f" ({number(value.low)} to {number(value.high)})"
+            parts.append(
+                f'<line class="line c{estimate.colour}" x1="{x(value.low)}" x2="{x(value.high)}" '
+                f'y1="{y}" y2="{y}"/>'
+            )
+        parts.append(
+            f'<circle class="dot c{estimate.colour}" cx="{x(value.mean)}" cy="{y}" r="4">'
+            f"<title>{escape(told)}</title></circle>"
+        )
+    parts.append("</svg>")
+    return "".join(parts)
 
 
 def interval_strip(interval: Interval) -> str:

@@ -25,9 +25,9 @@ from aflow_tune.report.statistics import (
     SMALL_SAMPLE,
     Interval,
     mean,
-    mean_interval,
     paired_difference,
-    share_interval,
+    pass_at_k,
+    share_or_mean_interval,
     sign_test,
 )
 
@@ -87,14 +87,43 @@ class Evaluation:
     def interval(self) -> Interval | None:
         """Mean score over items with its 95% interval; None if nothing was scored.
 
-        Wilson's interval where every item is right or wrong, else the t interval.
+        Wilson's interval where every item is right or wrong, else the t interval, which ends at
+        0 and 1 where every run is right or wrong.
         """
-        scores = list(self.scores().values())
-        if not scores:
-            return None
-        if all(score in (0.0, 1.0) for score in scores):
-            return share_interval(round(sum(scores)), len(scores))
-        return mean_interval(scores)
+        right_or_wrong = all(r.score in (None, 0.0, 1.0) for r in self.records)
+        return share_or_mean_interval(list(self.scores().values()), shares=right_or_wrong)
+
+    def pass_at(
+        self, k: int, solved_at: float = 1.0, *, failed_as_unsolved: bool = False
+    ) -> Interval | None:
+        """pass@k over items with its 95% interval; a run solves its item from `solved_at` on.
+
+        Runs without a score are left out, or count as unsolved. Items with fewer than `k` runs
+        are left out; None if no item has as many.
+        """
+        estimates = []
+        for scores in self._scores_by_item().values():
+            counted = [score for score in scores if score is not None]
+            solved = sum(score >= solved_at for score in counted)
+            samples = len(scores) if failed_as_unsolved else len(counted)
+            if samples >= k:
+                estimates.append(pass_at_k(samples, solved, k))
+        return share_or_mean_interval(estimates, shares=True)
+
+    @property
+    def most_runs(self) -> int:
+        """Runs of the item that was run most often."""
+        return max(map(len, self._scores_by_item().values()), default=0)
+
+    def solved_runs(self, solved_at: float = 1.0) -> int:
+        """Runs whose score is at least `solved_at`."""
+        return sum(r.score is not None and r.score >= solved_at for r in self.records)
+
+    def _scores_by_item(self) -> dict[int, list[float | None]]:
+        by_item: dict[int, list[float | None]] = defaultdict(list)
+        for record in self.records:
+            by_item[record.item].append(record.score)
+        return dict(sorted(by_item.items()))
 
     @staticmethod
     def _by_item(

@@ -1,22 +1,20 @@
 """`report.html`: one file that shows whether a run learned, and what changed.
 
-Self-contained: style and charts are inline, there is no script, and a content policy in the page
-forbids loading or running anything. Everything that a model or a user wrote is escaped by the
-template. A run without evaluations, steps or transcripts gives a shorter page that says so.
+How pages are made is the matter of `page.py`. A run without evaluations, steps or transcripts
+gives a shorter page that says so.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.report.audit import CHECKS, audit_run, describe
 from aflow_tune.report.charts import interval_strip
 from aflow_tune.report.curves import charts
 from aflow_tune.report.evaluation import (
@@ -28,6 +26,7 @@ from aflow_tune.report.evaluation import (
     pair,
 )
 from aflow_tune.report.metrics import MetricsLine, read_metrics
+from aflow_tune.report.page import render, write_page
 from aflow_tune.report.quantities import failure_counts, is_training
 from aflow_tune.report.transcripts import pairs, plain_text
 
@@ -79,7 +78,6 @@ def write_report(
             functions left out.
         changes: what validation changed: objects with key, before, after, why.
     """
-    import jinja2
     from markupsafe import Markup
 
     lines = read_metrics(run_dir)
@@ -91,11 +89,8 @@ def write_report(
         for name, comparison in compare_ends(evaluations).items()
     ]
     settings = _settings(config or {})
-    source = resources.files("aflow_tune.report").joinpath(_TEMPLATE)
-    template = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    ).from_string(source.read_text(encoding="utf-8"))
-    text = template.render(
+    text = render(
+        _TEMPLATE,
         title=run_dir.resolve().name,
         run_dir=str(run_dir),
         written=time.strftime("%Y-%m-%d %H:%M"),
@@ -108,17 +103,14 @@ def write_report(
         evaluations=[evaluation for steps in evaluations.values() for evaluation in steps.values()],
         charts=[(chart, Markup(chart.svg)) for chart in charts(lines, evaluations)],
         failures=training_failures(lines),
+        findings=audit_run(lines, evaluations),
+        checks=CHECKS,
         transcripts=[(verdict.taskset, pairs(verdict.comparison)) for verdict in verdicts],
         changes=changes,
         settings=sorted(settings.items()),
         instructions=instructions(run_dir),
     )
-    path = run_dir / REPORT_NAME
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Half a surrogate pair, which a model can write, has no UTF-8: a question mark stands for it.
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    temporary.rename(path)
-    return path
+    return write_page(run_dir / REPORT_NAME, text)
 
 
 def summary_text(run_dir: Path, report: Path) -> str:
@@ -130,10 +122,12 @@ def summary_text(run_dir: Path, report: Path) -> str:
         sentences += [prefix + comparison.verdict(), *comparison.caveats()]
     if not comparisons:
         sentences.append(_nothing(evaluations))
-    failures = training_failures(read_metrics(run_dir))
+    lines = read_metrics(run_dir)
+    failures = training_failures(lines)
     if failures:
         listed = ", ".join(f"{count:.0f} {kind}" for kind, count in failures.items())
         sentences.append(f"Failed runs in training: {listed}.")
+    sentences += describe(audit_run(lines, evaluations))
     places = [("report", str(report)), *_places(run_dir)]
     places.append(("curves", f"tensorboard --logdir {_quoted(run_dir / 'monitor')}"))
     return "\n".join([*sentences, "", *(f"{label + ':':<12}{text}" for label, text in places)])

@@ -19,6 +19,13 @@ class EvalRecord:
 
     `score` is None where nothing could be scored; `failure` then says why. `item` is the
     row of the data set. `transcript` lists the calls: caller, messages, response, tokens.
+
+    `calls` lists every call of the tuned model in the order of their start: `caller`,
+    `prompt_tokens` and `tokens` (drawn; both None where the server did not count them), and only
+    where there is something to tell `truncated`, `failed` (no answer came) and `tools` (the
+    tool calls of the answer: `name` and `arguments`). `operators` lists the uses of operators:
+    `operator`, `instance`, `outcome`, `attempts`. `answer` is what `answers.py` makes of the
+    last response: "" for an empty one, None where there is none.
     """
 
     step: int
@@ -31,6 +38,9 @@ class EvalRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     transcript: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    operators: list[dict[str, Any]] = field(default_factory=list)
+    answer: str | None = None
 
     def to_line(self) -> bytes:
         """The record as one line of JSON with its line end."""
@@ -76,6 +86,15 @@ def append_record(eval_dir: Path, record: EvalRecord) -> None:
         os.close(descriptor)
     if written < len(line):
         raise OSError(f"only {written} of {len(line)} bytes fitted into {path}")
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off a last line that a killed writer left without its end, before more is appended."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def read_records(path: Path) -> list[EvalRecord]:

@@ -89,6 +89,59 @@ def share_interval(successes: int, count: int, confidence: float = CONFIDENCE) -
     return Interval(successes / count, *wilson_interval(successes, count, confidence), count)
 
 
+def share_or_mean_interval(values: Sequence[float], *, shares: bool = False) -> Interval | None:
+    """The mean with its interval: Wilson's where every value is 0 or 1, else the t interval.
+
+    `shares`: the values can only be between 0 and 1, and so can the bounds. None for no values.
+    """
+    if not values:
+        return None
+    if all(value in (0.0, 1.0) for value in values):
+        return share_interval(round(sum(values)), len(values))
+    found = mean_interval(values)
+    if not shares or found.low is None or found.high is None:
+        return found
+    return Interval(found.mean, max(0.0, found.low), min(1.0, found.high), found.count)
+
+
+def standard_deviation(values: Sequence[float]) -> float | None:
+    """The sample's standard deviation, with n - 1; None for fewer than two values."""
+    error = standard_error(values)
+    return None if error is None else error * math.sqrt(len(values))
+
+
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of `k` samples solves a task.
+
+    1 - C(n - c, k) / C(n, k) for c of n samples solved (Chen et al., "Evaluating Large Language
+    Models Trained on Code", arXiv:2107.03374, equation 1).
+
+    Raises:
+        ValueError: not 1 <= k <= n and 0 <= c <= n.
+    """
+    if not (1 <= k <= samples and 0 <= solved <= samples):
+        raise ValueError(f"no pass@{k} of {samples} samples of which {solved} solved the task")
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
+def rise(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+    """Mean of the second half minus that of the first, with Welch's interval.
+
+    For a series in the order of time; a middle value of an odd number is left out. The degrees
+    of freedom are those of the smaller half, which makes the interval wider than Welch's own
+    (Biometrika 34, 1947) and never narrower. None for fewer than four values. What it does not
+    cover: neighbouring steps of a run depend on each other.
+    """
+    half = len(values) // 2
+    if half < 2:
+        return None
+    first, second = values[:half], values[-half:]
+    change = mean(second) - mean(first)
+    error = math.hypot(standard_error(first) or 0.0, standard_error(second) or 0.0)
+    reach = t_quantile(0.5 + confidence / 2, half - 1) * error
+    return Interval(change, change - reach, change + reach, 2 * half)
+
+
 def paired_difference(
     before: Sequence[float], after: Sequence[float], confidence: float = CONFIDENCE
 ) -> Interval:

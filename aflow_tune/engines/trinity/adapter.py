@@ -18,6 +18,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ from aflow_tune.engines.trinity.recording import (
 )
 from aflow_tune.engines.trinity.run_thread import RunThread
 from aflow_tune.engines.trinity.ship import see_import_folders
+from aflow_tune.report.answers import answer_key
 from aflow_tune.report.records import EvalRecord, append_record
+from aflow_tune.trace import OperatorCall, Trace
 from aflow_tune.types import Failure
 
 FAILURE_KEY = "aflow/failure"
@@ -62,8 +65,11 @@ class WorkflowAdapter(Workflow):
     """Gives the function a recording model, a time-out and a thread of its own.
 
     `task.workflow_args` holds: `workflow_func`, `judge_func`, `run_timeout` (seconds), `seed`,
-    `system_prompt`, `import_folders`, and for evaluation `eval_dir`, `score` and `transcripts`
-    (how many items of a task set keep theirs).
+    `system_prompt`, `import_folders`, and for evaluation `eval_dir`, `score`, `transcripts`
+    (how many items of a task set keep theirs) and `first_run` (the number of the first run that
+    is made from this task object; 0 if left out).
+
+    What the run noted in its trace becomes metrics of the run beside the workflow's own.
 
     Step rewards: a call that was given one keeps it; if any was, the last call of the run
     without one gets the returned reward, as Trinity's GiGPO does for runs that have none.
@@ -88,8 +94,10 @@ class WorkflowAdapter(Workflow):
         # Trinity creates the runs of a task in order, from one task object, and tells them
         # nothing about it. A retry works on a fresh copy, which counts from zero again.
         runs = task.__dict__.setdefault("_aflow_runs", itertools.count())
-        self.run_index: int = next(runs)
+        self.run_index: int = next(runs) + int(self.arguments.get("first_run", 0))
         self.seed = self._run_seed()
+        self._trace = Trace()
+        self._response: Any = None
 
     async def run_async(self) -> list[Experience]:
         """One run of the workflow: an experience a call, or one placeholder."""
@@ -122,7 +130,7 @@ class WorkflowAdapter(Workflow):
                 ),
             )
         if self.task.is_eval:
-            self._keep_record(outcome, calls, time.monotonic() - started)
+            self._keep_record(outcome, context, calls, time.monotonic() - started)
             trained = calls
         if outcome.failure is not None or outcome.reward is None:
             return [_placeholder(outcome)]
@@ -143,8 +151,9 @@ class WorkflowAdapter(Workflow):
                 float(self.arguments.get("run_timeout", DEFAULT_RUN_TIMEOUT))
             )
         except Exception as error:
-            return failed(error)
-        return Outcome(reward=reward, metrics={**context.metrics, **metrics})
+            return replace(failed(error), metrics=self._trace.metrics())
+        own = {**context.metrics, **metrics}
+        return Outcome(reward=reward, metrics={**own, **self._trace.metrics(), **own})
 
     async def _call_user(
         self, context: RunContext, recorder: RunRecorder
@@ -156,7 +165,7 @@ class WorkflowAdapter(Workflow):
             "logger": self.logger,
             "system_prompt": self.arguments.get("system_prompt"),
         }
-        with context.activate():
+        with context.activate(), self._trace.activate():
             output = await function(
                 **_wanted(function, offered), task=self._raw_task(), model=recorder.chat_model()
             )
@@ -168,6 +177,7 @@ class WorkflowAdapter(Workflow):
                         f"workflow returned {type(output).__name__}"
                     )
                 return as_reward(output, who), {}
+            self._response = output.response
             metrics = as_metrics(output.metrics, who)
             value = output.reward
             if judge is not None:
@@ -209,12 +219,16 @@ class WorkflowAdapter(Workflow):
     def _run_seed(self) -> str:
         """Root of the seeds of this run's calls, the same whenever the run is repeated.
 
-        Evaluations leave the step out: before and after see the same random numbers, so that
-        their difference is due to the weights.
+        Evaluations leave the step out, and count items by their rows: before and after, and a
+        sample of the rows, see the same random numbers, so that their difference is due to the
+        weights.
         """
         task = self.task
-        batch = str(task.batch_id).partition("/")[2] if task.is_eval else task.batch_id
-        seed = f"{self.arguments.get('seed', 0)}|{batch}|{task.task_id}|{self.run_index}"
+        batch, number = task.batch_id, task.task_id
+        if task.is_eval:
+            batch = str(task.batch_id).partition("/")[2]
+            number = task.index.get("index", number)
+        seed = f"{self.arguments.get('seed', 0)}|{batch}|{number}|{self.run_index}"
         if task.repeat_times and task.rollout_args.n < task.repeat_times:
             # Trinity shared the runs of this task out to several runners
             # (`max_repeat_times_per_runner`), and each counts from zero: equal seeds would make
@@ -222,7 +236,9 @@ class WorkflowAdapter(Workflow):
             seed += f"|{task.__dict__.setdefault('_aflow_salt', uuid.uuid4().hex)}"
         return seed
 
-    def _keep_record(self, outcome: Outcome, calls: list[RecordedCall], seconds: float) -> None:
+    def _keep_record(
+        self, outcome: Outcome, context: RunContext, calls: list[RecordedCall], seconds: float
+    ) -> None:
         """Append the evaluation record; a disk that is full must not cost the run."""
         directory = self.arguments.get("eval_dir")
         if not directory:
@@ -249,6 +265,17 @@ class WorkflowAdapter(Workflow):
             metrics=dict(outcome.metrics),
             transcript=[_transcript(call) for call in calls] if wanted else [],
             seconds=round(seconds, 3),
+            calls=_call_summaries(context, calls),
+            operators=[
+                {
+                    "operator": use.operator,
+                    "instance": use.instance,
+                    "outcome": use.outcome,
+                    "attempts": use.attempts,
+                }
+                for use in self._trace.of(OperatorCall)
+            ],
+            answer=_answer(self._response, calls),
         )
         try:
             append_record(Path(directory), record)
@@ -337,6 +364,40 @@ def _first(*values: Any) -> Any:
 
 def _response_length(experience: Experience) -> int:
     return len(experience.tokens) - experience.prompt_length
+
+
+def _call_summaries(context: RunContext, calls: list[RecordedCall]) -> list[dict[str, Any]]:
+    """What `EvalRecord.calls` holds: all calls of the run, those without an answer included."""
+    answered = {call.note.index: call for call in calls}
+    summaries = []
+    for note in list(context.calls):
+        call = answered.get(note.index)
+        summary: dict[str, Any] = {"caller": note.caller, "prompt_tokens": None, "tokens": None}
+        if call is None:
+            summary["failed"] = True
+        else:
+            if call.counted:
+                summary["prompt_tokens"] = call.experiences[0].prompt_length
+                summary["tokens"] = sum(map(_response_length, call.experiences))
+            if any(choice.truncate_status is not None for choice in call.experiences):
+                summary["truncated"] = True
+            if call.tools:
+                summary["tools"] = call.tools
+        summaries.append(summary)
+    return summaries
+
+
+def _answer(response: Any, calls: list[RecordedCall]) -> str | None:
+    """What the run ended with: the response that the workflow returned, else the last call's."""
+    if callable(getattr(response, "get_text_content", None)):  # a message of AgentScope's
+        response = response.get_text_content()
+    if isinstance(response, str):
+        return answer_key(response)
+    if not calls:
+        return None
+    last = calls[-1]
+    tools = [f"{tool['name']}({tool['arguments']})" for tool in last.tools]
+    return answer_key("\n".join([last.experiences[0].response_text or "", *tools]))
 
 
 def _transcript(call: RecordedCall) -> dict[str, Any]:

@@ -56,13 +56,19 @@ _RANDOM_IDS = ("id", "tool_call_id")
 
 @dataclass
 class RecordedCall:
-    """One model call: its note, what was asked, and an experience for each choice."""
+    """One model call: its note, what was asked, and an experience for each choice.
+
+    `tools` are the tool calls of the first choice: `name` and `arguments`, as JSON text.
+    `counted` is False where the server did not say how many tokens it read and drew.
+    """
 
     note: CallNote
     messages: list[dict[str, Any]]
     state: str
     off_policy: bool
     experiences: list[Experience] = field(default_factory=list)
+    tools: list[dict[str, str]] = field(default_factory=list)
+    counted: bool = True
 
 
 @dataclass(eq=False)
@@ -176,6 +182,12 @@ class RunRecorder:
         for choice, experience in zip(response.choices, call.experiences, strict=True):
             if choice.finish_reason == "length":
                 experience.truncate_status = "response_truncated"
+        call.counted = response.usage is not None
+        call.tools = [
+            {"name": tool.function.name, "arguments": tool.function.arguments}
+            for tool in response.choices[0].message.tool_calls or ()
+            if tool.type == "function"
+        ]
         self._calls.append(call)
         return response
 

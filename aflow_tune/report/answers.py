@@ -1,0 +1,44 @@
+"""The final answer of a run as a short key, so that equal answers can be counted.
+
+What a workflow ends with is mostly reasoning followed by an answer. Where a mark says which
+part is the answer (an `<answer>` tag, a `\\boxed{}`), the key is that part; else the whole text.
+A key tells whether two answers are the same text, not whether they mean the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+MOST_CHARACTERS = 80
+"""Longer answers are cut and end with a hash of the whole."""
+
+_LOOKED_AT = 20_000
+"""Characters of a response, from its end, in which a mark is looked for."""
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+def answer_key(text: str) -> str:
+    """The key of a response; "" for one that holds nothing but white space."""
+    end = text[-_LOOKED_AT:]
+    tags = _TAG.findall(end)
+    answer = tags[-1] if tags else _last_boxed(end)
+    answer = " ".join((text if answer is None else answer).split())
+    if len(answer) <= MOST_CHARACTERS:
+        return answer
+    digest = hashlib.sha256(answer.encode(errors="replace")).hexdigest()[:12]
+    return f"{answer[:MOST_CHARACTERS]}... [{digest}]"
+
+
+def _last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{}` whose braces close, or None."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for index in range(start + len("\\boxed"), len(text)):
+            depth += (text[index] == "{") - (text[index] == "}")
+            if depth == 0:
+                return text[start + len("\\boxed{") : index]
+        start = text.rfind("\\boxed{", 0, start)
+    return None

@@ -1,0 +1,229 @@
+"""What a rising reward may hide: warnings about a run, from its metrics and its records.
+
+Each check is a function of numbers that a run leaves on disk, and answers with warnings or with
+nothing. A check warns only where chance is an unlikely reason, and says what it counted: a
+warning is a place to look at, not a verdict. Thresholds are the constants below.
+
+What is not covered: a reward that pays for the wrong thing in training and on the held-out tasks
+alike, which no comparison of the two can show.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aflow_tune.report.evaluation import Evaluation
+from aflow_tune.report.metrics import MetricsLine, series
+from aflow_tune.report.quantities import GROUP_HEALTH, REWARD
+from aflow_tune.report.records import EvalRecord
+from aflow_tune.report.statistics import (
+    CONFIDENCE,
+    mean,
+    paired_difference,
+    rise,
+    wilson_interval,
+)
+
+DOMINANT_SHARE = 0.5
+"""One answer dominates if it certainly (Wilson, 95%) ends more than this share of the items."""
+DOMINANT_ITEMS = 20
+"""Fewer items are not judged: equal answers happen."""
+UNEARNED_SHARE = 0.05
+"""Share of the rewarded runs that may have an empty answer or nothing but failed steps."""
+UNEARNED_RUNS = 3
+"""Fewer such runs are not judged."""
+MIXED_SHARE = 0.1
+"""Below this share of groups with different rewards hardly anything is learned."""
+RECENT_STEPS = 5
+"""Steps over which the share is averaged; fewer are not judged."""
+
+CHECKS = (
+    "training reward against held-out score",
+    "one answer to most items",
+    "rewards for empty outputs and exceptions",
+    "groups without variance",
+)
+"""What is looked for, in words."""
+
+_GOOD_OUTCOMES = ("ok", "repaired", "finished")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding: which of `CHECKS`, a sentence of what was counted, and what to do."""
+
+    check: str
+    found: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.found} {self.cure}"
+
+
+def audit_run(
+    lines: Sequence[MetricsLine], evaluations: Mapping[str, Mapping[int, Evaluation]]
+) -> list[Finding]:
+    """All warnings about a run of training."""
+    found = [warning] if (warning := groups_without_variance(lines)) else []
+    for steps in evaluations.values():
+        whole = [evaluation for evaluation in steps.values() if evaluation.whole]
+        if not whole:
+            continue
+        if warning := reward_without_score(lines, whole):
+            found.append(warning)
+        found += audit_evaluation(whole[-1], f" at step {whole[-1].step}")
+    return found
+
+
+def audit_evaluation(evaluation: Evaluation, place: str = "") -> list[Finding]:
+    """Warnings that the records of one evaluation give. `place` is put behind the task set."""
+    where = f"{evaluation.taskset}{place}"
+    return [
+        warning
+        for warning in (
+            one_answer_dominates(evaluation.records, where),
+            unearned_rewards(evaluation.records, where),
+        )
+        if warning is not None
+    ]
+
+
+def reward_without_score(
+    lines: Sequence[MetricsLine], evaluations: Sequence[Evaluation]
+) -> Finding | None:
+    """Training reward rises while the held-out score falls.
+
+    The score falls if the last evaluation is below the best earlier one on the same items. The
+    best was chosen after the fact, so the interval's confidence is raised by the number of
+    candidates (Bonferroni). The reward rises if the second half of the steps between the two is
+    above the first half.
+    """
+    *earlier, last = evaluations
+    scored = [e for e in earlier if e.scores().keys() & last.scores().keys()]
+    if not scored:
+        return None
+    best = max(scored, key=lambda e: mean(list(e.scores().values())))
+    after = last.scores()
+    items = sorted(best.scores().keys() & after.keys())
+    confidence = 1 - (1 - CONFIDENCE) / len(scored)
+    change = paired_difference(
+        [best.scores()[item] for item in items], [after[item] for item in items], confidence
+    )
+    if change.high is None or change.high >= 0:
+        return None
+    between = [
+        value for step, value in series(list(lines), REWARD) if best.step < step <= last.step
+    ]
+    reward = rise(between)
+    if reward is None or reward.low is None or reward.low <= 0:
+        return None
+    return Finding(
+        CHECKS[0],
+        f"From step {best.step} to {last.step} the training reward rose by {reward.mean:.3f} "
+        f"while the held-out score on {last.taskset} fell by {-change.mean:.3f} "
+        f"({change.count} paired items).",
+        "Read transcripts of both steps: the reward may pay for something else than the task, "
+        f"or the training tasks are learned by heart. The weights of step {best.step} are better.",
+    )
+
+
+def one_answer_dominates(records: Sequence[EvalRecord], where: str) -> Finding | None:
+    """Most items end with the same answer. An item counts for the answer of its first run."""
+    answers: dict[int, str] = {}
+    for record in records:
+        if record.answer:
+            answers.setdefault(record.item, record.answer)
+    if len(answers) < DOMINANT_ITEMS:
+        return None
+    answer, count = Counter(answers.values()).most_common(1)[0]
+    low, _ = wilson_interval(count, len(answers))
+    if low <= DOMINANT_SHARE:
+        return None
+    return Finding(
+        CHECKS[1],
+        f"On {where} {count} of {len(answers)} items end with the same answer: {answer!r}.",
+        "Unless that answer is right for so many, the model no longer reads the task: look at "
+        "the transcripts, and at what the reward pays for this answer.",
+    )
+
+
+def unearned_rewards(records: Sequence[EvalRecord], where: str) -> Finding | None:
+    """Runs with an empty answer, or in which nothing but failures happened, are rewarded.
+
+    A run is rewarded if its reward is above the lowest of all and not below their mean, so that
+    the scale does not matter. Nothing but failures: programs or operators were run, and not one
+    of a kind ended well; such a reward comes from the handling of an exception.
+    """
+    rewards = [record.reward for record in records if record.reward is not None]
+    if not rewards:
+        return None
+    lowest, average = min(rewards), mean(rewards)
+    rewarded = [
+        record
+        for record in records
+        if record.reward is not None and record.reward > lowest and record.reward >= average
+    ]
+    empty = [record for record in rewarded if record.answer == ""]
+    broken = [record for record in rewarded if record.answer != "" and _only_failures(record)]
+    count = len(empty) + len(broken)
+    if count < UNEARNED_RUNS or count < UNEARNED_SHARE * len(rewarded):
+        return None
+    parts = []
+    if empty:
+        parts.append(f"{len(empty)} with an empty output")
+    if broken:
+        parts.append(f"{len(broken)} whose programs or operators all failed")
+    return Finding(
+        CHECKS[2],
+        f"On {where} {count} of {len(rewarded)} rewarded runs did nothing to earn it: "
+        f"{' and '.join(parts)}.",
+        "Let the reward of such a run be the lowest, or raise: a run that raises has no reward.",
+    )
+
+
+def groups_without_variance(lines: Sequence[MetricsLine]) -> Finding | None:
+    """In the last steps hardly any group of runs has two different rewards."""
+    shares = {name: series(list(lines), key) for name, key in GROUP_HEALTH.items()}
+    mixed = [value for _, value in shares["mixed"][-RECENT_STEPS:]]
+    if len(mixed) < RECENT_STEPS or mean(mixed) >= MIXED_SHARE:
+        return None
+    best, worst = (
+        mean([value for _, value in shares[name][-RECENT_STEPS:]] or [0.0])
+        for name in ("all best", "all worst")
+    )
+    if best >= 2 * worst:
+        why = f"{best:.0%} of them solve their task in every run"
+        cure = "The tasks are too easy by now: add harder ones, or stop here."
+    elif worst >= 2 * best:
+        why = f"{worst:.0%} of them fail their task in every run"
+        cure = "The tasks are too hard: add easier ones, pay for parts, or raise repeat_times."
+    else:
+        why = f"{best:.0%} solve their task in every run and {worst:.0%} never"
+        cure = "Add tasks of middling difficulty, pay for parts, or raise repeat_times."
+    return Finding(
+        CHECKS[3],
+        f"In the last {RECENT_STEPS} steps only {mean(mixed):.0%} of the groups had runs with "
+        f"different rewards ({why}); the others teach nothing.",
+        cure,
+    )
+
+
+def describe(warnings: Sequence[Finding]) -> list[str]:
+    """Lines for the end of a run: each warning, or that none was found."""
+    if not warnings:
+        return [f"Audit: nothing found ({', '.join(CHECKS)})."]
+    return [f"Audit: {warning}" for warning in warnings]
+
+
+def _only_failures(record: EvalRecord) -> bool:
+    programs = {
+        name.removeprefix("sandbox/"): value
+        for name, value in record.metrics.items()
+        if name.startswith("sandbox/") and value > 0
+    }
+    if programs and not any(outcome in _GOOD_OUTCOMES for outcome in programs):
+        return True
+    outcomes = [str(use.get("outcome")) for use in record.operators]
+    return bool(outcomes) and not any(outcome in _GOOD_OUTCOMES for outcome in outcomes)

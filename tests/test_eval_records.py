@@ -1,0 +1,158 @@
+"""What the adapter keeps of an evaluation run: calls, tools, operators, answer, trace metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from agentscope.message import Msg
+from agentscope.model import TrinityChatModel
+from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
+
+from aflow_tune import WorkflowOutput, caller, record_metrics
+from aflow_tune.report.records import EvalRecord, read_records
+from aflow_tune.trace import ModelCall, OperatorCall, ProgramRun, note
+
+
+def answer(request: dict[str, Any]) -> Reply:
+    asked = request["messages"][-1]["content"] if request["messages"] else ""
+    if asked == "refuse":
+        return Reply("no", status=400)
+    if asked == "tools":
+        return Reply("", tool_calls=[("search", {"q": "x"}), ("open", {})])
+    if asked == "long":
+        return Reply("abc", finish_reason="length")
+    return Reply("<answer>four</answer>")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer(answer) as running:
+        yield running
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def record_of(server: ScriptedServer, folder: Path, workflow: Any, **arguments: Any) -> EvalRecord:
+    task = make_task(workflow, is_eval=True, batch_id="5/held", eval_dir=str(folder), **arguments)
+    runner = ScriptedRunner(ScriptedModel(server.url))
+    status, _ = asyncio.run(runner.run_task(task, "5/held", repeat_times=1))
+    assert status.ok, status.message
+    (record,) = read_records(folder / "held" / "step_5.jsonl")
+    return record
+
+
+def test_calls_and_answer_are_kept(server: ScriptedServer, tmp_path: Path) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        with caller("plan"):
+            await model(ask("tools"))
+        with caller("solve"):
+            await model(ask("long"))
+            with contextlib.suppress(openai.BadRequestError):
+                await model(ask("refuse"))
+        await model(ask("2 + 2?"))
+        return 1.0
+
+    record = record_of(server, tmp_path, workflow)
+    tools = [{"name": "search", "arguments": '{"q": "x"}'}, {"name": "open", "arguments": "{}"}]
+    # The scripted server counts a token for each byte, and one that ends the answer.
+    assert record.calls == [
+        {"caller": "plan", "prompt_tokens": 5, "tokens": 1, "tools": tools},
+        {"caller": "solve", "prompt_tokens": 4, "tokens": 4, "truncated": True},
+        {"caller": "solve", "prompt_tokens": None, "tokens": None, "failed": True},
+        {"caller": "workflow", "prompt_tokens": 6, "tokens": 22},
+    ]
+    assert record.answer == "four"
+    assert record.run == 0
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("\\boxed{7}", "7"),
+        (Msg("solver", "it is <answer>8</answer>", "assistant"), "8"),
+        ("", ""),
+        (None, "four"),
+        ({"no": "text"}, "four"),
+    ],
+)
+def test_a_returned_response_is_the_answer(
+    server: ScriptedServer, tmp_path: Path, response: Any, expected: str
+) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> WorkflowOutput:
+        await model(ask("2 + 2?"))
+        return WorkflowOutput(reward=1.0, response=response)
+
+    assert record_of(server, tmp_path, workflow).answer == expected
+
+
+def test_an_answer_of_tool_calls_only_is_not_empty(server: ScriptedServer, tmp_path: Path) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await model(ask("tools"))
+        return 1.0
+
+    assert record_of(server, tmp_path, workflow).answer == 'search({"q": "x"}) open({})'
+
+
+def test_the_trace_becomes_metrics_but_never_over_the_users(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await model(ask("2 + 2?"))
+        with caller("Custom.solve"):
+            note(OperatorCall(operator="Custom", instance="solve", outcome="ok", attempts=2))
+        note(ProgramRun(level="bubblewrap", outcome="timed_out"))
+        note(ModelCall(role="judge", model="m", cost=0.5))
+        await asyncio.gather(*(asyncio.to_thread(note, ModelCall(role="e", model="m"))
+                               for _ in range(3)))  # fmt: skip
+        record_metrics(correct=1.0, **{"sandbox/timed_out": 7.0})
+        return 1.0
+
+    record = record_of(server, tmp_path, workflow)
+    assert record.metrics == {
+        "correct": 1.0,
+        "sandbox/timed_out": 7.0,
+        "operator/Custom/ok": 1.0,
+        "cost/judge": 0.5,
+        "unpriced_calls/e": 3.0,
+    }
+    assert record.operators == [
+        {"operator": "Custom", "instance": "solve", "outcome": "ok", "attempts": 2}
+    ]
+
+
+def test_a_failed_run_keeps_its_trace(server: ScriptedServer, tmp_path: Path) -> None:
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await model(ask("2 + 2?"))
+        note(ProgramRun(level="bubblewrap", outcome="failed"))
+        raise LookupError("no such planet")
+
+    record = record_of(server, tmp_path, workflow)
+    assert (record.failure, record.score) == ("raised", None)
+    assert record.metrics == {"sandbox/failed": 1.0}
+
+
+def test_runs_do_not_share_a_trace_and_may_start_at_any_number(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    seeds = []
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        await model(ask("2 + 2?"))
+        note(ProgramRun(level="bubblewrap", outcome="finished"))
+        return 1.0
+
+    for folder, arguments in (("a", {}), ("b", {"first_run": 3}), ("c", {"first_run": 3})):
+        server.requests.clear()
+        record = record_of(server, tmp_path / folder, workflow, **arguments)
+        assert record.metrics == {"sandbox/finished": 1.0}
+        assert record.run == arguments.get("first_run", 0)
+        seeds.append(server.requests[0]["seed"])
+    assert seeds[0] != seeds[1] == seeds[2]
