@@ -1,0 +1,162 @@
+"""A cache of answers, for evaluation: the same question to the same model is asked once.
+
+An entry is a file of its own, named by a digest of everything that can change the answer:
+who answers, messages, sampling arguments, schema, tools, seed, which sample of the evaluation
+it is, and the how-many-eth time the same question was asked in that sample (an ensemble asks
+one question several times and must get different answers). Files are written whole and renamed,
+so writers in any number of processes never meet; a file that cannot be read, or whose check sum
+is wrong, counts as absent and is replaced. Entries hold answers, never requests or keys.
+
+Clients use the cache that is active in their context; training activates none. Models whose
+answers change under one name are not cached: those being tuned, AgentScope's, and servers of
+this machine, unless `weights` says which weights answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import json
+import os
+import tempfile
+import threading
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.models.ask import Ask
+from aflow_tune.models.redaction import scrub
+from aflow_tune.models.types import Reply, Usage
+
+_FORMAT = 1
+"""Part of every key: raised when entries change their meaning."""
+
+
+class ResponseCache:
+    """Entries below `folder`, which is made where it is missing."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @contextlib.contextmanager
+    def activate(self, sample: int | str = 0, weights: str = "") -> Iterator[CacheUse]:
+        """Let the calls of this context, and of everything it starts, use this cache.
+
+        Args:
+            sample: which repetition of the evaluation this is; each has answers of its own.
+            weights: a digest of the weights that local servers answer with.
+        """
+        use = CacheUse(self, str(sample), weights)
+        token = _current.set(use)
+        try:
+            yield use
+        finally:
+            # A run that was given up may be closed by the collector, in another context.
+            with contextlib.suppress(ValueError):
+                _current.reset(token)
+
+
+@dataclass
+class CacheUse:
+    """The cache within one sample of one item: it knows what was asked there before."""
+
+    cache: ResponseCache
+    sample: str
+    weights: str
+    _asked: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def entry(self, endpoint: Mapping[str, Any], ask: Ask) -> CacheEntry | None:
+        """The place of the answer to `ask`; None where it must not be cached."""
+        if not self.weights and is_local(endpoint.get("base_url")):
+            return None
+        who = json.dumps(dict(endpoint), sort_keys=True, default=repr)
+        question = "\n".join([str(_FORMAT), who, self.weights, self.sample, ask.identity()])
+        with self._lock:
+            before = self._asked[question]
+            self._asked[question] += 1
+        digest = hashlib.sha256(f"{question}\n{before}".encode(errors="replace")).hexdigest()
+        return CacheEntry(self.cache.folder / digest[:2] / f"{digest}.json", digest)
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One answer on disk, or the place where it will be."""
+
+    path: Path
+    key: str
+
+    def read(self) -> Reply | None:
+        """The answer; None where there is none that can be trusted."""
+        try:
+            content = json.loads(self.path.read_bytes())
+            body = content["reply"]
+            if content["key"] != self.key or content["check"] != _check_sum(self.key, body):
+                return None
+            usage = None if body["usage"] is None else Usage(**body["usage"])
+            return Reply(
+                text=body["text"],
+                model=body["model"],
+                usage=usage,
+                finish_reason=body["finish_reason"],
+                tool_calls=tuple(body["tool_calls"]),
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def write(self, reply: Reply) -> None:
+        """Keep the answer. A full or read-only disk costs the entry, not the evaluation."""
+        usage = reply.usage
+        body = {
+            "text": reply.text,
+            "model": reply.model,
+            "usage": None if usage is None else vars(usage),
+            "finish_reason": reply.finish_reason,
+            "tool_calls": [dict(call) for call in reply.tool_calls],
+        }
+        text = json.dumps(body, ensure_ascii=True)
+        if scrub(text) != text:  # a server repeated a key in its answer
+            return
+        content = {"key": self.key, "check": _check_sum(self.key, body), "reply": body}
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(content, file, ensure_ascii=True)
+                os.replace(name, self.path)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+
+
+_current: ContextVar[CacheUse | None] = ContextVar("aflow_tune_response_cache", default=None)
+
+
+def current_cache() -> CacheUse | None:
+    """The cache in force here, or None."""
+    return _current.get()
+
+
+def is_local(base_url: str | None) -> bool:
+    """Whether an address is this machine's, where the same name may serve other weights."""
+    host = urllib.parse.urlsplit(base_url or "").hostname
+    if host is None:
+        return False
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
+
+
+def _check_sum(key: str, body: Any) -> str:
+    text = key + json.dumps(body, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()

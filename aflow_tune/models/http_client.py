@@ -1,0 +1,280 @@
+"""Requests to an API over a vendor's SDK: attempts, retries, time-outs, limits on concurrency.
+
+The SDK builds the request, authenticates and sends it; its own retries are off. What came back
+is read here from its bytes, because the SDKs accept replies of any shape. Every reply with a
+usage in it is settled with the budget before anything else can fail.
+
+All of it runs in the loop of `http_loop.py`. A slot of `max_concurrency` is kept over a call's
+retries, and a server's advice to wait holds for all calls of the client, so that a limit on
+rates is met by waiting rather than by using up retries.
+
+Not covered: streaming. Keys follow no redirect. Proxies are those of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+
+from aflow_tune.config import ModelSettings
+from aflow_tune.models.ask import Ask
+from aflow_tune.models.client import BaseClient
+from aflow_tune.models.failures import BadReply, Problem, problem_of
+from aflow_tune.models.http_loop import http_loop, in_http_loop
+from aflow_tune.models.ledger import Attempt, Call
+from aflow_tune.models.prices import price_of
+from aflow_tune.models.settings import credentials
+from aflow_tune.models.types import ModelFailure, Reply, Usage
+
+MOST_REPLY_BYTES = 32 << 20
+"""A longer reply is given up as unreadable: no answer is as long, and memory is finite."""
+LONGEST_BACKOFF = 30.0
+"""Seconds between two attempts, unless the server asks for more."""
+_random = random.Random()
+
+
+class HttpClient(BaseClient):
+    """What both vendors' clients share.
+
+    Args:
+        settings: of `models:`, or made by hand.
+        role: what its usage is counted under, unless the settings say.
+
+    Raises:
+        BadInput: the settings are wrong, or the key is not in the environment.
+    """
+
+    address = ""
+    """The vendor's own address."""
+    path = ""
+    """Where requests go, below the address."""
+
+    def __init__(self, settings: ModelSettings, role: str = "executor") -> None:
+        role = settings.role or role
+        self.settings = settings
+        self._key, self._headers = credentials(settings, role)
+        price = price_of(settings.provider, settings.base_url, str(settings.model), settings.prices)
+        super().__init__(role, str(settings.model), price)
+        self._sdk: Any = None
+        self._slots: asyncio.Semaphore | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._not_before = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keys and connections stay behind: where this is unpickled, they are made anew."""
+        return {"settings": self.settings, "role": self.role}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["settings"], state["role"])  # type: ignore[misc]
+
+    async def close(self) -> None:
+        """Close the connections. The next call opens new ones."""
+        sdk, self._sdk = self._sdk, None
+        if sdk is not None and self._loop is http_loop():
+            await in_http_loop(sdk.close)
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        """The JSON of a request.
+
+        Raises:
+            BadInput: this API cannot be asked that.
+        """
+        raise NotImplementedError
+
+    def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
+        """The answer in a reply's JSON.
+
+        Raises:
+            BadReply: it is not what the API promises.
+        """
+        raise NotImplementedError
+
+    def _usage(self, content: Mapping[str, Any]) -> Usage | None:
+        """The usage in a reply's JSON; None where it has none that can be read."""
+        raise NotImplementedError
+
+    def _make_sdk(self, **options: Any) -> Any:
+        """The vendor's client."""
+        raise NotImplementedError
+
+    def _with_defaults(self, ask: Ask) -> Ask:
+        configured = {
+            name: getattr(self.settings, name)
+            for name in ("temperature", "top_p", "max_tokens")
+            if getattr(ask, name) is None
+        }
+        return replace(ask, **configured)
+
+    def _endpoint(self) -> Mapping[str, Any]:
+        base_url = self.settings.base_url or self.address
+        return {
+            "provider": self.settings.provider,
+            "base_url": base_url.rstrip("/"),
+            "model": self.model,
+        }
+
+    async def _answer(self, ask: Ask, call: Call) -> Reply:
+        body = self._body(ask)
+        return await in_http_loop(lambda: self._with_retries(ask, body, call))
+
+    async def _with_retries(self, ask: Ask, body: dict[str, Any], call: Call) -> Reply:
+        self._open()
+        assert self._slots is not None
+        budget = call.ledger.budget
+        prompt_tokens = 0 if budget is None else ask.most_prompt_tokens()
+        number, problem = 0, None
+        async with self._slots:
+            while True:
+                pause = self._pause(number, problem)
+                if budget is not None and (left := budget.seconds_left()) is not None:
+                    pause = min(pause, left)
+                if pause > 0:
+                    await asyncio.sleep(pause)
+                outcome = await self._attempt(ask, body, call, prompt_tokens)
+                if isinstance(outcome, Reply):
+                    return outcome
+                number, problem = number + 1, outcome
+                if not problem.retry or number > self.settings.retries:
+                    raise problem.error(self.model, number)
+
+    def _pause(self, number: int, problem: Problem | None) -> float:
+        """Seconds before attempt `number`, counted from 0."""
+        now = asyncio.get_running_loop().time()
+        backoff = 0.0
+        if problem is not None:
+            doubled = min(self.settings.backoff * 2.0 ** (number - 1), LONGEST_BACKOFF)
+            jitter = _random.uniform(0.5, 1.0) * doubled
+            if problem.wait is None:
+                backoff = jitter
+            else:
+                # Nobody comes earlier than asked, and not all come at once.
+                self._not_before = max(self._not_before, now + problem.wait)
+                backoff = problem.wait + _random.uniform(0.0, 0.1) * doubled
+        return max(backoff, self._not_before - now)
+
+    async def _attempt(
+        self, ask: Ask, body: dict[str, Any], call: Call, prompt_tokens: int
+    ) -> Reply | Problem:
+        budget = call.ledger.budget
+        seconds = self.settings.timeout
+        async with call.attempt(prompt_tokens, body_limit(body), seconds) as attempt:
+            left = None if budget is None else budget.seconds_left()
+            problem: Problem | None = None
+            response: Any = None
+            try:
+                async with asyncio.timeout(seconds if left is None else min(seconds, left)):
+                    response = await self._sdk.post(self.path, cast_to=httpx2.Response, body=body)
+            except Exception as error:
+                problem = problem_of(error, self._secrets()) or _unsendable(error)
+                response = getattr(error, "response", None)
+            cut_off = problem is not None and problem.failure is ModelFailure.TIMED_OUT
+            if cut_off and budget is not None and budget.seconds_left() == 0.0:
+                raise budget.out_of_time()
+            return self._read(ask, response, problem, attempt)
+
+    def _read(
+        self, ask: Ask, response: Any, problem: Problem | None, attempt: Attempt
+    ) -> Reply | Problem:
+        """Settle what a reply used, then make sense of it. Nothing here gives up control."""
+        content: Any = None
+        if response is not None:
+            with contextlib.suppress(ValueError, RecursionError, httpx2.StreamError):
+                content = json.loads(response.content)
+        usage = self._usage(content) if isinstance(content, Mapping) else None
+        if problem is not None:
+            if usage is not None:
+                attempt.settle(usage)
+            return problem
+        try:
+            if not isinstance(content, Mapping):
+                raise BadReply(f"the reply is no JSON object: {response.text[:200]!r}")
+            reply = self._reply(ask, content)
+        except BadReply as error:
+            if usage is not None:
+                attempt.settle(usage)
+            found = problem_of(error, self._secrets())
+            assert found is not None
+            return found
+        attempt.settle(usage)
+        return reply
+
+    def _secrets(self) -> list[str]:
+        return [self._key or "", *self._headers.values()]
+
+    def _open(self) -> None:
+        """Make what belongs to the loop: the SDK's client and the slots."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._sdk, self._not_before = loop, None, 0.0
+            self._slots = asyncio.Semaphore(self.settings.max_concurrency)
+        if self._sdk is not None:
+            return
+        limit = self.settings.max_concurrency
+        http = httpx2.AsyncClient(
+            timeout=None,  # the time-out of an attempt covers all of it
+            limits=httpx2.Limits(max_connections=limit, max_keepalive_connections=limit),
+            event_hooks={"response": [_bound_reply]},
+        )
+        self._sdk = self._make_sdk(
+            api_key=self._key or "none",
+            base_url=self.settings.base_url or self.address,
+            max_retries=0,
+            timeout=None,
+            # A compressed reply could be a thousand times as long as its bytes.
+            default_headers={"Accept-Encoding": "identity", **self._headers},
+            http_client=http,
+        )
+        weakref.finalize(self, _close_later, loop, self._sdk).atexit = False
+
+
+def body_limit(body: Mapping[str, Any]) -> int | None:
+    """The most tokens that a request allows for its answer."""
+    limit = body.get("max_tokens", body.get("max_completion_tokens"))
+    return None if limit is None else int(limit)
+
+
+def count_of(value: Any) -> int | None:
+    """A count of tokens from a reply; None where it is none."""
+    return value if type(value) is int and value >= 0 else None
+
+
+def _unsendable(error: Exception) -> Problem:
+    """The SDK refused to make the request, or it was never meant to be sent."""
+    text = f"the request could not be made ({type(error).__name__})"
+    return Problem(ModelFailure.REFUSED, text, retry=False)
+
+
+def _close_later(loop: asyncio.AbstractEventLoop, sdk: Any) -> None:
+    if loop.is_running():
+        asyncio.run_coroutine_threadsafe(sdk.close(), loop)
+
+
+async def _bound_reply(response: httpx2.Response) -> None:
+    assert isinstance(response.stream, httpx2.AsyncByteStream)
+    response.stream = _BoundedStream(response.stream)
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The bytes of a reply, which fail when they are too many."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        count = 0
+        async for chunk in self._stream:
+            count += len(chunk)
+            if count > MOST_REPLY_BYTES:
+                raise BadReply(f"the reply is longer than {MOST_REPLY_BYTES >> 20} MB")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

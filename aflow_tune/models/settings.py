@@ -1,0 +1,176 @@
+"""From the section `models` to clients: what is checked, and where keys come from.
+
+A key lives in an environment variable; the configuration holds the variable's name. A value
+that looks like a key where a name belongs is refused without being shown. The same holds for
+addresses: a user name or password in one would end up in every saved configuration.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import urllib.parse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from aflow_tune.config import ModelSettings, PriceSettings
+from aflow_tune.errors import BadInput, Fault
+
+if TYPE_CHECKING:
+    from aflow_tune.models.http_client import HttpClient
+
+__all__ = ["ModelSettings", "PriceSettings", "check_models", "make_client", "make_clients"]
+
+POLICY = "policy"
+"""The model being tuned. Its entry may give prices only."""
+_KEY_VARIABLES = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "max_tokens": (1, math.inf),
+    "timeout": (1e-3, math.inf),
+    "retries": (0, 1000),
+    "backoff": (0.0, 600.0),
+    "max_concurrency": (1, 100_000),
+}
+
+
+def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
+    """The client that the settings describe.
+
+    Raises:
+        BadInput: the settings are wrong, or the key is not in the environment.
+    """
+    if settings.provider == "anthropic":
+        from aflow_tune.models.anthropic_client import AnthropicClient
+
+        return AnthropicClient(settings, role)
+    from aflow_tune.models.openai_client import OpenAIClient
+
+    return OpenAIClient(settings, role)
+
+
+def make_clients(models: Mapping[str, ModelSettings]) -> dict[str, HttpClient]:
+    """A client for every entry of the section `models` that names a model.
+
+    Raises:
+        BadInput: with the faults of all entries.
+    """
+    faults = check_models(models)
+    if faults:
+        raise BadInput("The models cannot be used.", faults)
+    return {
+        name: make_client(settings, name)
+        for name, settings in models.items()
+        if settings.model is not None
+    }
+
+
+def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:
+    """What is wrong with the section `models`, missing keys included."""
+    faults: list[Fault] = []
+    for name, settings in models.items():
+        if name == POLICY and settings.model is None:
+            faults += _price_faults(settings.prices, f"models.{name}.prices")
+        else:
+            faults += _faults(settings, f"models.{name}")
+    return faults
+
+
+def credentials(settings: ModelSettings, role: str) -> tuple[str | None, dict[str, str]]:
+    """The key (None where none is to be sent) and the extra headers, from the environment.
+
+    Raises:
+        BadInput: the settings are wrong, or a variable is not set.
+    """
+    faults = _faults(settings, f"models.{role}")
+    if faults:
+        raise BadInput(f"The model for `{role}` cannot be used.", faults)
+    variable = _key_variable(settings)
+    key = None if variable is None else os.environ[variable].strip()
+    headers = {name: os.environ[source].strip() for name, source in settings.headers_env.items()}
+    return key, headers
+
+
+def _key_variable(settings: ModelSettings) -> str | None:
+    if settings.api_key_env is not None:
+        return settings.api_key_env
+    # A vendor's key is sent to the vendor only, unless somebody says otherwise.
+    return _KEY_VARIABLES[settings.provider] if settings.base_url is None else None
+
+
+def _faults(settings: ModelSettings, where: str) -> list[Fault]:
+    faults: list[Fault] = []
+
+    def add(name: str, expected: str, found: str, cure: str) -> None:
+        faults.append(Fault(f"{where}.{name}", expected, found, cure))
+
+    if settings.provider not in _KEY_VARIABLES:
+        add("provider", "openai or anthropic", repr(settings.provider), "provider: openai")
+        return faults
+    if not settings.model:
+        add("model", "the model's name at the provider", "nothing", "model: NAME")
+    if settings.base_url is not None:
+        faults += _address_faults(settings.base_url, f"{where}.base_url")
+    for name, (low, high) in _RANGES.items():
+        value: Any = getattr(settings, name)
+        if value is not None and not low <= value <= high:
+            limits = f"from {low:g}" + ("" if high == math.inf else f" to {high:g}")
+            add(name, f"a number {limits}", str(value), f"give `{name}` such a number")
+    variable = _key_variable(settings)
+    if variable is not None:
+        faults += _variable_faults(variable, f"{where}.api_key_env", "the key")
+    for header, source in settings.headers_env.items():
+        if not re.fullmatch(r"[A-Za-z0-9-]+", header):
+            add("headers_env", "names of HTTP headers", "another name", "letters, digits, `-`")
+            continue
+        faults += _variable_faults(source, f"{where}.headers_env.{header}", "the header")
+    return faults + _price_faults(settings.prices, f"{where}.prices")
+
+
+def _variable_faults(variable: str, where: str, what: str) -> list[Fault]:
+    if not _VARIABLE.fullmatch(variable):
+        cure = f"export {what} under a name such as MY_API_KEY, and write that name here"
+        found = "something else, not shown since it may be a key"
+        return [Fault(where, "the name of an environment variable", found, cure)]
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        found = "not set" if variable not in os.environ else "empty"
+        return [
+            Fault(where, f"the environment variable {variable}", found, f"export {variable}=...")
+        ]
+    if not (value.isascii() and value.isprintable()):
+        found = f"characters in {variable} that a header cannot carry"
+        return [Fault(where, "plain text on one line", found, f"export {variable} again")]
+    return []
+
+
+def _address_faults(address: str, where: str) -> list[Fault]:
+    try:
+        parts = urllib.parse.urlsplit(address)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname)
+        secret = "@" in parts.netloc or bool(parts.query) or bool(parts.fragment)
+        _ = parts.port
+    except ValueError:
+        good, secret = False, False
+    if good and not secret:
+        return []
+    expected = "an address such as https://host/v1, without user, password or query"
+    found = "more than that, not shown since it may hold a key" if secret else repr(address)
+    return [Fault(where, expected, found, "give keys by api_key_env or headers_env")]
+
+
+def _price_faults(prices: PriceSettings | None, where: str) -> list[Fault]:
+    if prices is None:
+        return []
+    faults = []
+    for name in ("input", "output", "cached_input"):
+        value = getattr(prices, name)
+        missing = value is None and name != "cached_input"
+        if missing or (value is not None and not 0 <= value < math.inf):
+            found = "nothing" if missing else str(value)
+            expected = "US dollars for a million tokens, from 0"
+            faults.append(Fault(f"{where}.{name}", expected, found, f"{name}: NUMBER"))
+    return faults
