@@ -35,26 +35,11 @@ from trinity.utils.metrics import (
 from trinity.utils.monitor import MONITOR
 
 from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.mixes import quick_tasksets
 from aflow_tune.engines.trinity.run_state import is_evaluated, save_taskset_state
-from aflow_tune.engines.trinity.sampler_host import SamplerHost, sampling_speed
+from aflow_tune.engines.trinity.sampler_host import InlineModel, SamplerHost, sampling_speed
 from aflow_tune.engines.trinity.train_engine import LocalTrainEngine
 from aflow_tune.errors import RunFailed
-
-
-class InlineModel(ModelWrapper):
-    """Trinity's model wrapper over a sampler of the same process."""
-
-    def __init__(self, host: SamplerHost, config: Any) -> None:
-        super().__init__(models=[host], config=config, api_address=host.url)
-        self._host = host
-
-    @property
-    def model_version(self) -> int:
-        return self._host.sampler.version
-
-    @property
-    async def model_version_async(self) -> int:
-        return self._host.sampler.version
 
 
 class InlineRunner(WorkflowRunner):
@@ -250,10 +235,10 @@ class InlineRun:
         await asyncio.to_thread(self.sampler.update_weights, weights, self.engine.train_step_num)
 
     async def _evaluate(self, step: int) -> None:
-        """Run every held-out task set with the current weights."""
+        """Run the held-out task sets with the current weights."""
         metrics: dict[str, float] = {}
         started = time.time()
-        for taskset in self.config.buffer.explorer_input.eval_tasksets:
+        for taskset in quick_tasksets(self.config, step):
             self.phase(f"evaluating on {taskset.name}")
             directory = taskset.workflow_args.get("eval_dir")
             if directory:

@@ -19,6 +19,7 @@ from trinity.buffer import get_buffer_reader
 
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
 from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.mixes import merge_mix
 from aflow_tune.engines.trinity.quiet import log_to
 from aflow_tune.engines.trinity.run_state import (
     RunState,
@@ -28,6 +29,7 @@ from aflow_tune.engines.trinity.run_state import (
     rewind,
     write_state,
 )
+from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.ship import import_folders, ship_by_value
 from aflow_tune.engines.trinity.validate import check_data
 from aflow_tune.engines.trinity.validators import (
@@ -61,6 +63,7 @@ _FREE_KEYS = (
     "local.max_batch",
     "log.",
     "monitor.",
+    "quick_eval",
     "report.",
     "rollout.run_timeout",
 )
@@ -204,25 +207,9 @@ class Run:
         inputs = config.buffer.explorer_input
         for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:
             taskset.workflow_args.update(arguments)
-        engine: dict[str, Any] = {
-            "device": config.local.device,
-            "dtype": "float32" if config.deterministic else config.local.dtype,
-            "threads": config.local.threads,
-            "max_batch": config.local.max_batch,
-            "deterministic": config.deterministic,
-            "lora": None,
-        }
+        merge_mix(config, self.run_dir)
         if config.engine == "local":
-            for auxiliary in config.explorer.auxiliary_models:
-                auxiliary.extra_engine_args = dict(engine)
-            lora = config.model.lora_configs[0] if config.model.lora_configs else None
-            if lora is not None:
-                engine["lora"] = {
-                    "rank": lora.lora_rank,
-                    "alpha": lora.lora_alpha,
-                    "target_modules": lora.target_modules,
-                }
-            config.explorer.rollout_model.extra_engine_args = engine
+            give_engine_settings(config)
 
     def _target(self) -> int:
         """The step at which the run is done.

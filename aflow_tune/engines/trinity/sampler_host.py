@@ -7,10 +7,11 @@ same way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from trinity.common.config import InferenceModelConfig
+from trinity.common.models.model import ModelWrapper
 
 from aflow_tune.engines.local.lora import LoraSpec
 from aflow_tune.engines.local.models import (
@@ -22,6 +23,9 @@ from aflow_tune.engines.local.models import (
 )
 from aflow_tune.engines.local.sampler import Sampler
 from aflow_tune.engines.local.server import SamplerServer
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.trinity.config import AflowConfig
 
 
 @dataclass
@@ -69,6 +73,44 @@ class SamplerHost:
         """Stop the server, then the sampler."""
         self.server.stop()
         self.sampler.close()
+
+
+class InlineModel(ModelWrapper):
+    """Trinity's model wrapper over a sampler of the same process."""
+
+    def __init__(self, host: SamplerHost, config: InferenceModelConfig) -> None:
+        super().__init__(models=[host], config=config, api_address=host.url)
+        self._host = host
+
+    @property
+    def model_version(self) -> int:
+        return self._host.sampler.version
+
+    @property
+    async def model_version_async(self) -> int:
+        return self._host.sampler.version
+
+
+def give_engine_settings(config: AflowConfig) -> None:
+    """Put what `SamplerHost` asks for into the configuration's models."""
+    engine: dict[str, Any] = {
+        "device": config.local.device,
+        "dtype": "float32" if config.deterministic else config.local.dtype,
+        "threads": config.local.threads,
+        "max_batch": config.local.max_batch,
+        "deterministic": config.deterministic,
+        "lora": None,
+    }
+    for auxiliary in config.explorer.auxiliary_models:
+        auxiliary.extra_engine_args = dict(engine)
+    lora = config.model.lora_configs[0] if config.model.lora_configs else None
+    if lora is not None:
+        engine["lora"] = {
+            "rank": lora.lora_rank,
+            "alpha": lora.lora_alpha,
+            "target_modules": lora.target_modules,
+        }
+    config.explorer.rollout_model.extra_engine_args = engine
 
 
 def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -126,7 +126,7 @@ def prepare(
     if config.engine == "local":
         adapt_local(config, reasons)
     for validator in _validators(config, dry):
-        _run(validator, config)
+        run_validator(validator, config)
     config.__dict__["_engine"] = engine
     config.__dict__["_changes"] = differences(before, config.flatten(), reasons)
     changes: list[Change] = config.__dict__["_changes"]
@@ -156,7 +156,8 @@ def _validators(config: AflowConfig, dry: bool) -> list[upstream.ConfigValidator
     return chosen
 
 
-def _run(validator: upstream.ConfigValidator, config: AflowConfig) -> None:
+def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> None:
+    """Let Trinity check and fill in; what it refuses becomes a `BadInput`."""
     try:
         validator.validate(config)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:

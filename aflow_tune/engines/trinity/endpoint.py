@@ -1,0 +1,178 @@
+"""A model behind any OpenAI-compatible endpoint, as the adapter takes its models.
+
+For evaluation only: such an endpoint gives no token ids and perhaps no log-probabilities, so its
+answers become experiences that hold nothing but text and lengths. Lengths are those that the
+server counted; where it counts nothing, `RecordedCall.counted` says so. The key comes from the
+environment and is handed to OpenAI's client, nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from trinity.common.config import InferenceModelConfig
+from trinity.common.experience import Experience
+from trinity.common.models.model import ModelWrapper
+
+from aflow_tune.errors import BadInput, Fault
+
+RETRIES = 5
+"""Of a call that met a rate limit, a server error or a cut connection; by OpenAI's client, with
+its backoff, which honours `retry-after`."""
+_CHECK_SECONDS = 20.0
+_OPENAI_HOST, _OPENAI_KEY = "api.openai.com", "OPENAI_API_KEY"
+_TRAINING_ARGUMENTS = ("logprobs", "top_logprobs")
+"""What the recorder asks for and only a trainer needs; many endpoints refuse it."""
+
+
+class EndpointModel(ModelWrapper):
+    """Trinity's model wrapper over `url`; `config.model_path` is the model's name there.
+
+    Args:
+        url: the API's base; without a path, `/v1` is meant.
+        key_variable: the environment variable that holds the key; see `key_for`.
+    """
+
+    def __init__(self, config: InferenceModelConfig, url: str, key_variable: str | None) -> None:
+        super().__init__(config=config, api_address=base_url(url))
+        self._key_variable = key_variable
+        self._client: Any = None
+        # Shared by the clones of this model: what its server wants the limit to be called.
+        self._limit_name = ["max_tokens"]
+
+    @property
+    def model_version(self) -> int:
+        return 0
+
+    @property
+    async def model_version_async(self) -> int:
+        return 0
+
+    def clone_with_isolated_history(self) -> EndpointModel:
+        """A model with a client and a history of its own."""
+        clone: EndpointModel = super().clone_with_isolated_history()
+        clone._client = None
+        return clone
+
+    def get_openai_async_client(self) -> Any:
+        """OpenAI's client, which adds what it answers to this wrapper's history."""
+        import openai
+
+        if self._client is not None:
+            return self._client
+        client: Any = openai.AsyncOpenAI(
+            base_url=self.api_address,
+            api_key=key_for(self.api_address or "", self._key_variable),
+            max_retries=RETRIES,
+        )
+        plain = client.chat.completions.create
+
+        async def create(**kwargs: Any) -> Any:
+            for name in _TRAINING_ARGUMENTS:
+                kwargs.pop(name, None)
+            response = await self._create(plain, kwargs)
+            self.history.extend(_experiences(response))
+            return response
+
+        client.chat.completions.create = create
+        client.model_path = self.config.model_path
+        self._client = client
+        return client
+
+    async def _create(self, create: Any, kwargs: dict[str, Any]) -> Any:
+        """Newer models of OpenAI's take `max_completion_tokens` only, older servers the other."""
+        import openai
+
+        for _ in range(2):
+            name = self._limit_name[0]
+            renamed = {name if key == "max_tokens" else key: kwargs[key] for key in kwargs}
+            try:
+                return await create(**renamed)
+            except openai.BadRequestError as error:
+                if name != "max_tokens" or "max_completion_tokens" not in str(error):
+                    raise
+                self._limit_name[0] = "max_completion_tokens"
+        raise AssertionError("the second name was refused for the first one's reason")
+
+
+def base_url(url: str) -> str:
+    """The URL that requests start with."""
+    return url.rstrip("/") + ("" if urlsplit(url).path.strip("/") else "/v1")
+
+
+def key_for(url: str, key_variable: str | None) -> str:
+    """The key from the environment. Without a variable that was named, OpenAI's key is sent to
+    OpenAI and no key to anybody else."""
+    if key_variable is None and urlsplit(url).hostname == _OPENAI_HOST:
+        key_variable = _OPENAI_KEY
+    return (os.environ.get(key_variable) if key_variable else None) or "EMPTY"
+
+
+def check_endpoint(url: str, models: list[str], key_variable: str | None) -> None:
+    """Ask the endpoint for its models before any task is run.
+
+    A server without a list of models passes: only its answers can tell.
+
+    Raises:
+        BadInput: no URL, nobody answers there, the key is refused, or a model is not served.
+    """
+    import openai
+
+    where = f"--endpoint {url}"
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        cure = "--endpoint http://127.0.0.1:8000/v1"
+        raise _refused(where, "an http or https URL", repr(url), cure)
+    key = key_for(url, key_variable)
+    with openai.OpenAI(
+        base_url=base_url(url), api_key=key, max_retries=1, timeout=_CHECK_SECONDS
+    ) as client:
+        try:
+            served = [model.id for model in client.models.list().data]
+        except openai.APIConnectionError as error:
+            found = f"no answer: {error.__cause__ or error}"
+            cure = "start the server, or correct the URL"
+            raise _refused(where, "a server that answers", found, cure) from error
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            found = "no key was sent" if key == "EMPTY" else "the key was refused"
+            name = key_variable or _OPENAI_KEY
+            cure = f"export {name}=... and name that variable: --key-variable {name}"
+            raise _refused(where, "a key that the server takes", found, cure) from error
+        except (openai.OpenAIError, ValueError, AttributeError, TypeError):
+            return
+    missing = [name for name in models if name not in served]
+    if served and missing:
+        shown = ", ".join(served[:8]) + (" ..." if len(served) > 8 else "")
+        raise _refused(
+            f"--model {' '.join(missing)}",
+            f"a model that {url} serves",
+            f"it serves {shown}",
+            f"--model {served[0]}",
+        )
+
+
+def _experiences(response: Any) -> list[Experience]:
+    """One for each choice, of the right lengths; its tokens mean nothing."""
+    usage, choices = response.usage, response.choices
+    prompt = max(1, usage.prompt_tokens if usage else 1)
+    drawn = usage.completion_tokens if usage else len(choices)
+    experiences = []
+    for index, choice in enumerate(choices):
+        # The server counts the tokens of all choices together. An experience has at least one.
+        own = max(1, drawn // len(choices) + (index < drawn % len(choices)))
+        experiences.append(
+            Experience(
+                tokens=torch.zeros(prompt + own, dtype=torch.int32),
+                prompt_length=prompt,
+                logprobs=torch.zeros(own),
+                response_text=choice.message.content,
+            )
+        )
+    return experiences
+
+
+def _refused(where: str, expected: str, found: str, cure: str) -> BadInput:
+    return BadInput("The endpoint cannot be used.", [Fault(where, expected, found, cure)])

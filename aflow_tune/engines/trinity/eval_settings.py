@@ -1,0 +1,115 @@
+"""A configuration made ready for evaluation: held-out task sets, a model, sampling; no training.
+
+What `validators.prepare` does for a run, without anything that only training needs, so that a
+configuration can be evaluated on a machine that could not train it. What an evaluation has in
+common with those of a run comes from the same code, so that both give the same numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trinity.common.config_validator as upstream
+
+from aflow_tune.data.checks import Findings, check_fields, check_rows
+from aflow_tune.data.fields import task_reads
+from aflow_tune.engines.trinity.adaptations import adapt
+from aflow_tune.engines.trinity.model_checks import check_model
+from aflow_tune.engines.trinity.sampler_host import give_engine_settings
+from aflow_tune.engines.trinity.tasksets import (
+    locate,
+    materialise_tasksets,
+    read_taskset,
+    taskset_fault,
+    user_tasksets,
+)
+from aflow_tune.engines.trinity.validators import LocalExplorerValidator, run_validator
+from aflow_tune.errors import BadInput, Fault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trinity.common.config import TasksetConfig
+
+    from aflow_tune.engines.trinity.config import AflowConfig
+
+_ROLLOUT_ARGS = ("temperature", "top_p", "top_k", "logprobs")
+
+
+def prepare_evaluation(
+    config: AflowConfig, functions: list[Callable[..., Any]], *, local_model: bool
+) -> Path:
+    """Fill in what an evaluation needs, in place; returns the run folder, which is not made.
+
+    Args:
+        functions: workflows and judges, for the fields that they read of a row.
+        local_model: whether the configured model is going to be loaded.
+
+    Raises:
+        BadInput: with every fault of the held-out task sets and the model.
+    """
+    inputs = config.buffer.explorer_input
+    inputs.taskset, inputs.tasksets = None, []
+    config.mode = "bench"
+    faults = _data_faults(config, functions)
+    if local_model:
+        found = check_model(config)
+        faults += found.faults
+        config.warnings.extend(found.warnings)
+    if faults:
+        raise BadInput("This configuration cannot be evaluated.", faults)
+    adapt(config, {})
+    for validator in (upstream.ModelConfigValidator(), LocalExplorerValidator()):
+        run_validator(validator, config)
+    give_engine_settings(config)
+    for taskset in inputs.eval_tasksets:
+        _fill(config, taskset)
+    return Path(config.get_checkpoint_job_dir())
+
+
+def lay_out_tasksets(config: AflowConfig, folder: Path) -> None:
+    """Put plain files where Trinity's reader finds them, below `folder`."""
+    config.checkpoint_job_dir = str(folder)
+    materialise_tasksets(config)
+
+
+def _data_faults(config: AflowConfig, functions: list[Callable[..., Any]]) -> list[Fault]:
+    tasksets = user_tasksets(config)
+    if not tasksets:
+        cure = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
+        where = config.positions.where("buffer.explorer_input.eval_tasksets")
+        return [Fault(where, "at least one held-out task set", "none", cure)]
+    found = Findings()
+    reads = [read for function in functions for read in task_reads(function)]
+    for key, taskset, _ in tasksets:
+        if not taskset.path:
+            where = config.positions.where(f"{key}.path")
+            found.faults.append(Fault(where, "a path", "nothing", "name a file of tasks"))
+            continue
+        fault = taskset_fault(config, key, taskset)
+        if fault is not None:
+            found.faults.append(fault)
+            continue
+        table = read_taskset(config, taskset)
+        if table is None:
+            warning = locate(config, taskset).warning
+            found.warnings += [warning] if warning else []
+            continue
+        rows = check_rows(table)
+        found.add(rows)
+        if not rows.faults:
+            found.add(check_fields(reads, table))
+    config.warnings.extend(found.warnings)
+    return list({fault.where: fault for fault in found.faults}.values())
+
+
+def _fill(config: AflowConfig, taskset: TasksetConfig) -> None:
+    """What Trinity's `BufferConfigValidator` fills into a held-out task set, which would also
+    make folders and ask for training data."""
+    taskset.is_eval = True
+    taskset.batch_size = config.buffer.batch_size
+    for name in _ROLLOUT_ARGS:
+        upstream.set_if_none(taskset.rollout_args, name, getattr(config.model, name))
+    upstream.set_if_none(taskset.rollout_args, "max_tokens", config.model.max_response_tokens)
+    upstream.set_if_none(taskset.format, "chat_template", config.model.custom_chat_template)
