@@ -4,22 +4,13 @@ Everything here may be overwritten by the program it loads, and nothing here is 
 it sends is only ever used as the value of a call. Never imported by the project.
 """
 
-import hashlib
-import math
-import re
 import sys
 import types
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import aflow_channel
 import aflow_values
 
-PRESET = {
-    "math": math,
-    "hashlib": hashlib,
-    "re": re,
-    **{"List": List, "Dict": Dict, "Tuple": Tuple, "Optional": Optional, "Any": Any},
-}
 kept: list = []
 
 
@@ -36,7 +27,7 @@ def failure(error: BaseException) -> dict:
 def load() -> types.ModuleType:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    module.__dict__.update(PRESET)
+    module.__dict__.update(aflow_values.PRESET)
     for name in ("helpers.py", "solution.py"):
         with open(name, encoding="utf-8", errors="surrogatepass") as file:
             exec(compile(file.read(), name, "exec"), module.__dict__)
@@ -45,9 +36,9 @@ def load() -> types.ModuleType:
 
 def describe(module: types.ModuleType) -> dict:
     """What the tests may refer to by name: functions, modules, plain values."""
-    names = {}
+    names: dict = {}
     for name, value in vars(module).items():
-        if name.startswith("__") or PRESET.get(name) is value:
+        if name.startswith("__") or aflow_values.PRESET.get(name) is value:
             continue
         if isinstance(value, types.ModuleType):
             names[name] = {"module": value.__name__}

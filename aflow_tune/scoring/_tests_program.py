@@ -6,13 +6,10 @@ values. Never imported by the project.
 
 import ast
 import builtins
-import hashlib
 import importlib
 import inspect
-import math
-import re
 import sys
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import aflow_channel
 import aflow_values
@@ -98,8 +95,7 @@ def run(solution: Solution, names: dict, entry_point: str, tests: str, helpers: 
         code = compile(ast.fix_missing_locations(tree), "tests.py", "exec")
     except SyntaxError as error:
         return {"passed": None, "reason": f"the tests are no Python: {error}"}
-    space: dict = {"math": math, "hashlib": hashlib, "re": re, "__name__": "tests"}
-    space.update({"List": List, "Dict": Dict, "Tuple": Tuple, "Optional": Optional, "Any": Any})
+    space: dict = {**aflow_values.PRESET, "__name__": "tests"}
     space["__aflow_reached__"] = lambda: reached.append(1)
     try:
         exec(compile(helpers, "helpers.py", "exec"), space)

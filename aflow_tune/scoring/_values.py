@@ -15,11 +15,20 @@ equals nothing but itself and has no truth value.
 
 import base64
 import fractions
+import hashlib
 import math
+import re
+import typing
 from collections import Counter, deque
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, Callable
+from typing import Any
 
+PRESET = {
+    **{"math": math, "hashlib": hashlib, "re": re},
+    **{name: getattr(typing, name) for name in ("List", "Dict", "Tuple", "Optional", "Any")},
+}
+"""What the public AFlow code lets programs and tests use without importing it."""
 MAX_DEPTH = 200
 MAX_ITEMS = 200_000
 """Items of one value, all levels together; 16 characters of text count as one."""
@@ -96,10 +105,9 @@ def _encode(value: Any, keep: Any, budget: _Budget, depth: int) -> Any:
     for base, plain in _SCALARS:
         if isinstance(value, base):
             return _encode(plain(value), keep, budget, depth)
-    for base in (list, tuple, dict):  # named tuples, OrderedDict, defaultdict
+    for base, items_of in _CONTAINERS:
         if isinstance(value, base):
-            items = dict.items(value) if base is dict else base.__iter__(value)
-            return _encode(base(items), keep, budget, depth)
+            return _encode(base(items_of(value)), keep, budget, depth)
     if kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "item") and not value.shape:
         return _encode(value.item(), keep, budget, depth)
     if hasattr(kind, "__next__") and hasattr(kind, "__iter__"):
@@ -116,6 +124,8 @@ def _encode(value: Any, keep: Any, budget: _Budget, depth: int) -> Any:
 
 # Subclasses such as an IntEnum: the base's own method gives the base's own value.
 _SCALARS: list = [(int, int.__pos__), (float, float.__pos__), (str, str.__str__)]
+# Named tuples, OrderedDict, defaultdict.
+_CONTAINERS: list = [(list, list.__iter__), (tuple, tuple.__iter__), (dict, dict.items)]
 _FORMS: list = [
     (complex, "c", lambda v, _: [repr(v.real), repr(v.imag)]),
     (bytes, "b", lambda v, _: base64.b64encode(bytes(v)).decode()),
@@ -207,5 +217,5 @@ def overwrite(original: Any, changed: Any) -> Any:
 
 
 def _kept(original: list, changed: list) -> list:
-    paired = [overwrite(old, new) for old, new in zip(original, changed)]
+    paired = [overwrite(old, new) for old, new in zip(original, changed, strict=False)]
     return paired + list(changed[len(original) :])

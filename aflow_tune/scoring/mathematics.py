@@ -98,9 +98,9 @@ def _open_choice(answer: str, truth: str) -> str:
         ):
             return reason
     relations = len(_RELATION.findall(answer))
-    if relations and not _RELATION.search(truth):
-        if relations > 1 or not _NAMES_ANSWER.match(answer.strip()):
-            return "a relation where a value is asked for"
+    named = relations == 1 and _NAMES_ANSWER.match(answer.strip())
+    if relations and not named and not _RELATION.search(truth):
+        return "a relation where a value is asked for"
     return ""
 
 

@@ -74,7 +74,7 @@ def score_strict(answer: str, reference: str) -> Score:
     if expected is None:
         raise CannotScore(f"a reference without a number: {reference[-200:]!r}")
     # LaTeX writes thousands as 1{,}000 or 1,\!000.
-    plain = answer.replace("{,}", ",").replace("\\!", "").replace("−", "-")
+    plain = answer.replace("{,}", ",").replace("\\!", "").replace("\N{MINUS SIGN}", "-")
     boxes = boxed_answers(plain)
     given = last_number(boxes[-1] if boxes else plain)
     if given is not None and (doubt := _open_candidates(plain, boxes)):

@@ -22,7 +22,9 @@ MAX_SEARCH_LINES = 400
 """Lines of an answer that is no Python as a whole in which the published rule searches."""
 MAX_PARSED_LINES = 200_000
 """Lines that the search may parse, repeats counted: some seconds at most."""
-_FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL
+)
 
 
 class NoProgram(ValueError):

@@ -20,7 +20,6 @@ import re
 import string
 from collections import Counter
 
-
 from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -120,5 +119,3 @@ def _score(f1: float) -> Score:
 
 def _value(score: Score) -> float:
     return score.value or 0.0
-
-

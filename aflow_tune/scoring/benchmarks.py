@@ -1,0 +1,280 @@
+"""The benchmarks: what a row asks, what its gold answer is, and both rules that score one.
+
+`BENCHMARKS` is the registry; reasoning-gym's hundred tasks are named `reasoning_gym:TASK` and
+made on demand. Users of this room call `score_answer` or `score_both`: whatever keeps a scorer
+from a verdict is 'unscored' (`Score.value` None), never 0. Only what stops everything, such as
+a sandbox that cannot be built, is raised.
+
+Both rules are written down side by side in docs/scoring.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import AflowTuneError, BadInput, Fault
+from aflow_tune.sandbox.types import Limits
+from aflow_tune.scoring import gym, mathematics, numbers, qa, rows
+from aflow_tune.scoring.code import check_code
+from aflow_tune.scoring.programs import (
+    NoProgram,
+    helpers_of,
+    published_program,
+    same_program,
+    strict_program,
+)
+from aflow_tune.scoring.rows import HubSource, Row
+from aflow_tune.scoring.types import RIGHT, RULES, CannotScore, Rule, Score, wrong
+
+Scorer = Callable[[str, Row], Score]
+"""From an answer and its row to a score; may raise, which counts as unscored."""
+CODE_LIMITS = Limits(seconds=15.0)
+"""All tests of a program together, as the field allows."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark. Rows are dicts in the form of `rows.py` and have all of `fields`."""
+
+    name: str
+    fields: tuple[str, ...]
+    question: Callable[[Row], str]
+    """What a workflow is asked."""
+    gold: Callable[[Row], str]
+    """An answer that must score 1. Raises CannotScore where the row has none."""
+    scorers: dict[Rule, Scorer] | None = None
+    """None for benchmarks of code, whose answers are programs that run."""
+    hub: HubSource | None = None
+
+    @property
+    def is_code(self) -> bool:
+        """Whether answers are programs."""
+        return self.scorers is None
+
+    def entry_point(self, row: Row) -> str | None:
+        """The function that a program must define; None where answers are no programs."""
+        return str(row["entry_point"]) if self.is_code else None
+
+    def load(self, source: Path | str | None = None, split: str | None = None) -> list[dict]:
+        """Rows of a local file, or of the hub where `source` is None.
+
+        Raises:
+            BadInput: the file or data set cannot be used; every faulty row with its line.
+        """
+        if source is not None:
+            return rows.read_jsonl(Path(source), self.fields)
+        if self.hub is None:
+            fault = Fault(f"benchmark {self.name}", "a file of rows", "none", "give a local file")
+            raise BadInput(f"{self.name} does not lie on the hub", [fault])
+        return rows.read_hub(self.hub, split)
+
+    async def check_gold(self, row: Row, policy: str = "auto") -> dict[Rule, Score]:
+        """How the row's own gold answer scores by both rules: 1.0 unless the data is faulty."""
+        try:
+            answer = self.gold(row)
+        except CannotScore as error:
+            return dict.fromkeys(RULES, Score(None, str(error)))
+        return await score_both(self, row, answer, policy=policy)
+
+
+async def score_answer(
+    benchmark: Benchmark | str,
+    row: Row,
+    answer: str,
+    rule: Rule = "strict",
+    *,
+    policy: str = "auto",
+) -> Score:
+    """The score of one answer by one rule.
+
+    Raises:
+        BadInput: no benchmark has that name, or the row lacks its fields.
+        SandboxUnavailable: the answer is code and nothing here may run it.
+    """
+    chosen = find(benchmark)
+    _require_fields(chosen, row)
+    return await _guarded(_score, chosen, row, answer, rule, policy)
+
+
+async def score_both(
+    benchmark: Benchmark | str, row: Row, answer: str, *, policy: str = "auto"
+) -> dict[Rule, Score]:
+    """The score of one answer by each rule. A program that is the same for both runs once.
+
+    Raises:
+        BadInput: no benchmark has that name, or the row lacks its fields.
+        SandboxUnavailable: the answer is code and nothing here may run it.
+    """
+    chosen = find(benchmark)
+    _require_fields(chosen, row)
+    strict = await _guarded(_score, chosen, row, answer, "strict", policy)
+    if strict.scored and chosen.is_code and await asyncio.to_thread(_same, chosen, row, answer):
+        return {"strict": strict, "published": strict}
+    published = await _guarded(_score, chosen, row, answer, "published", policy)
+    return {"strict": strict, "published": published}
+
+
+def find(benchmark: Benchmark | str) -> Benchmark:
+    """The benchmark of a name, `reasoning_gym:TASK` among them.
+
+    Raises:
+        BadInput: there is none of that name.
+    """
+    if isinstance(benchmark, Benchmark):
+        return benchmark
+    if benchmark in BENCHMARKS:
+        return BENCHMARKS[benchmark]
+    if benchmark.startswith(gym.PREFIX):
+        return _gym_benchmark(benchmark.removeprefix(gym.PREFIX))
+    known = (*BENCHMARKS, gym.PREFIX + "TASK")
+    close = difflib.get_close_matches(benchmark.lower(), known, n=1)
+    cure = f"use {close[0]}" if close else "use one of these"
+    fault = Fault(f"benchmark {benchmark!r}", " | ".join(known), repr(benchmark), cure)
+    raise BadInput("an unknown benchmark", [fault])
+
+
+async def _guarded(scorer: Callable[..., Any], *arguments: Any) -> Score:
+    try:
+        return await scorer(*arguments)
+    except AflowTuneError:
+        raise
+    except Exception as error:
+        return Score(None, f"{type(error).__name__}: {error}"[:500])
+
+
+async def _score(benchmark: Benchmark, row: Row, answer: str, rule: Rule, policy: str) -> Score:
+    if benchmark.scorers is not None:
+        # Some ask a child process and wait.
+        return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
+    entry_point = row["entry_point"]
+    try:
+        program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
+    except NoProgram as error:
+        if rule == "published":  # a bound of ours, which the published rule does not have
+            raise
+        return wrong(str(error))
+    helpers = helpers_of(row["prompt"], entry_point)
+    verdict = await check_code(
+        program, row["test"], entry_point, helpers=helpers, limits=CODE_LIMITS, policy=policy
+    )
+    if verdict.passed is None:
+        return Score(None, verdict.reason)
+    return RIGHT if verdict.passed else wrong(verdict.reason)
+
+
+_PROGRAMS: dict[Rule, Callable[[str, str], str]] = {
+    "strict": strict_program,
+    "published": published_program,
+}
+
+
+def _same(benchmark: Benchmark, row: Row, answer: str) -> bool:
+    try:
+        programs = [find_program(answer, row["entry_point"]) for find_program in _PROGRAMS.values()]
+    except NoProgram:
+        return False
+    return same_program(*programs)
+
+
+def _require_fields(benchmark: Benchmark, row: Row) -> None:
+    lacking = [field for field in benchmark.fields if row.get(field) is None]
+    if lacking:
+        expected = f"the fields {', '.join(benchmark.fields)}"
+        found = f"no {', '.join(lacking)}, only {', '.join(map(repr, row)) or 'nothing'}"
+        fault = Fault(f"a row of {benchmark.name}", expected, found, "add the field to the data")
+        raise BadInput(f"a row that is not one of {benchmark.name}'s", [fault])
+
+
+def _gym_benchmark(task: str) -> Benchmark:
+    gym.require_task(task)
+
+    def gold(row: Row) -> str:
+        if not isinstance(row["answer"], str):
+            raise CannotScore("the row has no gold answer: any answer that verifies is right")
+        return row["answer"]
+
+    return Benchmark(
+        name=gym.PREFIX + task,
+        fields=("question", "metadata"),
+        question=lambda row: str(row["question"]),
+        gold=gold,
+        scorers={
+            "strict": functools.partial(gym.score_strict, task),
+            "published": functools.partial(gym.score_published, task),
+        },
+    )
+
+
+def _hotpotqa_question(row: Row) -> str:
+    paragraphs = (" ".join(item[1]) for item in row["context"] if isinstance(item[1], list))
+    context = "\n".join(paragraphs)
+    return f"Context: {context}\n\nQuestion: {row['question']}\n\nAnswer:"
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "gsm8k": Benchmark(
+        name="gsm8k",
+        fields=("question", "answer"),
+        question=lambda row: row["question"],
+        gold=lambda row: row["answer"],
+        scorers={
+            "strict": lambda answer, row: numbers.score_strict(answer, row["answer"]),
+            "published": lambda answer, row: numbers.score_published(answer, row["answer"]),
+        },
+        hub=HubSource("openai/gsm8k", "main", "test", rows.plain_row),
+    ),
+    "math": Benchmark(
+        name="math",
+        fields=("problem", "solution"),
+        question=lambda row: row["problem"],
+        gold=lambda row: row["solution"],
+        scorers={
+            "strict": lambda answer, row: mathematics.score_strict(answer, row["solution"]),
+            "published": lambda answer, row: mathematics.score_published(answer, row["solution"]),
+        },
+        hub=HubSource("HuggingFaceH4/MATH-500", None, "test", rows.plain_row),
+    ),
+    "humaneval": Benchmark(
+        name="humaneval",
+        fields=("prompt", "entry_point", "canonical_solution", "test"),
+        question=lambda row: row["prompt"],
+        gold=lambda row: row["prompt"] + row["canonical_solution"],
+        hub=HubSource("openai/openai_humaneval", None, "test", rows.plain_row),
+    ),
+    "mbpp": Benchmark(
+        name="mbpp",
+        fields=("prompt", "entry_point", "code", "test"),
+        question=lambda row: row["prompt"],
+        gold=lambda row: row["code"],
+        hub=HubSource("google-research-datasets/mbpp", "sanitized", "test", rows.mbpp_row),
+    ),
+    "hotpotqa": Benchmark(
+        name="hotpotqa",
+        fields=("question", "answer", "context"),
+        question=_hotpotqa_question,
+        gold=lambda row: row["answer"],
+        scorers={
+            "strict": lambda answer, row: qa.hotpotqa_strict(answer, row["answer"]),
+            "published": lambda answer, row: qa.hotpotqa_published(answer, row["answer"]),
+        },
+        hub=HubSource("hotpotqa/hotpot_qa", "distractor", "validation", rows.hotpotqa_row),
+    ),
+    "drop": Benchmark(
+        name="drop",
+        fields=("context", "ref_text"),
+        question=lambda row: row["context"],
+        gold=lambda row: qa.split(row["ref_text"])[0],
+        scorers={
+            "strict": lambda answer, row: qa.drop_strict(answer, row["ref_text"]),
+            "published": lambda answer, row: qa.drop_published(answer, row["ref_text"]),
+        },
+        hub=HubSource("ucinlp/drop", None, "validation", rows.drop_row),
+    ),
+}
+"""Every benchmark by name."""

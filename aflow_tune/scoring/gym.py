@@ -1,0 +1,117 @@
+"""reasoning-gym's tasks: rows that it generates, scored by its own verifiers.
+
+The library is an optional extra. Its verifiers read some answers with `eval` or SymPy's
+`parse_expr`; they run in a child process in which both evaluate literals and plain mathematics
+only (`expressions.py`).
+
+published: the verifier's score in [0, 1]. strict: 1 where that is 1, else 0, since the partial
+scores reward an answer for containing the right one somewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from aflow_tune.asked_process import AskedProcess, serve
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.scoring.types import Score
+
+PREFIX = "reasoning_gym:"
+CPU_SECONDS = 10
+"""Processor time for one verification."""
+_GRID_TASKS = {"arc_agi", "rearc"}
+# Their verifiers compare grids as tuples, which JSON does not have.
+_CHILD = AskedProcess("aflow_tune.scoring.gym", "reasoning-gym", CPU_SECONDS)
+
+
+def require_task(name: str) -> None:
+    """Check that the library is there and knows the task.
+
+    Raises:
+        BadInput: it is not, or does not.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        cure = "pip install 'aflow-tune[reasoning]'"
+        fault = Fault(f"benchmark {PREFIX}{name}", "the package reasoning-gym", "none", cure)
+        raise BadInput("a reasoning-gym task without reasoning-gym", [fault])
+    if name not in task_names():
+        import difflib
+
+        close = difflib.get_close_matches(name, task_names(), n=3)
+        cure = f"name one of its {len(task_names())} tasks" + (
+            f": {', '.join(close)}" * bool(close)
+        )
+        fault = Fault(f"benchmark {PREFIX}{name}", "a task of reasoning-gym", repr(name), cure)
+        raise BadInput("an unknown reasoning-gym task", [fault])
+
+
+@functools.cache
+def task_names() -> tuple[str, ...]:
+    """The tasks that the installed library has."""
+    from reasoning_gym.factory import DATASETS
+
+    return tuple(sorted(DATASETS))
+
+
+def make_rows(task: str, size: int, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
+    """`size` rows of a task: `question`, `answer`, `metadata`; the same for the same seed.
+
+    Raises:
+        BadInput: the library is absent, or the task unknown.
+    """
+    require_task(task)
+    import reasoning_gym
+
+    return list(reasoning_gym.create_dataset(task, size=size, seed=seed, **settings))
+
+
+def score_published(task: str, answer: str, row: Mapping[str, Any]) -> Score:
+    """The verifier's score.
+
+    Raises:
+        Undecided: it took too long.
+        QuestionFailed: it raised an exception.
+    """
+    value = min(1.0, max(0.0, float(_CHILD.ask(task, answer, dict(row)))))
+    return Score(value, "" if value == 1 else "the verifier of reasoning-gym says so")
+
+
+def score_strict(task: str, answer: str, row: Mapping[str, Any]) -> Score:
+    """1 where the verifier gives its full score, else 0."""
+    score = score_published(task, answer, row)
+    return score if score.value == 1 else Score(0.0, score.reason)
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _serve() -> None:
+    import sys
+
+    import reasoning_gym
+
+    from aflow_tune.scoring.expressions import evaluate_literal, guard_sympy
+
+    guard_sympy()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("reasoning_gym") and module is not None:
+            module.__dict__["eval"] = evaluate_literal
+
+    verifier = functools.cache(reasoning_gym.get_score_answer_fn)
+
+    def score(task: str, answer: str, row: dict[str, Any]) -> float:
+        if task in _GRID_TASKS:
+            row = _tuples(row)
+        return float(verifier(task)(answer, row))
+
+    serve(score)
+
+
+if __name__ == "__main__":
+    _serve()

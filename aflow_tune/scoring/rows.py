@@ -1,0 +1,170 @@
+"""Rows of the benchmarks from a local file or the hub, in the one form that we score.
+
+The form is that of the files which users of these benchmarks know (AFlow's data). Hub data
+sets that name or nest their fields otherwise are mapped to it, a function each; a row that has
+the local form already is left as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, Fault
+
+Row = Mapping[str, Any]
+MAX_FAULTS = 20
+"""Faults of one file that are listed."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where a benchmark lies on the hub. `to_row` gives our form of one of its rows."""
+
+    path: str
+    config: str | None
+    split: str
+    to_row: Callable[[Row], dict[str, Any]]
+
+
+def read_jsonl(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """All rows of a file with one JSON object a line; blank lines are skipped.
+
+    Raises:
+        BadInput: the file cannot be read, or rows are no objects or lack one of `fields`.
+    """
+    rows: list[dict[str, Any]] = []
+    faults: list[Fault] = []
+    for place, row in _lines(path):
+        if isinstance(row, Fault):
+            faults.append(row)
+        elif lacking := [field for field in fields if row.get(field) is None]:
+            faults.append(
+                Fault(
+                    place,
+                    f"the fields {', '.join(fields)}",
+                    f"no {', '.join(lacking)}, only {', '.join(map(repr, row)) or 'nothing'}",
+                    "add the field, or name the benchmark that this file belongs to",
+                )
+            )
+        else:
+            rows.append(row)
+    if not rows and not faults:
+        faults.append(Fault(str(path), "at least one row", "no rows", "write rows into the file"))
+    if faults:
+        shown = faults[:MAX_FAULTS]
+        more = f" ({len(faults) - len(shown)} more)" * (len(faults) > len(shown))
+        raise BadInput(f"{path} cannot be used: {len(faults)} faulty rows{more}", shown)
+    return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        cure = "check the path and that it is a text file in UTF-8"
+        fault = Fault(str(path), "a readable file of JSON lines", str(error), cure)
+        raise BadInput(f"{path} cannot be read", [fault]) from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        expected, cure = "one JSON object in a line", "correct or remove this line"
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            yield place, Fault(place, expected, str(error), cure)
+            continue
+        if not isinstance(row, dict):
+            row = Fault(place, expected, f"a {type(row).__name__}", cure)
+        yield place, row
+
+
+def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]]:
+    """All rows of a hub data set, mapped to the local form. Fetches it, or uses the cache.
+
+    Raises:
+        BadInput: it cannot be loaded.
+    """
+    import datasets
+
+    try:
+        data = datasets.load_dataset(source.path, source.config, split=split or source.split)
+    except Exception as error:  # the library raises whatever its transport raises
+        found = f"{type(error).__name__}: {str(error)[:300]}"
+        cure = "check network, HF_HOME and HF_TOKEN, or give a local file of rows"
+        fault = Fault(f"hub data set {source.path}", "rows of the data set", found, cure)
+        raise BadInput(f"{source.path} cannot be loaded", [fault]) from error
+    return [source.to_row(row) for row in data]
+
+
+def plain_row(row: Row) -> dict[str, Any]:
+    """For data sets that have the local form."""
+    return dict(row)
+
+
+def mbpp_row(row: Row) -> dict[str, Any]:
+    """google-research-datasets/mbpp, both its configurations.
+
+    The function's name is the first of the program's own that the tests call; its first line
+    joins the prompt, as the name would otherwise have to be guessed.
+    """
+    if "entry_point" in row:
+        return dict(row)
+    imports = [*row.get("test_imports", ()), *filter(None, [row.get("test_setup_code")])]
+    name = _tested_function(row["code"], row["test_list"])
+    body = [line for text in (*imports, *row["test_list"]) for line in text.splitlines()]
+    signature = next(
+        (line for line in row["code"].splitlines() if line.lstrip().startswith(f"def {name}")), ""
+    )
+    prompt = row["prompt"] if "prompt" in row else row["text"]
+    return {
+        **row,
+        "prompt": f"{prompt}\n\n{signature}".rstrip() + "\n",
+        "entry_point": name,
+        "test": "def check():\n" + "".join(f"    {line}\n" for line in body),
+    }
+
+
+def _tested_function(code: str, tests: Sequence[str]) -> str:
+    tree = ast.parse(code)
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    calls = [
+        node.func.id
+        for test in tests
+        for node in ast.walk(ast.parse(test))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    return next((name for name in calls if name in defined), "")
+
+
+def hotpotqa_row(row: Row) -> dict[str, Any]:
+    """hotpotqa/hotpot_qa, which nests columns where the local form has pairs."""
+    context, facts = row["context"], row["supporting_facts"]
+    if not isinstance(context, Mapping):
+        return dict(row)
+    pairs = zip(context["title"], context["sentences"], strict=True)
+    return {
+        **row,
+        "_id": row.get("id", row.get("_id")),
+        "context": [[title, list(sentences)] for title, sentences in pairs],
+        "supporting_facts": [
+            [title, number] for title, number in zip(facts["title"], facts["sent_id"], strict=True)
+        ],
+    }
+
+
+def drop_row(row: Row) -> dict[str, Any]:
+    """ucinlp/drop: passage, question and spans. Every distinct span counts as a reference."""
+    if "ref_text" in row:
+        return dict(row)
+    spans = dict.fromkeys(span.strip() for span in row["answers_spans"]["spans"])
+    return {
+        **row,
+        "context": f"Passage: {row['passage']}\nQuestion: {row['question']}\nAnswer:",
+        "ref_text": "|".join(filter(None, spans)),
+    }
