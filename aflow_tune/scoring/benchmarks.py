@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Benchmark:
     """One benchmark. Rows are dicts in the form of `rows.py` and have all of `fields`."""
 
     name: str
-    fields: tuple[str, ...]
+    fields: Mapping[str, type]
     question: Callable[[Row], str]
     """What a workflow is asked."""
     gold: Callable[[Row], str]
@@ -183,11 +183,8 @@ def _same(benchmark: Benchmark, row: Row, answer: str) -> bool:
 
 
 def _require_fields(benchmark: Benchmark, row: Row) -> None:
-    lacking = [field for field in benchmark.fields if row.get(field) is None]
-    if lacking:
-        expected = f"the fields {', '.join(benchmark.fields)}"
-        found = f"no {', '.join(lacking)}, only {', '.join(map(repr, row)) or 'nothing'}"
-        fault = Fault(f"a row of {benchmark.name}", expected, found, "add the field to the data")
+    fault = rows.field_fault(f"a row of {benchmark.name}", row, benchmark.fields)
+    if fault is not None:
         raise BadInput(f"a row that is not one of {benchmark.name}'s", [fault])
 
 
@@ -201,7 +198,7 @@ def _gym_benchmark(task: str) -> Benchmark:
 
     return Benchmark(
         name=gym.PREFIX + task,
-        fields=("question", "metadata"),
+        fields={"question": str, "metadata": dict},
         question=lambda row: str(row["question"]),
         gold=gold,
         scorers={
@@ -220,7 +217,7 @@ def _hotpotqa_question(row: Row) -> str:
 BENCHMARKS: dict[str, Benchmark] = {
     "gsm8k": Benchmark(
         name="gsm8k",
-        fields=("question", "answer"),
+        fields={"question": str, "answer": str},
         question=lambda row: row["question"],
         gold=lambda row: row["answer"],
         scorers={
@@ -231,7 +228,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "math": Benchmark(
         name="math",
-        fields=("problem", "solution"),
+        fields={"problem": str, "solution": str},
         question=lambda row: row["problem"],
         gold=lambda row: row["solution"],
         scorers={
@@ -242,21 +239,21 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "humaneval": Benchmark(
         name="humaneval",
-        fields=("prompt", "entry_point", "canonical_solution", "test"),
+        fields={"prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
         question=lambda row: row["prompt"],
         gold=lambda row: row["prompt"] + row["canonical_solution"],
         hub=HubSource("openai/openai_humaneval", None, "test", rows.plain_row),
     ),
     "mbpp": Benchmark(
         name="mbpp",
-        fields=("prompt", "entry_point", "code", "test"),
+        fields={"prompt": str, "entry_point": str, "code": str, "test": str},
         question=lambda row: row["prompt"],
         gold=lambda row: row["code"],
         hub=HubSource("google-research-datasets/mbpp", "sanitized", "test", rows.mbpp_row),
     ),
     "hotpotqa": Benchmark(
         name="hotpotqa",
-        fields=("question", "answer", "context"),
+        fields={"question": str, "answer": str, "context": list},
         question=_hotpotqa_question,
         gold=lambda row: row["answer"],
         scorers={
@@ -267,7 +264,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "drop": Benchmark(
         name="drop",
-        fields=("context", "ref_text"),
+        fields={"context": str, "ref_text": str},
         question=lambda row: row["context"],
         gold=lambda row: qa.split(row["ref_text"])[0],
         scorers={

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.sandbox import open_channel
 from aflow_tune.sandbox.types import Ending, Execution, Limits
 
 GRACE_SECONDS = 2.0
@@ -64,6 +63,8 @@ async def check_code(
     Raises:
         SandboxUnavailable: nothing was run.
     """
+    from aflow_tune.sandbox import open_channel  # only code needs it
+
     text = tests if isinstance(tests, str) else "\n".join(tests)
     if not _asserts(text):
         return CodeVerdict(None, "the tests assert nothing")

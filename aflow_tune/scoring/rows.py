@@ -31,26 +31,21 @@ class HubSource:
     to_row: Callable[[Row], dict[str, Any]]
 
 
-def read_jsonl(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
     """All rows of a file with one JSON object a line; blank lines are skipped.
 
+    `fields` are those that every row must have, with their types.
+
     Raises:
-        BadInput: the file cannot be read, or rows are no objects or lack one of `fields`.
+        BadInput: the file cannot be read, or rows are no objects or lack something.
     """
     rows: list[dict[str, Any]] = []
     faults: list[Fault] = []
     for place, row in _lines(path):
         if isinstance(row, Fault):
             faults.append(row)
-        elif lacking := [field for field in fields if row.get(field) is None]:
-            faults.append(
-                Fault(
-                    place,
-                    f"the fields {', '.join(fields)}",
-                    f"no {', '.join(lacking)}, only {', '.join(map(repr, row)) or 'nothing'}",
-                    "add the field, or name the benchmark that this file belongs to",
-                )
-            )
+        elif fault := field_fault(place, row, fields):
+            faults.append(fault)
         else:
             rows.append(row)
     if not rows and not faults:
@@ -58,8 +53,25 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     if faults:
         shown = faults[:MAX_FAULTS]
         more = f" ({len(faults) - len(shown)} more)" * (len(faults) > len(shown))
-        raise BadInput(f"{path} cannot be used: {len(faults)} faulty rows{more}", shown)
+        raise BadInput(f"{path} cannot be used: {len(faults)} faults{more}", shown)
     return rows
+
+
+def field_fault(place: str, row: Row, fields: Mapping[str, type]) -> Fault | None:
+    """What a row lacks of `fields`, or has in another type."""
+    lacking = [name for name in fields if row.get(name) is None]
+    if lacking:
+        found = f"no {', '.join(lacking)}, only {', '.join(map(repr, row)) or 'nothing'}"
+        cure = "add the field, or name the benchmark that this row belongs to"
+        return Fault(place, f"the fields {', '.join(fields)}", found, cure)
+    for name, kind in fields.items():
+        if not isinstance(row[name], kind):
+            found = f"{type(row[name]).__name__}: {row[name]!r:.80}"
+            return Fault(place, f"{_KINDS[kind]} in `{name}`", found, "correct this row")
+    return None
+
+
+_KINDS = {str: "a text in quotes", list: "a list", dict: "an object"}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,113 @@
+"""`aflow-tune score`: answers that came from anywhere, scored by both rules of a benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aflow_tune.errors import ExitCode
+
+if TYPE_CHECKING:
+    from aflow_tune.scoring.batch import Scores
+
+_EPILOG = """\
+examples:
+  aflow-tune score --benchmark gsm8k --data rows.jsonl --answers answers.jsonl
+  aflow-tune score --benchmark humaneval --data rows.jsonl --answers answers.jsonl --json
+  aflow-tune score --benchmark mbpp --data rows.jsonl --self-check
+  aflow-tune score --benchmark math --answers answers.jsonl       rows from the hub
+
+An answer is one line {"answer": TEXT}, in the order of the rows; for code the whole program.
+--json prints {"mean": ..., "strict": [...], "published": [...], "unscored": N}: strict is the
+rule that training uses, published the field's own; null where an answer could not be scored,
+which is never a 0; mean is of strict over the rows that have a score. docs/scoring.md has both
+rules side by side.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "score",
+        help="score answers by a benchmark's published and strict rule",
+        description="Score answers to a benchmark's rows, wherever they came from. Programs run "
+        "in the sandbox.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--benchmark",
+        required=True,
+        metavar="NAME",
+        help="gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="ROWS.jsonl",
+        help="the rows, one object a line; left out: the benchmark's test rows from the hub",
+    )
+    parser.add_argument("--split", help="another split of the hub's data set")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--answers", type=Path, metavar="ANSWERS.jsonl", help="one answer a row")
+    what.add_argument(
+        "--self-check",
+        action="store_true",
+        help="score the rows' own gold answers; exit code 1 unless all score 1.0",
+    )
+    parser.add_argument(
+        "--sandbox",
+        default="auto",
+        choices=("auto", "unsafe_subprocess"),
+        help="unsafe_subprocess: run programs without a wall where none can be built",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.set_defaults(action=_score)
+
+
+def _score(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from aflow_tune.scoring.batch import read_answers, score_all, score_gold
+    from aflow_tune.scoring.benchmarks import find
+
+    benchmark = find(options.benchmark)
+    rows = benchmark.load(options.data, options.split)
+    if options.self_check:
+        scores = asyncio.run(score_gold(benchmark, rows, policy=options.sandbox))
+    else:
+        answers = read_answers(options.answers, len(rows))
+        scores = asyncio.run(score_all(benchmark, rows, answers, policy=options.sandbox))
+    if options.json:
+        print(json.dumps(scores.to_json()))
+    else:
+        _print_table(benchmark.name, scores)
+    gold = all(score.value == 1 for row in scores.rows for score in row.values())
+    return ExitCode.FAILED if options.self_check and not gold else ExitCode.DONE
+
+
+def _print_table(name: str, scores: Scores) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("row", "strict", "published", "why not 1", title=f"{name}: answers below 1")
+    for number, row in enumerate(scores.rows, 1):
+        if any(score.value != 1 for score in row.values()):
+            strict, published = row["strict"], row["published"]
+            reason = strict.reason or published.reason
+            table.add_row(str(number), _shown(strict.value), _shown(published.value), reason)
+    if table.row_count:
+        console.print(table)
+    published = [value for value in scores.values("published") if value is not None]
+    means = (scores.mean, sum(published) / len(published) if published else None)
+    console.print(
+        f"{name}: {len(scores.rows)} answers, mean strict {_shown(means[0])}, "
+        f"mean published {_shown(means[1])}, unscored {scores.unscored}"
+    )
+
+
+def _shown(value: float | None) -> str:
+    return "unscored" if value is None else f"{value:.3f}"
