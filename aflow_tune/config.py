@@ -123,6 +123,17 @@ class ReportSection:
 
 
 @dataclass
+class MixSource:
+    """One source of a mix: a training task set, by its name, or the rows that name it `source`."""
+
+    ratio: float | None = None
+    """Share of every training batch; the shares of all sources are 1 together. None for all: the
+    default recipe, math 0.4, code 0.3 and question answering 0.3."""
+    benchmark: str | None = None
+    """Put into the rows as `benchmark`, so that a reward can tell. None: what the rows say."""
+
+
+@dataclass
 class AflowSections:
     """The keys that stand beside Trinity's at the top level."""
 
@@ -145,6 +156,11 @@ class AflowSections:
     """Models beside the one that is tuned, by role: executor, judge, or a name of yours.
     The entry `policy` gives the tuned model's price."""
     report: ReportSection = field(default_factory=ReportSection)
+    mix: dict[str, MixSource] = field(default_factory=dict)
+    """Shares of every training batch by source. Empty: Trinity's order of its task sets."""
+    quick_eval: int | None = None
+    """Held-out rows that the evaluations between the first and the last use: a fixed sample, in
+    which each source has its share. None: all."""
 
 
 @dataclass

@@ -70,7 +70,7 @@ def exact_shares(written: Mapping[str, float]) -> dict[str, Fraction]:
         if not (math.isfinite(share) and share > 0):
             raise ValueError(f"the share of {source} is {share}: it must be above 0")
     shares = {source: Fraction(str(share)) for source, share in written.items()}
-    total = sum(shares.values())
+    total = sum(shares.values(), Fraction())
     if abs(total - 1) > SUM_TOLERANCE:
         raise ValueError(f"the shares are {float(total):g} together: they must be 1")
     return {source: share / total for source, share in shares.items()}

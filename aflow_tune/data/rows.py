@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +26,9 @@ ROW_LIMIT = 200_000
 SECONDS = 0.6
 """Seconds that are spent on reading the files of one table for checking."""
 _FAULT_LIMIT = 5
+
+ORIGINAL_SOURCE = "original_source"
+"""Where a row's own `source` goes if it says something else than where we take the row from."""
 
 SUFFIXES = {
     ".json": "json",
@@ -95,6 +98,17 @@ def read_table(source: str, files: list[Path], *, whole: bool = False) -> Table:
             cure = "check that the file is whole and readable"
             table.faults.append(Fault(str(file), "a readable file", str(error), cure))
     return table
+
+
+def with_source(row: Mapping[str, Any], source: str, benchmark: str | None) -> dict[str, Any]:
+    """The row with the name of its source and, where it is known, of its benchmark."""
+    content = dict(row)
+    if content.get("source") not in (None, source):
+        content[ORIGINAL_SOURCE] = content["source"]
+    content["source"] = source
+    if benchmark is not None:
+        content["benchmark"] = benchmark
+    return content
 
 
 def _add(table: Table, row: Any, place: str) -> None:

@@ -34,6 +34,7 @@ from trinity.explorer.rollout_coordinator import RolloutCoordinator
 from trinity.explorer.scheduler import RunnerWrapper, Scheduler
 from trinity.explorer.workflow_runner import WorkflowRunner
 
+from aflow_tune.engines.trinity.mixes import quick_tasksets
 from aflow_tune.engines.trinity.operators import StepStamp
 from aflow_tune.engines.trinity.rollout_model import LocalRolloutModel
 from aflow_tune.engines.trinity.run_state import is_evaluated, save_taskset_state
@@ -247,13 +248,18 @@ class LocalExplorer(Explorer):
         return stats
 
     async def _evaluate(self) -> None:
-        """Evaluate the current weights on every held-out task set and wait for the result."""
-        step = self.explore_step_num
-        for taskset in self.config.buffer.explorer_input.eval_tasksets:
+        """Evaluate the current weights on the held-out task sets and wait for the result."""
+        step, inputs = self.explore_step_num, self.config.buffer.explorer_input
+        for taskset in inputs.eval_tasksets:
             directory = taskset.workflow_args.get("eval_dir")
             if directory:
                 (Path(directory) / taskset.name / f"step_{step}.jsonl").unlink(missing_ok=True)
-        await self.eval()
+        whole = inputs.eval_tasksets
+        inputs.eval_tasksets = quick_tasksets(self.config, step)
+        try:
+            await self.eval()
+        finally:
+            inputs.eval_tasksets = whole
         await self._finish_eval_step(step=step)
         self._last_evaluated = step
 

@@ -20,9 +20,11 @@ from aflow_tune.config import KeyPositions, display
 from aflow_tune.data.checks import Findings
 from aflow_tune.data.fields import most_calls
 from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.mixes import check_mix
 from aflow_tune.engines.trinity.model_checks import check_model
 from aflow_tune.engines.trinity.refusals_local import check_local
 from aflow_tune.engines.trinity.tasksets import (
+    is_file,
     taskset_fault,
     total_steps,
     training_rows,
@@ -98,6 +100,7 @@ _RANGES: tuple[Range, ...] = (
     ("local.micro_batch_tokens", lambda v: v >= 1, "1 or more", "2048"),
     ("report.transcripts", lambda v: v >= 0, "0 or more", "4"),
     ("report.score", lambda v: bool(v.strip()), "'reward' or the name of a metric", "reward"),
+    ("quick_eval", lambda v: v is None or v >= 1, "1 row or more", "50"),
     ("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295", "0"),
     ("name", lambda v: bool(v.strip()), "a name for the run folder", "first_run"),
 )
@@ -111,6 +114,7 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
         _choices,
         _needed_switches,
         _tasksets,
+        check_mix,
         _lengths,
         _folders,
         _monitor,
@@ -245,7 +249,7 @@ def _tasksets(config: AflowConfig) -> Iterable[Fault]:
         yield Fault(positions.where(key), "a task set to train on", "none", cure)
     names: dict[str, str] = {}
     for key, taskset, held_out in user_tasksets(config):
-        if str(taskset.storage_type).lower() not in ("file", "sql"):
+        if not is_file(taskset) and str(taskset.storage_type).lower() != "sql":
             where = positions.where(f"{key}.storage_type")
             yield Fault(where, "file or sql", repr(taskset.storage_type), "storage_type: file")
         elif not taskset.path:
@@ -400,7 +404,7 @@ def _advantage(config: AflowConfig) -> Iterable[Fault]:
 
 def _batches(config: AflowConfig) -> Iterable[Fault]:
     rows, size = training_rows(config), config.buffer.batch_size
-    if rows is not None and rows and size > rows:
+    if rows is not None and rows and size > rows and not config.mix:  # a mix has no end
         yield Fault(
             config.positions.where("buffer.batch_size"),
             f"at most the {rows} rows of the training data",
@@ -458,6 +462,11 @@ def _evaluation(config: AflowConfig) -> Findings:
                 f"0 steps: fewer rows x epochs than the batch of {config.buffer.batch_size}",
                 "lower buffer.batch_size, add rows, or raise buffer.total_epochs",
             )
+        )
+    if config.quick_eval is not None and config.engine == "trinity":
+        found.warnings.append(
+            f"{config.positions.where('quick_eval')}: Trinity's own explorer evaluates on every "
+            "held-out row each time; only `engine: local` draws the sample"
         )
     if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
         found.warnings.append(

@@ -2,8 +2,9 @@
 
 Trinity reads a task set of `storage_type: file` with `datasets.load_dataset(path, subset_name,
 split)`: a hub id or a folder, never a plain file. We also take a file: at launch it is linked
-into a folder of the run under the name that makes it the split. Looking fetches nothing; a hub
-data set is read from the local cache or not at all.
+into a folder of the run under the name that makes it the split. Files whose rows are of several
+sources, and those of a mix, are read by our `RowsReader`. Looking fetches nothing; a hub data
+set is read from the local cache or not at all.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aflow_tune.data.checks import sources
 from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.errors import Fault
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from aflow_tune.engines.trinity.config import AflowConfig
 
+ROWS_READER = "aflow_tune.engines.trinity.readers.RowsReader"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _FILE_SPLIT = "train"
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
@@ -58,10 +62,15 @@ def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
     return found
 
 
+def is_file(taskset: TasksetConfig) -> bool:
+    """Whether a task set is read from files, by Trinity's reader or by ours."""
+    return taskset.storage_type == ROWS_READER or str(taskset.storage_type).lower() == "file"
+
+
 def locate(config: AflowConfig, taskset: TasksetConfig) -> Located:
     """Find a task set's files. Relative paths: from here, else from the YAML's folder."""
     name = str(taskset.path or "")
-    if str(taskset.storage_type).lower() != "file":
+    if not is_file(taskset):
         return Located("other")
     for base in _bases(config):
         path = base / Path(name).expanduser()
@@ -138,21 +147,41 @@ def materialise_tasksets(config: AflowConfig) -> None:
     """Link every task set that is a plain file into `<run folder>/data/<name>/train.<suffix>`.
 
     To be called on a prepared configuration whose run folder is held. The paths of the task
-    sets become those folders.
+    sets become those folders. A folder whose rows need our reader is linked as well, without
+    the files of its other splits.
     """
     for _, taskset, held_out in user_tasksets(config):
         source = Path(str(taskset.path))
-        if str(taskset.storage_type).lower() != "file" or not source.is_file():
-            continue
         role = "held_out" if held_out else "train"
         folder = Path(config.checkpoint_job_dir) / "data" / role / taskset.name
+        if not is_file(taskset) or source == folder:
+            continue
+        files = _own_files(config, taskset, held_out)
+        if files:
+            taskset.storage_type = ROWS_READER
+            shutil.rmtree(folder, ignore_errors=True)  # links of an earlier start
+        elif source.is_file():
+            files = [source]
+        else:
+            continue
         folder.mkdir(parents=True, exist_ok=True)
-        link = folder / f"{_FILE_SPLIT}{''.join(_data_suffixes(source))}"
-        temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-        temporary.symlink_to(source)
-        temporary.rename(link)
+        for number, file in enumerate(files):
+            name = f"{_FILE_SPLIT}-{number:05d}" if len(files) > 1 else _FILE_SPLIT
+            link = folder / f"{name}{''.join(_data_suffixes(file))}"
+            temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+            temporary.symlink_to(file)
+            temporary.rename(link)
         taskset.path = str(folder)
         taskset.split, taskset.subset_name = _FILE_SPLIT, None
+
+
+def _own_files(config: AflowConfig, taskset: TasksetConfig, held_out: bool) -> list[Path]:
+    """The files of a task set whose rows have to be read as they are; empty for any other."""
+    found, table = locate(config, taskset), read_taskset(config, taskset)
+    if table is None or found.kind not in ("file", "folder") or re.search(r"[\[+]", taskset.split):
+        return []
+    needed = (bool(config.mix) and not held_out) or len(sources(table)) > 1
+    return found.files if needed else []
 
 
 def _bases(config: AflowConfig) -> list[Path]:

@@ -19,6 +19,7 @@ from aflow_tune.data.rows import Table
 from aflow_tune.engines.trinity.changes import Change, render_changes
 from aflow_tune.engines.trinity.config import AflowConfig, read_config
 from aflow_tune.engines.trinity.engine_choice import choose_engine
+from aflow_tune.engines.trinity.mixes import fields_of_mix
 from aflow_tune.engines.trinity.tasksets import locate, read_taskset, user_tasksets
 from aflow_tune.engines.trinity.validators import prepare
 from aflow_tune.errors import BadInput, Fault
@@ -133,7 +134,8 @@ def check_data(
         found.add(rows)
         if rows.faults:
             continue
-        fields = check_fields(reads, table)
+        given = () if is_held_out else fields_of_mix(config)
+        fields = check_fields([read for read in reads if read.name not in given], table)
         reported = {fault.where for fault in found.faults}
         found.faults += [fault for fault in fields.faults if fault.where not in reported]
         found.warnings += fields.warnings

@@ -1,0 +1,307 @@
+"""Mixed task sets in whole runs: shares of every batch, resume, quick evaluations, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from project import WORKFLOW, run_dir, write_project
+
+from aflow_tune.engines.trinity.config import load_config
+from aflow_tune.engines.trinity.validate import validate
+from aflow_tune.tuning import run_config
+
+# Every run of the workflow leaves what it was given behind.
+LOGGING = WORKFLOW.replace(
+    "    share = sum",
+    """    if "Held out" not in task["question"]:
+        import json
+
+        with open(LOG, "a") as file:
+            file.write(json.dumps({key: task.get(key) for key in KEPT}) + "\\n")
+    share = sum""",
+)
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_sources(root: Path) -> None:
+    """Rows of two kinds that no single table holds: `answer` is a text here, a list there."""
+    sums = [{"n": n, "question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(9)]
+    code = [
+        {"n": n, "question": f"Write f{n}.", "answer": [n], "tests": {"a": n}, "source": f"url{n}"}
+        for n in range(4)
+    ]
+    write_lines(root / "sums.jsonl", sums)
+    write_lines(root / "code.jsonl", code)
+
+
+def mixed_project(root: Path, model: Path, **settings: Any) -> Path:
+    """The tests' project with a mix of two sources in batches of five: 3 sums and 2 of code."""
+    names = f'KEPT = ("source", "benchmark", "n")\nLOG = "{root}/seen.jsonl"\n'
+    config = write_project(root, model, workflow=names + LOGGING)
+    rows = [
+        {"n": n, "question": f"Held out {n}?", "answer": "x", "source": "sums", "benchmark": "b"}
+        for n in range(6)
+    ]
+    rows += [{**row, "answer": [1], "source": "code"} for row in rows[:3]]
+    write_lines(root / "held_out.jsonl", rows)
+    write_sources(root)
+    content = yaml.safe_load(config.read_text())
+    buffer = content["buffer"]
+    buffer["batch_size"] = 5
+    buffer["explorer_input"].pop("taskset")
+    buffer["explorer_input"]["tasksets"] = [
+        {"name": "sums", "path": f"{root}/sums.jsonl"},
+        {"name": "code", "path": f"{root}/code.jsonl"},
+    ]
+    content["mix"] = {"sums": {"ratio": 0.6}, "code": {"ratio": 0.4, "benchmark": "mbpp"}}
+    content["algorithm"]["repeat_times"] = 2
+    content["explorer"] = {"eval_interval": 1}
+    config.write_text(yaml.safe_dump({**content, **settings}, sort_keys=False))
+    return config
+
+
+def trained_rows(root: Path) -> list[tuple[str, int]]:
+    """(source, n) of every training run in order of time."""
+    seen = [json.loads(line) for line in (root / "seen.jsonl").read_text().splitlines()]
+    return [(row["source"], row["n"]) for row in seen]
+
+
+def evaluated(root: Path, step: int) -> list[int]:
+    path = run_dir(root) / "evaluations" / "held_out" / f"step_{step}.jsonl"
+    return sorted(json.loads(line)["item"] for line in path.read_text().splitlines())
+
+
+def batches(root: Path, per_step: int = 10) -> list[Counter[tuple[str, int]]]:
+    """What each training batch held: every task is run twice."""
+    lines = trained_rows(root)
+    return [Counter(lines[start : start + per_step]) for start in range(0, len(lines), per_step)]
+
+
+@pytest.mark.slow
+def test_every_batch_has_the_shares_and_a_resumed_run_goes_on_exactly(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for root in (whole, parts):
+        root.mkdir()
+    steps = "buffer.total_steps=4"
+    run_config(mixed_project(whole, tiny_model_dir), [steps, "quick_eval=4"], inline=True)
+    config = mixed_project(parts, tiny_model_dir)
+    quiet = ["explorer.eval_on_startup=false", "explorer.eval_interval=2"]
+    run_config(config, ["buffer.total_steps=2", *quiet], inline=True)
+    assert len(batches(parts)) == 2
+    run_config(config, [steps, *quiet], inline=True)
+
+    assert len(batches(whole)) == 4
+    for batch in batches(whole):
+        # Two runs of each item; where code begins a new pass, an item may come twice.
+        assert sum(batch.values()) == 10
+        assert Counter(source for source, _ in batch.elements()) == {"sums": 6, "code": 4}
+    assert batches(parts) == batches(whole)
+    sums = [n for batch in batches(whole)[:3] for source, n in batch if source == "sums"]
+    assert sorted(sums) == list(range(9))
+    seen = [json.loads(line) for line in (whole / "seen.jsonl").read_text().splitlines()]
+    assert {(row["source"], row["benchmark"]) for row in seen} == {("sums", None), ("code", "mbpp")}
+    again = load_config(run_dir(whole) / "resolved.yaml")
+    assert [taskset.name for taskset in again.buffer.explorer_input.tasksets] == ["sums", "code"]
+
+    # First and last evaluation: all 9 rows; between them the same 3 of 6 sums and 1 of 3 of code.
+    drawn = evaluated(whole, 1)
+    assert [evaluated(whole, step) for step in (0, 4)] == [list(range(9))] * 2
+    assert [evaluated(whole, step) for step in (2, 3)] == [drawn] * 2
+    assert [sum(item < 6 for item in drawn), sum(item >= 6 for item in drawn)] == [3, 1]
+
+
+@pytest.mark.slow
+def test_ray_and_inline_read_the_same_batches(tmp_path: Path, tiny_model_dir: Path) -> None:
+    for name in ("split", "inline"):
+        (tmp_path / name).mkdir()
+        config = mixed_project(tmp_path / name, tiny_model_dir)
+        settings = ["buffer.total_steps=3", "quick_eval=4", "explorer.eval_on_startup=false"]
+        words = ["--inline"] if name == "inline" else []
+        process = subprocess.run(
+            [sys.executable, "-m", "aflow_tune.cli", str(config), *words, *settings],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
+    assert batches(tmp_path / "split") == batches(tmp_path / "inline")
+    for step, rows in ((1, 4), (2, 4), (3, 9)):
+        items = evaluated(tmp_path / "split", step)
+        assert len(items) == rows
+        assert items == evaluated(tmp_path / "inline", step)
+
+
+def tasks_of(config: Any) -> list[list[Any]]:
+    """The batches that Trinity's scheduler reads of a configuration that is laid out."""
+    from trinity.buffer.task_scheduler import get_taskset_scheduler
+
+    async def read() -> list[list[Any]]:
+        scheduler = get_taskset_scheduler(explorer_state={}, config=config)
+        found = []
+        while True:
+            try:
+                found.append(await scheduler.read())
+            except StopAsyncIteration:
+                return found
+
+    return asyncio.run(read())
+
+
+def laid_out(config: Path, *overrides: str) -> Any:
+    from aflow_tune.engines.trinity.mixes import merge_mix
+    from aflow_tune.engines.trinity.tasksets import materialise_tasksets
+
+    loaded = load_config(config, overrides)
+    loaded.check_and_update()
+    materialise_tasksets(loaded)
+    merge_mix(loaded, Path(loaded.checkpoint_job_dir))
+    return loaded
+
+
+def test_rows_tell_their_source_and_lose_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = laid_out(mixed_project(tmp_path, tiny_model_dir), "buffer.total_steps=4")
+    batches = tasks_of(config)
+    assert [len(batch) for batch in batches] == [5] * 4
+    rows = [task.raw_task for batch in batches for task in batch]
+    for row in rows:
+        n = row["n"]
+        if row["source"] == "sums":
+            assert row == {
+                "n": n,
+                "question": f"What is {n} + {n}?",
+                "answer": str(2 * n),
+                "source": "sums",
+            }
+        else:
+            assert row == {
+                "n": n,
+                "question": f"Write f{n}.",
+                "answer": [n],
+                "tests": {"a": n},
+                "source": "code",
+                "original_source": f"url{n}",
+                "benchmark": "mbpp",
+            }
+    assert {task.index["taskset_id"] for task in batches[0]} == {0, 1}
+    assert all(task.index["index"] == task.raw_task["n"] for task in batches[0])
+
+
+def test_without_a_number_of_steps_an_epoch_has_as_many_tasks_as_there_are_rows(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = mixed_project(tmp_path, tiny_model_dir)
+    batches = tasks_of(laid_out(config, "buffer.total_steps=null", "buffer.total_epochs=2"))
+    assert len(batches) == 5  # 2 x (9 + 4) rows, 5 a batch
+
+
+def test_the_scheduler_resumes_from_its_state(tmp_path: Path, tiny_model_dir: Path) -> None:
+    from trinity.buffer.task_scheduler import get_taskset_scheduler
+
+    config = laid_out(mixed_project(tmp_path, tiny_model_dir), "buffer.total_steps=6")
+    straight = [[task.raw_task for task in batch] for batch in tasks_of(config)]
+
+    async def resumed(step: int) -> list[Any]:
+        first = get_taskset_scheduler(explorer_state={}, config=config)
+        for _ in range(step):
+            await first.read()
+        state = {"latest_iteration": step, "taskset_states": first.state_dict()}
+        state = json.loads(json.dumps(state))
+        second = get_taskset_scheduler(explorer_state=state, config=config)
+        return [task.raw_task for task in await second.read()]
+
+    assert [asyncio.run(resumed(step)) for step in range(6)] == straight
+    other = laid_out(mixed_project(tmp_path / "other", tiny_model_dir), "seed=4")
+    assert [task.raw_task for task in tasks_of(other)[0]] != straight[0]
+
+
+def test_one_prepared_file_is_mixed_by_the_sources_of_its_rows(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = mixed_project(tmp_path, tiny_model_dir)
+    rows = [
+        {"n": n, "question": f"Q{n}?", "answer": "x" if n % 4 else [n]}
+        | {"source": "sums" if n % 4 else "code", "benchmark": "gsm8k" if n % 4 else "mbpp"}
+        for n in range(20)
+    ]
+    write_lines(tmp_path / "train.jsonl", rows)
+    content = yaml.safe_load(config.read_text())
+    content["buffer"]["explorer_input"]["tasksets"] = [{"path": f"{tmp_path}/train.jsonl"}]
+    config.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert validate(config).faults == []
+    for batch in tasks_of(laid_out(config, "buffer.total_steps=3")):
+        sources = Counter(task.raw_task["source"] for task in batch)
+        assert sources == {"sums": 3, "code": 2}
+        assert all(task.raw_task == rows[task.raw_task["n"]] for task in batch)
+
+
+def faults(config: Path, *overrides: str, **settings: Any) -> list[Any]:
+    content = yaml.safe_load(config.read_text())
+    changed = config.with_name("changed.yaml")
+    changed.write_text(yaml.safe_dump({**content, **settings}, sort_keys=False))
+    return validate(changed, overrides).faults
+
+
+def test_what_is_wrong_with_a_mix_is_said_with_its_key(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = mixed_project(tmp_path, tiny_model_dir)
+    assert faults(config) == []
+    assert faults(config, "buffer.batch_size=50", "buffer.total_steps=3") == []
+
+    (fault,) = faults(config, mix={"sums": {"ratio": 0.6}, "code": {"ratio": 0.3}})
+    assert fault.where.endswith(": mix")
+    assert "0.9 together" in fault.found
+    assert fault.cure == "in these proportions: sums: 0.6667, code: 0.3333"
+    (fault,) = faults(config, mix={"sums": {"ratio": 1.2}, "code": {"ratio": -0.2}})[1:]
+    assert (fault.where.rpartition(": ")[2], fault.found) == ("mix.code.ratio", "-0.2")
+    (fault,) = faults(config, mix={"sums": {"ratio": 0.6}, "code": {}})
+    assert fault.where.endswith("mix.code")
+    assert fault.cure == "ratio: 0.4"
+    strange, unknown = faults(config, mix={"sums": {"ratio": 0.6}, "cod": {"ratio": 0.4}})
+    assert strange.where.endswith("tasksets[1].name")
+    assert "'url0'" in strange.found
+    assert unknown.where.endswith("mix.cod")
+    assert "code" in unknown.cure
+    (fault,) = faults(config, mix={"sums": {}, "code": {}})
+    assert fault.where.endswith("mix.sums")
+    (fault,) = faults(config, "buffer.explorer_input.tasksets[0].path=nowhere.jsonl")
+    assert fault.found == "no such file or folder: nowhere.jsonl"
+    (fault,) = faults(
+        config, "buffer.explorer_input.tasksets[0].data_selector.selector_type=shuffle"
+    )
+    assert "a mix shuffles by itself" in fault.expected
+    (fault,) = faults(config, "quick_eval=0")
+    assert fault.where == "command line: quick_eval=0"
+    (fault,) = faults(config, mix={"sums": {"share": 0.6}, "code": {"ratio": 0.4}})
+    assert "mix.sums.share" in fault.where
+    write_lines(tmp_path / "code.jsonl", [{"question": "a"}, {"qestion": "b"}])
+    assert any("code.jsonl:2" in fault.found for fault in faults(config))
+
+
+def test_without_ratios_the_default_recipe_holds(tmp_path: Path, tiny_model_dir: Path) -> None:
+    from aflow_tune.engines.trinity.mixes import shares_of
+
+    config = mixed_project(
+        tmp_path,
+        tiny_model_dir,
+        mix={"sums": {"benchmark": "gsm8k"}, "code": {"benchmark": "humaneval"}},
+    )
+    assert validate(config).faults == []
+    shares = shares_of(load_config(config))
+    assert {name: str(share) for name, share in shares.items()} == {"sums": "4/7", "code": "3/7"}
