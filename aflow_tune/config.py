@@ -113,6 +113,39 @@ class ModelSettings:
 
 
 @dataclass
+class GraphSection:
+    """An operator graph in place of `workflow`: a folder with graph.py and its prompts."""
+
+    path: str | None = None
+    """The folder, relative to here or to the YAML: our own form or a `round_N` of AFlow."""
+    trust: bool = False
+    """True: graph.py runs in the run's own process, with your rights, instead of the sandbox."""
+    benchmark: str | None = None
+    """The benchmark whose question, answer and scoring its tasks have, such as gsm8k."""
+    score: str | None = None
+    """Instead of a benchmark: a function of the row and the answer that returns the reward, as
+    `path/file.py:function` or `module:function`."""
+    problem: str | None = None
+    """The field with the question. None: the benchmark's own text, or else question, problem
+    or prompt."""
+    entry_point: str = "entry_point"
+    """The field with the name of the function to write, for graphs that take one."""
+    test_cases: str | None = None
+    """A file of public tests for the operator Test: rows with entry_point and test, a list of
+    asserts on `candidate`. Never the tests that answers are scored by."""
+    timeout: float = 180.0
+    """Seconds that one run of the graph may take, calls of models included."""
+    max_calls: int = 100
+    """Calls of operators and of the model that one run may make."""
+    models: dict[str, str] = field(default_factory=dict)
+    """Which of `models` an operator uses, by the name of its instance in the graph or of the
+    operator, such as {Review: judge}. All others use the model being tuned."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """Prompts that win over the graph's files, by the name of the constant, of the operator's
+    instance or of the operator."""
+
+
+@dataclass
 class ReportSection:
     """What is counted as the held-out score, and what the report shows."""
 
@@ -120,6 +153,63 @@ class ReportSection:
     """'reward', or the name of a metric that the workflow records."""
     transcripts: int = 4
     """How many held-out items are shown with what was said before and after."""
+
+
+@dataclass
+class FivePartSection:
+    """The five-part reward: five parts in [0, 1], their weights, and the scale of their sum."""
+
+    correctness: float = 0.65
+    efficiency: float = 0.15
+    simplicity: float = 0.10
+    format: float = 0.05
+    repetition: float = 0.05
+    """The five weights; together 1."""
+    lowest: float = -10.0
+    highest: float = 10.0
+    """The weighted sum 0 becomes `lowest`, 1 becomes `highest`."""
+    usd_limit: float = 0.01
+    """Efficiency falls from 1 at no cost to 0 at this cost of a run, in US dollars."""
+    token_limit: int = 8192
+    """The same in tokens, for runs with a call whose price is not known."""
+    seconds_limit: float = 60.0
+    """Half of simplicity falls from 1 to 0 at this time of a run."""
+    operator_limit: int = 10
+    """The other half falls from 1 to 0 at this number of operator calls."""
+
+
+@dataclass
+class AgentRewardSection:
+    """The reward of tool-using agents: weighted parts in [0, 1], less penalties."""
+
+    completion: float = 0.40
+    accuracy: float = 0.25
+    efficiency: float = 0.15
+    timing: float = 0.10
+    format: float = 0.10
+    """The five weights; together 1."""
+    wrong_tool: float = 0.3
+    redundant_call: float = 0.2
+    format_error: float = 0.1
+    time_out: float = 0.5
+    """What is taken off for each occurrence."""
+    lowest: float = -1.0
+    """No reward is below this, however many penalties there are."""
+    optimal_steps: int = 5
+    """Steps that cost no efficiency, for rows without `optimal_steps` of their own."""
+
+
+@dataclass
+class RewardsSection:
+    """Settings of the rewards that come with the package, in `rewards/`."""
+
+    benchmark: str | None = None
+    """The benchmark of rows that name none: gsm8k, math, humaneval, mbpp, hotpotqa, drop or
+    reasoning_gym:TASK."""
+    sandbox: str = _one_of("auto", "auto", "unsafe_subprocess")
+    """unsafe_subprocess: score programs without a wall where none can be built."""
+    five_part: FivePartSection = field(default_factory=FivePartSection)
+    agent: AgentRewardSection = field(default_factory=AgentRewardSection)
 
 
 @dataclass
@@ -141,6 +231,9 @@ class AflowSections:
     """The function to tune: `path/file.py:function` or `module:function`."""
     judge: str | None = None
     """A function that scores what the workflow returned, in the same form. None: no judge."""
+    graph: GraphSection = field(default_factory=GraphSection)
+    operators: dict[str, str] = field(default_factory=dict)
+    """Operators of yours that the graph may name: `Name: path/file.py:Name`."""
     engine: str = _one_of("auto", *ENGINES)
     """auto: Trinity's vLLM and verl where they can run, else the local engine."""
     inline: bool = False
@@ -156,6 +249,7 @@ class AflowSections:
     """Models beside the one that is tuned, by role: executor, judge, or a name of yours.
     The entry `policy` gives the tuned model's price."""
     report: ReportSection = field(default_factory=ReportSection)
+    rewards: RewardsSection = field(default_factory=RewardsSection)
     mix: dict[str, MixSource] = field(default_factory=dict)
     """Shares of every training batch by source. Empty: Trinity's order of its task sets."""
     quick_eval: int | None = None

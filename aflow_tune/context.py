@@ -76,6 +76,8 @@ class RunContext:
 
     calls: list[CallNote] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    rewards: Any = None
+    """The run's `config.RewardsSection`, for the rewards of the package. None: the defaults."""
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[RunContext]:

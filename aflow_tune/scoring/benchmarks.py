@@ -128,8 +128,8 @@ def find(benchmark: Benchmark | str) -> Benchmark:
     """
     if isinstance(benchmark, Benchmark):
         return benchmark
-    if benchmark in BENCHMARKS:
-        return BENCHMARKS[benchmark]
+    if benchmark.lower() in BENCHMARKS:  # AFlow writes GSM8K and HotpotQA
+        return BENCHMARKS[benchmark.lower()]
     if benchmark.startswith(gym.PREFIX):
         return _gym_benchmark(benchmark.removeprefix(gym.PREFIX))
     known = (*BENCHMARKS, gym.PREFIX + "TASK")

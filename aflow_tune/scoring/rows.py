@@ -71,7 +71,7 @@ def field_fault(place: str, row: Row, fields: Mapping[str, type]) -> Fault | Non
     return None
 
 
-_KINDS = {str: "a text in quotes", list: "a list", dict: "an object"}
+_KINDS: dict[type, str] = {str: "a text in quotes", list: "a list", dict: "an object"}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:

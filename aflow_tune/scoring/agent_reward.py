@@ -1,0 +1,187 @@
+"""The reward of tool-using agents: five weighted parts, less penalties, and a written feedback.
+
+Each part is a function to [0, 1] and usable alone; the evaluation's measures of agents use the
+same ones. A run is described by the tools it called in order, so nothing here depends on how an
+agent framework records them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aflow_tune.config import AgentRewardSection
+from aflow_tune.scoring.rewards import WEIGHTS, weighted
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call: the tool's name, and its arguments as far as they are known."""
+
+    name: str
+    arguments: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRun:
+    """What an agent did for one task."""
+
+    completion: float
+    """How far the task was completed, in [0, 1]."""
+    calls: Sequence[ToolCall] = ()
+    steps: int = 0
+    """Answers of the model, those without a tool call included."""
+    format_errors: int = 0
+    """Answers that could not be read, such as a call with malformed arguments."""
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class AgentReward:
+    """The reward, its parts in [0, 1], what was taken off and why."""
+
+    reward: float
+    parts: Mapping[str, float]
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """What was taken off, by name, as numbers of 0 or less."""
+    feedback: str = ""
+
+    def metrics(self) -> dict[str, float]:
+        """Each part and each penalty under `agent/NAME`."""
+        return {f"agent/{n}": v for n, v in (*self.parts.items(), *self.penalties.items())}
+
+
+def agent_reward(
+    run: AgentRun,
+    wanted: Sequence[str],
+    optimal_steps: int | None = None,
+    settings: AgentRewardSection | None = None,
+) -> AgentReward:
+    """The reward of a run whose task wants the tools `wanted` (none: an empty list).
+
+    A penalty counts once for each wrong tool call, redundant call and format error, and once
+    for a time-out. The sum is not below `settings.lowest`.
+    """
+    chosen = settings or AgentRewardSection()
+    optimal = optimal_steps or chosen.optimal_steps
+    called = [call.name for call in run.calls]
+    parts = {
+        "completion": completion(run.completion),
+        "accuracy": tool_accuracy(called, wanted),
+        "efficiency": efficiency(run.steps, optimal),
+        "timing": timing(called, wanted),
+        "format": format_part(run.format_errors),
+    }
+    counts = {
+        "wrong_tool": len(wrong_calls(called, wanted)),
+        "redundant_call": len(redundant_calls(run.calls, wanted)),
+        "format_error": run.format_errors,
+        "time_out": int(run.timed_out),
+    }
+    penalties = {f"penalty_{name}": -getattr(chosen, name) * n for name, n in counts.items()}
+    weights = {name: getattr(chosen, name) for name in WEIGHTS["agent"]}
+    total = weighted(parts, weights) + sum(penalties.values())
+    return AgentReward(
+        reward=max(chosen.lowest, total),
+        parts=parts,
+        penalties={name: value or 0.0 for name, value in penalties.items()},
+        feedback=feedback(run, wanted, optimal),
+    )
+
+
+def completion(share: float) -> float:
+    """The share of the task that was completed, held within [0, 1]."""
+    return min(1.0, max(0.0, share))
+
+
+def tool_accuracy(called: Sequence[str], wanted: Sequence[str]) -> float:
+    """F1 of the set of tools called against the set wanted.
+
+    Where none was wanted: 1.0 if none was called, else 0.5.
+    """
+    given, expected = set(called), set(wanted)
+    if not expected:
+        return 0.5 if given else 1.0
+    shared = len(given & expected)
+    return 2 * shared / (len(given) + len(expected))
+
+
+def efficiency(steps: int, optimal_steps: int) -> float:
+    """1 up to `optimal_steps`, then `optimal_steps / steps`."""
+    return min(1.0, optimal_steps / steps) if steps > 0 else 1.0
+
+
+def timing(called: Sequence[str], wanted: Sequence[str]) -> float:
+    """1 if a tool was called and one was needed, or neither; else 0. Never seconds."""
+    return float(bool(called) == bool(wanted))
+
+
+def format_part(format_errors: int) -> float:
+    """1 if every answer could be read, else 0."""
+    return float(format_errors == 0)
+
+
+def wrong_calls(called: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """The calls of tools that were not wanted, in order."""
+    return [name for name in called if name not in set(wanted)]
+
+
+def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[str]:
+    """Calls of wanted tools that repeat one before, name and arguments, in order.
+
+    A tool that `wanted` names several times may be called as often.
+    """
+    allowed, seen = Counter(wanted), Counter[str]()
+    repeats = []
+    for call in calls:
+        key = json.dumps([call.name, call.arguments], sort_keys=True, default=str)
+        seen[key] += 1
+        if call.name in allowed and seen[key] > allowed[call.name]:
+            repeats.append(call.name)
+    return repeats
+
+
+def feedback(run: AgentRun, wanted: Sequence[str], optimal_steps: int) -> str:
+    """What went well and what to do otherwise, a sentence each."""
+    called = [call.name for call in run.calls]
+    missing = [name for name in dict.fromkeys(wanted) if name not in called]
+    wrong = list(dict.fromkeys(wrong_calls(called, wanted)))
+    repeated = Counter(redundant_calls(run.calls, wanted))
+    lines = [
+        "The task was completed."
+        if run.completion >= 1
+        else f"The task was completed to {run.completion:.0%}."
+        if run.completion > 0
+        else "The task was not completed."
+    ]
+    if not wanted:
+        lines.append("No tool was needed." + " None should have been called." * bool(called))
+    elif not missing and not wrong:
+        lines.append(f"The right tools were called: {', '.join(dict.fromkeys(wanted))}.")
+    if missing:
+        lines.append(f"Not called but needed: {', '.join(missing)}.")
+    if wrong:
+        lines.append(f"Called but not needed: {', '.join(wrong)}.")
+    lines += [f"{name} was called again {n} times without need." for name, n in repeated.items()]
+    if run.steps > optimal_steps:
+        lines.append(f"It took {run.steps} steps where {optimal_steps} are enough.")
+    if run.format_errors:
+        lines.append(f"{run.format_errors} answers could not be read: keep to the format.")
+    if run.timed_out:
+        lines.append("The time ran out.")
+    return " ".join(lines)
+
+
+def target_tools(value: Any) -> list[str]:
+    """The names in a row's `target_tools`: a list, a JSON list as text, or names and commas."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        except ValueError:
+            value = value.split(",")
+    return [str(name).strip() for name in value if str(name).strip()]

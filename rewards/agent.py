@@ -1,0 +1,66 @@
+"""Reward of tool-using agents: task done, right tools, few steps, well timed, well formed.
+
+`judge: rewards/agent.py:agent_judge` in a YAML scores the response of a workflow that returns a
+`WorkflowOutput` whose `response` tells what the agent did:
+
+    {"answer": "42", "tool_calls": ["search", {"name": "add", "arguments": {"a": 1}}],
+     "steps": 3, "format_errors": 0, "timed_out": false, "completion": 1.0}
+
+All but `tool_calls` and `steps` may be left out. Without `completion` the answer is scored: by
+the benchmark that the row or `rewards.benchmark` names, else against the row's `answer` by the
+strict rule for short answers. Rows have `target_tools` (names) and perhaps `optimal_steps`.
+Weights and penalties are `rewards.agent` of the configuration. Each part and penalty is logged
+as `agent/NAME`; the feedback goes to the run's log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aflow_tune import JudgeOutput
+from aflow_tune.scoring import score_answer
+from aflow_tune.scoring.agent_reward import AgentRun, ToolCall, agent_reward, target_tools
+from aflow_tune.scoring.qa import hotpotqa_strict
+from aflow_tune.scoring.rewards import benchmark_of, reward_settings, scored
+
+
+async def agent_judge(task: dict, response: Any, logger: Any = None) -> JudgeOutput:
+    """Scores what an agent did for a row.
+
+    Raises:
+        TypeError: the response does not tell what was done.
+        Unscored: whether the task was completed could not be found out.
+    """
+    if not isinstance(response, Mapping) or "tool_calls" not in response:
+        raise TypeError(
+            "agent_judge wants a response such as {'answer': ..., 'tool_calls': [...], "
+            f"'steps': 3}}, not {response!r:.200}"
+        )
+    calls = [
+        ToolCall(call) if isinstance(call, str) else ToolCall(call["name"], call.get("arguments"))
+        for call in response["tool_calls"]
+    ]
+    run = AgentRun(
+        completion=await _completion(task, response),
+        calls=calls,
+        steps=int(response.get("steps", len(calls))),
+        format_errors=int(response.get("format_errors", 0)),
+        timed_out=bool(response.get("timed_out", False)),
+    )
+    settings = reward_settings().agent
+    wanted = target_tools(task.get("target_tools"))
+    result = agent_reward(run, wanted, task.get("optimal_steps"), settings)
+    if logger is not None:
+        logger.info(result.feedback)
+    return JudgeOutput(reward=result.reward, metrics=result.metrics())
+
+
+async def _completion(task: dict, response: Mapping[str, Any]) -> float:
+    if "completion" in response:
+        return float(response["completion"])
+    answer = str(response.get("answer") or "")
+    settings = reward_settings()
+    if task.get("benchmark") or settings.benchmark:
+        return scored(await score_answer(benchmark_of(task), task, answer, policy=settings.sandbox))
+    return scored(hotpotqa_strict(answer, str(task["answer"])))
