@@ -1,1 +1,1 @@
-"""Operator graphs: load, check, run, draw, write back."""
+"""Operator graphs: a Python workflow over operators with its prompts; load, run, draw, save."""

@@ -1,0 +1,112 @@
+"""`aflow-tune graph`: look at an operator graph, draw it, write it as a round of AFlow.
+
+Runs nothing of the graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from aflow_tune.errors import BadInput, ExitCode
+
+_EPILOG = """\
+A graph is a folder with graph.py and prompts.json, or a round_N folder of AFlow. None of these
+commands runs its code.
+
+examples:
+  aflow-tune graph show workspace/GSM8K/workflows/round_5
+  aflow-tune graph draw my_graph --svg my_graph.svg
+  aflow-tune graph export my_graph --round workspace/GSM8K/workflows/round_21
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `graph` with its three verbs."""
+    parser = commands.add_parser(
+        "graph",
+        help="show, draw or export an operator graph",
+        description="Look at an operator graph without running it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    show = verbs.add_parser(
+        "show",
+        help="operators, prompts, edges and faults",
+        description="List operators, prompts, edges and faults. Exit code 2 if it has faults.",
+    )
+    show.add_argument("path", type=Path, metavar="PATH", help="the graph's folder")
+    show.set_defaults(action=_show)
+
+    draw = verbs.add_parser(
+        "draw",
+        help="as a Mermaid text or an SVG picture",
+        description="Draw the graph: what feeds what, and what repeats. Prints Mermaid unless "
+        "--svg is given.",
+    )
+    draw.add_argument("path", type=Path, metavar="PATH", help="the graph's folder")
+    draw.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture there")
+    draw.add_argument("--mermaid", action="store_true", help="print Mermaid, also beside --svg")
+    draw.set_defaults(action=_draw)
+
+    export = verbs.add_parser(
+        "export",
+        help="write it as a round_N folder that AFlow runs",
+        description="Write the graph as a round of AFlow. An existing graph is never overwritten.",
+    )
+    export.add_argument("path", type=Path, metavar="PATH", help="the graph's folder")
+    export.add_argument(
+        "--round",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="where to, such as workspace/GSM8K/workflows/round_21",
+    )
+    export.add_argument("--dataset", metavar="NAME", help="if the folder's path does not say it")
+    export.set_defaults(action=_export)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from aflow_tune.graph.describe import describe
+    from aflow_tune.graph.graph import read_graph
+
+    graph = read_graph(options.path)
+    print(describe(graph))
+    return ExitCode.BAD_INPUT if graph.shape.faults else ExitCode.DONE
+
+
+def _draw(options: argparse.Namespace) -> int:
+    from aflow_tune.graph.draw import to_mermaid
+    from aflow_tune.graph.graph import read_graph
+    from aflow_tune.graph.svg import to_svg
+
+    graph = read_graph(options.path)
+    if not graph.flow.nodes:
+        title = f"There is nothing to draw in {options.path}: no call of an operator was found."
+        raise BadInput(title, graph.shape.faults)
+    if options.svg is not None:
+        try:
+            options.svg.write_text(to_svg(graph.flow, title=options.path.name), encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"{options.svg} cannot be written: {error}") from error
+        print(options.svg)
+    if options.mermaid or options.svg is None:
+        print(to_mermaid(graph.flow), end="")
+    return ExitCode.DONE
+
+
+def _export(options: argparse.Namespace) -> int:
+    from aflow_tune.graph.graph import load_graph
+    from aflow_tune.graph.save import save_round
+
+    saved = save_round(load_graph(options.path), options.round, dataset=options.dataset)
+    for path in saved.files:
+        print(path)
+    if saved.only_here:
+        print(
+            "\nAFlow takes prompts of operators from its own template: it will not read those of "
+            f"{', '.join(saved.only_here)} in prompts.json."
+        )
+    return ExitCode.DONE

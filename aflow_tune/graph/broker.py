@@ -1,0 +1,321 @@
+"""The parent's side of a graph's calls: checks each one, makes it, counts it.
+
+A message comes from code that anybody may have written, so it is believed in nothing: the
+operator must exist, the arguments must fit its signature and be plain data of bounded size, the
+number of calls is bounded. Wrong arguments are answered with an error, as a call in the same
+process would be; a message that our own side of the channel can never send ends the run.
+
+Models, operators and keys are here and only here. Not covered: what an operator does with its
+arguments, which is its room's concern, and how messages travel (`run.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aflow_tune.context import caller
+from aflow_tune.errors import BudgetReached
+from aflow_tune.models.types import Message, ModelClient, ModelError, Reply
+from aflow_tune.operators import OPERATORS, READ_OUTCOMES, Operator
+from aflow_tune.operators.prompts import MAIN
+from aflow_tune.sandbox.types import SandboxUnavailable
+
+MODEL_CALLER = "llm"
+"""Caller of a graph's direct calls of its model."""
+MAX_DEPTH = 20
+"""Of lists and objects inside each other."""
+MAX_INSTANCES = 200
+"""Different operators that one run may build."""
+_INSTANCE = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+_OPERATOR_KEYS = {"id", "call", "operator", "instance", "model", "options", "args", "kwargs"}
+_MODEL_KEYS = {"id", "call", "model", "prompt", "system"}
+
+
+class ForgedMessage(Exception):
+    """A message that our side of the channel cannot have sent."""
+
+
+class TooManyCalls(Exception):
+    """The graph made more calls than it may."""
+
+
+FATAL = (ForgedMessage, TooManyCalls, BudgetReached, SandboxUnavailable)
+"""What ends the run instead of being an answer to the call."""
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """What one run of a graph may use."""
+
+    seconds: float = 180.0
+    """Wall-clock time, calls of models included."""
+    cpu_seconds: float = 30.0
+    """Processor time of the graph's own code, where it runs in the sandbox."""
+    calls: int = 100
+    """Calls of operators and of the model that the graph may make."""
+    concurrent: int = 32
+    """Of them at the same time; more wait."""
+    argument_chars: int = 1_000_000
+    """Characters of all the texts in one call's arguments."""
+    memory_mb: int = 256
+
+
+@dataclass
+class Spent:
+    """What the calls of a run have cost. `cost` is None once one price was unknown."""
+
+    calls: int = 0
+    """Of models."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = 0.0
+
+    def add(self, reply: Reply) -> None:
+        """Count one answer of a model."""
+        self.calls += 1
+        if reply.usage is not None:
+            self.prompt_tokens += reply.usage.prompt_tokens
+            self.completion_tokens += reply.usage.completion_tokens
+        if self.cost is not None:
+            self.cost = None if reply.cost is None else self.cost + reply.cost
+
+    def to_json(self) -> dict[str, Any]:
+        """As `inside.Usage` adds it up."""
+        return {
+            "calls": self.calls,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cost": self.cost,
+        }
+
+
+class _Counting:
+    """A model client that adds what it spends to a purse as well."""
+
+    def __init__(self, client: ModelClient, purses: Sequence[Spent]) -> None:
+        self._client, self._purses = client, purses
+        self.role, self.model = client.role, client.model
+
+    async def complete(self, messages: Sequence[Message], **settings: Any) -> Reply:
+        reply = await self._client.complete(messages, **settings)
+        for purse in self._purses:
+            purse.add(reply)
+        return reply
+
+
+@dataclass
+class Broker:
+    """Serves the calls of one run.
+
+    `clients` holds a model for each role, 'policy' among them; `roles` says by instance,
+    operator or model name which role other than 'policy' is used. `prompts` gives the prompts
+    of an operator by operator name, instance and both.
+    """
+
+    clients: Mapping[str, ModelClient]
+    roles: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    operators: Mapping[str, type[Operator]] = field(default_factory=lambda: OPERATORS)
+    limits: GraphLimits = field(default_factory=GraphLimits)
+    spent: Spent = field(default_factory=Spent)
+    calls: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Failed calls, by their operator's outcome or the name of their exception."""
+
+    def __post_init__(self) -> None:
+        self._turns = asyncio.Semaphore(self.limits.concurrent)
+        self._seen: set[int] = set()
+        self._instances: set[str] = set()
+
+    def check(self, message: Any) -> None:
+        """Whether a message from the channel is one of ours.
+
+        Raises:
+            ForgedMessage: it is not.
+            TooManyCalls: it is one too many.
+        """
+        if not isinstance(message, dict):
+            raise ForgedMessage(f"a message that is no object but {type(message).__name__}")
+        number = message.get("id")
+        if type(number) is not int or number < 1 or number in self._seen:
+            raise ForgedMessage(f"a call with the number {number!r:.40}")
+        self._seen.add(number)
+        expected = {"operator": _OPERATOR_KEYS, "model": _MODEL_KEYS}.get(str(message.get("call")))
+        if expected is None or set(message) != expected:
+            raise ForgedMessage(f"a call of the form {sorted(map(str, message))!r:.120}")
+        self.count()
+
+    def count(self) -> None:
+        """Count a call. Raises `TooManyCalls`."""
+        self.calls += 1
+        if self.calls > self.limits.calls:
+            raise TooManyCalls(f"more than {self.limits.calls} calls")
+
+    async def serve(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a call that `check` has let through.
+
+        Returns:
+            `{"result", "usage"}`, or `{"error": [kind, text], "usage"}`.
+
+        Raises:
+            ForgedMessage: an argument that our side cannot have sent.
+            TooManyCalls: too many different operators.
+            BudgetReached: the run's budget does not allow it.
+            SandboxUnavailable: an operator has to run a program and may not.
+        """
+        purse = Spent()
+        try:
+            check_size(message, self.limits.argument_chars)
+            async with self._turns:
+                if message["call"] == "model":
+                    result: Any = await self._ask(message, purse)
+                else:
+                    result = await self._operate(message, purse)
+        except FATAL:
+            raise
+        except Exception as error:
+            kind = error.failure.value if isinstance(error, ModelError) else type(error).__name__
+            self.failures[kind] += 1
+            return {"error": [type(error).__name__, str(error)[:2000]], "usage": purse.to_json()}
+        return {"result": result, "usage": purse.to_json()}
+
+    async def _ask(self, message: Mapping[str, Any], purse: Spent) -> str:
+        prompt, system = message["prompt"], message["system"]
+        if not isinstance(prompt, str) or not isinstance(system, str | None):
+            raise TypeError(f"a prompt is a text, not {type(prompt).__name__}")
+        client = self._client([MODEL_CALLER, _name(message["model"])], purse)
+        messages = [{"role": "user", "content": prompt}]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        with caller(MODEL_CALLER):
+            return (await client.complete(messages)).text
+
+    async def _operate(self, message: Mapping[str, Any], purse: Spent) -> Any:
+        name, instance = _name(message["operator"]), _name(message["instance"])
+        options, args, kwargs = message["options"], message["args"], message["kwargs"]
+        if not isinstance(options, dict) or not isinstance(args, list):
+            raise ForgedMessage("options that are no object, or arguments that are no list")
+        if not isinstance(kwargs, dict):
+            raise ForgedMessage("named arguments that are no object")
+        kind = self.operators.get(name)
+        if kind is None:
+            raise ForgedMessage(f"a call of the unknown operator {name!r}")
+        if not _INSTANCE.fullmatch(instance):
+            raise ForgedMessage(f"an operator named {instance!r:.80}")
+        self._instances.add(instance)
+        if len(self._instances) > MAX_INSTANCES:
+            raise TooManyCalls(f"more than {MAX_INSTANCES} different operators")
+        client = self._client([instance, name, _name(message["model"])], purse)
+        operator = self._build(kind, client, name, instance, options)
+        arguments = bind(kind, args, kwargs)
+        result = await operator(*arguments.args, **arguments.kwargs)
+        check_plain(result)
+        if result.outcome not in READ_OUTCOMES:
+            self.failures[result.outcome.value] += 1
+        return dict(result)
+
+    def _build(
+        self,
+        kind: type[Operator],
+        client: ModelClient,
+        name: str,
+        instance: str,
+        options: Mapping[str, Any],
+    ) -> Operator:
+        reserved = {"llm", "name", "prompts"} & set(options)
+        if reserved:
+            raise TypeError(f"operator.{name} does not take {', '.join(sorted(reserved))} here")
+        keys = (name, instance, f"{name}.{instance}")
+        given = [self.prompts[key] for key in keys if key in self.prompts]
+        prompts = given[-1] if given else None
+        if len(given) > 1:
+            prompts = {key: text for texts in given for key, text in _as_mapping(texts).items()}
+        return kind(client, name=instance, prompts=prompts, **options)
+
+    def _client(self, names: Sequence[str], purse: Spent) -> ModelClient:
+        """The model of the first name that has a role; the last is the graph's own name for it."""
+        role = next((self.roles[name] for name in names if name in self.roles), None)
+        if role is None:
+            role = names[-1] if names[-1] in self.clients else None
+        if role is None:
+            raise LookupError(
+                f"the graph asks for the model {names[-1]!r}: give it a role under graph.models"
+            )
+        return _Counting(self.clients[role], (purse, self.spent))
+
+
+def bind(
+    kind: type[Operator], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Arguments of a call held against the operator's signature.
+
+    Some of AFlow's templates give operators a `mode` that ours do without: it is dropped.
+
+    Raises:
+        TypeError: they do not fit.
+    """
+    signature = inspect.signature(kind.__call__)
+    signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
+    named = dict(kwargs)
+    if "mode" not in signature.parameters and not takes_any:
+        named.pop("mode", None)
+    return signature.bind(*args, **named)
+
+
+def _as_mapping(texts: Any) -> Mapping[str, str]:
+    return {MAIN: texts} if isinstance(texts, str) else texts
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 200:
+        raise ForgedMessage(f"a name that is {value!r:.40}")
+    return value
+
+
+def check_size(value: Any, most: int) -> None:
+    """Plain data of at most `most` characters in all its texts.
+
+    Raises:
+        ForgedMessage: it is nested too deeply.
+        ValueError: it is too large.
+    """
+    total = 0
+    pending = [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise ForgedMessage("data nested too deeply")
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, list):
+            total += len(item)
+            pending += [(part, depth + 1) for part in item]
+        elif isinstance(item, dict):
+            pending += [(part, depth + 1) for pair in item.items() for part in pair]
+        if total > most:
+            raise ValueError(f"arguments of more than {most} characters")
+
+
+def check_plain(value: Any) -> None:
+    """Whether what an operator returned can travel to the graph.
+
+    Raises:
+        TypeError: it holds more than texts, numbers, lists and objects.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError("an operator's result has a key that is no text")
+            check_plain(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_plain(item)
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        raise TypeError(f"an operator's result holds a {type(value).__name__}")

@@ -1,0 +1,210 @@
+"""`load_graph` and `Graph`: a workflow over operators with its prompts, as one value.
+
+A graph is its texts: it can be pickled to a worker that has none of its files, run many times
+at once, given other prompts, drawn, and written back. Nothing of it is executed by loading it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.graph.broker import Broker, GraphLimits
+from aflow_tune.graph.files import PromptText, check_prompts, read_files
+from aflow_tune.graph.flow import Flow, trace_flow
+from aflow_tune.graph.run import GraphRun, run_graph
+from aflow_tune.graph.shape import Shape, examine
+from aflow_tune.models import as_client
+from aflow_tune.models.types import ModelClient
+from aflow_tune.operators import OPERATORS, Operator
+from aflow_tune.operators.prompts import checked
+
+DEFAULT_DATASET = "custom"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A loaded graph. Change it with `with_prompts`; run it with `run`."""
+
+    label: str
+    """The folder that it was loaded from, for messages."""
+    sources: Mapping[str, str]
+    """graph.py; prompt.py and op_prompt.py where there are any."""
+    prompts: Mapping[str, PromptText] = field(default_factory=dict)
+    """Prompts that win over those of the files, by constant, instance or operator."""
+    dataset: str | None = None
+    round: int | None = None
+    trust: bool = False
+    """True: its code runs in this process, with your rights."""
+    operators: Mapping[str, type[Operator]] = field(default_factory=dict)
+    """Operators of the user's that it may name, besides those of the registry."""
+
+    @property
+    def known(self) -> dict[str, type[Operator]]:
+        """Every operator that it may name."""
+        return {**OPERATORS, **self.operators}
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """What its source says about it."""
+        files = dict(self.sources)
+        return examine(files, sorted(self.known), self.prompts, self.label)
+
+    @functools.cached_property
+    def flow(self) -> Flow:
+        """Its calls and the edges between them."""
+        return trace_flow(self.shape)
+
+    @property
+    def constants(self) -> dict[str, str]:
+        """The prompts that win over prompt.py's, as `prompt_custom` offers them."""
+        return {
+            name: text
+            for name, text in self.prompts.items()
+            if isinstance(text, str) and self._operator_of(name) is None
+        }
+
+    @property
+    def operator_prompts(self) -> dict[str, PromptText]:
+        """The prompts for operators, by `instance`, `Operator` or `Operator.instance`."""
+        return {name: text for name, text in self.prompts.items() if self._operator_of(name)}
+
+    def _operator_of(self, name: str) -> str | None:
+        """The operator that a name of a prompt means; None for a constant."""
+        if name in self.shape.instances:
+            return self.shape.instances[name]
+        operator, _, instance = name.partition(".")
+        fits = operator in self.known and (not instance or instance in self.shape.instances)
+        return operator if fits else None
+
+    def prompt_faults(self) -> list[Fault]:
+        """What is wrong with the prompts for operators: unknown names, missing placeholders."""
+        faults = []
+        for name, texts in self.operator_prompts.items():
+            kind = self.known.get(self._operator_of(name) or "")
+            if kind is not None:
+                faults += checked(texts, kind.asks, f"{self.label}: prompts.{name}")[1]
+        return faults
+
+    def with_prompts(self, prompts: Mapping[str, PromptText]) -> Graph:
+        """The same graph with other texts: for constants of `prompt_custom`, instances, operators.
+
+        Raises:
+            BadInput: a name that the graph has no use for, or a text that does not fit.
+        """
+        texts, faults = check_prompts(prompts, self.label)
+        constants = {*self.shape.constants, *self.prompts}
+        for name in texts:
+            if name not in constants and self._operator_of(name) is None:
+                known = sorted({*constants, *self.shape.instances, *self.shape.instances.values()})
+                near = difflib.get_close_matches(name, known, 1)
+                cure = f"did you mean {near[0]}?" if near else "name one of them"
+                expected = f"one of: {', '.join(known) or 'nothing'}"
+                faults.append(Fault(self.label, expected, name, cure))
+        changed = replace(self, prompts={**self.prompts, **texts})
+        faults += changed.prompt_faults()
+        if faults:
+            raise BadInput("Prompts that do not fit the graph.", faults)
+        return changed
+
+    async def run(
+        self,
+        problem: str,
+        entry_point: str | None = None,
+        *,
+        model: Any,
+        clients: Mapping[str, ModelClient] | None = None,
+        models: Mapping[str, str] | None = None,
+        limits: GraphLimits | None = None,
+        sandbox: str = "auto",
+        dataset: str | None = None,
+    ) -> GraphRun:
+        """Run the graph on one problem. How it ended is in the result, never an exception.
+
+        Args:
+            entry_point: name of the function to write; for graphs that take one.
+            model: the policy, as `aflow_tune.models.as_client` takes it.
+            clients: other models by role.
+            models: role by instance name, operator name or the graph's own name of a model.
+            sandbox: policy of the sandbox for the graph's code.
+            dataset: handed to the graph; None for that of its folder.
+
+        Raises:
+            BudgetReached: the budget in front of a model is used up.
+            BadInput: the graph takes an entry point and got none, or `models` names a role
+                without a client.
+        """
+        policy = as_client(model)
+        offered = {"policy": policy, **(clients or {})}
+        unknown = sorted(set((models or {}).values()) - set(offered))
+        if unknown:
+            raise BadInput(f"{self.label}: no client for the role {', '.join(unknown)}")
+        arguments = [problem]
+        if entry_point is not None and len(self.shape.parameters) > 1:
+            arguments.append(entry_point)
+        elif self.shape.needs_entry_point and entry_point is None:
+            raise BadInput(f"{self.label}: the graph takes an entry point, the task has none")
+        broker = Broker(
+            clients=offered,
+            roles=dict(models or {}),
+            operators=self.known,
+            prompts=self.operator_prompts,
+            limits=limits or GraphLimits(),
+        )
+        name = dataset or self.dataset or DEFAULT_DATASET
+        return await run_graph(self, arguments, broker, name, sandbox)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is derived is derived again where the graph arrives.
+        derived = ("shape", "flow")
+        return {name: value for name, value in vars(self).items() if name not in derived}
+
+
+def load_graph(
+    path: str | Path,
+    *,
+    trust: bool = False,
+    operators: Mapping[str, type[Operator]] | None = None,
+) -> Graph:
+    """Load a graph from our form or from a `round_N` folder of AFlow. Runs none of it.
+
+    Args:
+        trust: True: its code will run in this process, with your rights.
+        operators: of the user's, by name, that it may use besides those of the registry.
+
+    Raises:
+        BadInput: with every fault that would keep the graph from running.
+    """
+    graph = read_graph(path, trust=trust, operators=operators)
+    faults = [*graph.shape.faults, *graph.prompt_faults()]
+    if faults:
+        raise BadInput(f"The graph at {path} cannot run.", faults)
+    return graph
+
+
+def read_graph(
+    path: str | Path,
+    *,
+    trust: bool = False,
+    operators: Mapping[str, type[Operator]] | None = None,
+) -> Graph:
+    """Load a graph that may be faulty, to be shown: see `Graph.shape.faults`.
+
+    Raises:
+        BadInput: its files cannot be read.
+    """
+    files = read_files(path)
+    return Graph(
+        files.label,
+        files.sources,
+        files.prompts,
+        files.dataset,
+        files.round,
+        trust,
+        dict(operators or {}),
+    )

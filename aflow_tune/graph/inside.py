@@ -1,0 +1,454 @@
+"""What runs beside a graph's code: the modules that it imports, and its way to the outside.
+
+A graph written for AFlow imports its operators, its prompts and its model from modules of that
+project. Here they are shims: an operator is a handle whose call becomes one message to the
+parent process, which alone holds models and operators; so is the model. Everything else that a
+graph imports is Python's own.
+
+This file is the whole program in the sandbox, where nothing of this project is installed, and
+is imported for trusted graphs and by the static check: it needs the standard library only. It
+guards nothing: what the graph's code may do is decided by the wall around the process and by
+`broker.py`, which believes no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import itertools
+import linecache
+import math
+import re
+import sys
+import threading
+import traceback
+import types
+from typing import Any, Literal
+
+GRAPH_FILE = "graph.py"
+PROMPT_FILE = "prompt.py"
+TEMPLATE_PROMPT_FILE = "op_prompt.py"
+
+OWN_NAMES = ("operator", "prompt_custom", "create_llm_instance", "DatasetType")
+"""Names that a graph finds without importing them, as AFlow's optimizer promises."""
+FOREIGN_PACKAGES = ("workspace", "scripts", "metagpt")
+"""Top-level packages of AFlow: a module of theirs without a shim is not to be had."""
+
+_MODULES = {
+    "scripts.async_llm": "model",
+    "metagpt.provider.llm_provider_registry": "model",
+    "scripts.evaluator": "dataset",
+    "metagpt.ext.aflow.scripts.evaluator": "dataset",
+    "metagpt.utils.cost_manager": "cost",
+    "scripts.logs": "log",
+    "metagpt.logs": "log",
+    "scripts.operators": "operator",
+    "metagpt.ext.aflow.scripts.operator": "operator",
+    "operators": "operator",
+    "prompt": "prompt",
+}
+_ENDINGS = (
+    (re.compile(r"\.template\.operator$"), "operator"),
+    (re.compile(r"\.template\.op_prompt$"), "template prompt"),
+    (re.compile(r"\.round_\w+\.prompt$"), "prompt"),
+)
+_HOME = "workflows.round_0"
+"""The package that relative imports of a graph are relative to."""
+
+NAMES_OF = {
+    "model": ("create_llm_instance", "AsyncLLM", "LLMConfig"),
+    "dataset": ("DatasetType",),
+    "cost": ("CostManager",),
+    "log": ("logger",),
+}
+"""What the shims offer, operators and prompts apart."""
+
+
+def shim_of(module: str) -> str | None:
+    """Which shim stands in for a module of this absolute name, or None."""
+    if module in _MODULES:
+        return _MODULES[module]
+    return next((kind for ending, kind in _ENDINGS if ending.search(f".{module}")), None)
+
+
+def absolute(module: str, level: int) -> str:
+    """The name of a module that a graph imports, with the dots in front resolved."""
+    if not level:
+        return module
+    package = _HOME.split(".")[: max(0, 3 - level)]
+    return ".".join([*package, module] if module else package)
+
+
+class CallFailed(RuntimeError):
+    """An operator or a model outside failed; the message says how."""
+
+
+class LLMConfig:
+    """What a graph gets as `llm_config`. The parent decides what it stands for."""
+
+    def __init__(self, config: Any = None) -> None:
+        values = dict(config) if isinstance(config, dict) else {}
+        self.model = values.get("model", "policy")
+        self.temperature = values.get("temperature", 1)
+        self.top_p = values.get("top_p", 1)
+
+
+class Usage:
+    """Tokens and money that one model of a graph has cost so far, as the parent counts them.
+
+    `total_cost` is in US dollars, and not a number once a price was unknown.
+    """
+
+    def __init__(self) -> None:
+        self.total_prompt_tokens = 0
+        self.total_completion_tokens = 0
+        self.total_cost = 0.0
+        self.call_count = 0
+
+    def add(self, usage: dict[str, Any]) -> None:
+        self.total_prompt_tokens += usage.get("prompt_tokens") or 0
+        self.total_completion_tokens += usage.get("completion_tokens") or 0
+        cost = usage.get("cost")
+        self.total_cost += math.nan if cost is None else cost
+        self.call_count += usage.get("calls") or 0
+
+    def get_total_cost(self) -> float:
+        return self.total_cost
+
+    def get_summary(self) -> dict[str, Any]:
+        return {
+            "total_input_tokens": self.total_prompt_tokens,
+            "total_output_tokens": self.total_completion_tokens,
+            "total_tokens": self.total_prompt_tokens + self.total_completion_tokens,
+            "total_cost": self.total_cost,
+            "call_count": self.call_count,
+        }
+
+
+class Model:
+    """A graph's handle on a model. `config` names it; the parent knows which that is."""
+
+    def __init__(self, session: Any, config: Any) -> None:
+        self._session = session
+        self._name = config if isinstance(config, str) else str(getattr(config, "model", "policy"))
+        self.usage_tracker = Usage()
+        self.cost_manager = self.usage_tracker
+
+    async def __call__(self, prompt: str) -> str:
+        return await self._ask(prompt, None)
+
+    async def aask(self, msg: str, system_msgs: Any = None, **_: Any) -> str:
+        """MetaGPT's name for a call."""
+        system = "\n".join(system_msgs) if isinstance(system_msgs, (list, tuple)) else system_msgs
+        return await self._ask(msg, system)
+
+    async def _ask(self, prompt: str, system: str | None) -> str:
+        message = {"call": "model", "model": self._name, "prompt": prompt, "system": system}
+        reply = await self._session.request(message)
+        self.count(reply["usage"])
+        return reply["result"]
+
+    def get_usage_summary(self) -> dict[str, Any]:
+        """AFlow's summary, without its history of single calls."""
+        return self.usage_tracker.get_summary()
+
+    def count(self, usage: dict[str, Any]) -> None:
+        self.usage_tracker.add(usage)
+        # MetaGPT's graphs put a manager of their own in its place.
+        if self.cost_manager is not self.usage_tracker and isinstance(self.cost_manager, Usage):
+            self.cost_manager.add(usage)
+
+
+class Operator:
+    """A graph's handle on an operator. Its class's name is the operator's, or derives from it."""
+
+    _session: Any = None
+    _operator = ""
+
+    def __init__(self, llm: Any, name: Any = None, **options: Any) -> None:
+        if not isinstance(llm, Model):
+            raise TypeError(
+                f"operator.{type(self).__name__} takes the graph's model first, as in "
+                f"operator.{type(self).__name__}(self.llm), not {type(llm).__name__}"
+            )
+        self.llm = llm
+        self.name = name or type(self).__name__
+        self._options = options
+        self._instance = self._session.instance_name(type(self).__name__)
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        message = {
+            "call": "operator",
+            "operator": self._operator,
+            "instance": self._instance,
+            "model": self.llm._name,
+            "options": self._options,
+            "args": list(args),
+            "kwargs": kwargs,
+        }
+        reply = await self._session.request(message)
+        self.llm.count(reply["usage"])
+        return reply["result"]
+
+
+class _Log:
+    """Stands for AFlow's logger: a graph's log goes nowhere."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Session:
+    """One run of a graph, seen from its side. `request` sends a call and waits for its reply.
+
+    `sites` maps `line:column` of the operators built in graph.py to their names.
+    """
+
+    def __init__(self, send: Any, sites: dict[str, str], graph_label: str) -> None:
+        self._send = send
+        self._sites = sites
+        self._label = graph_label
+        self._built: dict[str, int] = {}
+
+    async def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        reply = await self._send(message)
+        if "error" in reply:
+            kind, text = reply["error"]
+            # Wrong arguments fail in a graph as they would without a parent in between.
+            raise TypeError(text) if kind == "TypeError" else CallFailed(f"{kind}: {text}")
+        return reply
+
+    def instance_name(self, kind: str) -> str:
+        """The name of the operator being built: by its place in graph.py, else by counting."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self._label:
+                place = next(
+                    itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None),
+                    (None,) * 4,
+                )
+                name = self._sites.get(f"{place[0]}:{place[2]}")
+                if name:
+                    return name
+            frame = frame.f_back
+        count = self._built[kind] = self._built.get(kind, 0) + 1
+        return f"{kind.lower()}_{count}"
+
+
+class Importer:
+    """`__import__` for a graph: shims for AFlow's modules, Python's own for the rest."""
+
+    def __init__(self, shims: dict[str, types.ModuleType]) -> None:
+        self._shims = shims
+        self._packages: dict[str, types.ModuleType] = {}
+
+    def __call__(
+        self,
+        name: str,
+        globals: Any = None,
+        locals: Any = None,
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> Any:
+        module = absolute(name, level)
+        kind = shim_of(module)
+        if kind is not None and fromlist:
+            return self._shim(kind, module)
+        if kind is not None:
+            return self._nested(module, self._shim(kind, module))
+        kinds = {item: shim_of(f"{module}.{item}") for item in fromlist or ()}
+        if any(kinds.values()):
+            package = types.ModuleType(module)
+            for item, kind in kinds.items():
+                if kind is not None:
+                    setattr(package, item, self._shim(kind, f"{module}.{item}"))
+            return package
+        if level or module.partition(".")[0] in FOREIGN_PACKAGES:
+            raise ModuleNotFoundError(f"No module named {module!r} for a graph", name=module)
+        return builtins.__import__(name, globals, locals, fromlist, 0)
+
+    def _shim(self, kind: str, module: str) -> types.ModuleType:
+        if kind not in self._shims:
+            raise ModuleNotFoundError(f"the graph has no file for {module!r}", name=module)
+        return self._shims[kind]
+
+    def _nested(self, module: str, shim: types.ModuleType) -> types.ModuleType:
+        """The top-level package of `module`, with the shim where the import looks for it."""
+        top, *parts = module.split(".")
+        if not parts:
+            return shim
+        package = self._packages.setdefault(top, types.ModuleType(top))
+        place = package
+        for part in parts[:-1]:
+            if not hasattr(place, part):
+                setattr(place, part, types.ModuleType(part))
+            place = getattr(place, part)
+        setattr(place, parts[-1], shim)
+        return package
+
+
+_numbers = itertools.count()
+
+
+class Modules:
+    """A graph's modules for one run: the shims, prompt.py and graph.py itself."""
+
+    def __init__(self, setup: dict[str, Any], sources: dict[str, str], send: Any) -> None:
+        self._number = next(_numbers)
+        self._sources = sources
+        self.labels = {name: f"<graph {self._number}>/{name}" for name in sources}
+        self.session = Session(send, setup["sites"], self.labels[GRAPH_FILE])
+        self._shims = {
+            "operator": self._operators(setup["operators"]),
+            "model": self._module(
+                "model",
+                create_llm_instance=lambda config=None: Model(self.session, config),
+                AsyncLLM=lambda config=None, system_msg=None: Model(self.session, config),
+                LLMConfig=LLMConfig,
+            ),
+            "dataset": self._module("dataset", DatasetType=Literal[setup["dataset"]]),
+            "cost": self._module("cost", CostManager=Usage),
+            "log": self._module("log", logger=_Log()),
+        }
+        self._importer = Importer(self._shims)
+        if TEMPLATE_PROMPT_FILE in sources:
+            self._shims["template prompt"] = self._load(TEMPLATE_PROMPT_FILE)
+        prompts = self._module("prompt")
+        if PROMPT_FILE in sources:
+            prompts = self._load(PROMPT_FILE)
+        vars(prompts).update(setup["prompts"])
+        self._shims["prompt"] = prompts
+        self.graph = self._load(
+            GRAPH_FILE,
+            operator=self._shims["operator"],
+            prompt_custom=prompts,
+            create_llm_instance=self._shims["model"].create_llm_instance,
+            DatasetType=self._shims["dataset"].DatasetType,
+        )
+
+    def close(self) -> None:
+        """Forget the modules, so that many runs in one process leave nothing behind."""
+        for name in (GRAPH_FILE, PROMPT_FILE, TEMPLATE_PROMPT_FILE):
+            sys.modules.pop(self._module_name(name), None)
+            linecache.cache.pop(self.labels.get(name, ""), None)
+
+    def _module_name(self, file: str) -> str:
+        return f"aflow_graph_{self._number}_{file.removesuffix('.py')}"
+
+    def _load(self, file: str, **names: Any) -> types.ModuleType:
+        source, label = self._sources[file], self.labels[file]
+        module = types.ModuleType(self._module_name(file))
+        namespace = vars(module)
+        namespace.update(names, __file__=label, __package__="")
+        namespace["__builtins__"] = {**vars(builtins), "__import__": self._importer}
+        # Dataclasses look their module up by its name, tracebacks its lines by its file.
+        sys.modules[module.__name__] = module
+        linecache.cache[label] = (len(source), None, source.splitlines(True), label)
+        exec(compile(source, label, "exec"), namespace)
+        return module
+
+    def _module(self, name: str, **names: Any) -> types.ModuleType:
+        module = types.ModuleType(name)
+        vars(module).update(names)
+        return module
+
+    def _operators(self, names: Any) -> types.ModuleType:
+        bodies = {name: {"_session": self.session, "_operator": name} for name in names}
+        kinds = {name: type(name, (Operator,), body) for name, body in bodies.items()}
+        return self._module("operator", **kinds)
+
+
+async def run(setup: dict[str, Any], sources: dict[str, str], send: Any) -> dict[str, Any]:
+    """Build the graph and run it once.
+
+    Args:
+        setup: `operators` (names), `sites`, `prompts` (constants that win over prompt.py),
+            `dataset`, `model` and `arguments`, which are passed in order.
+        sources: graph.py, and prompt.py and op_prompt.py where there are any.
+        send: takes a message, returns the reply.
+
+    Returns:
+        `{"end": "answer", "answer": ...}`, or `{"end": "raised", "kind", "text", "place"}`
+        where `place` is `file:line` in the graph's files, or empty.
+    """
+    modules = None
+    try:
+        modules = Modules(setup, sources, send)
+        config = LLMConfig({"model": setup["model"]})
+        workflow = modules.graph.Workflow(
+            name=setup["dataset"], llm_config=config, dataset=setup["dataset"]
+        )
+        returned = await workflow(*setup["arguments"])
+    except Exception as error:
+        return _raised(error)
+    finally:
+        if modules is not None:
+            modules.close()
+    if isinstance(returned, tuple):
+        if len(returned) != 2:
+            text = f"the workflow returned {len(returned)} values, not an answer and its cost"
+            return {"end": "raised", "kind": "ValueError", "text": text, "place": ""}
+        returned = returned[0]
+    return {"end": "answer", "answer": returned}
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    place = ""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename.rpartition('/')[2]}:{error.lineno}"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith("<graph "):
+            place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
+    return {"end": "raised", "kind": type(error).__name__, "text": str(error), "place": place}
+
+
+def main() -> None:
+    """The program in the sandbox: one run, over the channel."""
+    import aflow_channel
+
+    setup = aflow_channel.receive()
+    sources = {}
+    for name in setup["files"]:
+        with open(name, encoding="utf-8") as file:
+            sources[name] = file.read()
+    end = asyncio.run(_over_channel(setup, sources, aflow_channel))
+    if end["end"] == "answer":
+        end["answer"] = plain(end["answer"])
+    aflow_channel.send(end)
+
+
+async def _over_channel(setup: dict[str, Any], sources: dict[str, str], channel: Any) -> Any:
+    loop = asyncio.get_running_loop()
+    waiting: dict[int, asyncio.Future[Any]] = {}
+    numbers = itertools.count(1)
+
+    def settle(reply: dict[str, Any]) -> None:
+        future = waiting.pop(reply["id"], None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def listen() -> None:
+        while (reply := channel.receive()) is not None:
+            loop.call_soon_threadsafe(settle, reply)
+
+    async def send(message: dict[str, Any]) -> Any:
+        number = next(numbers)
+        waiting[number] = loop.create_future()
+        channel.send({"id": number, **message})
+        return await waiting[number]
+
+    threading.Thread(target=listen, daemon=True).start()
+    return await run(setup, sources, send)
+
+
+def plain(value: Any) -> Any:
+    """An answer as JSON can hold it; what it cannot hold becomes its text."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    return str(value)

@@ -1,0 +1,253 @@
+"""One run of a graph: in the sandbox with a channel to this process, or, if trusted, in it.
+
+In the sandbox the program is `inside.py` with the graph's files beside it. Each call arrives as
+a message, is served in a task of its own (so that `asyncio.gather` in there is concurrency out
+here, and each call keeps its attribution), and is answered by its number. Whatever the program
+does, the run ends within its time and its number of calls, and how it ended is data.
+
+Left to others: the wall (`aflow_tune.sandbox`), the calls (`broker.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aflow_tune.errors import BudgetReached
+from aflow_tune.graph import inside
+from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, TooManyCalls, check_size
+from aflow_tune.sandbox import open_channel
+from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
+
+if TYPE_CHECKING:
+    from aflow_tune.graph.graph import Graph
+
+MAX_ANSWER_CHARS = 1_000_000
+TRUSTED = "trusted"
+"""The level of a run without a wall, because the graph is trusted."""
+
+
+class GraphEnding(StrEnum):
+    """How a run of a graph ended. The value is its word in traces and metrics."""
+
+    ANSWERED = "answered"
+    NO_ANSWER = "no_answer"
+    """It returned None or an empty text."""
+    RAISED = "raised"
+    """The graph's code raised an exception."""
+    TIMED_OUT = "timed_out"
+    OUT_OF_MEMORY = "out_of_memory"
+    TOO_MANY_CALLS = "too_many_calls"
+    DIED = "died"
+    """Its process ended without an answer."""
+    FORGED = "forged_message"
+    """It sent what a graph cannot send: code that works against the channel."""
+    SANDBOX_UNAVAILABLE = "sandbox_unavailable"
+    """Nothing was run, or an operator could not run its program: no wall can be built here."""
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """One run: its answer, or why there is none."""
+
+    ending: GraphEnding
+    answer: Any = None
+    """What the workflow returned, without its cost; plain data."""
+    reason: str = ""
+    """Of an ending without an answer; names file and line where the graph's code raised."""
+    calls: int = 0
+    """Calls of operators and of the model that the graph made."""
+    model_calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = 0.0
+    """US dollars; None if the price of a call is not known."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Failed calls by kind. The graph may have coped with them."""
+    level: str = ""
+    """The wall that the graph ran behind, or 'trusted'."""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is an answer. Not whether it is right."""
+        return self.ending is GraphEnding.ANSWERED
+
+    @property
+    def text(self) -> str:
+        """The answer as text; empty where there is none."""
+        if self.answer is None:
+            return ""
+        return self.answer if isinstance(self.answer, str) else str(self.answer)
+
+
+async def run_graph(
+    graph: Graph, arguments: Sequence[str], broker: Broker, dataset: str, sandbox: str
+) -> GraphRun:
+    """Run a graph once. `sandbox` is the policy of `aflow_tune.sandbox.run_program`.
+
+    Raises:
+        BudgetReached: the run's budget is used up.
+    """
+    started = time.monotonic()
+    setup = {
+        "operators": sorted(graph.known),
+        "sites": {
+            f"{built.line}:{built.column}": built.instance for built in graph.shape.operators
+        },
+        "prompts": graph.constants,
+        "dataset": dataset,
+        "model": "policy",
+        "arguments": list(arguments),
+        "files": sorted(graph.sources),
+    }
+    try:
+        async with asyncio.timeout(broker.limits.seconds):
+            if graph.trust:
+                run = await _trusted(graph, setup, broker)
+            else:
+                run = await _sandboxed(graph, setup, broker, sandbox)
+    except TimeoutError:
+        run = GraphRun(GraphEnding.TIMED_OUT, reason=f"no answer in {broker.limits.seconds} s")
+    except SandboxUnavailable as error:
+        run = GraphRun(GraphEnding.SANDBOX_UNAVAILABLE, reason=str(error))
+    except TooManyCalls as error:
+        run = GraphRun(GraphEnding.TOO_MANY_CALLS, reason=str(error))
+    except ForgedMessage as error:
+        run = GraphRun(GraphEnding.FORGED, reason=f"{graph.label}: {error}")
+    return replace(
+        run,
+        calls=broker.calls,
+        model_calls=broker.spent.calls,
+        prompt_tokens=broker.spent.prompt_tokens,
+        completion_tokens=broker.spent.completion_tokens,
+        cost=broker.spent.cost,
+        failures=dict(broker.failures),
+        level=run.level or (TRUSTED if graph.trust else ""),
+        seconds=time.monotonic() - started,
+    )
+
+
+async def _trusted(graph: Graph, setup: dict[str, Any], broker: Broker) -> GraphRun:
+    ended: list[BaseException] = []
+
+    async def send(message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            broker.count()
+            return await broker.serve(message)
+        except FATAL as error:
+            ended.append(error)
+            raise
+
+    end = await inside.run(setup, dict(graph.sources), send)
+    if ended:  # the graph may have caught it
+        raise ended[0]
+    return _ended(graph, end)
+
+
+async def _sandboxed(graph: Graph, setup: dict[str, Any], broker: Broker, policy: str) -> GraphRun:
+    limits = Limits(
+        seconds=broker.limits.seconds,
+        cpu_seconds=min(broker.limits.cpu_seconds, broker.limits.seconds),
+        memory_mb=broker.limits.memory_mb,
+    )
+    async with open_channel(
+        _program(), files=dict(graph.sources), limits=limits, policy=policy
+    ) as channel:
+        await channel.send(setup)
+        end = await _converse(channel, broker)
+        if end is None:
+            return _died(channel.execution())
+    return _ended(graph, end)
+
+
+@functools.cache
+def _program() -> str:
+    return Path(inside.__file__).read_text(encoding="utf-8") + "\n\nmain()\n"
+
+
+async def _converse(channel: Any, broker: Broker) -> dict[str, Any] | None:
+    """Serve the program's calls until it says how it ended; None if it never does."""
+    loop = asyncio.get_running_loop()
+    fatal: asyncio.Future[None] = loop.create_future()
+    one_at_a_time = asyncio.Lock()
+    serving: set[asyncio.Task[None]] = set()
+
+    async def serve(message: dict[str, Any]) -> None:
+        try:
+            reply = await broker.serve(message)
+            async with one_at_a_time:
+                await channel.send({"id": message["id"], **reply})
+        except (Exception, BudgetReached) as error:
+            if not fatal.done():
+                fatal.set_exception(error)
+
+    receiving = asyncio.ensure_future(channel.receive())
+    try:
+        while True:
+            await asyncio.wait({receiving, fatal}, return_when=asyncio.FIRST_COMPLETED)
+            if fatal.done():
+                fatal.result()
+            message = receiving.result()
+            if message is None:
+                return None
+            if isinstance(message, dict) and "end" in message:
+                return _checked_end(message)
+            broker.check(message)
+            task = asyncio.create_task(serve(message))
+            serving.add(task)
+            task.add_done_callback(serving.discard)
+            receiving = asyncio.ensure_future(channel.receive())
+    finally:
+        open_tasks = [receiving, *serving]
+        for task in open_tasks:
+            task.cancel()
+        await asyncio.gather(*open_tasks, return_exceptions=True)
+        if fatal.done() and not fatal.cancelled():
+            fatal.exception()  # it was raised above, or the run had ended before it mattered
+
+
+def _checked_end(message: dict[str, Any]) -> dict[str, Any]:
+    if message["end"] == "answer" and set(message) == {"end", "answer"}:
+        try:
+            check_size(message["answer"], MAX_ANSWER_CHARS)
+        except ValueError:
+            raise ForgedMessage(f"an answer of more than {MAX_ANSWER_CHARS} characters") from None
+        return message
+    words = [message.get(key) for key in ("kind", "text", "place")]
+    if message["end"] == "raised" and all(isinstance(word, str) for word in words):
+        return message
+    raise ForgedMessage("an ending that is neither an answer nor an exception")
+
+
+def _ended(graph: Graph, end: Mapping[str, Any]) -> GraphRun:
+    if end["end"] == "raised":
+        where = f"{graph.label}/{end['place']}: " if end["place"] else f"{graph.label}: "
+        reason = f"{where}{end['kind']}: {end['text']}"
+        return GraphRun(GraphEnding.RAISED, reason=reason[:2000])
+    answer = end["answer"]
+    if answer is None or (isinstance(answer, str) and not answer.strip()):
+        found = "None" if answer is None else "an empty text"
+        return GraphRun(GraphEnding.NO_ANSWER, reason=f"{graph.label}: it returned {found}")
+    return GraphRun(GraphEnding.ANSWERED, answer)
+
+
+def _died(execution: Execution) -> GraphRun:
+    endings = {
+        Ending.TIMED_OUT: GraphEnding.TIMED_OUT,
+        Ending.OUT_OF_MEMORY: GraphEnding.OUT_OF_MEMORY,
+    }
+    last = execution.stderr.strip()[-500:]
+    hit = f", limits hit: {', '.join(execution.limits_hit)}" if execution.limits_hit else ""
+    reason = f"its process {execution.ending.value} (exit code {execution.exit_code}{hit})"
+    return GraphRun(
+        endings.get(execution.ending, GraphEnding.DIED),
+        reason=f"{reason}: {last}" if last else reason,
+        level=execution.level.value,
+    )

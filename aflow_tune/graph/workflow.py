@@ -1,0 +1,201 @@
+"""A graph as the workflow function that `tune` and `eval` take: run it on a row, score it.
+
+The object is the function. It holds the graph's texts and plain settings only, so it travels to
+a worker by value and needs no file there. The model that is tuned is the graph's model; other
+operators may use other models of the configuration by role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict  # noqa: UP035 (the contract's spelling)
+
+from aflow_tune.config import GraphSection, ModelSettings
+from aflow_tune.context import record_metrics
+from aflow_tune.errors import AflowTuneError, BadInput, Fault
+from aflow_tune.graph.broker import GraphLimits
+from aflow_tune.graph.graph import Graph, load_graph
+from aflow_tune.graph.run import GraphEnding, GraphRun
+from aflow_tune.models.settings import check_models, make_client
+from aflow_tune.models.types import ModelClient
+from aflow_tune.operators import Operator, TestCases, use_test_cases
+from aflow_tune.sandbox.types import SandboxUnavailable
+from aflow_tune.scoring import find, score_both
+from aflow_tune.trace import Trace, current_trace
+
+if TYPE_CHECKING:
+    from agentscope.model import TrinityChatModel
+
+ScoreFunction = Callable[[Mapping[str, Any], Any], float | Awaitable[float]]
+"""From a row and the graph's answer to a reward."""
+DEFAULT_PROBLEM_FIELDS = ("question", "problem", "prompt")
+
+
+class GraphFailed(AflowTuneError, RuntimeError):
+    """A run of a graph ended without an answer. `run` says how."""
+
+    def __init__(self, run: GraphRun) -> None:
+        super().__init__(run)
+        self.run = run
+
+    def __str__(self) -> str:
+        return f"{self.run.ending.value}: {self.run.reason}"
+
+
+class Unscored(AflowTuneError, RuntimeError):
+    """An answer that could not be scored: neither right nor wrong."""
+
+
+@dataclass(frozen=True)
+class GraphWorkflow:
+    """`async def f(task: Dict, model: TrinityChatModel) -> float` around a graph.
+
+    Exactly one of `benchmark` and `score` says what an answer is worth.
+    """
+
+    graph: Graph
+    benchmark: str | None = None
+    score: ScoreFunction | None = None
+    problem: str | None = None
+    """Field with the question. None: the benchmark's own text, or the first usual name."""
+    entry_point: str = "entry_point"
+    limits: GraphLimits = field(default_factory=GraphLimits)
+    sandbox: str = "auto"
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Role by instance, operator or model name."""
+    test_cases: TestCases = field(default_factory=TestCases)
+    """What the operator Test may use."""
+    clients: Mapping[str, ModelClient] = field(default_factory=dict)
+    """Of the roles in `models` other than 'policy'. They travel without their keys."""
+
+    @property
+    def carries(self) -> tuple[Callable[..., Any], ...]:
+        """Functions and classes of the user's inside, which travel to a worker as well."""
+        scores = () if self.score is None else (self.score,)
+        return (*scores, *self.graph.operators.values())
+
+    async def __call__(self, task: Dict, model: TrinityChatModel) -> float:  # noqa: UP006
+        """Run the graph on a row and score what it answers.
+
+        Raises:
+            GraphFailed: there is no answer, and that is no wrong answer.
+            Unscored: the scorer could not tell.
+            SandboxUnavailable: code would have to run, and no wall can be built here.
+        """
+        trace = current_trace()
+        if trace is not None:
+            return await self._scored(task, model, trace)
+        with Trace().activate() as own:
+            return await self._scored(task, model, own)
+
+    async def _scored(self, task: Mapping[str, Any], model: Any, trace: Trace) -> float:
+        entry_point = task.get(self.entry_point)
+        with use_test_cases(self.test_cases):
+            run = await self.graph.run(
+                self._problem(task),
+                entry_point if isinstance(entry_point, str) else None,
+                model=model,
+                clients=self.clients,
+                models=self.models,
+                limits=self.limits,
+                sandbox=self.sandbox,
+                dataset=self.graph.dataset or self.benchmark,
+            )
+        record_metrics(
+            **trace.metrics(),
+            **{"graph/calls": run.calls, "graph/failed_calls": sum(run.failures.values())},
+        )
+        if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:
+            raise SandboxUnavailable(run.reason)
+        if run.ending not in (GraphEnding.ANSWERED, GraphEnding.NO_ANSWER):
+            raise GraphFailed(run)
+        return await self._reward(task, run)
+
+    async def _reward(self, task: Mapping[str, Any], run: GraphRun) -> float:
+        if self.score is not None:
+            value = self.score(task, run.answer)
+            return await value if isinstance(value, Awaitable) else value
+        assert self.benchmark is not None
+        scores = await score_both(self.benchmark, task, run.text, policy=self.sandbox)
+        record_metrics(
+            **{rule: score.value for rule, score in scores.items() if score.value is not None}
+        )
+        strict = scores["strict"]
+        if strict.value is None:
+            raise Unscored(strict.reason)
+        return strict.value
+
+    def _problem(self, task: Mapping[str, Any]) -> str:
+        if self.problem is None and self.benchmark is not None:
+            return find(self.benchmark).question(task)
+        names = [self.problem] if self.problem is not None else list(DEFAULT_PROBLEM_FIELDS)
+        for name in names:
+            if isinstance(task.get(name), str):
+                return task[name]
+        raise BadInput(f"The task has no text under {' or '.join(names)}: set graph.problem.")
+
+
+def workflow_from_config(
+    section: GraphSection,
+    settings: Mapping[str, ModelSettings],
+    *,
+    path: Path | None = None,
+    test_cases: Path | None = None,
+    operators: Mapping[str, type[Operator]] | None = None,
+    sandbox: str = "auto",
+    score: ScoreFunction | None = None,
+    where: Callable[[str], str] = str,
+) -> GraphWorkflow:
+    """The workflow that a configuration's `graph:` section describes.
+
+    Args:
+        settings: the configuration's `models:`.
+        path: the folder, where `section.path` is relative to something else.
+        test_cases: the same for the file `section.test_cases`.
+        operators: the configuration's `operators:`, loaded.
+        where: from a key of the configuration to its place, for messages.
+
+    Raises:
+        BadInput: the graph or the section is faulty.
+    """
+    graph = load_graph(path or section.path or "", trust=section.trust, operators=operators)
+    faults = []
+    if section.benchmark is not None:
+        try:
+            find(section.benchmark)
+        except BadInput as error:
+            key = where("graph.benchmark")
+            faults += [replace(fault, where=key) for fault in error.faults]
+    if (section.benchmark is None) == (score is None):
+        found = "neither" if score is None else "both"
+        cure = "write `graph: {benchmark: gsm8k}` or `graph: {score: path/file.py:function}`"
+        expected = "a benchmark or a score function"
+        faults.append(Fault(where("graph.benchmark"), expected, found, cure))
+    names = {*graph.shape.instances, *graph.shape.instances.values()}
+    for name, role in section.models.items():
+        if role not in settings and role != "policy":
+            expected = f"a role of `models:` ({', '.join(settings) or 'none is there'})"
+            key = f"graph.models.{name}"
+            faults.append(Fault(where(key), expected, role, "add it under `models:`"))
+        if name[:1].isupper() and name not in names:
+            expected = f"an operator of the graph ({', '.join(sorted(names))})"
+            faults.append(Fault(where(f"graph.models.{name}"), expected, name, "name one of them"))
+    roles = set(section.models.values()) - {"policy"}
+    if not faults:
+        faults += check_models({role: settings[role] for role in roles})
+    if faults:
+        raise BadInput("The graph section cannot be used.", faults)
+    return GraphWorkflow(
+        graph.with_prompts(section.prompts) if section.prompts else graph,
+        benchmark=section.benchmark,
+        score=score,
+        problem=section.problem,
+        entry_point=section.entry_point,
+        limits=GraphLimits(seconds=section.timeout, calls=section.max_calls),
+        test_cases=TestCases() if test_cases is None else TestCases.load(test_cases),
+        sandbox=sandbox,
+        models=dict(section.models),
+        clients={role: make_client(settings[role], role) for role in sorted(roles)},
+    )

@@ -1,0 +1,185 @@
+"""Pictures of graphs: what stands in them, that they hold numbers of a trace, that text is text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from graph_samples import GATHER, MATH, MATH_PROMPTS, own_form, simple, write_round
+
+from aflow_tune.graph.draw import to_mermaid
+from aflow_tune.graph.graph import Graph, load_graph, read_graph
+from aflow_tune.graph.measure import Measured, measure
+from aflow_tune.graph.svg import to_svg
+from aflow_tune.trace import ModelCall, OperatorCall, Trace
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def math(tmp_path: Path) -> Graph:
+    return load_graph(write_round(tmp_path, "MATH", 2, MATH, MATH_PROMPTS))
+
+
+def texts(svg: str) -> list[str]:
+    return [node.text or "" for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def boxes(svg: str) -> list[tuple[float, float, float, float]]:
+    """x, y, width, height of every box."""
+    groups = ElementTree.fromstring(svg).iter(f"{SVG}g")
+    rects = [group.find(f"{SVG}rect") for group in groups]
+    names = ("x", "y", "width", "height")
+    return [
+        (float(r.attrib[a]), float(r.attrib[b]), float(r.attrib[c]), float(r.attrib[d]))
+        for a, b, c, d in [names]
+        for r in rects
+        if r is not None
+    ]
+
+
+def test_mermaid_of_a_graph(math: Graph) -> None:
+    assert (
+        to_mermaid(math.flow)
+        == """\
+flowchart TD
+    problem(["problem"])
+    n0["custom: Custom<br/>DRAFT#95;PROMPT"]
+    n1["custom: Custom<br/>AGAIN#95;PROMPT"]
+    n2["sc#95;ensemble: ScEnsemble"]
+    answer(["answer"])
+    problem --> n0
+    problem --> n1
+    problem --> n2
+    n0 --> n1
+    n0 --> n2
+    n1 --> n2
+    n2 --> answer
+""".replace("#95;", "_")
+    )
+
+
+def test_mermaid_marks_loops_and_what_they_carry(tmp_path: Path) -> None:
+    drawn = to_mermaid(load_graph(write_round(tmp_path, "GSM8K", 7, GATHER)).flow)
+    assert '    subgraph loop_37_0["while turns #60; 3"]\n        n2["review: Review' in drawn
+    assert "n3 -. next turn .-> n2" in drawn
+    assert "n2 -. decides .-> n3" not in drawn  # its feedback is data already
+
+
+def test_svg_has_a_box_for_each_call_and_none_lies_on_another(tmp_path: Path) -> None:
+    for graph, prompts in ((MATH, MATH_PROMPTS), (GATHER, "")):
+        folder = write_round(tmp_path / str(len(graph)), "D", 1, graph, prompts)
+        flow = load_graph(folder).flow
+        svg = to_svg(flow)
+        drawn = boxes(svg)
+        assert len(drawn) == len(flow.nodes) + 2
+        root = ElementTree.fromstring(svg)
+        assert len([p for p in root.iter(f"{SVG}path") if p.get("class")]) == len(flow.edges)
+        for number, (x, y, width, height) in enumerate(drawn):
+            assert x >= 0
+            assert x + width <= float(root.attrib["width"])
+            assert y + height <= float(root.attrib["height"])
+            for x2, y2, width2, height2 in drawn[number + 1 :]:
+                apart = x + width <= x2 or x2 + width2 <= x or y + height <= y2 or y2 + height2 <= y
+                assert apart
+
+
+def test_rows_follow_the_data(math: Graph) -> None:
+    tops = [y for _, y, _, _ in boxes(to_svg(math.flow))]
+    assert tops == sorted(tops)
+    assert len(set(tops)) == 5  # problem, draft, second look, choice, answer
+
+
+def two_runs() -> list[tuple[Trace, float]]:
+    first = Trace(
+        [
+            ModelCall(
+                caller="Custom.custom",
+                role="policy",
+                model="m",
+                prompt_tokens=10,
+                completion_tokens=5,
+                cost=0.25,
+            ),
+            OperatorCall(operator="Custom", instance="custom", outcome="answered", seconds=2.0),
+            ModelCall(caller="ScEnsemble.sc_ensemble", role="policy", model="m", prompt_tokens=20),
+            OperatorCall(operator="ScEnsemble", instance="sc_ensemble", outcome="answered"),
+        ]
+    )
+    second = Trace(
+        [
+            ModelCall(
+                caller="search/Custom.custom", role="policy", model="m", failure="rate_limited"
+            ),
+            OperatorCall(operator="Custom", instance="custom", outcome="nothing such"),
+            ModelCall(caller="llm", role="policy", model="m", completion_tokens=7, cost=0.5),
+        ]
+    )
+    return [(first, 1.0), (second, 3.0)]
+
+
+def test_numbers_of_a_trace() -> None:
+    measured = measure(two_runs())
+    # Rewards 1 and 3: custom gets 1/2 + 3/2 of 4, the ensemble 1/2, the model 3/2.
+    assert measured == {
+        "Custom.custom": Measured(2, 2, 15, None, 1, 2.0, 0.5),
+        "ScEnsemble.sc_ensemble": Measured(1, 1, 20, None, 0, 0.0, 0.125),
+        "llm": Measured(1, 1, 7, 0.5, 0, 0.0, 0.375),
+    }
+
+
+@pytest.mark.parametrize("rewards", [(1.0, -1.0), (0.0, 0.0), (None, None)])
+def test_no_share_of_a_reward_that_has_none(rewards: tuple[float | None, float | None]) -> None:
+    runs = [(trace, reward) for (trace, _), reward in zip(two_runs(), rewards, strict=True)]
+    assert {row.reward_share for row in measure(runs).values()} == {None}
+
+
+def test_numbers_stand_in_the_first_box_of_their_operator(math: Graph) -> None:
+    measured = measure(two_runs())
+    lines = texts(to_svg(math.flow, measured))
+    assert lines.count("2 calls, 15 tokens, price unknown (in all 2 pla…") == 1
+    assert lines.count("50% of the reward") == 1
+    assert lines.count("12% of the reward") == 1
+    assert lines.count("1 failures") == 1
+    assert "class n0,n1 failed" in to_mermaid(math.flow, measured)
+
+
+HOSTILE = '"]; end click n0 "javascript:alert(1)" <script>alert(1)</script> %%{init: {}}%% \u202e&'
+
+
+def test_names_from_a_graph_stay_text(tmp_path: Path) -> None:
+    call = f"for x in [{HOSTILE!r}]:\n    await self.custom(x, getattr(prompt_custom, {HOSTILE!r}))"
+    graph = read_graph(own_form(tmp_path / "g", simple(call)))
+    svg = to_svg(graph.flow, title=HOSTILE)
+    tags = {node.tag.removeprefix(SVG) for node in ElementTree.fromstring(svg).iter()}
+    assert tags == {
+        "svg",
+        "title",
+        "style",
+        "defs",
+        "marker",
+        "path",
+        "rect",
+        "g",
+        "text",
+    }
+    assert "\u202e" not in svg
+    mermaid = to_mermaid(graph.flow)
+    labels = re.findall(r'\["(.*?)"\]', mermaid)
+    assert any("script" in label for label in labels)
+    for label in labels:
+        assert not re.search(r'[<>"%;`{}\]\[]', re.sub(r"#\d+;|<br/>", "", label))
+    assert "javascript" not in re.sub(r'\["(.*?)"\]', "", mermaid)
+
+
+def test_control_characters_make_no_broken_svg(tmp_path: Path) -> None:
+    call = (
+        "x = {}\nreturn await self.custom(problem, getattr(prompt_custom, 'a\\x00\\x1b[2J\\ud800'))"
+    )
+    graph = read_graph(own_form(tmp_path / "g", simple(call)))
+    assert [line for line in texts(to_svg(graph.flow)) if line.startswith("a")] == [
+        "a [2J",
+        "answer",
+    ]

@@ -1,0 +1,181 @@
+"""Graphs written back as rounds of AFlow, and what they are when they are read again."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from graph_samples import CODE, CODE_PROMPTS, GATHER, MATH, MATH_PROMPTS, own_form, simple
+from graph_samples import write_round as round_of
+
+from aflow_tune.errors import BadInput
+from aflow_tune.graph.graph import load_graph
+from aflow_tune.graph.save import literal, save_round
+
+CALL = 'return (await self.custom(input=problem, instruction=prompt_custom.SOLVE))["response"], 0.0'
+
+
+def target(root: Path, dataset: str = "GSM8K", number: int = 21) -> Path:
+    return root / "out" / "workspace" / dataset / "workflows" / f"round_{number}"
+
+
+@pytest.mark.parametrize(
+    ("graph", "prompts"), [(MATH, MATH_PROMPTS), (CODE, CODE_PROMPTS), (GATHER, "")]
+)
+def test_there_and_back(tmp_path: Path, graph: str, prompts: str) -> None:
+    loaded = load_graph(round_of(tmp_path, "MATH", 2, graph, prompts))
+    saved = save_round(loaded, target(tmp_path))
+    assert [path.name for path in saved.files] == ["graph.py", "prompt.py", "__init__.py"]
+    assert saved.only_here == ()
+    again = load_graph(saved.folder)
+    assert (again.dataset, again.round) == ("GSM8K", 21)
+    assert again.shape.constants == loaded.shape.constants
+    assert again.shape.instances == loaded.shape.instances
+    assert [edge for edge in again.flow.edges] == [edge for edge in loaded.flow.edges]
+    assert saved.files[1].read_text() == prompts
+
+
+def test_the_imports_are_those_of_the_new_place(tmp_path: Path) -> None:
+    loaded = load_graph(round_of(tmp_path, "HumanEval", 4, CODE, CODE_PROMPTS))
+    text = save_round(loaded, target(tmp_path, "MBPP", 3)).files[0].read_text()
+    assert text.startswith(
+        "from typing import Literal\n"
+        "import workspace.MBPP.workflows.template.operator as operator\n"
+        "import workspace.MBPP.workflows.round_3.prompt as prompt_custom\n"
+        "from scripts.async_llm import create_llm_instance\n"
+        "from scripts.evaluator import DatasetType\n"
+        "\nclass Workflow:\n"
+    )
+    assert "HumanEval" not in text
+
+
+def test_a_graph_of_metagpt_stays_one(tmp_path: Path) -> None:
+    loaded = load_graph(round_of(tmp_path, "MATH", 2, MATH, MATH_PROMPTS))
+    text = save_round(loaded, target(tmp_path)).files[0].read_text()
+    assert "optimized.GSM8K.workflows.round_21.prompt as prompt_custom" in text
+    assert text.count("import CostManager") == 1
+    assert text.count("DatasetType = ") == 1
+    assert "optimized.MATH." not in text
+
+
+def test_changed_prompts_are_written_into_prompt_py(tmp_path: Path) -> None:
+    loaded = load_graph(round_of(tmp_path, "MATH", 2, MATH, MATH_PROMPTS))
+    tuned = 'Line one\n"""quoted""" \\n and a \\ and äöü "'
+    changed = loaded.with_prompts({"DRAFT_PROMPT": tuned})
+    saved = save_round(changed, target(tmp_path))
+    namespace: dict[str, str] = {}
+    exec(saved.files[1].read_text(), namespace)
+    assert namespace["DRAFT_PROMPT"] == tuned
+    assert namespace["AGAIN_PROMPT"] == loaded.shape.constants["AGAIN_PROMPT"]
+    assert load_graph(saved.folder).shape.constants["DRAFT_PROMPT"] == tuned
+
+
+def test_our_own_form_becomes_a_round(tmp_path: Path) -> None:
+    prompts = json.dumps({"SOLVE": "Solve:\n", "custom": "{instruction}{input}"})
+    loaded = load_graph(own_form(tmp_path / "mine", simple(CALL), prompts))
+    saved = save_round(loaded, target(tmp_path))
+    assert saved.only_here == ("custom",)
+    assert (saved.folder / "prompt.py").read_text() == '\nSOLVE = """Solve:\n"""\n'
+    again = load_graph(saved.folder)
+    assert again.shape.constants == {"SOLVE": "Solve:\n"}
+    assert again.operator_prompts == {"custom": "{instruction}{input}"}
+
+
+def test_other_imports_are_kept_or_become_names(tmp_path: Path) -> None:
+    head = """\
+from __future__ import annotations
+import re; import workspace.X.workflows.template.operator as ops
+from workspace.X.workflows.template.operator import Custom as Ask, Review
+from workspace.X.workflows.round_1.prompt import SOLVE
+import workspace.X.workflows.round_1.prompt as prompt_custom; x = 1
+"""
+    init = "from workspace.X.workflows.round_1 import prompt\nself.p = prompt.SOLVE"
+    folder = round_of(tmp_path, "X", 1, simple(CALL, init, head), 'SOLVE = "s"\n')
+    saved = save_round(load_graph(folder), target(tmp_path))
+    text = saved.files[0].read_text()
+    assert text.startswith("from __future__ import annotations\nfrom typing import Literal\n")
+    for line in (
+        "import re; ops = operator",
+        "Ask = operator.Custom; Review = operator.Review",
+        "SOLVE = prompt_custom.SOLVE",
+        "pass; x = 1",
+        "        prompt = prompt_custom\n        self.p = prompt.SOLVE",
+    ):
+        assert line in text
+    ast.parse(text)
+    assert ".X." not in text
+
+
+def test_what_was_written_runs_with_modules_at_those_names(tmp_path: Path) -> None:
+    """The folder is imported as AFlow imports it, with stand-ins for AFlow's own modules."""
+    loaded = load_graph(round_of(tmp_path, "MATH", 2, CODE, CODE_PROMPTS))
+    saved = save_round(loaded.with_prompts({"CODE_PROMPT": "Code:"}), target(tmp_path))
+    root = tmp_path / "out"
+    template = saved.folder.parent / "template"
+    template.mkdir()
+    (template / "operator.py").write_text(
+        "class CustomCodeGenerate:\n"
+        "    def __init__(self, llm): self.llm = llm\n"
+        "    async def __call__(self, problem, entry_point, instruction):\n"
+        "        return {'response': instruction + problem}\n"
+        "class Test(CustomCodeGenerate):\n"
+        "    async def __call__(self, problem, solution, entry_point):\n"
+        "        return {'result': True, 'solution': solution + entry_point}\n"
+    )
+    scripts = root / "scripts"
+    scripts.mkdir()
+    (scripts / "__init__.py").write_text("")
+    (scripts / "async_llm.py").write_text(
+        "class LLM:\n    def get_usage_summary(self): return {'total_cost': 0.5}\n"
+        "def create_llm_instance(config): return LLM()\n"
+    )
+    (scripts / "evaluator.py").write_text("DatasetType = str\n")
+    program = (
+        "import asyncio\n"
+        "module = __import__('workspace.GSM8K.workflows.round_21.graph', fromlist=[''])\n"
+        "graph = module.Workflow(name='GSM8K', llm_config={}, dataset={})\n"
+        "print(asyncio.run(graph('p', 'f')))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout == "('Code:pf', 0.5)\n", ran.stderr
+
+
+def test_where_it_cannot_go(tmp_path: Path) -> None:
+    loaded = load_graph(own_form(tmp_path / "mine", simple("return 'x'")))
+    with pytest.raises(BadInput) as refused:
+        save_round(loaded, tmp_path / "somewhere")
+    assert [fault.found for fault in refused.value.faults] == ["None", "none"]
+    with pytest.raises(BadInput, match="exists"):
+        save_round(loaded, tmp_path / "mine", dataset="X", round_number=1)
+    with pytest.raises(BadInput, match="data set"):
+        save_round(loaded, tmp_path / "round_3", dataset="X; import os")
+    saved = save_round(loaded, tmp_path / "round_3", dataset="GSM8K")
+    assert "GSM8K.workflows.round_3.prompt" in saved.files[0].read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain",
+        'a"b',
+        "a'b",
+        "\n",
+        'a\n"',
+        'a\n"""',
+        "a\n\\",
+        "\r\n",
+        "\0",
+        "tab\t\n",
+        "\n\\N{x}",
+        "\n\ud800",
+    ],
+)
+def test_literals_give_back_their_text(text: str) -> None:
+    assert ast.literal_eval(literal(text)) == text
