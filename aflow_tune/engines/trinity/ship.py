@@ -25,9 +25,13 @@ _PACKAGE_DIR = Path(__file__).resolve().parents[2]
 def ship_by_value(functions: Iterable[Callable[..., Any] | None]) -> list[str]:
     """Register the user modules behind `functions` for pickling by value.
 
+    A function that is an object may hold others: it names them in `carries`.
+
     Returns the names of the modules registered.
     """
-    roots = {root for function in functions if function for root in _folders(function)}
+    given = [function for function in functions if function]
+    given += [inner for function in given for inner in getattr(function, "carries", ())]
+    roots = {root for function in given for root in _folders(function)}
     registered = []
     for name, module in list(sys.modules.items()):
         path = _source(module)

@@ -86,25 +86,36 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
 def resolve_functions(
     config: AflowConfig, config_path: str | Path | None
 ) -> tuple[Function, Function | None]:
-    """The functions that `workflow:` and `judge:` name. A path is relative to here or the YAML.
+    """The functions that `workflow:` (or `graph:`) and `judge:` name.
+
+    A path is relative to here or the YAML.
 
     Raises:
-        BadInput: no workflow is named, or a name leads to no function.
+        BadInput: no workflow is named, or a name leads to no function, or a graph is faulty.
     """
-    if not config.workflow:
+    if bool(config.workflow) == bool(config.graph.path):
+        found = "both" if config.workflow else "neither"
         raise BadInput(
-            "The configuration names no workflow function.",
+            "The configuration names no workflow function."
+            if found == "neither"
+            else "The configuration names a workflow function and an operator graph.",
             [
                 Fault(
                     config.positions.where("workflow"),
-                    "`workflow: path/file.py:function` or `workflow: module:function`",
-                    "nothing",
-                    "add that line, or pass the function to tune()",
+                    "`workflow: path/file.py:function`, `workflow: module:function`, or "
+                    "`graph: {path: FOLDER}`",
+                    found,
+                    "add one of these lines, or pass the function to tune()"
+                    if found == "neither"
+                    else "remove one of them",
                 )
             ],
         )
     judge = None
-    workflow = _resolve(config, "workflow", config.workflow, config_path)
+    if config.graph.path:
+        workflow: Function = _graph_workflow(config, config_path)
+    else:
+        workflow = _resolve(config, "workflow", str(config.workflow), config_path)
     if config.judge:
         judge = _resolve(config, "judge", config.judge, config_path)
     return workflow, judge
@@ -181,6 +192,32 @@ def _resolve(
         ]
         raise BadInput(error.title, faults) from error
     return function
+
+
+def _graph_workflow(config: AflowConfig, config_path: str | Path | None) -> Function:
+    from aflow_tune.graph.workflow import workflow_from_config
+    from aflow_tune.operators import load_operators
+
+    section = config.graph
+    score = None
+    if section.score:
+        score = _resolve(config, "graph.score", section.score, config_path)
+    base = Path(config_path).parent if config_path is not None else None
+    return workflow_from_config(
+        section,
+        config.models,
+        path=_here_or_beside(str(section.path), base),
+        test_cases=_here_or_beside(section.test_cases, base) if section.test_cases else None,
+        operators=load_operators(config.operators, base),
+        score=score,
+        where=config.positions.where,
+    )
+
+
+def _here_or_beside(name: str, base: Path | None) -> Path:
+    """A path of the configuration: relative to the current folder, or else to the YAML's."""
+    path = Path(name).expanduser()
+    return base / path if base is not None and not path.exists() else path
 
 
 def _settings(config: AflowConfig, workflow: Function | None, report: ValidationReport) -> None:
