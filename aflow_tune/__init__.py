@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aflow_tune.context import caller, record_metrics, state_key, step_reward
     from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, RunFailed
+    from aflow_tune.models.books import client_for
     from aflow_tune.plugins import workflow
     from aflow_tune.tuning import tune
     from aflow_tune.types import JudgeOutput, TuneResult, WorkflowOutput
@@ -20,6 +21,7 @@ _HOME = {
     "tune": "aflow_tune.tuning",
     "workflow": "aflow_tune.plugins",
     "caller": "aflow_tune.context",
+    "client_for": "aflow_tune.models.books",
     "record_metrics": "aflow_tune.context",
     "step_reward": "aflow_tune.context",
     "state_key": "aflow_tune.context",
@@ -41,6 +43,7 @@ __all__ = [
     "TuneResult",
     "WorkflowOutput",
     "caller",
+    "client_for",
     "record_metrics",
     "state_key",
     "step_reward",

@@ -43,6 +43,7 @@ class Failure(StrEnum):
     NO_CALL = "no_call"
     TIMED_OUT = "timed_out"
     BLOCKED_LOOP = "blocked_loop"
+    BUDGET_REACHED = "budget_reached"
 
 
 @dataclass(frozen=True)

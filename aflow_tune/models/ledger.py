@@ -67,11 +67,21 @@ class Ledger:
 
 _of_process = Ledger()
 _current: ContextVar[Ledger | None] = ContextVar("aflow_tune_ledger", default=None)
+_booked: ContextVar[bool] = ContextVar("aflow_tune_booked", default=False)
 
 
 def current_ledger() -> Ledger:
     """The ledger in force here."""
     return _current.get() or _of_process
+
+
+def is_booked() -> bool:
+    """Whether this code runs inside an attempt of a call that keeps the books already.
+
+    A model that keeps them itself, such as the recording one, asks before it counts, so that a
+    call through one of our clients is not counted twice.
+    """
+    return _booked.get()
 
 
 class Call:
@@ -128,9 +138,12 @@ class Call:
             self.ledger.meter.count(self.role, self.model, retries=1)
         self.attempts += 1
         attempt = Attempt(self)
+        token = _booked.set(True)
         try:
             yield attempt
         finally:
+            with contextlib.suppress(ValueError):  # closed by the collector, in another context
+                _booked.reset(token)
             if budget is not None and hold is not None:
                 if attempt.replied:
                     cost = attempt.cost

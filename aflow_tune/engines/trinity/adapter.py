@@ -11,6 +11,7 @@ what counts as a reward or a failure (`outcome.py`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -38,6 +39,7 @@ from aflow_tune.engines.trinity.recording import (
 )
 from aflow_tune.engines.trinity.run_thread import RunThread
 from aflow_tune.engines.trinity.ship import see_import_folders
+from aflow_tune.models.books import Books
 from aflow_tune.report.answers import answer_key
 from aflow_tune.report.records import EvalRecord, append_record
 from aflow_tune.trace import OperatorCall, Trace
@@ -65,9 +67,9 @@ class WorkflowAdapter(Workflow):
     """Gives the function a recording model, a time-out and a thread of its own.
 
     `task.workflow_args` holds: `workflow_func`, `judge_func`, `run_timeout` (seconds), `seed`,
-    `system_prompt`, `import_folders`, and for evaluation `eval_dir`, `score`, `transcripts`
-    (how many items of a task set keep theirs) and `first_run` (the number of the first run that
-    is made from this task object; 0 if left out).
+    `system_prompt`, `import_folders`, `books` (the run's models and budget), and for evaluation
+    `eval_dir`, `score`, `transcripts` (how many items of a task set keep theirs) and `first_run`
+    (the number of the first run that is made from this task object; 0 if left out).
 
     What the run noted in its trace becomes metrics of the run beside the workflow's own.
 
@@ -96,12 +98,13 @@ class WorkflowAdapter(Workflow):
         runs = task.__dict__.setdefault("_aflow_runs", itertools.count())
         self.run_index: int = next(runs) + int(self.arguments.get("first_run", 0))
         self.seed = self._run_seed()
+        self._books: Books | None = self.arguments.get("books")
         self._trace = Trace()
         self._response: Any = None
 
     async def run_async(self) -> list[Experience]:
         """One run of the workflow: an experience a call, or one placeholder."""
-        context = RunContext()
+        context = RunContext(rewards=self.arguments.get("rewards"))
         started = time.monotonic()
         recorder = RunRecorder(
             await recording_client(self.model),
@@ -114,6 +117,9 @@ class WorkflowAdapter(Workflow):
             outcome = await self._outcome(context, recorder)
         finally:
             calls = recorder.close()
+        spent = self._books.reached() if self._books else None
+        if spent is not None:  # whatever the workflow made of it
+            outcome = replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
         trained = [call for call in calls if not call.off_policy]
         if outcome.failure is None and not calls:
             outcome = Outcome(
@@ -165,7 +171,8 @@ class WorkflowAdapter(Workflow):
             "logger": self.logger,
             "system_prompt": self.arguments.get("system_prompt"),
         }
-        with context.activate(), self._trace.activate():
+        books = self._books.open() if self._books else contextlib.nullcontext()
+        with context.activate(), self._trace.activate(), books:
             output = await function(
                 **_wanted(function, offered), task=self._raw_task(), model=recorder.chat_model()
             )

@@ -34,11 +34,13 @@ from trinity.explorer.rollout_coordinator import RolloutCoordinator
 from trinity.explorer.scheduler import RunnerWrapper, Scheduler
 from trinity.explorer.workflow_runner import WorkflowRunner
 
+from aflow_tune.engines.trinity.accounting import stop_at_limit
 from aflow_tune.engines.trinity.mixes import quick_tasksets
 from aflow_tune.engines.trinity.operators import StepStamp
 from aflow_tune.engines.trinity.rollout_model import LocalRolloutModel
 from aflow_tune.engines.trinity.run_state import is_evaluated, save_taskset_state
 from aflow_tune.engines.trinity.sampler_host import sampling_speed
+from aflow_tune.errors import BudgetReached
 
 MAX_CONCURRENCY = 1000
 """How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
@@ -154,6 +156,16 @@ class LocalCoordinator(RolloutCoordinator):
         return ray.remote(cls).options(namespace=config.ray_namespace).remote(config)
 
 
+class _Held:
+    """Takes a monitor's place and keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[dict[str, Any], int]] = []
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        self.lines.append((data, step))
+
+
 class LocalExplorer(Explorer):
     """Explores on the local engine; see the module's docstring for what differs."""
 
@@ -163,6 +175,7 @@ class LocalExplorer(Explorer):
         self._stop_requested = False
         self._last_evaluated = -1
         self.explore_start_time: float | None = None
+        self.monitor: Any
         self.model_version: int = -1
 
     def request_stop(self) -> None:
@@ -181,22 +194,29 @@ class LocalExplorer(Explorer):
 
         Returns the explorer's name, as upstream does. Raises whatever a step raised.
         """
-        if self._owes_evaluation():
-            await self._evaluate()
-        while not self._stop_requested and await self.explore_step():
-            if await self.need_sync():
-                await self.sync_weight()
-            if self.need_eval():
-                await self.finish_current_steps()
+        try:
+            if self._owes_evaluation():
                 await self._evaluate()
-        await self.finish_current_steps()
+            while not self._stop_requested and await self.explore_step():
+                if await self.need_sync():
+                    await self.sync_weight()
+                if self.need_eval():
+                    await self.finish_current_steps()
+                    await self._evaluate()
+            await self.finish_current_steps()
+        except BudgetReached:
+            await self._end()
+            raise
+        await self._end()
+        return self.config.explorer.name
+
+    async def _end(self) -> None:
         await self.synchronizer.set_explorer_status.remote(
             RunningStatus.STOPPED, old_status=RunningStatus.RUNNING
         )
         # Closing the coordinator closes the experience buffer: the trainer then knows that
         # nothing more will come.
         await self.rollout_coordinator.close_pipeline.remote()
-        return self.config.explorer.name
 
     def _owes_evaluation(self) -> bool:
         """Whether to evaluate before the first batch.
@@ -242,6 +262,19 @@ class LocalExplorer(Explorer):
         speed = sampling_speed(before, await self._sampler_stats())
         if self.monitor is not None and speed:
             self.monitor.log(speed, step=step)
+
+    async def _finish_eval_step(self, step: int | None = None, prefix: str = "eval") -> None:
+        """As upstream's; an evaluation in which the budget ended is not logged as made."""
+        monitor: Any = self.monitor
+        held = _Held()
+        self.monitor = held
+        try:
+            await super()._finish_eval_step(step, prefix)
+        finally:
+            self.monitor = monitor
+        stop_at_limit(self.config)
+        for metrics, at in held.lines:
+            monitor.log(metrics, at)
 
     async def _sampler_stats(self) -> dict[str, float]:
         stats: dict[str, float] = await self.models[0].model.sampler_stats.remote()

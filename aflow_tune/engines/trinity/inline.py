@@ -34,12 +34,13 @@ from trinity.utils.metrics import (
 )
 from trinity.utils.monitor import MONITOR
 
+from aflow_tune.engines.trinity.accounting import stop_at_limit
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.mixes import quick_tasksets
 from aflow_tune.engines.trinity.run_state import is_evaluated, save_taskset_state
 from aflow_tune.engines.trinity.sampler_host import InlineModel, SamplerHost, sampling_speed
 from aflow_tune.engines.trinity.train_engine import LocalTrainEngine
-from aflow_tune.errors import RunFailed
+from aflow_tune.errors import BudgetReached, RunFailed
 
 
 class InlineRunner(WorkflowRunner):
@@ -175,13 +176,16 @@ class InlineRun:
             await self._evaluate(step)
             evaluated = step
         while step < self.target and not self.stop():
-            experiences = await self._explore(step + 1)
-            if experiences is None:
+            try:
+                experiences = await self._explore(step + 1)
+                if experiences is None:
+                    break
+                step = await self._train(experiences)
+                if step % config.explorer.eval_interval == 0:
+                    await self._evaluate(step)
+                    evaluated = step
+            except BudgetReached:
                 break
-            step = await self._train(experiences)
-            if step % config.explorer.eval_interval == 0:
-                await self._evaluate(step)
-                evaluated = step
         if step == 0:
             return
         self.phase("saving")
@@ -254,6 +258,7 @@ class InlineRun:
                 )
             )
             metrics[f"eval/{taskset.name}/finished_task_count"] = float(len(results))
+            stop_at_limit(self.config)
         if metrics:
             metrics["time/eval"] = time.time() - started
             self.monitors[self.config.explorer.name].log(metrics, step)

@@ -17,7 +17,7 @@ from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.explorer import LocalExplorer
 from aflow_tune.engines.trinity.local_ray import local_ray
 from aflow_tune.engines.trinity.train_engine import LocalTrainActor
-from aflow_tune.errors import AflowTuneError, RunFailed
+from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed
 
 STOP_SECONDS = 180.0
 """How long a stop waits for the trainer's step under way and its checkpoint."""
@@ -95,8 +95,8 @@ class _Split:
         pending, deadline = [exploring, training], None
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
-            ray.get(ready)
-            if deadline is None and self.stop():
+            spent = _ended_by_budget(ready)
+            if deadline is None and (spent or self.stop()):
                 self.phase("stopping: saving the state")
                 trainer.request_stop.remote()
                 explorer.request_stop.remote()
@@ -112,6 +112,17 @@ class _Split:
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
             ray.get(ready)
+
+
+def _ended_by_budget(ready: list[Any]) -> bool:
+    """Whether these ended because the budget did. Raises any other error."""
+    try:
+        ray.get(ready)
+    except ray.exceptions.RayTaskError as error:
+        if not isinstance(_cause(error), BudgetReached):
+            raise
+        return True
+    return False
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> Exception:

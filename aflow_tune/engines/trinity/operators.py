@@ -14,7 +14,8 @@ from trinity.common.experience import Experience
 
 from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
 from aflow_tune.engines.trinity.sampling import STEP_SIZE_KEY
-from aflow_tune.errors import RunFailed
+from aflow_tune.errors import BudgetReached, RunFailed
+from aflow_tune.types import Failure
 
 
 class StepStamp(ExperienceOperator):
@@ -67,11 +68,15 @@ class RunFilter(ExperienceOperator):
 
         Raises:
             RunFailed: no run is left, or too many failed; with the first traceback.
+            BudgetReached: the budget ended in this step, which is then not trained.
         """
         failed = [exp for exp in exps if FAILURE_KEY in exp.info]
         kept = [exp for exp in exps if FAILURE_KEY not in exp.info]
         succeeded = len({exp.eid.rid for exp in kept})
         total = len(failed) + succeeded
+        for exp in failed:
+            if exp.info[FAILURE_KEY] == Failure.BUDGET_REACHED:
+                raise BudgetReached(str(exp.info[TRACE_KEY]))
         if not kept or len(failed) > self.max_failed_fraction * total:
             raise RunFailed(_explanation(failed, total, self.max_failed_fraction))
         lone = _lone_runs(failed, kept)

@@ -22,7 +22,7 @@ import json
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,10 @@ from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 
 from aflow_tune.context import CallNote, RunContext
+from aflow_tune.models.ask import Ask
+from aflow_tune.models.ledger import current_ledger, is_booked
+from aflow_tune.models.settings import POLICY
+from aflow_tune.models.types import Usage
 
 _DISTRIBUTION_KEYS = (
     "temperature",
@@ -153,7 +157,8 @@ class RunRecorder:
             ),
             off_policy=_sampling(kwargs) != _sampling(self._generate_kwargs),
         )
-        return await _in_loop(self.loop, functools.partial(self._ask, call, kwargs))
+        ask = functools.partial(_in_loop, self.loop, functools.partial(self._ask, call, kwargs))
+        return await ask() if is_booked() else await _with_books(ask, self._client, kwargs)
 
     def _next_seed(self, caller: str, messages: list[dict[str, Any]]) -> int:
         """By what is asked, not by when: concurrent callers may overtake each other."""
@@ -190,6 +195,31 @@ class RunRecorder:
         ]
         self._calls.append(call)
         return response
+
+
+async def _with_books(
+    ask: Callable[[], Awaitable[Any]], client: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Ask, and keep the books of the policy's call."""
+    books = current_ledger().call(POLICY, client.model_path)
+    prompt_tokens, most = 0, kwargs.get("max_completion_tokens", kwargs.get("max_tokens"))
+    if books.ledger.budget is not None:
+        tools = kwargs.get("tools") or ()
+        prompt_tokens = Ask(messages=kwargs["messages"], tools=tools).most_prompt_tokens()
+        most = None if most is None else most * (kwargs.get("n") or 1)
+    failure: str | None = "raised"
+    books.start()
+    try:
+        async with books.attempt(prompt_tokens, most) as attempt:
+            response = await ask()
+            told = response.usage
+            attempt.settle(
+                None if told is None else Usage(told.prompt_tokens, told.completion_tokens)
+            )
+        failure = None
+        return response
+    finally:
+        books.end(failure)
 
 
 def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatModel:

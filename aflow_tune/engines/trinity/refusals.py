@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from aflow_tune.engines.trinity.tasksets import (
     user_tasksets,
 )
 from aflow_tune.errors import Fault
+from aflow_tune.models.budget import check_budget
+from aflow_tune.models.settings import check_models
 from aflow_tune.schema_names import nearest
+from aflow_tune.scoring.rewards import reward_faults
 
 ADAPTER = "aflow_tune.engines.trinity.adapter.WorkflowAdapter"
 REPLACED_ADAPTERS = ("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
@@ -115,6 +119,8 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
         _needed_switches,
         _tasksets,
         check_mix,
+        _models,
+        _rewards,
         _lengths,
         _folders,
         _monitor,
@@ -130,6 +136,12 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
     # Several rules may take offence at one value; the first says it best.
     found.faults = list({fault.where: fault for fault in reversed(found.faults)}.values())[::-1]
     return found
+
+
+def _rewards(config: AflowConfig) -> Iterable[Fault]:
+    """Weights that are not 1 together, limits of nothing, an unknown benchmark."""
+    for fault in reward_faults(config.rewards):
+        yield replace(fault, where=config.positions.where(fault.where))
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -400,6 +412,11 @@ def _advantage(config: AflowConfig) -> Iterable[Fault]:
             repr(algorithm.advantage_fn),
             "remove advantage_fn: the algorithm brings its own",
         )
+
+
+def _models(config: AflowConfig) -> Iterable[Fault]:
+    for fault in [*check_models(config.models), *check_budget(config.budget)]:
+        yield replace(fault, where=config.positions.where(fault.where))
 
 
 def _batches(config: AflowConfig) -> Iterable[Fault]:

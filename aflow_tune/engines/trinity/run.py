@@ -18,6 +18,7 @@ from typing import Any
 from trinity.buffer import get_buffer_reader
 
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
+from aflow_tune.engines.trinity.accounting import books_of
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.mixes import merge_mix
 from aflow_tune.engines.trinity.quiet import log_to
@@ -138,12 +139,15 @@ class Run:
             Interrupted: `stop` said so; the state is saved.
             BudgetReached: a limit of the configuration was reached; the state is saved.
         """
+        self.books = books_of(self.config)
+        self.books.start()
         self._inject()
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
 
         def spent() -> bool:
-            return deadline is not None and time.monotonic() > deadline
+            in_time = deadline is None or time.monotonic() <= deadline
+            return not in_time or self.books.reached() is not None
 
         try:
             with Panel(self.run_dir, self.target) as panel:
@@ -199,6 +203,8 @@ class Run:
             "import_folders": import_folders(),
             "run_timeout": config.rollout.run_timeout,
             "system_prompt": config.rollout.system_prompt,
+            "rewards": config.rewards,
+            "books": self.books,
             "seed": config.seed,
             "score": config.report.score,
             "transcripts": config.report.transcripts,
@@ -253,7 +259,7 @@ class Run:
             kind, reason = (
                 (Interrupted, "stopped")
                 if stopped
-                else (BudgetReached, "budget.wall_seconds reached")
+                else (BudgetReached, self.books.reached() or "budget.wall_seconds reached,")
             )
             raise kind(
                 f"{reason} at step {reached} of {self.target}; the state of step {last} is saved "
