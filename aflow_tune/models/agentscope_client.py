@@ -61,7 +61,7 @@ class AgentScopeClient(BaseClient):
                 left = None if budget is None else budget.seconds_left()
                 async with asyncio.timeout(left):
                     response = await self.inner(messages, **options)
-                    if hasattr(response, "__aiter__"):
+                    if hasattr(type(response), "__aiter__"):
                         response = await _last(response)
                 return self._reply(ask, response, attempt)
             except Exception as error:

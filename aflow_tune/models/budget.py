@@ -12,9 +12,10 @@ guaranteed:
 - money and tokens, where no `max_tokens` is set: no attempt starts once the limit is spent. The
   limit can be exceeded by the answers then under way.
 - time: no attempt starts after the limit, and one under way is cut off at it.
-- A reply counts with the usage it reported. One that told none counts with its worst case. An
-  attempt without a reply (an error, a cut connection, a time-out, a cancelled one) counts
-  nothing: what a vendor charges for those cannot be known here.
+- A reply counts with the usage it reported, even if nothing else in it can be used. An answer
+  that told none counts with its worst case. An attempt without an answer (an error, a cut
+  connection, a time-out, a cancelled one, a reply that is no JSON) counts nothing unless it
+  reported usage: what a vendor charges for those cannot be known here.
 
 A model without a known price is refused under a limit on money, as an input fault.
 """
@@ -35,7 +36,7 @@ _GRACE_SECONDS = 60.0
 """How much longer than its time-out an attempt's hold lives."""
 _UNTIMED_SECONDS = 3600.0
 """How long the hold of an attempt without a time-out lives."""
-_LONGEST_PAUSE = 0.25
+_LONGEST_PAUSE = 0.1
 
 
 class Budget:

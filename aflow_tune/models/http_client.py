@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import heapq
 import json
 import random
+import ssl
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -36,6 +39,8 @@ from aflow_tune.models.types import ModelFailure, Reply, Usage
 
 MOST_REPLY_BYTES = 32 << 20
 """A longer reply is given up as unreadable: no answer is as long, and memory is finite."""
+CONNECTIONS_A_POOL = 16
+"""The HTTP library looks at every connection of its pool for every request."""
 LONGEST_BACKOFF = 30.0
 """Seconds between two attempts, unless the server asks for more."""
 _random = random.Random()
@@ -63,8 +68,10 @@ class HttpClient(BaseClient):
         self._key, self._headers = credentials(settings, role)
         price = price_of(settings.provider, settings.base_url, str(settings.model), settings.prices)
         super().__init__(role, str(settings.model), price)
-        self._sdk: Any = None
+        self._sdks: dict[int, Any] = {}
+        """The vendor's clients, each with a pool of its own, by their number."""
         self._slots: asyncio.Semaphore | None = None
+        self._free: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._not_before = 0.0
 
@@ -77,9 +84,10 @@ class HttpClient(BaseClient):
 
     async def close(self) -> None:
         """Close the connections. The next call opens new ones."""
-        sdk, self._sdk = self._sdk, None
-        if sdk is not None and self._loop is http_loop():
-            await in_http_loop(sdk.close)
+        sdks, self._sdks = list(self._sdks.values()), {}
+        if self._loop is http_loop():
+            for sdk in sdks:
+                await in_http_loop(sdk.close)
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         """The JSON of a request.
@@ -126,19 +134,17 @@ class HttpClient(BaseClient):
         return await in_http_loop(lambda: self._with_retries(ask, body, call))
 
     async def _with_retries(self, ask: Ask, body: dict[str, Any], call: Call) -> Reply:
-        self._open()
-        assert self._slots is not None
         budget = call.ledger.budget
         prompt_tokens = 0 if budget is None else ask.most_prompt_tokens()
         number, problem = 0, None
-        async with self._slots:
+        async with self._slot() as sdk:
             while True:
                 pause = self._pause(number, problem)
                 if budget is not None and (left := budget.seconds_left()) is not None:
                     pause = min(pause, left)
                 if pause > 0:
                     await asyncio.sleep(pause)
-                outcome = await self._attempt(ask, body, call, prompt_tokens)
+                outcome = await self._attempt(sdk, ask, body, call, prompt_tokens)
                 if isinstance(outcome, Reply):
                     return outcome
                 number, problem = number + 1, outcome
@@ -161,7 +167,7 @@ class HttpClient(BaseClient):
         return max(backoff, self._not_before - now)
 
     async def _attempt(
-        self, ask: Ask, body: dict[str, Any], call: Call, prompt_tokens: int
+        self, sdk: Any, ask: Ask, body: dict[str, Any], call: Call, prompt_tokens: int
     ) -> Reply | Problem:
         budget = call.ledger.budget
         seconds = self.settings.timeout
@@ -171,7 +177,7 @@ class HttpClient(BaseClient):
             response: Any = None
             try:
                 async with asyncio.timeout(seconds if left is None else min(seconds, left)):
-                    response = await self._sdk.post(self.path, cast_to=httpx2.Response, body=body)
+                    response = await sdk.post(self.path, cast_to=httpx2.Response, body=body)
             except Exception as error:
                 problem = problem_of(error, self._secrets()) or _unsendable(error)
                 response = getattr(error, "response", None)
@@ -209,21 +215,33 @@ class HttpClient(BaseClient):
     def _secrets(self) -> list[str]:
         return [self._key or "", *self._headers.values()]
 
-    def _open(self) -> None:
-        """Make what belongs to the loop: the SDK's client and the slots."""
+    @contextlib.asynccontextmanager
+    async def _slot(self) -> AsyncIterator[Any]:
+        """One of `max_concurrency` places, and the vendor's client that serves it."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop, self._sdk, self._not_before = loop, None, 0.0
+        if self._loop is not loop:  # the first call, in this process
+            self._loop, self._sdks, self._not_before = loop, {}, 0.0
             self._slots = asyncio.Semaphore(self.settings.max_concurrency)
-        if self._sdk is not None:
-            return
-        limit = self.settings.max_concurrency
+            self._free = list(range(self.settings.max_concurrency))
+        assert self._slots is not None
+        async with self._slots:
+            # The lowest free number, so that few callers share few pools.
+            number = heapq.heappop(self._free)
+            try:
+                yield self._sdk(number // CONNECTIONS_A_POOL)
+            finally:
+                heapq.heappush(self._free, number)
+
+    def _sdk(self, number: int) -> Any:
+        if number in self._sdks:
+            return self._sdks[number]
         http = httpx2.AsyncClient(
+            verify=_ssl_context(),
             timeout=None,  # the time-out of an attempt covers all of it
-            limits=httpx2.Limits(max_connections=limit, max_keepalive_connections=limit),
+            limits=httpx2.Limits(max_connections=CONNECTIONS_A_POOL),
             event_hooks={"response": [_bound_reply]},
         )
-        self._sdk = self._make_sdk(
+        sdk = self._make_sdk(
             api_key=self._key or "none",
             base_url=self.settings.base_url or self.address,
             max_retries=0,
@@ -232,7 +250,15 @@ class HttpClient(BaseClient):
             default_headers={"Accept-Encoding": "identity", **self._headers},
             http_client=http,
         )
-        weakref.finalize(self, _close_later, loop, self._sdk).atexit = False
+        self._sdks[number] = sdk
+        weakref.finalize(self, _close_later, asyncio.get_running_loop(), sdk).atexit = False
+        return sdk
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    """One for all pools: reading the certificates takes some 20 ms."""
+    return httpx2.create_ssl_context()
 
 
 def body_limit(body: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,187 @@
+"""What our OpenAI client adds to a call, against the bare SDK, and memory under load.
+
+    python benchmarks/client_overhead.py [--calls 400] [--tokens 64] [--rounds 7]
+
+A scripted server in a process of its own answers at once with a fixed reply. In the same
+process and run, in turn: the bare `openai.AsyncOpenAI`, and our client on top of it, which adds
+the hand-over to the HTTP loop, reading of the reply, the books and the trace; then ours under a
+budget of money that is shared through a file. All send the same request, one after the other
+and sixteen at a time. Printed are medians over rounds of wall and CPU time a call, and ratios
+to the bare SDK. On a machine that is busy otherwise only the CPU time means anything.
+
+Last, 1,000 calls at once on 1,000 connections: failures, seconds, and the process's peak memory
+before and after; and the time of a call of the scripted model, which is all overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MESSAGES = [
+    {"role": "system", "content": "You solve small problems. " * 8},
+    {"role": "user", "content": "What is 3 + 4? Think, then answer in one tag."},
+]
+Cost = tuple[float, float]
+"""Milliseconds a call: wall time, CPU time of this process."""
+
+
+def serve(port_to: Connection, tokens: int) -> None:
+    """Answer every request with the same bytes."""
+    message = {"role": "assistant", "content": "7 " * tokens}
+    answer = {
+        "id": "fixed",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "scripted",
+        "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+        "usage": {"prompt_tokens": 50, "completion_tokens": tokens, "total_tokens": 50 + tokens},
+    }
+    body = json.dumps(answer).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    reply = head.encode() + b"\r\n\r\n" + body
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                header = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = header.partition(b"content-length:")[2].partition(b"\r\n")[0]
+                await reader.readexactly(int(length))
+                writer.write(reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(talk, "127.0.0.1", 0, backlog=2048)
+        port_to.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+async def timed(call: Callable[[], Awaitable[Any]], calls: int, at_once: int) -> Cost:
+    """The mean cost of a call, `at_once` callers calling one after the other."""
+
+    async def caller() -> None:
+        for _ in range(calls // at_once):
+            await call()
+
+    wall, cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(caller() for _ in range(at_once)))
+    scale = 1000 / (calls // at_once * at_once)
+    return (time.perf_counter() - wall) * scale, (time.process_time() - cpu) * scale
+
+
+async def compare(port: int, options: argparse.Namespace, folder: Path) -> None:
+    import openai
+
+    from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
+    from aflow_tune.models import Account, Budget, Ledger, ScriptedModel, make_client
+    from aflow_tune.trace import Trace
+
+    url = f"http://127.0.0.1:{port}/v1"
+    sdk = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+    prices = PriceSettings(input=1.0, output=10.0)
+    ours = make_client(ModelSettings(model="scripted", base_url=url, prices=prices))
+    counted = Ledger()
+    account = Account(folder / "account.sqlite")
+    limited = Ledger(budget=Budget(BudgetSection(usd=1e6, calls=10**9), account))
+    scripted = ScriptedModel(lambda _: "7")
+
+    async def bare() -> Any:
+        return await sdk.chat.completions.create(
+            model="scripted",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            temperature=1.0,
+            max_tokens=64,
+        )
+
+    def under(ledger: Ledger, client: Any) -> Callable[[], Awaitable[Any]]:
+        async def call() -> Any:
+            with ledger.activate(), Trace().activate():
+                return await client.complete(MESSAGES, temperature=1.0, max_tokens=64)
+
+        return call
+
+    kinds = {
+        "bare SDK": bare,
+        "our client": under(counted, ours),
+        "our client, shared budget": under(limited, ours),
+    }
+    for at_once in (1, 16):
+        costs: dict[str, list[Cost]] = {name: [] for name in kinds}
+        for number in range(options.rounds + 1):
+            for name, call in kinds.items():
+                cost = await timed(call, options.calls, at_once)
+                if number:  # the first round warms up
+                    costs[name].append(cost)
+        print(f"{at_once} at a time, {options.calls} calls, {options.rounds} rounds, ms a call:")
+        middles = {
+            name: tuple(statistics.median(part) for part in zip(*found, strict=True))
+            for name, found in costs.items()
+        }
+        base = middles["bare SDK"]
+        for name, (wall, cpu) in middles.items():
+            ratio = f"{wall / base[0]:.2f}x wall, {cpu / base[1]:.2f}x CPU"
+            print(f"  {name:26} wall {wall:6.3f}  CPU {cpu:6.3f}  {ratio}")
+    wall, cpu = await timed(under(counted, scripted), options.calls * 10, 1)
+    print(f"  {'scripted model':26} wall {wall:6.3f}  CPU {cpu:6.3f}")
+    await sdk.close()
+    await ours.close()
+
+
+async def load(port: int, count: int) -> None:
+    """`count` calls at once, each on a connection of its own."""
+    from aflow_tune.config import ModelSettings
+    from aflow_tune.models import make_client
+
+    url = f"http://127.0.0.1:{port}/v1"
+    client = make_client(ModelSettings(model="m", base_url=url, max_concurrency=count))
+    await client.complete(MESSAGES)
+    before, started = _peak_mb(), time.perf_counter()
+    calls = (client.complete(MESSAGES) for _ in range(count))
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    failed = sum(isinstance(outcome, BaseException) for outcome in outcomes)
+    seconds = time.perf_counter() - started
+    print(
+        f"{count} calls at once: {failed} failed, {seconds:.2f} s, "
+        f"peak memory {before:.0f} -> {_peak_mb():.0f} MB"
+    )
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=400, help="calls of each kind a round")
+    parser.add_argument("--tokens", type=int, default=64, help="words of the reply")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    port_from, port_to = multiprocessing.Pipe(duplex=False)
+    server = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(port_to, options.tokens), daemon=True
+    )
+    server.start()
+    port = port_from.recv()
+    try:
+        asyncio.run(load(port, 1000))
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(compare(port, options, Path(folder)))
+    finally:
+        server.terminate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The cache of answers: what is one question, and what happens to broken entries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_server import USAGE, FaultyServer, Step, openai_reply
+
+from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
+from aflow_tune.models import (
+    Budget,
+    Ledger,
+    Reply,
+    ResponseCache,
+    ScriptedModel,
+    Usage,
+    make_client,
+)
+from aflow_tune.models.ask import Ask
+from aflow_tune.models.cache import is_local
+from aflow_tune.trace import ModelCall, Trace
+
+HELLO = [{"role": "user", "content": "hello"}]
+BASE: dict[str, Any] = {"messages": HELLO, "temperature": 0.5, "seed": 1}
+ENDPOINT = {"provider": "openai", "base_url": "https://api.example.com/v1", "model": "m"}
+
+
+def numbered(number: int, _: Any) -> Step:
+    return Step(text=f"answer {number}")
+
+
+def client_of(server: FaultyServer, **settings: Any) -> Any:
+    prices = PriceSettings(input=1.0, output=10.0)
+    return make_client(
+        ModelSettings(model="m", base_url=server.openai_url, prices=prices, **settings)
+    )
+
+
+def test_the_same_question_is_asked_once_for_each_sample(tmp_path: Path) -> None:
+    async def sample(number: int) -> list[str]:
+        with cache.activate(sample=number, weights="w"):
+            return [(await client.complete(HELLO)).text for _ in range(2)]
+
+    cache = ResponseCache(tmp_path)
+    with FaultyServer(numbered) as server:
+        client = client_of(server)
+        first = [asyncio.run(sample(0)), asyncio.run(sample(1))]
+        again = [asyncio.run(sample(0)), asyncio.run(sample(1))]
+    # Within a sample the second asking is a question of its own: ensembles need other answers.
+    assert first == again == [["answer 0", "answer 1"], ["answer 2", "answer 3"]]
+    assert len(server.requests) == 4
+
+
+def test_an_answer_from_the_cache_is_free_but_keeps_what_it_had_cost(tmp_path: Path) -> None:
+    async def evaluate() -> Reply:
+        with ResponseCache(tmp_path).activate(weights="w"), ledger.activate(), trace.activate():
+            return await client.complete(HELLO)
+
+    ledger, trace = Ledger(budget=Budget(BudgetSection(calls=1, usd=1.0))), Trace()
+    with FaultyServer() as server:
+        client = client_of(server)
+        paid, cached = asyncio.run(evaluate()), asyncio.run(evaluate())
+    assert (paid.from_cache, cached.from_cache) == (False, True)
+    assert (cached.text, cached.model, cached.usage) == ("fine", "scripted-1", Usage(*USAGE))
+    assert cached.cost == paid.cost == pytest.approx(0.0002)
+    first, second = trace.of(ModelCall)
+    assert (first.from_cache, second.from_cache, second.cost) == (False, True, cached.cost)
+    tally = ledger.meter.total()
+    assert (tally.calls, tally.cache_hits, tally.prompt_tokens) == (1, 1, 100)
+    assert ledger.budget is not None
+    assert (ledger.budget.spent.calls, ledger.budget.spent.tokens) == (1, 110)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "text": {"messages": [{"role": "user", "content": "hello!"}]},
+    "role": {"messages": [{"role": "system", "content": "hello"}]},
+    "order": {"messages": [*HELLO, {"role": "user", "content": "x"}]},
+    "temperature": {"temperature": 0.6},
+    "no temperature": {"temperature": None},
+    "top_p": {"top_p": 0.5},
+    "max_tokens": {"max_tokens": 5},
+    "stop": {"stop": ["x"]},
+    "seed": {"seed": 2},
+    "schema": {"schema": {"type": "object"}},
+    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+}
+
+
+def key(ask: dict[str, Any], endpoint: Any = ENDPOINT, sample: Any = 0, weights: str = "") -> str:
+    with ResponseCache("nowhere").activate(sample, weights) as use:
+        entry = use.entry(endpoint, Ask(**ask))
+    assert entry is not None
+    return entry.key
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_changes_the_answer_changes_the_key(change: dict[str, Any]) -> None:
+    assert key(BASE) == key(dict(BASE))
+    assert key({**BASE, **change}) != key(BASE)
+
+
+@pytest.mark.parametrize("name", ENDPOINT)
+def test_who_answers_is_part_of_the_key(name: str) -> None:
+    assert key(BASE, {**ENDPOINT, name: "other"}) != key(BASE)
+
+
+def test_sample_and_weights_are_part_of_the_key() -> None:
+    assert len({key(BASE), key(BASE, sample=1), key(BASE, weights="w")}) == 3
+
+
+def test_servers_of_this_machine_need_their_weights_named(tmp_path: Path) -> None:
+    for url in ("http://localhost:1/v1", "http://127.0.0.9/v1", "http://[::1]:8/v1"):
+        assert is_local(url)
+        with ResponseCache(tmp_path).activate() as use:
+            assert use.entry({**ENDPOINT, "base_url": url}, Ask(**BASE)) is None
+    assert not is_local("https://api.example.com/v1")
+
+
+def test_models_that_change_under_one_name_are_not_cached(tmp_path: Path) -> None:
+    async def twice() -> list[str]:
+        with ResponseCache(tmp_path).activate(weights="w"):
+            return [(await model.complete(HELLO)).text for _ in range(2)]
+
+    model = ScriptedModel(["one", "two"])
+    assert asyncio.run(twice()) == ["one", "two"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def answer(cache: ResponseCache, client: Any) -> str:
+    async def ask() -> str:
+        with cache.activate(weights="w"):
+            return str((await client.complete(HELLO)).text)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: b"",
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"\xff\xfe" + raw,
+        lambda raw: b"[]",
+        lambda raw: b'{"reply": null}',
+        lambda raw: raw.replace(b"answer 0", b"answer 9"),
+        lambda raw: json.dumps({**json.loads(raw), "key": "0" * 64}).encode(),
+    ],
+)
+def test_a_broken_entry_is_asked_again_and_replaced(tmp_path: Path, damage: Any) -> None:
+    cache = ResponseCache(tmp_path)
+    with FaultyServer(numbered) as server:
+        client = client_of(server)
+        assert answer(cache, client) == "answer 0"
+        (file,) = tmp_path.rglob("*.json")
+        file.write_bytes(damage(file.read_bytes()))
+        assert answer(cache, client) == "answer 1"
+        assert answer(cache, client) == "answer 1"
+    assert len(server.requests) == 2
+    assert [path.suffix for path in tmp_path.rglob("*.*")] == [".json"]
+
+
+def test_failures_and_answers_with_keys_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHE_API_KEY", "sk-cache-0123456789")
+    cache = ResponseCache(tmp_path)
+    steps = [Step(status=400), Step(body=openai_reply("your key is sk-cache-0123456789"))]
+    with FaultyServer(steps) as server:
+        client = client_of(server, api_key_env="CACHE_API_KEY")
+        with pytest.raises(RuntimeError):
+            answer(cache, client)
+        assert "your key" in answer(cache, client)
+        assert answer(cache, client) == "fine"
+    (file,) = tmp_path.rglob("*.json")
+    assert b"sk-cache" not in file.read_bytes()
+
+
+def test_tool_calls_survive(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"ü": 1}'}}
+
+    async def ask() -> Reply:
+        with ResponseCache(tmp_path).activate(weights="w"):
+            return Reply(**vars(await client.complete(HELLO)))
+
+    with FaultyServer([Step(body=openai_reply(None, tool_calls=[call]))]) as server:
+        client = client_of(server)
+        first, second = asyncio.run(ask()), asyncio.run(ask())
+    assert first.tool_calls == second.tool_calls == (call,)
+    assert second.from_cache
+
+
+def write_often(folder: Path, worker: int) -> None:
+    with ResponseCache(folder).activate() as use:
+        entry = use.entry(ENDPOINT, Ask(**BASE))
+    assert entry is not None
+    for number in range(200):
+        entry.write(Reply(text=f"{worker}-{number} " + "x" * 5000, model="m"))
+        read = entry.read()
+        assert read is not None
+        assert read.text.endswith("x" * 5000)
+
+
+def test_writers_in_many_processes_never_leave_half_an_entry(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=write_often, args=(tmp_path, n)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert len(list(tmp_path.rglob("*.*"))) == 1

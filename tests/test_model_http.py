@@ -1,0 +1,586 @@
+"""Both vendors' clients against a real server that fails in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from faulty_server import (
+    USAGE,
+    FaultyServer,
+    Step,
+    anthropic_reply,
+    openai_reply,
+)
+
+from aflow_tune.config import ModelSettings, PriceSettings
+from aflow_tune.errors import BadInput
+from aflow_tune.models import Ledger, ModelError, ModelFailure, Usage, make_client
+from aflow_tune.models.failures import LONGEST_ADVICE, advised_wait
+from aflow_tune.models.http_client import HttpClient
+from aflow_tune.trace import ModelCall, Trace
+
+HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA},
+}
+PRICES = PriceSettings(input=1.0, output=10.0)
+"""A good reply costs 100 * 1e-6 + 10 * 10e-6 = 0.0002 dollars."""
+
+
+@pytest.fixture(params=["openai", "anthropic"])
+def provider(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make(provider: str) -> Callable[..., HttpClient]:
+    def build(server: FaultyServer, **settings: Any) -> HttpClient:
+        settings = {"backoff": 0.01, "timeout": 5.0, "prices": PRICES, **settings}
+        given = ModelSettings(
+            provider=provider, model="m-1", base_url=server.openai_url, **settings
+        )
+        return make_client(given, "judge")
+
+    return build
+
+
+def ask(client: HttpClient, messages: Any = HELLO, **options: Any) -> Any:
+    """One answer, with the events and the meter of the call."""
+    ledger, trace = Ledger(), Trace()
+
+    async def call() -> Any:
+        with ledger.activate(), trace.activate():
+            return await client.complete(messages, **options)
+
+    try:
+        outcome: Any = asyncio.run(call())
+    except ModelError as error:
+        outcome = error
+    (event,) = trace.of(ModelCall)
+    return outcome, event, ledger.meter.total()
+
+
+PASSING = {
+    "429 with retry-after in seconds": Step(status=429, headers={"retry-after": "0.05"}),
+    "429 with retry-after in ms": Step(status=429, headers={"retry-after-ms": "50"}),
+    "429 without advice": Step(status=429),
+    "408": Step(status=408),
+    "409": Step(status=409),
+    "500": Step(status=500),
+    "500 that is no JSON": Step(status=500, body=b"<html>oops</html>"),
+    "503": Step(status=503),
+    "529": Step(status=529),
+    "cut before the head": Step(kind="cut"),
+    "cut in the body": Step(kind="cut_body"),
+    "bad JSON": Step(body=b'{"choices": [{"mess'),
+    "no JSON at all": Step(body=b"\xff\xfe\x00"),
+    "empty body": Step(body=b""),
+    "a JSON list": Step(body=[1, 2]),
+    "wrong schema": Step(body={"object": "list", "data": []}),
+    "an error with status 200": Step(body={"error": {"message": "overloaded"}}),
+    "deep JSON": Step(body=b"[" * 200_000),
+    "a huge body": Step(kind="huge"),
+}
+
+
+@pytest.mark.parametrize("step", PASSING.values(), ids=PASSING)
+def test_what_may_pass_is_asked_again(make: Callable[..., HttpClient], step: Step) -> None:
+    with FaultyServer([step]) as server:
+        reply, event, tally = ask(make(server))
+    assert (reply.text, reply.model, reply.finish_reason) == ("fine", "scripted-1", "stop")
+    assert reply.usage == Usage(*USAGE)
+    assert reply.cost == pytest.approx(0.0002)
+    assert len(server.requests) == 2
+    assert (event.failure, event.retries, event.role, event.model) == (None, 1, "judge", "m-1")
+    assert (event.prompt_tokens, event.completion_tokens) == USAGE
+    assert (tally.calls, tally.retries, tally.failed) == (1, 1, 0)
+    assert (tally.prompt_tokens, tally.completion_tokens) == USAGE
+    assert tally.cost == pytest.approx(0.0002)
+
+
+FINAL = {
+    "429": (Step(status=429), ModelFailure.RATE_LIMITED),
+    "503": (Step(status=503), ModelFailure.SERVER),
+    "cut": (Step(kind="cut"), ModelFailure.CONNECTION),
+    "bad JSON": (Step(body=b"{"), ModelFailure.BAD_REPLY),
+    "hang": (Step(kind="hang"), ModelFailure.TIMED_OUT),
+    "slow bytes": (Step(kind="drip"), ModelFailure.TIMED_OUT),
+}
+
+
+@pytest.mark.parametrize(("step", "failure"), FINAL.values(), ids=FINAL)
+def test_retries_end_in_an_error_that_says_why(
+    make: Callable[..., HttpClient], step: Step, failure: ModelFailure
+) -> None:
+    with FaultyServer(lambda *_: step) as server:
+        error, event, tally = ask(make(server, retries=2, timeout=0.2))
+        deadline = time.monotonic() + 10
+        while server.under_way and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert isinstance(error, ModelError)
+    assert error.failure is failure
+    assert "after 3 attempts" in str(error)
+    assert len(server.requests) == 3
+    assert server.under_way == 0
+    assert (event.failure, event.retries, event.cost) == (failure.value, 2, 0.0)
+    assert (tally.calls, tally.failed, tally.retries, tally.prompt_tokens) == (1, 1, 2, 0)
+
+
+@pytest.mark.parametrize("status", [301, 307, 400, 401, 403, 404, 413, 422])
+def test_a_refusal_is_not_asked_again(make: Callable[..., HttpClient], status: int) -> None:
+    headers = {"location": "http://127.0.0.1:1/elsewhere"}
+    with FaultyServer([Step(status=status, headers=headers)]) as server:
+        error, event, _ = ask(make(server))
+    assert (error.failure, event.failure) == (ModelFailure.REFUSED, "refused")
+    assert f"HTTP {status}" in str(error)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(status=429, headers={"x-should-retry": "false"}),
+        Step(status=429, headers={"retry-after": str(LONGEST_ADVICE + 1)}),
+        Step(status=429, body={"error": {"message": "pay", "code": "insufficient_quota"}}),
+    ],
+    ids=["x-should-retry", "longer than anybody waits", "insufficient_quota"],
+)
+def test_what_waiting_cannot_cure_is_not_asked_again(
+    make: Callable[..., HttpClient], step: Step
+) -> None:
+    with FaultyServer([step]) as server:
+        error, _, _ = ask(make(server))
+    assert isinstance(error, ModelError)
+    assert len(server.requests) == 1
+
+
+def test_every_reply_that_reports_usage_is_counted_once(
+    provider: str, make: Callable[..., HttpClient]
+) -> None:
+    """A reply of the wrong shape, an error with usage, then a good one: 3 x (100, 10) tokens."""
+    shaped = openai_reply("x") if provider == "openai" else anthropic_reply("x")
+    wrong = {**shaped, "choices": [], "content": None}
+    failed = {"error": {"message": "late"}, "usage": shaped["usage"]}
+    steps = [Step(body=wrong), Step(status=500, body=failed), Step(status=500), Step()]
+    with FaultyServer(steps) as server:
+        reply, event, tally = ask(make(server))
+    assert reply.usage == Usage(300, 30)
+    assert reply.cost == pytest.approx(0.0006)
+    assert (event.prompt_tokens, event.completion_tokens, event.retries) == (300, 30, 3)
+    assert (tally.prompt_tokens, tally.completion_tokens) == (300, 30)
+    assert tally.cost == pytest.approx(0.0006)
+
+
+@pytest.mark.parametrize("told", [None, {"prompt_tokens": "7", "completion_tokens": -1}, 3])
+def test_a_reply_without_usage_is_unknown_not_free(
+    make: Callable[..., HttpClient], told: Any, provider: str
+) -> None:
+    shape = openai_reply if provider == "openai" else anthropic_reply
+    with FaultyServer([Step(body={**shape("x", None), "usage": told})]) as server:
+        reply, event, tally = ask(make(server))
+    assert (reply.text, reply.usage, reply.cost, event.cost) == ("x", None, None, None)
+    assert (tally.unreported, tally.unpriced, tally.known_cost) == (1, 1, None)
+
+
+def test_the_advised_wait_is_kept_by_all_calls_of_the_client(
+    make: Callable[..., HttpClient],
+) -> None:
+    at: list[float] = []
+
+    def script(number: int, _: Any) -> Step:
+        at.append(time.monotonic())
+        return Step(status=429, headers={"retry-after": "0.4"}) if number == 0 else Step()
+
+    async def two() -> None:
+        first = asyncio.ensure_future(client.complete(HELLO))
+        while not server.requests:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        await asyncio.gather(first, client.complete(HELLO))
+
+    with FaultyServer(script) as server:
+        client = make(server)
+        asyncio.run(two())
+    assert len(at) == 3
+    assert min(at[1:]) - at[0] >= 0.4
+
+
+def test_advice_in_every_form() -> None:
+    now = time.time()
+    date = email.utils.formatdate(now + 30, usegmt=True)
+    assert advised_wait({"retry-after": "7"}) == 7.0
+    assert advised_wait({"retry-after": "7", "retry-after-ms": "1500"}) == 1.5
+    assert 28.0 < (advised_wait({"retry-after": date}) or 0) <= 30.0
+    past = email.utils.formatdate(now - 30, usegmt=True)
+    assert advised_wait({"retry-after": past}) == 0.0
+    for nonsense in ("", "soon", "-1", "nan", "inf"):
+        assert advised_wait({"retry-after": nonsense}) is None
+
+
+def test_cancelling_closes_the_request_and_frees_the_slot(
+    make: Callable[..., HttpClient],
+) -> None:
+    ledger, trace = Ledger(), Trace()
+
+    async def cancel_then_ask() -> str:
+        with ledger.activate(), trace.activate():
+            call = asyncio.ensure_future(client.complete(HELLO))
+            while not server.requests:
+                await asyncio.sleep(0.005)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            while not server.abandoned:
+                await asyncio.sleep(0.005)
+            return (await client.complete(HELLO)).text
+
+    with FaultyServer([Step(kind="hang")]) as server:
+        client = make(server, max_concurrency=1, timeout=30.0)
+        assert asyncio.run(asyncio.wait_for(cancel_then_ask(), 20)) == "fine"
+    assert [event.failure for event in trace.of(ModelCall)] == ["cancelled", None]
+    tally = ledger.meter.total()
+    assert (tally.calls, tally.cancelled, tally.failed) == (2, 1, 0)
+    assert (tally.prompt_tokens, tally.completion_tokens) == USAGE
+
+
+def test_no_more_requests_at_once_than_configured(make: Callable[..., HttpClient]) -> None:
+    async def many() -> None:
+        await asyncio.gather(*(client.complete(HELLO) for _ in range(30)))
+
+    with FaultyServer(lambda *_: Step(seconds=0.02)) as server:
+        client = make(server, max_concurrency=3)
+        asyncio.run(many())
+    assert (len(server.requests), server.most_under_way) == (30, 3)
+
+
+def test_one_client_serves_several_event_loops(make: Callable[..., HttpClient]) -> None:
+    texts: list[str] = []
+
+    def run() -> None:
+        texts.append(asyncio.run(client.complete(HELLO)).text)
+
+    with FaultyServer() as server:
+        client = make(server)
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        asyncio.run(client.close())
+        run()
+    assert texts == ["fine"] * 5
+
+
+def test_a_thousand_calls_at_once_through_failures(make: Callable[..., HttpClient]) -> None:
+    """Every tenth request fails, in turn in five ways; every call is answered and counted."""
+    failures = [
+        Step(status=429, headers={"retry-after": "0.01"}),
+        Step(status=500),
+        Step(kind="cut"),
+        Step(kind="cut_body"),
+        Step(body=b"{"),
+    ]
+
+    def script(number: int, _: Any) -> Step:
+        return failures[number // 10 % 5] if number % 10 == 0 else Step()
+
+    async def many() -> list[str]:
+        with ledger.activate():
+            calls = [client.complete(HELLO) for _ in range(1000)]
+            return [reply.text for reply in await asyncio.gather(*calls)]
+
+    ledger = Ledger()
+    with FaultyServer(script) as server:
+        client = make(server, max_concurrency=1000, timeout=60.0, retries=10)
+        assert asyncio.run(many()) == ["fine"] * 1000
+    tally = ledger.meter.total()
+    assert (tally.calls, tally.failed) == (1000, 0)
+    assert tally.retries == len(server.requests) - 1000 > 100
+    assert (tally.prompt_tokens, tally.completion_tokens) == (100_000, 10_000)
+    assert tally.cost == pytest.approx(0.2)
+
+
+def test_arguments_win_over_the_configuration(
+    provider: str, make: Callable[..., HttpClient]
+) -> None:
+    with FaultyServer() as server:
+        client = make(server, temperature=0.1, max_tokens=7)
+        ask(client)
+        ask(client, temperature=0.9, top_p=0.5, max_tokens=9, stop=["END"], seed=3)
+    plain, asked = (request.body for request in server.requests)
+    assert (plain["temperature"], plain["max_tokens"], plain["model"]) == (0.1, 7, "m-1")
+    assert "top_p" not in plain
+    assert (asked["temperature"], asked["top_p"], asked["max_tokens"]) == (0.9, 0.5, 9)
+    if provider == "openai":
+        assert (asked["stop"], asked["seed"]) == (["END"], 3)
+    else:
+        assert asked["stop_sequences"] == ["END"]
+        assert "seed" not in asked
+
+
+def test_a_client_travels_without_key_or_connection(
+    make: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAVEL_KEY", "sk-travel-0123456789")
+    with FaultyServer() as server:
+        client = make(server, api_key_env="TRAVEL_KEY")
+        ask(client)
+        packed = pickle.dumps(client)
+        assert b"sk-travel" not in packed
+        reply, event, _ = ask(pickle.loads(packed))
+    assert (reply.text, event.role) == ("fine", "judge")
+    assert server.requests[1].headers["authorization"] == "Bearer sk-travel-0123456789"
+
+
+# OpenAI's form
+
+
+def openai_client(server: FaultyServer) -> HttpClient:
+    return make_client(ModelSettings(model="m", base_url=server.openai_url, retries=0))
+
+
+def test_openai_tools_schema_and_answers() -> None:
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"n": 2}'},
+    }
+    steps = [
+        Step(body=openai_reply(None, tool_calls=[call])),
+        Step(text='{"n": 2}'),
+        Step(
+            body=openai_reply([{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}])
+        ),
+        Step(body=openai_reply("")),
+    ]
+    with FaultyServer(steps) as server:
+        client = openai_client(server)
+        called, _, _ = ask(client, tools=[TOOL])
+        ask(client, schema=SCHEMA)
+        parts, _, _ = ask(client)
+        empty, _, _ = ask(client)
+    assert (called.text, called.tool_calls) == ("", (call,))
+    assert (parts.text, empty.text) == ("in parts", "")
+    assert server.requests[0].body["tools"] == [TOOL]
+    wanted = {"name": "answer", "schema": SCHEMA, "strict": True}
+    assert server.requests[1].body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": wanted,
+    }
+
+
+def test_openai_schemas_that_cannot_be_strict_are_not_sent_as_such() -> None:
+    with FaultyServer() as server:
+        client = openai_client(server)
+        ask(client, schema={"type": "object", "properties": {"n": {}}, "required": []})
+    assert server.requests[0].body["response_format"]["json_schema"]["strict"] is False
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [],
+        None,
+        [{"finish_reason": "stop"}],
+        [{"message": {"role": "assistant", "content": None}, "finish_reason": "stop"}],
+        [{"message": {"role": "assistant", "content": 3}, "finish_reason": "stop"}],
+        [{"message": {"content": None, "tool_calls": [{"id": "1"}]}, "finish_reason": "x"}],
+        [{"message": {"content": None, "tool_calls": "x"}}],
+        ["text"],
+    ],
+)
+def test_openai_replies_of_a_wrong_shape_are_bad_replies(choices: Any) -> None:
+    with FaultyServer([Step(body={**openai_reply("x"), "choices": choices})]) as server:
+        error, _, tally = ask(openai_client(server))
+    assert error.failure is ModelFailure.BAD_REPLY
+    assert tally.prompt_tokens == 100
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "text", "told"),
+    [
+        ({"content": None}, "length", "", "length"),
+        ({"content": None}, "content_filter", "", "content_filter"),
+        ({"content": None, "refusal": "I cannot."}, "stop", "I cannot.", "content_filter"),
+    ],
+)
+def test_openai_answers_that_have_no_content_for_a_reason(
+    message: Any, reason: str, text: str, told: str
+) -> None:
+    body = openai_reply("x")
+    body["choices"] = [{"index": 0, "message": message, "finish_reason": reason}]
+    with FaultyServer([Step(body=body)]) as server:
+        reply, _, _ = ask(openai_client(server))
+    assert (reply.text, reply.finish_reason) == (text, told)
+
+
+def test_openai_cached_tokens_cost_their_own_price() -> None:
+    """80 of 100 prompt tokens cached: 20 * 1e-6 + 80 * 0.5e-6 + 10 * 10e-6 = 0.00016."""
+    body = openai_reply("x")
+    body["usage"]["prompt_tokens_details"] = {"cached_tokens": 80}
+    prices = PriceSettings(input=1.0, output=10.0, cached_input=0.5)
+    with FaultyServer([Step(body=body)]) as server:
+        client = make_client(ModelSettings(model="m", base_url=server.openai_url, prices=prices))
+        reply, _, _ = ask(client)
+    assert reply.usage == Usage(100, 10, 80)
+    assert reply.cost == pytest.approx(0.00016)
+
+
+def test_openais_own_address_gets_the_newer_name_of_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from aflow_tune.models.ask import Ask
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
+    client = make_client(ModelSettings(model="gpt-4o-mini", max_tokens=5))
+    body = client._body(client._with_defaults(Ask(messages=HELLO)))
+    assert body["max_completion_tokens"] == 5
+    assert "max_tokens" not in body
+
+
+# Anthropic's form
+
+
+def anthropic_client(server: FaultyServer) -> HttpClient:
+    settings = ModelSettings(
+        provider="anthropic", model="claude", base_url=server.url, retries=0, prices=PRICES
+    )
+    return make_client(settings)
+
+
+def test_anthropic_conversations_are_translated() -> None:
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"n": 2}'},
+    }
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "first"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "second"},
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
+            ],
+        },
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+    ]
+    with FaultyServer() as server:
+        ask(anthropic_client(server), conversation, tools=[TOOL])
+    body = server.requests[0].body
+    image = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
+    assert body["system"] == "Be brief.\n\nBe kind."
+    assert body["max_tokens"] == 4096
+    assert body["messages"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "first"},
+                {"type": "text", "text": "second"},
+                {"type": "image", "source": image},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c1", "name": "add", "input": {"n": 2}}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "4"}],
+        },
+    ]
+    assert body["tools"] == [{"name": "add", "input_schema": SCHEMA, "description": "Adds."}]
+    assert "tool_choice" not in body
+
+
+def test_anthropic_tool_calls_come_back_in_openais_form() -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "add", "input": {"n": 2}}
+    with FaultyServer([Step(body=anthropic_reply("ok", USAGE, use, reason="tool_use"))]) as server:
+        reply, _, _ = ask(anthropic_client(server), tools=[TOOL])
+    (call,) = reply.tool_calls
+    assert (reply.text, reply.finish_reason) == ("ok", "tool_calls")
+    assert (call["id"], call["function"]["name"]) == ("t1", "add")
+    assert json.loads(call["function"]["arguments"]) == {"n": 2}
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "text"),
+    [
+        (SCHEMA, {"n": 2}, '{"n": 2}'),
+        ({"type": "array", "items": {"type": "integer"}}, {"value": [1, 2]}, "[1, 2]"),
+    ],
+)
+def test_anthropic_schemas_are_followed_through_a_tool(schema: Any, given: Any, text: str) -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "answer", "input": given}
+    with FaultyServer([Step(body=anthropic_reply("hm", USAGE, use, reason="tool_use"))]) as server:
+        reply, _, _ = ask(anthropic_client(server), schema=schema)
+    body = server.requests[0].body
+    assert (reply.text, reply.tool_calls, reply.finish_reason) == (text, (), "stop")
+    assert body["tool_choice"] == {"type": "tool", "name": "answer"}
+    assert body["tools"][0]["input_schema"]["type"] == "object"
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"), [("max_tokens", "length"), ("stop_sequence", "stop"), ("new", "new")]
+)
+def test_anthropic_reasons_in_openais_words(told: str, reason: str) -> None:
+    with FaultyServer([Step(body=anthropic_reply("x", reason=told))]) as server:
+        reply, _, _ = ask(anthropic_client(server))
+    assert reply.finish_reason == reason
+
+
+def test_anthropic_usage_counts_cached_tokens_as_prompt() -> None:
+    """5 fresh, 7 written to the cache, 11 read from it: a prompt of 23."""
+    body = anthropic_reply("x")
+    body["usage"] = {
+        "input_tokens": 5,
+        "output_tokens": 2,
+        "cache_creation_input_tokens": 7,
+        "cache_read_input_tokens": 11,
+    }
+    with FaultyServer([Step(body=body)]) as server:
+        reply, _, _ = ask(anthropic_client(server))
+    assert reply.usage == Usage(23, 2, 11)
+
+
+@pytest.mark.parametrize(
+    "content", [None, "text", [3], [{"type": "text"}], [{"type": "tool_use", "id": "1"}]]
+)
+def test_anthropic_replies_of_a_wrong_shape_are_bad_replies(content: Any) -> None:
+    with FaultyServer([Step(body={**anthropic_reply("x"), "content": content})]) as server:
+        error, _, tally = ask(anthropic_client(server))
+    assert error.failure is ModelFailure.BAD_REPLY
+    assert tally.cost == pytest.approx(0.0002)
+
+
+def test_anthropic_refuses_what_it_cannot_translate() -> None:
+    with FaultyServer() as server:
+        client = anthropic_client(server)
+        with pytest.raises(BadInput, match=r"messages\[0\].role"):
+            asyncio.run(client.complete([{"role": "function", "content": "x"}]))
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("messages", [[], "hello", [{"content": "x"}], ["hello"]])
+def test_a_question_that_is_none_is_refused(messages: Any) -> None:
+    with FaultyServer() as server, pytest.raises(BadInput, match="cannot be asked"):
+        asyncio.run(openai_client(server).complete(messages))
+    assert server.requests == []

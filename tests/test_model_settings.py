@@ -1,0 +1,240 @@
+"""The section `models`: what is refused, where keys come from, and that they never show."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import traceback
+from pathlib import Path
+
+import pytest
+from faulty_server import FaultyServer, Step, openai_reply
+
+from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
+from aflow_tune.engines.trinity.config import load_config, read_config
+from aflow_tune.errors import BadInput
+from aflow_tune.models import (
+    Account,
+    Budget,
+    Ledger,
+    ModelError,
+    ResponseCache,
+    make_client,
+    make_clients,
+)
+from aflow_tune.models.redaction import HIDDEN, scrub, short
+from aflow_tune.models.settings import check_models
+from aflow_tune.trace import Trace
+
+HELLO = [{"role": "user", "content": "hello"}]
+KEY = 'sk-live+/0123456789"ü'[:19]
+HEADER = "org-secret-0123456789"
+
+
+@pytest.fixture
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
+
+
+def test_the_section_is_read_from_yaml_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "models:\n"
+        "  judge: {model: gpt-4o-mini, temperature: 0.2, max_concurrency: 4}\n"
+        "  policy: {prices: {input: 0, output: 0}}\n"
+        "budget: {usd: 2.5, tokens: 1000, calls: 10}\n"
+    )
+    config = load_config(path, ["models.judge.temperature=0.7", "models.critic.model=m"])
+    assert config.models["judge"].temperature == 0.7
+    assert config.models["judge"].max_concurrency == 4
+    assert config.models["critic"].model == "m"
+    assert config.models["policy"].prices == PriceSettings(input=0.0, output=0.0)
+    assert config.budget == BudgetSection(None, 2.5, 1000, 10)
+
+
+def test_faults_of_the_section_have_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("models:\n  judge:\n    modle: x\n    provider: opnai\n")
+    _, faults = read_config(path, ["models.judge.top_k=3"])
+    told = [str(fault) for fault in faults]
+    assert "run.yaml:3: models.judge.modle" in told[0]
+    assert "did you mean `models.judge.model`?" in told[0]
+    assert "run.yaml:4: models.judge.provider" in told[1]
+    assert "models.judge.top_k" in told[2]
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_all_faults_at_once_and_missing_keys_by_name() -> None:
+    models = {
+        "judge": ModelSettings(model="gpt-4o-mini"),
+        "critic": ModelSettings(provider="anthropic", model="claude"),
+        "local": ModelSettings(model="m", base_url="http://127.0.0.1:1/v1"),
+        "odd": ModelSettings(
+            base_url="nowhere", temperature=-1.0, timeout=0.0, max_concurrency=0, retries=-1
+        ),
+        "policy": ModelSettings(prices=PriceSettings(input=1.0)),
+    }
+    with pytest.raises(BadInput) as caught:
+        make_clients(models)
+    found = {fault.where: fault for fault in caught.value.faults}
+    assert set(found) == {
+        "models.judge.api_key_env",
+        "models.critic.api_key_env",
+        "models.odd.model",
+        "models.odd.base_url",
+        "models.odd.temperature",
+        "models.odd.timeout",
+        "models.odd.max_concurrency",
+        "models.odd.retries",
+        "models.policy.prices.output",
+    }
+    assert found["models.judge.api_key_env"].cure == "export OPENAI_API_KEY=..."
+    assert found["models.critic.api_key_env"].expected == (
+        "the environment variable ANTHROPIC_API_KEY"
+    )
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_clients_are_made_for_every_entry_that_names_a_model() -> None:
+    local = ModelSettings(model="m", base_url="http://127.0.0.1:1/v1")
+    models = {
+        "executor": local,
+        "judge_b": ModelSettings(model="m", base_url=local.base_url, role="judge"),
+        "policy": ModelSettings(prices=PriceSettings(input=0.0, output=0.0)),
+    }
+    clients = make_clients(models)
+    assert {name: client.role for name, client in clients.items()} == {
+        "executor": "executor",
+        "judge_b": "judge",
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ModelSettings(model="m", api_key_env="sk-live-0123456789"),
+        ModelSettings(model="m", api_key_env="export X=sk-live-0123456789"),
+        ModelSettings(model="m", base_url="https://user:sk-live-0123456789@host/v1"),
+        ModelSettings(model="m", base_url="https://host/v1?key=sk-live-0123456789"),
+        ModelSettings(
+            model="m", base_url="https://host/v1", headers_env={"x-key": "sk-live-0123456789"}
+        ),
+    ],
+)
+@pytest.mark.usefixtures("no_keys")
+def test_a_key_where_none_belongs_is_refused_and_not_shown(settings: ModelSettings) -> None:
+    faults = check_models({"judge": settings})
+    assert faults
+    with pytest.raises(BadInput) as caught:
+        make_client(settings)
+    assert "sk-live" not in f"{faults}{caught.value}{caught.value!r}"
+
+
+@pytest.mark.parametrize("value", ["", "  ", "two\nlines", "kéy-0123456789"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", value)
+    with pytest.raises(BadInput, match="SOME_API_KEY") as caught:
+        make_client(ModelSettings(model="m", api_key_env="SOME_API_KEY"))
+    assert "0123456789" not in str(caught.value)
+    assert "lines" not in str(caught.value)
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_a_vendors_key_goes_to_the_vendor_only(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(name, KEY)
+    with FaultyServer() as server:
+        client = make_client(
+            ModelSettings(provider=provider, model="m", base_url=server.openai_url)
+        )
+        asyncio.run(client.complete(HELLO))
+    assert KEY not in str(server.requests[0].headers)
+
+
+def test_scrubbing_knows_every_form_of_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER_TOKEN", "token-0123456789")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-one: value-of-one\nx-two: value-of-two")
+    monkeypatch.setenv("SHORT_KEY", "yes")
+    secret = 'a"b/c+d'
+    text = 'a"b/c+d a\\"b/c+d a%22b%2Fc%2Bd token-0123456789 value-of-two yes'
+    assert scrub(text, [secret]) == " ".join([HIDDEN] * 5) + " yes"
+    assert KEY not in short("x" * 290 + " " + KEY, [KEY])
+
+
+FAILURES: dict[str, Step] = {
+    "401 that repeats the key": Step(
+        status=401, body={"error": {"message": f"Incorrect API key provided: {KEY}."}}
+    ),
+    "400 in plain text": Step(status=400, body=f"bad header Bearer {KEY} {HEADER}".encode()),
+    "403 in JSON": Step(status=403, body={"told": [KEY, {"deep": HEADER}]}),
+    "429 with the key in a header": Step(status=429, headers={"x-debug": KEY}),
+    "500 with the key": Step(status=500, body=KEY.encode() * 50),
+    "a reply with the key and no choices": Step(body={"key": KEY, "header": HEADER}),
+    "a reply with the key that is no JSON": Step(body=f"{{{KEY} {HEADER}".encode()),
+    "content of a wrong type with the key": Step(body=openai_reply({"x": KEY})),  # type: ignore[arg-type]
+    "cut": Step(kind="cut"),
+    "hang": Step(kind="hang"),
+}
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+@pytest.mark.parametrize("step", FAILURES.values(), ids=FAILURES)
+def test_no_key_in_errors_logs_traces_books_or_files(
+    provider: str,
+    step: Step,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    monkeypatch.setenv("MY_HEADER", HEADER)
+    caplog.set_level(logging.DEBUG)
+    trace = Trace()
+    account = Account(tmp_path / "account.sqlite")
+    ledger = Ledger(budget=Budget(BudgetSection(calls=10), account))
+
+    async def fail() -> None:
+        with (
+            trace.activate(),
+            ledger.activate(),
+            ResponseCache(tmp_path / "cache").activate(weights="w"),
+        ):
+            await client.complete(HELLO)
+
+    with FaultyServer(lambda *_: step) as server:
+        settings = ModelSettings(
+            provider=provider,
+            model="m",
+            base_url=server.openai_url,
+            api_key_env="MY_KEY",
+            headers_env={"x-org": "MY_HEADER"},
+            retries=1,
+            backoff=0.001,
+            timeout=0.3,
+        )
+        client = make_client(settings)
+        with pytest.raises(ModelError) as caught:
+            asyncio.run(fail())
+        assert server.requests[0].headers["x-org"] == HEADER
+        assert KEY in server.requests[0].headers["authorization"]
+    account.close()
+    error = caught.value
+    assert (error.__cause__, error.__context__) == (None, None)
+    shown = "".join(traceback.TracebackException.from_exception(error).format())
+    shown += f"{error!r}{pickle.loads(pickle.dumps(error))}"
+    out = capfd.readouterr()
+    told = shown + str(trace.events) + str(ledger.meter.to_json()) + out.out + out.err
+    # The server's own header is logged by the HTTP library where debugging is on.
+    told += "" if "x-debug" in step.headers else caplog.text
+    told += repr(client.__getstate__())
+    files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    for secret in (KEY, HEADER):
+        assert secret not in told
+        assert secret.encode() not in files
