@@ -1,0 +1,242 @@
+"""Training, validation and test files drawn from several sources, sharing nothing.
+
+Every split takes from each source its share of the rows, by largest remainder. Rows whose
+inputs are equal count once, over all sources. The test rows are drawn first; a row that leaks
+(`leaks.py`) out of the test split is not used for validation, nor one that leaks out of either
+for training: another row takes its place, and the report counts it. What is written has no
+leak, by the same check as `aflow-tune data check`.
+
+Where the rows come from is left to the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.data.leaks import NEAR, WORDS, find_leaks, fingerprint
+from aflow_tune.data.mix import apportion
+from aflow_tune.data.rows import with_source
+from aflow_tune.errors import BadInput, Fault
+
+SPLITS = ("train", "validation", "test")
+SIZES = {"train": 1000, "validation": 100, "test": 100}
+MANIFEST = "manifest.json"
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Source:
+    """Rows of one origin. `origin` is what the user named; `sha256` that of a file."""
+
+    name: str
+    benchmark: str
+    rows: Sequence[Mapping[str, Any]]
+    origin: str = ""
+    sha256: str | None = None
+
+
+@dataclass
+class Drawn:
+    """The rows of each split, and how many rows of each source were not used and why."""
+
+    splits: dict[str, list[Row]]
+    duplicates: dict[str, int]
+    """Rows whose input another row has too."""
+    leaking: dict[str, int]
+    """Rows taken out because they are nearly the same as one of a split held out from them."""
+    taken: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Source to split to rows."""
+
+
+def draw(
+    sources: Sequence[Source],
+    shares: Mapping[str, Fraction],
+    sizes: Mapping[str, int],
+    seed: int,
+) -> Drawn:
+    """Draw the splits. The same sources, shares, sizes and seed give the same rows.
+
+    Args:
+        shares: by name of source; together 1.
+        sizes: rows of each of `SPLITS`.
+
+    Raises:
+        BadInput: a source has too few rows; it says how many there are.
+    """
+    pools, duplicates = _unique(sources, seed)
+    usable = {name: len(pool) for name, pool in pools.items()}
+    quotas = {split: apportion(sizes[split], shares) for split in SPLITS}
+    chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
+    leaking = dict.fromkeys(pools, 0)
+    short: set[str] = set()
+    for split in reversed(SPLITS):
+        held_out = [chosen[other] for other in SPLITS[SPLITS.index(split) + 1 :]]
+        while True:
+            short |= _fill(chosen[split], quotas[split], pools)
+            bad = {leak.held_out for rows in held_out for leak in find_leaks(rows, chosen[split])}
+            for number in bad:
+                leaking[chosen[split][number]["source"]] += 1
+            chosen[split] = [row for n, row in enumerate(chosen[split]) if n not in bad]
+            if not bad:
+                break
+    if short:
+        raise _too_few(sources, usable, quotas, sizes, leaking)
+    for split, rows in chosen.items():
+        random.Random(f"split/{seed}/{split}").shuffle(rows)
+    taken = {name: {split: quotas[split][name] for split in SPLITS} for name in pools}
+    return Drawn(chosen, duplicates, leaking, taken)
+
+
+def _unique(sources: Sequence[Source], seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
+    """Each source's rows, shuffled, without those that were seen before."""
+    seen: set[bytes] = set()
+    pools: dict[str, list[Row]] = {}
+    duplicates: dict[str, int] = {}
+    for source in sources:
+        pool: list[Row] = []
+        for row in source.rows:
+            mark = fingerprint(row)
+            if mark not in seen:
+                seen.add(mark)
+                pool.append(with_source(row, source.name, source.benchmark))
+        duplicates[source.name] = len(source.rows) - len(pool)
+        random.Random(f"draw/{seed}/{source.name}").shuffle(pool)
+        pools[source.name] = pool
+    return pools, duplicates
+
+
+def _fill(rows: list[Row], quota: Mapping[str, int], pools: Mapping[str, list[Row]]) -> set[str]:
+    """Add what is missing to `rows`, taking it off the pools. Returns the sources that ran out."""
+    short = set()
+    for name, wanted in quota.items():
+        missing = wanted - sum(row["source"] == name for row in rows)
+        pool = pools[name]
+        if missing > len(pool):
+            short.add(name)
+        rows += [pool.pop() for _ in range(min(missing, len(pool)))]
+    return short
+
+
+def _too_few(
+    sources: Sequence[Source],
+    usable: Mapping[str, int],
+    quotas: Mapping[str, Mapping[str, int]],
+    sizes: Mapping[str, int],
+    leaking: Mapping[str, int],
+) -> BadInput:
+    needed = {name: sum(quotas[split][name] for split in SPLITS) for name in usable}
+    free = {name: usable[name] - leaking[name] for name in usable}
+    fits = min([Fraction(free[name], needed[name]) for name in usable if needed[name]])
+    fewer = " ".join(f"--{split} {int(sizes[split] * fits)}" for split in SPLITS)
+    faults = []
+    for source in sources:
+        name = source.name
+        if needed[name] <= free[name]:
+            continue
+        parts = ", ".join(f"{quotas[split][name]} for {split}" for split in SPLITS)
+        found = f"{len(source.rows)} rows"
+        if len(source.rows) > usable[name]:
+            found += f", {usable[name]} of them different"
+        if leaking[name]:
+            found += f", {leaking[name]} of these nearly the same as held-out ones"
+        faults.append(
+            Fault(
+                f"--source {name}" + (f"={source.origin}" if source.origin else ""),
+                f"{needed[name]} different rows: {parts}",
+                found,
+                f"{fewer}, a smaller --ratio for it, or more rows",
+            )
+        )
+    return BadInput("There are too few rows.", faults)
+
+
+def write_splits(
+    folder: Path,
+    sources: Sequence[Source],
+    shares: Mapping[str, Fraction],
+    drawn: Drawn,
+    seed: int,
+    *,
+    force: bool = False,
+) -> list[Path]:
+    """Write a `SPLIT.jsonl` for each split that has rows, and `manifest.json`; returns them.
+
+    Each file appears whole or not at all, the manifest last.
+
+    Raises:
+        BadInput: files are there already and `force` is not set, or nothing can be written.
+    """
+    files = {
+        f"{split}.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        for split, rows in drawn.splits.items()
+        if rows
+    }
+    content = {name: text.encode("utf-8", "surrogatepass") for name, text in files.items()}
+    manifest = {
+        "seed": seed,
+        "files": {
+            name: {
+                "rows": text.count(b"\n"),
+                "sha256": hashlib.sha256(text).hexdigest(),
+            }
+            for name, text in content.items()
+        },
+        "sources": [
+            {
+                "name": source.name,
+                "benchmark": source.benchmark,
+                "from": source.origin,
+                "sha256": source.sha256,
+                "share": float(shares[source.name]),
+                "rows": len(source.rows),
+                "duplicates": drawn.duplicates[source.name],
+                "near_duplicates_of_held_out": drawn.leaking[source.name],
+                **drawn.taken[source.name],
+            }
+            for source in sources
+        ],
+        "near_duplicates": {"similarity": NEAR, "words": WORDS},
+    }
+    content[MANIFEST] = (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()
+    there = [folder / name for name in content if (folder / name).exists()]
+    if there and not force:
+        raise BadInput(
+            "Nothing was written.",
+            [
+                Fault(str(path), "no file of that name", "a file", "--force, or another --out")
+                for path in there
+            ],
+        )
+    try:
+        return _write(folder, content)
+    except OSError as error:
+        fault = Fault(str(folder), "a folder that can be written", str(error), "another --out")
+        raise BadInput("The files could not be written.", [fault]) from error
+
+
+def _write(folder: Path, content: Mapping[str, bytes]) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    temporaries = {name: folder / f".{name}.{os.getpid()}.tmp" for name in content}
+    try:
+        for name, data in content.items():
+            with temporaries[name].open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        # The manifest says what the other files hold: it must not outlive them.
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for name, temporary in temporaries.items():
+            temporary.rename(folder / name)
+    finally:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
+    return [folder / name for name in content]

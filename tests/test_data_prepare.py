@@ -1,0 +1,268 @@
+"""`aflow-tune data`: splits with exact counts, nothing shared, nothing overwritten; the check."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aflow_tune.cli import main
+from aflow_tune.data.leaks import find_leaks
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "shared" / "data" / "benchmarks"
+needs_benchmarks = pytest.mark.skipif(
+    not BENCHMARKS.is_dir(), reason=f"the benchmark rows are not there: {BENCHMARKS}"
+)
+SIZES = ["--train", "20", "--validation", "4", "--test", "4"]
+SUBJECTS = ("apples", "pears", "plums", "figs", "dates", "limes", "nuts", "beans", "leeks", "peas")
+VERBS = (
+    *("buys", "sells", "paints", "counts", "weighs", "throws"),
+    *("washes", "finds", "hides", "draws", "eats", "loses"),
+)
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sums(count: int) -> list[dict[str, Any]]:
+    """Questions no two of which are similar."""
+    return [
+        {
+            "question": f"Person{n} {VERBS[n % 12]} {n + 2} {SUBJECTS[n % 10]} beside house{n} "
+            f"and {VERBS[n * 7 % 12]} {n * n} {SUBJECTS[n * 3 % 10]}{n}. How many?",
+            "answer": f"#### {n}",
+        }
+        for n in range(count)
+    ]
+
+
+def prepare(out: Path, *words: str | Path) -> int:
+    return main(["data", "prepare", "--out", str(out), *map(str, words)])
+
+
+def splits(out: Path) -> dict[str, list[dict[str, Any]]]:
+    return {name: read_lines(out / f"{name}.jsonl") for name in ("train", "validation", "test")}
+
+
+def test_one_thousand_and_twice_a_hundred_by_default(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "rows.jsonl", sums(1300))
+    assert prepare(tmp_path / "out", f"--source=gsm8k={file}") == 0
+    found = splits(tmp_path / "out")
+    assert {name: len(rows) for name, rows in found.items()} == {
+        "train": 1000,
+        "validation": 100,
+        "test": 100,
+    }
+    questions = [row["question"] for rows in found.values() for row in rows]
+    assert len(set(questions)) == 1200
+    originals = {row["question"]: row for row in sums(1300)}
+    for rows in found.values():
+        for row in rows:
+            assert row == {**originals[row["question"]], "source": "gsm8k", "benchmark": "gsm8k"}
+
+
+@needs_benchmarks
+def test_the_default_recipe_on_the_benchmarks(tmp_path: Path) -> None:
+    sources = [
+        f"--source={name}={BENCHMARKS}/{name}_validate.jsonl"
+        for name in ("gsm8k", "math", "mbpp", "hotpotqa", "drop")
+    ]
+    assert prepare(tmp_path, *sources, "--train", "100", "--validation", "20", "--test", "20") == 0
+    wanted = {
+        "train": {"gsm8k": 20, "math": 20, "mbpp": 30, "hotpotqa": 15, "drop": 15},
+        "validation": {"gsm8k": 4, "math": 4, "mbpp": 6, "hotpotqa": 3, "drop": 3},
+        "test": {"gsm8k": 4, "math": 4, "mbpp": 6, "hotpotqa": 3, "drop": 3},
+    }
+    found = splits(tmp_path)
+    for split, counts in wanted.items():
+        assert Counter(row["source"] for row in found[split]) == counts
+        assert Counter(row["benchmark"] for row in found[split]) == counts
+    for one, other in (("train", "test"), ("train", "validation"), ("validation", "test")):
+        assert find_leaks(found[one], found[other]) == []
+        assert main(["data", "check", *(str(tmp_path / f"{n}.jsonl") for n in (one, other))]) == 0
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    for name, about in manifest["files"].items():
+        content = (tmp_path / name).read_bytes()
+        assert about["sha256"] == hashlib.sha256(content).hexdigest()
+        assert about["rows"] == content.count(b"\n")
+    gsm8k = manifest["sources"][0]
+    assert (gsm8k["name"], gsm8k["rows"], gsm8k["train"]) == ("gsm8k", 264, 20)
+
+
+@needs_benchmarks
+def test_too_few_rows_say_how_many_there_are_and_what_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"--source=gsm8k={BENCHMARKS}/gsm8k_train.jsonl",
+        f"--source=mbpp={BENCHMARKS}/mbpp_validate.jsonl",
+        f"--source=drop={BENCHMARKS}/drop_validate.jsonl",
+    ]
+    assert prepare(tmp_path / "out", *words) == 2
+    error = capsys.readouterr().err
+    assert "360 different rows: 300 for train, 30 for validation, 30 for test" in error
+    assert "found:    86 rows" in error
+    assert "--train 238 --validation 23 --test 23" in error
+    assert not (tmp_path / "out").exists()
+    fits = ["--train=238", "--validation=23", "--test=23"]
+    assert prepare(tmp_path / "out", *words, *fits) == 0
+
+
+def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "rows.jsonl", sums(60))
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert prepare(tmp_path / name, f"--source=gsm8k={file}", *SIZES, "--seed", seed) == 0
+    names = ["train.jsonl", "validation.jsonl", "test.jsonl", "manifest.json"]
+    a, b, c = ([(tmp_path / run / name).read_bytes() for name in names] for run in "abc")
+    assert a == b
+    assert all(one != other for one, other in zip(a, c, strict=True))
+
+
+def test_what_is_nearly_the_same_never_stands_on_both_sides(tmp_path: Path) -> None:
+    """Forty problems, each in three wordings."""
+    rows = sums(40)
+    for row in list(rows):
+        rows.append({**row, "question": row["question"].replace(" How many?", " How many then?")})
+        rows.append({**row, "question": row["question"].replace(".", "").upper()})
+    file = write_lines(tmp_path / "rows.jsonl", [*rows, rows[0]])
+    out = tmp_path / "out"
+    assert prepare(out, f"--source=gsm8k={file}", *SIZES) == 0
+    found = splits(out)
+    persons = {
+        name: {row["question"].split()[0].lower() for row in split} for name, split in found.items()
+    }
+    assert persons["test"].isdisjoint(persons["train"] | persons["validation"])
+    assert persons["validation"].isdisjoint(persons["train"])
+    assert [len(found[name]) for name in ("train", "validation", "test")] == [20, 4, 4]
+    (about,) = json.loads((out / "manifest.json").read_text())["sources"]
+    assert (about["rows"], about["duplicates"]) == (121, 1)
+    assert about["near_duplicates_of_held_out"] > 0
+    # All of them are needed: what is left after the held-out ones is too little.
+    assert prepare(tmp_path / "more", f"--source=gsm8k={file}", "--train", "112", *SIZES[2:]) == 2
+
+
+def test_files_are_never_overwritten_without_being_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_lines(tmp_path / "rows.jsonl", sums(40))
+    (tmp_path / "test.jsonl").write_text("mine\n")
+    words = [f"--source=gsm8k={file}", *SIZES]
+    assert prepare(tmp_path, *words) == 2
+    assert f"{tmp_path}/test.jsonl" in capsys.readouterr().err
+    assert (tmp_path / "test.jsonl").read_text() == "mine\n"
+    assert not (tmp_path / "train.jsonl").exists()
+    assert prepare(tmp_path, *words, "--force") == 0
+    assert len(read_lines(tmp_path / "test.jsonl")) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "manifest.json",
+        "rows.jsonl",
+        "test.jsonl",
+        "train.jsonl",
+        "validation.jsonl",
+    ]
+
+
+def test_shares_of_sources_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write_lines(tmp_path / "a.jsonl", sums(30))
+    second = write_lines(tmp_path / "b.jsonl", [{"q": f"b{n}", "source": "web"} for n in range(30)])
+    words = [f"--source=mine={first}", f"--source=other={second}", *SIZES]
+    assert prepare(tmp_path / "out", *words) == 2
+    assert "--ratio mine=0.5 --ratio other=0.5" in capsys.readouterr().err
+    ratios = ["--ratio=mine=0.75", "--ratio=other=0.25", "--benchmark=mine=gsm8k"]
+    assert prepare(tmp_path / "out", *words, *ratios) == 0
+    train = splits(tmp_path / "out")["train"]
+    assert Counter(row["source"] for row in train) == {"mine": 15, "other": 5}
+    assert {row["source"]: row["benchmark"] for row in train} == {
+        "mine": "gsm8k",
+        "other": "other",
+    }
+    assert {row["original_source"] for row in train if row["source"] == "other"} == {"web"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--source=gsm8k=nowhere.jsonl"], "no such file"),
+        (["--source=gsm8k=b.jsonl"], "the fields of gsm8k: question, answer"),
+        (["--source=gsm8k=a.md"], "unknown format"),
+        (["--source=gsm9k"], "--source gsm9k=FILE.jsonl"),
+        (["--source=x=b.jsonl", "--benchmark=x=gsm9k"], "gsm8k"),
+        (["--source=x=b.jsonl", "--source=x=b.jsonl"], "'x' again"),
+        (["--source=x=b.jsonl", "--ratio=y=1"], "the name of a source: x"),
+        (["--source=x=b.jsonl", "--ratio=x=0.4"], "0.4 together"),
+        (["--source=x=b.jsonl", "--ratio=x=much"], "much"),
+        (["--source=x=b.jsonl", "--source=y=a.jsonl", "--ratio=x=1"], "--ratio y="),
+        (["--source=x=b.jsonl", "--train", "0"], "--train"),
+        (["--source=x=torn.jsonl"], "torn.jsonl:2"),
+        (["--source=x=reasoning_gym"], "no such file"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "a.jsonl", sums(30))
+    write_lines(tmp_path / "b.jsonl", [{"q": "b"}])
+    (tmp_path / "a.md").write_text("no rows")
+    (tmp_path / "torn.jsonl").write_text('{"q": 1}\n{"q": \n')
+    assert prepare(tmp_path / "out", *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_hub_out_of_reach_is_said_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    words = ["--source=mine=somebody/rows-of-theirs:train", "--source=gsm8k=hub:train"]
+    assert prepare(tmp_path / "out", *words, "--ratio=mine=0.5", "--ratio=gsm8k=0.5") == 2
+    error = capsys.readouterr().err
+    assert "hub data set somebody/rows-of-theirs" in error
+    assert "hub data set openai/gsm8k" in error
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
+)
+def test_rows_made_by_reasoning_gym(tmp_path: Path) -> None:
+    assert prepare(tmp_path, "--source=reasoning_gym:basic_arithmetic", *SIZES) == 0
+    found = splits(tmp_path)
+    assert [len(found[name]) for name in ("train", "validation", "test")] == [20, 4, 4]
+    assert {row["benchmark"] for row in found["train"]} == {"reasoning_gym:basic_arithmetic"}
+
+
+def test_the_check_names_both_places_and_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = sums(12)
+    train = write_lines(tmp_path / "train.jsonl", rows[:6])
+    near = {"question": rows[2]["question"] + " Say it."}
+    test = write_lines(tmp_path / "test.jsonl", [rows[7], rows[4], near])
+    clean = write_lines(tmp_path / "clean.jsonl", rows[8:])
+    assert main(["data", "check", str(train), str(clean)]) == 0
+    assert "0 of 4 rows leak" in capsys.readouterr().out
+    assert main(["data", "check", str(train), str(clean), str(test)]) == 2
+    output = capsys.readouterr().out.splitlines()
+    assert output[1] == f"{test}:2: the same as {train}:5"
+    assert output[2].startswith(f"{test}:3: 0.")
+    assert output[2].endswith(f"similar to {train}:3")
+    assert output[3] == f"{test}: 2 of 3 rows leak (1 equal, 1 nearly)"
+    assert main(["data", "check", str(train), str(tmp_path / "none.jsonl")]) == 2
+    assert "no such file" in capsys.readouterr().err
