@@ -9,6 +9,7 @@ as the worker sees the same disk.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import sysconfig
@@ -78,8 +79,14 @@ def _source(module: ModuleType) -> Path | None:
 
 
 def _installed(path: Path) -> bool:
-    places = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib", "stdlib")}
-    return any(path.is_relative_to(place) for place in places) or path.is_relative_to(_PACKAGE_DIR)
+    return any(path.is_relative_to(place) for place in (*_install_folders(), _PACKAGE_DIR))
+
+
+@functools.cache
+def _install_folders() -> tuple[Path, ...]:
+    """Asked of every module of the process: looking them up each time would take seconds."""
+    keys = ("purelib", "platlib", "stdlib")
+    return tuple({Path(sysconfig.get_path(key)).resolve() for key in keys})
 
 
 def _belongs(path: Path, roots: set[Path]) -> bool:
