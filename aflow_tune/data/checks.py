@@ -76,38 +76,73 @@ def check_rows(table: Table) -> Findings:
     return found
 
 
-def check_fields(reads: Sequence[FieldRead], table: Table) -> Findings:
-    """Fields that the workflow reads but the first rows do not have."""
+def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
+    """Fields that the workflow reads but the first rows do not have.
+
+    Where there are several tables, or rows of several sources, a function may read a field of
+    one of them only: what another one never has is a warning.
+    """
+    parts = [part for table in tables for part in _by_source(table)]
     found = Findings()
-    rows, places = table.rows[:FIRST_ROWS], table.places[:FIRST_ROWS]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
     reported: set[str] = set()
     for read in reads:
-        lacking = [place for row, place in zip(rows, places, strict=True) if read.name not in row]
-        if not lacking or read.name in reported:
+        if read.name in reported:
             continue
-        close = difflib.get_close_matches(read.name, columns, n=1, cutoff=0.7)
-        if read.tolerant and not (close and read.name not in columns):
-            if read.name not in columns:
-                reported.add(read.name)
-                found.warnings.append(
-                    f"{read.where}: no row of {table.source} has the field {read.name!r}"
-                )
-            continue
-        reported.add(read.name)
-        found.faults.append(
-            Fault(
-                read.where,
-                f"a field {read.name!r} in every row of {table.source}",
-                f"{', '.join(map(repr, columns))} in {lacking[0]}"
-                if read.name not in columns
-                else f"no such field in {lacking[0]} ({len(lacking)} of the first {len(rows)})",
-                f"task[{close[0]!r}]"
-                if close and read.name not in columns
-                else f"add {read.name!r} to the data, or read a field that is there",
+        without = [part for part in parts if not any(read.name in row for row in part.rows)]
+        if 0 < len(without) < len(parts):
+            names = ", ".join(part.source for part in without)
+            reported.add(read.name)
+            found.warnings.append(
+                f"{read.where}: no row of {names} has the field {read.name!r}, others have it"
             )
-        )
+        for part in parts if len(without) == len(parts) else [p for p in parts if p not in without]:
+            if read.name not in reported:
+                _check_field(read, part, found, reported)
     return found
+
+
+def _check_field(read: FieldRead, table: Table, found: Findings, reported: set[str]) -> None:
+    rows, places = table.rows, table.places
+    columns = table.columns
+    lacking = [place for row, place in zip(rows, places, strict=True) if read.name not in row]
+    if not lacking:
+        return
+    close = difflib.get_close_matches(read.name, columns, n=1, cutoff=0.7)
+    if read.tolerant and not (close and read.name not in columns):
+        if read.name not in columns:
+            reported.add(read.name)
+            found.warnings.append(
+                f"{read.where}: no row of {table.source} has the field {read.name!r}"
+            )
+        return
+    reported.add(read.name)
+    found.faults.append(
+        Fault(
+            read.where,
+            f"a field {read.name!r} in every row of {table.source}",
+            f"{', '.join(map(repr, columns))} in {lacking[0]}"
+            if read.name not in columns
+            else f"no such field in {lacking[0]} ({len(lacking)} of the first {len(rows)})",
+            f"task[{close[0]!r}]"
+            if close and read.name not in columns
+            else f"add {read.name!r} to the data, or read a field that is there",
+        )
+    )
+
+
+def _by_source(table: Table) -> list[Table]:
+    """The first rows of a table; of a table of several sources, the first rows of each."""
+    several = len(sources(table)) > 1
+    parts: dict[str, Table] = {}
+    for row, place in zip(table.rows, table.places, strict=True):
+        name = f"{table.source} ({source_of(row)})" if several else table.source
+        part = parts.setdefault(name, Table(name))
+        if len(part.rows) < FIRST_ROWS:
+            part.rows.append(row)
+            part.places.append(place)
+        elif not several:
+            break
+    return list(parts.values())
 
 
 def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findings:

@@ -143,14 +143,18 @@ def check_data(
             continue
         rows = check_rows(table)
         found.add(rows)
-        if rows.faults:
-            continue
-        given = () if is_held_out else fields_of_mix(config)
-        fields = check_fields([read for read in reads if read.name not in given], table)
+        if not rows.faults:
+            (held_out if is_held_out else training).append(table)
+    given = fields_of_mix(config)
+    ungiven = [read for read in reads if read.name not in given]
+    together = [training] if config.mix else [[table] for table in training]
+    checks = [(ungiven, tables) for tables in together]
+    checks += [(reads, [table]) for table in held_out]
+    for asked, tables in checks:
+        fields = check_fields(asked, *tables)
         reported = {fault.where for fault in found.faults}
         found.faults += [fault for fault in fields.faults if fault.where not in reported]
-        found.warnings += fields.warnings
-        (held_out if is_held_out else training).append(table)
+        found.warnings += [text for text in fields.warnings if text not in found.warnings]
     found.add(check_overlap(training, held_out))
     return found
 
