@@ -148,7 +148,8 @@ def test_tokens_stop_before_a_call_that_could_exceed_them() -> None:
     ledger, client = limited(tokens=1000), scripted(Usage(60, 40))
     assert asyncio.run(call_until_reached(ledger, client, max_tokens=70)) == 9
     assert ledger.budget is not None
-    assert ledger.budget.spent.tokens == 900
+    assert (ledger.budget.spent.tokens, ledger.budget.spent.calls) == (900, 9)
+    assert ledger.meter.total().calls == 9
     assert "tokens: 900 of 1000" in str(ledger.budget.reached)
 
 
@@ -191,6 +192,45 @@ def test_concurrent_calls_wait_for_each_other_rather_than_exceed_or_give_up() ->
     assert most <= 5
     assert ledger.budget is not None
     assert (ledger.budget.spent.tokens, ledger.budget.account.held()) == (800, 0)
+
+
+def test_a_call_inside_of_another_does_not_wait_for_it() -> None:
+    """The outer holds 130 of 300 tokens; the inner could need 200 and must not wait for that."""
+    inner = scripted(Usage(1, 1))
+
+    async def outer(_: Any) -> str:
+        return (await inner.complete(HELLO, max_tokens=70)).text
+
+    async def nested() -> None:
+        with limited(tokens=300).activate():
+            await ScriptedModel(outer).complete(HELLO)
+
+    with pytest.raises(BudgetReached, match="might exceed"):
+        asyncio.run(asyncio.wait_for(nested(), 20))
+
+
+def test_a_paid_reply_counts_although_its_caller_went_away() -> None:
+    """The first reply has a usage and a wrong shape; the caller leaves during the second."""
+
+    async def leave() -> None:
+        with ledger.activate():
+            call = asyncio.ensure_future(client.complete(HELLO, max_tokens=70))
+            while len(server.requests) < 2:
+                await asyncio.sleep(0.005)
+            call.cancel()
+            await asyncio.wait([call])
+            while ledger.budget is not None and ledger.budget.account.held():
+                await asyncio.sleep(0.005)
+
+    steps = [Step(body={**openai_reply("x"), "choices": []}), Step(kind="hang")]
+    ledger = limited(tokens=1000)
+    with FaultyServer(steps) as server:
+        settings = ModelSettings(model="m", base_url=server.openai_url, backoff=0.001)
+        client = make_client(settings)
+        asyncio.run(asyncio.wait_for(leave(), 20))
+    assert ledger.budget is not None
+    assert ledger.budget.spent.tokens == 110
+    assert (ledger.meter.total().prompt_tokens, ledger.meter.total().cancelled) == (100, 1)
 
 
 def test_a_reply_without_usage_counts_with_its_worst_case() -> None:

@@ -106,6 +106,11 @@ class Account:
             _add(connection, role, model, calls=1)
             return True
 
+    def uncount_call(self, role: str, model: str) -> None:
+        """Take a counted call back: it never asked anything."""
+        with self._transaction() as connection:
+            _add(connection, role, model, calls=-1)
+
     def hold(
         self,
         pico: int,

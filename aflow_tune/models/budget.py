@@ -82,6 +82,8 @@ class Budget:
         prompt_tokens: int,
         completion_tokens: int | None,
         seconds: float | None,
+        *,
+        wait: bool = True,
     ) -> Hold:
         """Put the worst case of one attempt aside; waits while others hold what it needs.
 
@@ -89,6 +91,7 @@ class Budget:
             prompt_tokens: at most so many.
             completion_tokens: at most so many. None: there is no bound.
             seconds: how long the attempt may take. None: there is no bound.
+            wait: False for a call made inside of another's attempt, which would wait for itself.
 
         Raises:
             BudgetReached: it may not start.
@@ -112,6 +115,8 @@ class Budget:
             )
             if isinstance(answer, Hold):
                 return answer
+            if answer is None and not wait:
+                answer = "tokens" if limits.usd is None else "money"
             if answer is not None:
                 spent = self.account.spent()
                 raise self._reached(

@@ -19,6 +19,7 @@ one of our clients can keep the books with them too:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -26,6 +27,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.models.budget import Budget, picodollars
 from aflow_tune.models.prices import Price
 from aflow_tune.models.types import Usage
@@ -131,9 +133,19 @@ class Call:
         budget = self.ledger.budget
         hold = None
         if budget is not None:
-            hold = await budget.hold(
-                self.role, self.model, self.price, prompt_tokens, max_tokens, seconds
-            )
+            try:
+                hold = await budget.hold(
+                    self.role,
+                    self.model,
+                    self.price,
+                    prompt_tokens,
+                    max_tokens,
+                    seconds,
+                    wait=not is_booked(),
+                )
+            except (BudgetReached, BadInput, asyncio.CancelledError):
+                self._withdraw()
+                raise
         if self.attempts:
             self.ledger.meter.count(self.role, self.model, retries=1)
         self.attempts += 1
@@ -151,6 +163,15 @@ class Call:
                     budget.account.settle(hold, self.role, self.model, attempt.usage, pico)
                 else:
                     budget.account.release(hold)
+
+    def _withdraw(self) -> None:
+        """Undo the start of a call that made no attempt: it was none."""
+        if self.attempts or self._started is None:
+            return
+        self._started = None
+        self.ledger.meter.count(self.role, self.model, calls=-1)
+        if self.ledger.budget is not None:
+            self.ledger.budget.account.uncount_call(self.role, self.model)
 
     def cost_of(self, usage: Usage | None) -> float | None:
         """US dollars; None where it is not known."""
