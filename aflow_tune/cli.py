@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aflow_tune.errors import AflowTuneError, BadInput, ExitCode
 
-_COMMAND_MODULES: tuple[str, ...] = ("data",)
+_COMMAND_MODULES: tuple[str, ...] = ("eval", "score", "data", "graph")
 """Modules of `aflow_tune.commands`, in the order in which `--help` lists them."""
 _CONFIG_COMMANDS = ("run", "validate")
 _COMMANDS = (*_CONFIG_COMMANDS, "init", *_COMMAND_MODULES)
@@ -49,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = [word for word in arguments if word.startswith("-")]
         command = [words.pop(0)] if words[0] in _CONFIG_COMMANDS else ["run"]
         arguments = [*command, *flags, *words]
+    elif arguments[:1] == ["eval"]:
+        from aflow_tune.commands.eval import arrange
+
+        arguments = arrange(arguments)
     parser = _parser()
     if not arguments:
         parser.print_help()

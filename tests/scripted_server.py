@@ -41,11 +41,13 @@ class Reply:
 
 
 class ScriptedServer:
-    """Context manager; `url` is its address, `requests` the bodies it got, in order."""
+    """Context manager; `url` is its address, `requests` the bodies it got, in order, `keys` the
+    authorizations that came with them."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Reply | str]) -> None:
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
+        self.keys: set[str] = set()
         self.cancelled = 0
         config = uvicorn.Config(
             self._app, port=0, log_level="error", lifespan="off", interface="asgi3"
@@ -76,6 +78,7 @@ class ScriptedServer:
         if scope["path"] == "/v1/chat/completions":
             request = json.loads(body)
             self.requests.append(request)
+            self.keys.add(dict(scope["headers"]).get(b"authorization", b"").decode())
             reply = self.answer(request)
             reply = Reply(reply) if isinstance(reply, str) else reply
             if reply.delay and await self._gone(receive, reply.delay):

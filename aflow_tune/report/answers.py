@@ -16,6 +16,7 @@ MOST_CHARACTERS = 80
 _LOOKED_AT = 20_000
 """Characters of a response, from its end, in which a mark is looked for."""
 
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
@@ -32,13 +33,14 @@ def answer_key(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{}` whose braces close, or None."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for index in range(start + len("\\boxed"), len(text)):
-            depth += (text[index] == "{") - (text[index] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : index]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    """The content of the last `\\boxed{}` whose braces close, or None; in one pass."""
+    opened: list[int | None] = []
+    last: tuple[int, int] | None = None
+    for match in _BRACE.finditer(text):
+        if match[0] != "}":
+            opened.append(match.end() if match[0] != "{" else None)
+        elif opened:
+            start = opened.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+    return None if last is None else text[last[0] : last[1]]

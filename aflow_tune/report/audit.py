@@ -47,7 +47,10 @@ CHECKS = (
 )
 """What is looked for, in words."""
 
-_GOOD_OUTCOMES = ("ok", "repaired", "finished")
+_FAILED_USES = ("unreadable", "program_failed", "model_failed", "sandbox_unavailable", "raised")
+"""Outcomes of operators that gave nothing to go on with."""
+_GOOD_ENDING = "finished"
+"""The ending of a program that ran to its end."""
 
 
 @dataclass(frozen=True)
@@ -218,12 +221,12 @@ def describe(warnings: Sequence[Finding]) -> list[str]:
 
 
 def _only_failures(record: EvalRecord) -> bool:
-    programs = {
-        name.removeprefix("sandbox/"): value
-        for name, value in record.metrics.items()
-        if name.startswith("sandbox/") and value > 0
+    endings = {
+        name.removeprefix("sandbox/")
+        for name, count in record.metrics.items()
+        if name.startswith("sandbox/") and count > 0
     }
-    if programs and not any(outcome in _GOOD_OUTCOMES for outcome in programs):
+    if endings and _GOOD_ENDING not in endings:
         return True
-    outcomes = [str(use.get("outcome")) for use in record.operators]
-    return bool(outcomes) and not any(outcome in _GOOD_OUTCOMES for outcome in outcomes)
+    outcomes = [use.get("outcome") for use in record.operators]
+    return bool(outcomes) and all(outcome in _FAILED_USES for outcome in outcomes)

@@ -27,7 +27,7 @@ from aflow_tune.report.evaluation import (
 )
 from aflow_tune.report.metrics import MetricsLine, read_metrics
 from aflow_tune.report.page import render, write_page
-from aflow_tune.report.quantities import failure_counts, is_training
+from aflow_tune.report.quantities import TRACE_METRICS, failure_counts, is_training
 from aflow_tune.report.transcripts import pairs, plain_text
 
 REPORT_NAME = "report.html"
@@ -207,7 +207,7 @@ def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
     found = []
     for name in dict.fromkeys([*before.metric_names(), *after.metric_names()]):
         paired = pair(before.metric(name), after.metric(name))
-        if paired is not None:
+        if paired is not None and not name.startswith(TRACE_METRICS):
             found.append((name, paired))
     return found[:_MOST_MEASURES]
 

@@ -27,6 +27,8 @@ LEARNING_RATE = ("actor/lr",)
 _FAILURE = "rollout/failure/"
 _EVALUATION = "eval/"
 _FINISHED = "/finished_task_count"
+TRACE_METRICS = ("operator/", "sandbox/", "cost/", "unpriced_calls/")
+"""How the names of what a run's trace counts begin; not recorded by the workflow itself."""
 _OWN_ROLLOUT_METRICS = (
     "reward",
     "calls",
@@ -97,7 +99,7 @@ def workflow_metrics(lines: list[MetricsLine]) -> list[str]:
             if (
                 key == f"rollout/{name}/mean"
                 and name not in _OWN_ROLLOUT_METRICS
-                and not name.startswith(("time/", "failure/"))
+                and not name.startswith(("time/", "failure/", *TRACE_METRICS))
             ):
                 names[name] = None
     return list(names)

@@ -26,8 +26,9 @@ from trinity.common.workflows import Task
 from aflow_tune.engines.local.saved_weights import Kind, kind_of, read_weights
 from aflow_tune.engines.trinity.endpoint import EndpointModel
 from aflow_tune.engines.trinity.sampler_host import InlineModel, SamplerHost
-from aflow_tune.errors import RunFailed
+from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.report.records import drop_torn_line, read_records, record_path
+from aflow_tune.types import Failure
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
@@ -164,7 +165,11 @@ class Batch:
             latest = {}
             for record in read_records(path) if path.exists() else ():
                 latest[record.item, record.run] = record
-            done = {key for key, record in latest.items() if not (again and record.failure)}
+            done = {
+                key
+                for key, record in latest.items()
+                if not (record.failure == Failure.BUDGET_REACHED or (again and record.failure))
+            }
             left += [
                 (name, number, run)
                 for number, task in enumerate(of_set)
@@ -184,6 +189,7 @@ class Batch:
         """Make the runs of `left`, at most `at_once` together; `done` is called after each.
 
         Raises:
+            BudgetReached: a limit on money, tokens or calls was reached.
             RunFailed: something outside of the user's functions failed.
         """
         slots = asyncio.Semaphore(at_once)
@@ -195,6 +201,9 @@ class Batch:
                     self.model.clone_with_isolated_history(), self.auxiliary
                 )
                 await workflow.run_async()
+            reason = self.arguments["books"].reached()
+            if reason is not None:
+                raise BudgetReached(reason)
             done()
 
         try:
@@ -203,6 +212,8 @@ class Batch:
                     group.create_task(one(name, number, run))
         except* Exception as errors:
             first = errors.exceptions[0]
+            if isinstance(first, BudgetReached):
+                raise first from None
             raise RunFailed(f"the evaluation met an error: {type(first).__name__}: {first}") from (
                 first
             )

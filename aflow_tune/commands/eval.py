@@ -1,0 +1,195 @@
+"""`aflow-tune eval CONFIG`: measure a workflow on its held-out tasks, without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+_DESCRIPTION = """\
+Run the workflow of a configuration on its held-out task sets and tell how well it does: mean and
+pass@k with 95% intervals, failures by kind, tokens and cost, calls by caller. Nothing is trained.
+The base model is always the first column; every other column is compared with it on the same
+tasks with the same random numbers.
+
+The same command goes on where it was stopped, and measures only what is not there yet.
+"""
+
+_EPILOG = """\
+examples:
+  aflow-tune eval my.yaml                                base model and newest checkpoint
+  aflow-tune eval my.yaml --checkpoint best 10 --samples 4
+  aflow-tune eval my.yaml --compare last workflow:flows/other.py:solve
+  aflow-tune eval my.yaml --vary temperature=0.2,0.7,1.0 --limit 50
+  aflow-tune eval my.yaml --endpoint http://127.0.0.1:8000/v1 --model base-name tuned-name
+
+what a checkpoint may be:
+  base, last, best (by the run's own evaluations), a step such as 20, or a folder: a checkpoint,
+  a PEFT adapter, a merged model, or another run. --compare also takes workflow:FILE.py:FUNCTION
+  (that workflow with the base model) and another YAML (its workflow and base model).
+
+exit codes: 0 measured, 1 failed, 2 bad input, 3 interrupted, 4 budget.wall_seconds reached.
+"""
+
+_SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
+_SINGLE_VALUED = ("--vary", "--endpoint", "--out", "--key-variable")
+"""Options whose value may look like a setting."""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add `eval` to the command line."""
+    parser = commands.add_parser(
+        "eval",
+        help="measure a workflow on its held-out tasks: base model, checkpoints, endpoints",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that win over the file"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="WHICH",
+        help="weights to measure beside the base model (see below)",
+    )
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="measure two and compare them in pairs"
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="K", help="runs of each task")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks of each set")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="a column for each value of temperature, top_p, top_k or max_tokens; may be repeated",
+    )
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        action="extend",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="a column for each YAML of operator prompts",
+    )
+    parser.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible API to ask instead")
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="models of the endpoint, the base model first",
+    )
+    parser.add_argument(
+        "--key-variable",
+        metavar="NAME",
+        help="environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
+    )
+    parser.add_argument(
+        "--solved-at",
+        type=float,
+        default=1.0,
+        metavar="SCORE",
+        help="score from which on a run has solved its task (default 1)",
+    )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="make runs that failed before once more"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: eval in the run folder")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(action=_run)
+
+
+def arrange(arguments: Sequence[str]) -> list[str]:
+    """The arguments with every `key=value` behind CONFIG, wherever it stood among the flags.
+
+    argparse takes positional arguments in one place only, and would give an override that follows
+    `--checkpoint` to that option.
+    """
+    command, *rest = arguments
+    if not rest or rest[0].startswith("-"):
+        return list(arguments)
+    config, *others = rest
+    overrides: list[str] = []
+    flags: list[str] = []
+    for before, word in zip(rest, others, strict=False):
+        setting = _SETTING.match(word) and before not in _SINGLE_VALUED
+        (overrides if setting else flags).append(word)
+    return [command, config, *overrides, *flags]
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
+    from rich.console import Console
+
+    from aflow_tune.engines.trinity.quiet import quiet
+
+    quiet()
+    from aflow_tune.evaluation.columns import Wanted
+    from aflow_tune.evaluation.evaluate import JSON_NAME, Request, evaluate
+    from aflow_tune.evaluation.page import PAGE_NAME
+    from aflow_tune.evaluation.progress import EvalProgress
+    from aflow_tune.evaluation.text import print_result
+
+    request = Request(
+        config=options.config,
+        overrides=options.overrides,
+        wanted=Wanted(
+            checkpoints=options.checkpoint,
+            compare=tuple(options.compare) if options.compare else None,
+            vary=options.vary,
+            prompts=options.prompts,
+            served_models=options.model,
+        ),
+        samples=options.samples,
+        limit=options.limit,
+        endpoint=options.endpoint,
+        key_variable=options.key_variable,
+        out=options.out,
+        solved_at=options.solved_at,
+        again=options.retry_failed,
+    )
+    with EvalProgress(Console(stderr=options.json)) as progress:
+        result, out = evaluate(request, progress)
+    if options.json:
+        json.dump(result.to_json(), sys.stdout, indent=1)
+        print()
+        return ExitCode.DONE
+    console = Console()
+    print_result(result, console)
+    for label, name in (("page", PAGE_NAME), ("numbers", JSON_NAME), ("records", "columns")):
+        console.print(f"{label + ':':<10}{out / name}", markup=False, soft_wrap=True)
+    return ExitCode.DONE
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be said of the options alone.
+
+    Raises:
+        BadInput: with every fault.
+    """
+    faults = [
+        Fault(f"--{name} {value}", "1 or more", str(value), f"--{name} 4")
+        for name, value in (("samples", options.samples), ("limit", options.limit))
+        if value is not None and value < 1
+    ]
+    if options.endpoint and not options.model:
+        cure = "--model NAME, as the endpoint calls it"
+        faults.append(Fault("--endpoint", "the model's name beside it", "no --model", cure))
+    if options.model and not options.endpoint:
+        cure = "--endpoint http://127.0.0.1:8000/v1; the local model is model.model_path=..."
+        faults.append(Fault("--model", "an endpoint that serves it", "no --endpoint", cure))
+    if faults:
+        raise BadInput("The evaluation cannot be started.", faults)

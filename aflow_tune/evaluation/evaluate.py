@@ -1,0 +1,447 @@
+"""One evaluation from a command line to its result: what follows what.
+
+Every column keeps its records in a folder of its own, named after everything that decides them
+(weights, functions, settings, tasks). The same command therefore goes on where it was stopped,
+and another one that shares a column measures only what is new. What a function does beyond its
+own files, such as a server it asks, is not seen: delete the column's folder to measure again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import hashlib
+import inspect
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.config import ModelSettings
+from aflow_tune.engines.local.saved_weights import fingerprint
+from aflow_tune.engines.trinity.accounting import books_of
+from aflow_tune.engines.trinity.config import AflowConfig, load_config
+from aflow_tune.engines.trinity.endpoint import base_url, check_endpoint
+from aflow_tune.engines.trinity.eval_settings import lay_out_tasksets, prepare_evaluation
+from aflow_tune.engines.trinity.evaluating import (
+    Batch,
+    LocalModels,
+    TaskSets,
+    endpoint_model,
+    read_tasks,
+    rows_by_item,
+)
+from aflow_tune.engines.trinity.quiet import log_to
+from aflow_tune.engines.trinity.run_state import locked, write_json
+from aflow_tune.engines.trinity.ship import import_folders, ship_by_value
+from aflow_tune.engines.trinity.validate import resolve_functions
+from aflow_tune.errors import BadInput, BudgetReached, Interrupted, RunFailed
+from aflow_tune.evaluation.columns import Column, Plan, Wanted, make_plan
+from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page
+from aflow_tune.evaluation.progress import EvalProgress
+from aflow_tune.evaluation.prompts import as_graph, with_prompts
+from aflow_tune.evaluation.results import Result, build
+from aflow_tune.models.prices import price_of
+from aflow_tune.models.settings import POLICY
+from aflow_tune.models.types import Usage
+from aflow_tune.plugins import resolve
+from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
+from aflow_tune.report.usage import Price
+from aflow_tune.signature import check_functions
+
+JSON_NAME = "eval.json"
+OUT_NAME = "eval"
+"""The folder below the run folder that an evaluation is kept in if none is named."""
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for. `out` None is `eval` in the run folder."""
+
+    config: Path
+    overrides: Sequence[str] = ()
+    wanted: Wanted = field(default_factory=Wanted)
+    samples: int = 1
+    limit: int | None = None
+    endpoint: str | None = None
+    key_variable: str | None = None
+    out: Path | None = None
+    solved_at: float = 1.0
+    again: bool = False
+    """Whether runs that failed in an earlier command are made again."""
+
+
+@dataclass
+class _Source:
+    """A configuration with its functions and tasks; columns are measured from one."""
+
+    config: AflowConfig
+    workflow: Function
+    judge: Function | None
+    tasks: dict[str, Sequence[Any]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def functions(self) -> dict[str, Any]:
+        """Digests of the user's code, as it is now."""
+        return {
+            "workflow": _sources_of(self.workflow),
+            "judge": _sources_of(self.judge) if self.judge else None,
+        }
+
+
+def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
+    """Measure what is asked for; returns the result and the folder that holds it.
+
+    Raises:
+        BadInput: configuration, functions, data, columns or endpoint were refused.
+        Interrupted: stopped by a signal; the same command goes on from there.
+        BudgetReached: a limit of `budget` was reached; as above.
+        RunFailed: something outside of the user's functions failed.
+    """
+    config = load_config(request.config, request.overrides)
+    untouched = copy.deepcopy(config)
+    workflow, judge = resolve_functions(config, request.config)
+    check_functions(workflow, judge)
+    run_dir = prepare_evaluation(
+        config, [workflow, *([judge] if judge else [])], local_model=request.endpoint is None
+    )
+    plan = make_plan(request.wanted, run_dir)
+    if request.endpoint is not None:
+        names = [column.side.served_model for column in plan.columns]
+        served = list(dict.fromkeys(name for name in names if name))
+        check_endpoint(request.endpoint, served, request.key_variable)
+    sources = _sources(plan, untouched, _Source(config, workflow, judge), request)
+    for column in plan.columns:
+        with_prompts(sources[column].workflow, column.prompts)  # refused before anything runs
+    out = (request.out or run_dir / OUT_NAME).absolute()
+    with locked(out):
+        log_to(out / "log")
+        for warning in config.warnings:
+            progress.say(f"warning: {warning}")
+        asyncio.run(_Evaluation(request, plan, sources, out, progress).run())
+        result = _result(request, plan, sources, out, config)
+        write_json(out / JSON_NAME, result.to_json())
+        write_eval_page(out / PAGE_NAME, result)
+    return result, out
+
+
+class _Evaluation:
+    """The measuring of a plan's columns, those with the same model after each other."""
+
+    def __init__(
+        self,
+        request: Request,
+        plan: Plan,
+        sources: Mapping[Column, _Source],
+        out: Path,
+        progress: EvalProgress,
+    ) -> None:
+        self.request = request
+        self.plan = plan
+        self.sources = sources
+        self.out = out
+        self.progress = progress
+
+    async def run(self) -> None:
+        """Make every run that has no record yet."""
+        limit = self.sources[self.plan.columns[0]].config.budget.wall_seconds
+        try:
+            async with asyncio.timeout(limit):
+                with _signals_cancel():
+                    await self._all()
+        except BudgetReached as error:
+            raise BudgetReached(self._kept(str(error))) from None
+        except TimeoutError:
+            raise BudgetReached(self._kept(f"budget.wall_seconds ({limit:g}) reached")) from None
+        except asyncio.CancelledError:
+            raise Interrupted(self._kept("stopped")) from None
+
+    async def _all(self) -> None:
+        for source in {id(source.config): source for source in self.sources.values()}.values():
+            lay_out_tasksets(source.config, self.out)
+            books_of(source.config).start()
+            tasks = await read_tasks(source.config)
+            for other in self.sources.values():
+                if other.config is source.config:
+                    other.tasks = dict(tasks)
+        async with LocalModels() as local:
+            for column in sorted(self.plan.columns, key=self._model_order):
+                await self._measure(column, local)
+
+    def _model_order(self, column: Column) -> tuple[int, int]:
+        """Columns that need the same weights stand together; the base model comes first."""
+        keys = [(other.side.weights, other.side.config) for other in self.plan.columns]
+        return keys.index((column.side.weights, column.side.config)), self.plan.columns.index(
+            column
+        )
+
+    async def _measure(self, column: Column, local: LocalModels) -> None:
+        source = self.sources[column]
+        tasks = limited(source.tasks, self.request.limit)
+        config, samples = source.config, self.request.samples
+        folder = column_folder(self.out, column, source, self.request)
+        batch = Batch(
+            model=None,
+            auxiliary=[],
+            arguments=_arguments(source, column),
+            folder=folder / FOLDER,
+            step=column.side.step,
+            sampling=dict(column.sampling),
+        )
+        total = samples * sum(map(len, tasks.values()))
+        left = batch.runs_left(tasks, samples, again=self.request.again)
+        with self.progress.column(column.name, total, total - len(left)) as advance:
+            if not left:
+                return
+            if self.request.endpoint is None:
+                batch.model = await local.take(config, column.side.weights)
+            else:
+                batch.model = endpoint_model(
+                    config,
+                    self.request.endpoint,
+                    column.side.served_model or "",
+                    self.request.key_variable,
+                )
+            batch.auxiliary = await local.auxiliary(config)
+            await batch.run(tasks, left, samples, config.local.max_batch, advance)
+        missing = batch.runs_left(tasks, samples, again=False)
+        if missing:
+            raise RunFailed(
+                f"{len(missing)} runs of {column.name} left no record in {folder}: "
+                "is the disk full?"
+            )
+
+    def _kept(self, reason: str) -> str:
+        return (
+            f"{reason}; every run that was finished is kept in {self.out}. The same command goes "
+            "on from there."
+        )
+
+
+def limited(tasks: TaskSets, limit: int | None) -> dict[str, Sequence[Any]]:
+    """The first `limit` tasks of every task set."""
+    return {name: of_set[:limit] for name, of_set in tasks.items()}
+
+
+def column_folder(out: Path, column: Column, source: _Source, request: Request) -> Path:
+    """Where the column's records are: named after all that decides them, which it also holds."""
+    identity = _identity(column, source, request)
+    text = json.dumps(identity, sort_keys=True, default=str)
+    slug = re.sub(r"[^A-Za-z0-9.=_-]+", "-", column.name).strip("-")[:60] or "column"
+    folder = out / "columns" / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    if not (folder / "column.json").exists():
+        write_json(folder / "column.json", json.loads(text))
+    return folder
+
+
+def _identity(column: Column, source: _Source, request: Request) -> dict[str, Any]:
+    config, side = source.config, column.side
+    model = config.explorer.rollout_model
+    sizes = ("max_model_len", "max_prompt_tokens", "max_response_tokens", "enable_thinking")
+    local = {"dtype": config.local.dtype, "deterministic": config.deterministic}
+    return {
+        "model": side.served_model or config.model.model_path,
+        "endpoint": base_url(request.endpoint) if request.endpoint else None,
+        "local": None if request.endpoint else local,
+        "weights": [str(side.weights), fingerprint(side.weights)] if side.weights else None,
+        "model_settings": {name: getattr(model, name) for name in sizes},
+        "chat_template": model.chat_template,
+        "sampling": dict(column.sampling),
+        **source.functions,
+        "prompts": _digest(column.prompts.read_bytes()) if column.prompts else None,
+        "system_prompt": config.rollout.system_prompt,
+        "run_timeout": config.rollout.run_timeout,
+        "score": config.report.score,
+        "seed": config.seed,
+        "auxiliary": [auxiliary.model_path for auxiliary in config.explorer.auxiliary_models],
+        "tasks": {
+            name: [
+                _digest(json.dumps([t.raw_task for t in tasks], default=str).encode()),
+                repr(tasks[0].rollout_args) if tasks else "",
+            ]
+            for name, tasks in source.tasks.items()
+        },
+    }
+
+
+def _sources_of(function: Function) -> dict[str, str]:
+    """Digests of the files that a function of the user's consists of, by module; an operator
+    graph is its own text."""
+    flow = as_graph(function)
+    if flow is not None:
+        texts = [sorted(flow.graph.sources.items()), sorted(flow.graph.prompts.items())]
+        settings = [flow.benchmark, flow.problem, flow.entry_point, flow.limits, flow.sandbox]
+        score = _sources_of(flow.score) if flow.score else {}
+        return {
+            "graph": _digest(repr([texts, settings, sorted(flow.models.items())]).encode()),
+            **score,
+        }
+    plain = inspect.unwrap(getattr(function, "func", function))
+    names = {*ship_by_value([function]), getattr(plain, "__module__", "")}
+    found = {"": getattr(plain, "__qualname__", type(plain).__name__)}
+    for name in sorted(names):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and Path(file).is_file():
+            found[name] = _digest(Path(file).read_bytes())
+    return found
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _arguments(source: _Source, column: Column) -> dict[str, Any]:
+    """What the adapter is told, as `Run` tells it in training."""
+    config = source.config
+    return {
+        "workflow_func": with_prompts(source.workflow, column.prompts),
+        "judge_func": source.judge,
+        "books": books_of(config),
+        "import_folders": import_folders(),
+        "run_timeout": config.rollout.run_timeout,
+        "system_prompt": config.rollout.system_prompt,
+        "seed": config.seed,
+        "score": config.report.score,
+        "transcripts": config.report.transcripts,
+    }
+
+
+def _sources(
+    plan: Plan, untouched: AflowConfig, first: _Source, request: Request
+) -> dict[Column, _Source]:
+    """What every column is measured from; each configuration and function is loaded once.
+
+    Raises:
+        BadInput: a workflow or configuration that a column names cannot be used.
+    """
+    made: dict[tuple[str | None, Path | None], _Source] = {(None, None): first}
+    for column in plan.columns:
+        side = column.side
+        key = (side.workflow, side.config)
+        if key in made:
+            continue
+        if side.config is not None:
+            made[key] = _other_config(side.config, untouched, request)
+            continue
+        workflow = resolve(side.workflow or "", request.config.parent)
+        check_functions(workflow, first.judge)
+        made[key] = replace(first, workflow=workflow)
+    return {column: made[column.side.workflow, column.side.config] for column in plan.columns}
+
+
+def _other_config(path: Path, untouched: AflowConfig, request: Request) -> _Source:
+    """Another configuration on the held-out tasks of the first one."""
+    config = load_config(path)
+    workflow, judge = resolve_functions(config, path)
+    check_functions(workflow, judge)
+    config.buffer.explorer_input.eval_tasksets = copy.deepcopy(
+        untouched.buffer.explorer_input.eval_tasksets
+    )
+    for taskset in config.buffer.explorer_input.eval_tasksets:
+        own = request.config.parent / str(taskset.path)
+        if not Path(str(taskset.path)).exists() and own.exists():
+            taskset.path = str(own)
+    config.report.score = untouched.report.score
+    functions = [workflow, *([judge] if judge else [])]
+    prepare_evaluation(config, functions, local_model=request.endpoint is None)
+    return _Source(config, workflow, judge)
+
+
+def _result(
+    request: Request,
+    plan: Plan,
+    sources: Mapping[Column, _Source],
+    out: Path,
+    config: AflowConfig,
+) -> Result:
+    first = sources[plan.columns[0]]
+    tasks = limited(first.tasks, request.limit)
+    rows = {name: rows_by_item(of_set) for name, of_set in tasks.items()}
+    evaluations = {
+        column: _evaluations(
+            column_folder(out, column, sources[column], request), column, rows, request.samples
+        )
+        for column in plan.columns
+    }
+    facts = {
+        "config": str(request.config),
+        "workflow": config.workflow or config.graph.path,
+        "model": plan.columns[0].side.served_model or config.model.model_path,
+        "endpoint": request.endpoint,
+        "score": config.report.score,
+        "seed": config.seed,
+        "tasks": {name: len(of_set) for name, of_set in rows.items()},
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    return build(
+        plan,
+        evaluations,
+        rows,
+        {column: _price(column, request, config.models) for column in plan.columns},
+        facts=facts,
+        samples=request.samples,
+        solved_at=request.solved_at,
+        warnings=config.warnings,
+    )
+
+
+def _evaluations(
+    folder: Path, column: Column, rows: Mapping[str, Mapping[int, Any]], samples: int
+) -> dict[str, Evaluation]:
+    """The column's records on these rows; earlier commands may have measured more."""
+    found = load_evaluations(folder)
+    evaluations = {}
+    for name, items in rows.items():
+        evaluation = found[name][column.side.step]
+        records = tuple(r for r in evaluation.records if r.item in items and r.run < samples)
+        evaluations[name] = replace(evaluation, records=records)
+    return evaluations
+
+
+def _price(column: Column, request: Request, models: Mapping[str, ModelSettings]) -> Price | None:
+    """What a call of an endpoint's model costs: as configured for `policy`, else as listed."""
+    if request.endpoint is None or column.side.served_model is None:
+        return None
+    policy = models.get(POLICY)
+    given = policy.prices if policy else None
+    price = price_of("openai", base_url(request.endpoint), column.side.served_model, given)
+    if price is None:
+        return None
+    return lambda prompt, drawn: price.cost(Usage(prompt, drawn))
+
+
+@contextlib.contextmanager
+def _signals_cancel() -> Iterator[None]:
+    """Ctrl-C and SIGTERM cancel the current task; a second one ends the process at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        if task is not None:
+            task.cancel()
+
+    added = []
+    for number in numbers:
+        # Only the main thread has signals; in a notebook's thread the interpreter handles them.
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.add_signal_handler(number, stop)
+            added.append(number)
+    try:
+        yield
+    finally:
+        for number in added:
+            loop.remove_signal_handler(number)
+
+
+__all__ = ["BadInput", "Request", "column_folder", "evaluate"]

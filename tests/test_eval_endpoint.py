@@ -1,0 +1,388 @@
+"""`aflow-tune eval --endpoint`: whole evaluations against a scripted server over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from project import run_dir, write_project
+from scripted_server import Reply, ScriptedServer
+
+from aflow_tune.cli import main
+from aflow_tune.report.records import read_records
+
+WORKFLOW = """
+from typing import Dict
+
+from agentscope.model import TrinityChatModel
+
+from aflow_tune import caller, record_metrics
+
+
+async def ask_once(task: Dict, model: TrinityChatModel) -> float:
+    with caller("ask"):
+        reply = await model([{"role": "user", "content": task["question"]}])
+    text = "".join(block["text"] for block in reply.content if block["type"] == "text")
+    if text == "crash":
+        raise LookupError("no such planet")
+    right = float(task["answer"] in text)
+    record_metrics(right=right)
+    return right
+
+
+async def always_wrong(task: Dict, model: TrinityChatModel) -> float:
+    await model([{"role": "user", "content": task["question"]}])
+    record_metrics(right=0.0)
+    return 0.0
+"""
+
+
+def numbers(request: dict[str, Any]) -> Reply:
+    """`tuned` answers every question right, `small` the even ones."""
+    number = int("".join(c for c in request["messages"][-1]["content"] if c.isdigit()))
+    right = request["model"] == "tuned" or number % 2 == 0
+    return Reply(f"<answer>{number if right else 0}</answer>")
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer(numbers) as running:
+        yield running
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A project of ten held-out tasks; its model is on no disk."""
+    path = write_project(tmp_path, Path("nobody/no-such-model"), workflow=WORKFLOW)
+    rows = [json.dumps({"question": f"What is {n}?", "answer": str(n)}) for n in range(100, 110)]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(rows) + "\n")
+    text = path.read_text().replace("flow.py:two_calls", "flow.py:ask_once")
+    path.write_text(text.replace("score: letters", "score: right"))
+    return path
+
+
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def evaluate(server: ScriptedServer, config: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command on the server; its exit code and what it printed as JSON."""
+
+    def run(*arguments: str, models: tuple[str, ...] = ("small",)) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        endpoint = ["--endpoint", server.url, "--model", *models]
+        code = main(["eval", str(config), *arguments, *endpoint, "--json"])
+        printed = capsys.readouterr().out
+        return code, json.loads(printed) if printed else {}
+
+    return run
+
+
+def test_two_models_of_an_endpoint_are_measured_and_compared(
+    evaluate: Run, server: ScriptedServer, tmp_path: Path
+) -> None:
+    code, result = evaluate("--samples", "2", models=("small", "tuned"))
+    assert code == 0
+    base, tuned = result["columns"]
+    assert (base["name"], tuned["name"], base["model"]) == ("base", "tuned", "small")
+    cell, other = base["tasksets"]["held_out"], tuned["tasksets"]["held_out"]
+    assert (cell["items"], cell["runs"], cell["solved_runs"]) == (10, 20, 10)
+    assert cell["score"]["mean"] == 0.5
+    assert (cell["pass_at"]["1"]["mean"], cell["pass_at"]["2"]["mean"]) == (0.5, 0.5)
+    assert other["score"] == {"mean": 1.0, "low": pytest.approx(0.7225, abs=1e-4), "high": 1.0,
+                              "count": 10}  # fmt: skip
+    # A prompt 'What is 100?' has 12 bytes; '<answer>100</answer>' 20 and '<answer>0</answer>'
+    # 18, each with its end: 20 runs of 12, ten answers of 21 and ten of 19 tokens.
+    assert (cell["tokens"]["prompt_tokens"], cell["tokens"]["tokens"]) == (240, 400)
+    assert cell["tokens"]["per_solved_run"] == 64.0
+    assert cell["callers"][0]["caller"] == "ask"
+    assert cell["cost_usd"] == {
+        "total": None, "per_solved_run": None, "by_role": {}, "unknown_roles": ["policy"],
+    }  # fmt: skip
+    (comparison,) = result["comparisons"]
+    assert (comparison["before"], comparison["after"]) == ("base", "tuned")
+    assert (comparison["better"], comparison["worse"]) == (5, 0)
+    out = run_dir(tmp_path) / "eval"
+    assert json.loads((out / "eval.json").read_text()) == result
+    page = (out / "eval.html").read_text()
+    assert "tuned" in page
+    assert "<script" not in page
+
+
+def test_both_models_get_the_same_seeds_and_no_training_arguments(
+    evaluate: Run, server: ScriptedServer
+) -> None:
+    evaluate("--samples", "2", "--limit", "3", models=("small", "tuned"))
+    asked: dict[str, list[Any]] = {"small": [], "tuned": []}
+    for request in server.requests:
+        asked[request["model"]].append((request["messages"][-1]["content"], request["seed"]))
+        assert not {"logprobs", "top_logprobs", "return_token_ids"} & request.keys()
+        assert (request["max_tokens"], request["temperature"]) == (8, 1.0)
+    assert sorted(asked["small"]) == sorted(asked["tuned"])
+    assert len(set(asked["small"])) == 6
+
+
+def test_the_same_command_measures_only_what_is_missing(
+    evaluate: Run, server: ScriptedServer
+) -> None:
+    evaluate("--limit", "4")
+    assert len(server.requests) == 4
+    evaluate("--limit", "4")
+    assert len(server.requests) == 4
+    _, more = evaluate("--limit", "6", "--samples", "2")
+    assert len(server.requests) == 12
+    assert more["columns"][0]["tasksets"]["held_out"]["runs"] == 12
+    _, less = evaluate("--limit", "2")
+    assert len(server.requests) == 12
+    assert less["columns"][0]["tasksets"]["held_out"]["runs"] == 2
+
+
+def test_what_decides_the_records_starts_new_ones(
+    evaluate: Run, server: ScriptedServer, tmp_path: Path
+) -> None:
+    evaluate("--limit", "1")
+    evaluate("--limit", "1", "seed=4")
+    evaluate("--limit", "1", "model.temperature=0.5")
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    assert len(server.requests) == 3
+    evaluate("--limit", "1", "report.transcripts=0")  # how much is kept decides nothing
+    assert len(server.requests) == 3
+
+
+def test_varied_settings_are_columns_and_reach_the_server(
+    evaluate: Run, server: ScriptedServer
+) -> None:
+    code, result = evaluate(
+        "--limit", "2", "--vary", "temperature=0.2,0.7", "--vary", "max_tokens=5"
+    )
+    assert code == 0
+    assert [column["name"] for column in result["columns"]] == [
+        "base, temperature=0.2, max_tokens=5",
+        "base, temperature=0.7, max_tokens=5",
+    ]
+    sent = {(request["temperature"], request["max_tokens"]) for request in server.requests}
+    assert sent == {(0.2, 5), (0.7, 5)}
+    assert len(result["comparisons"]) == 1
+
+
+def test_workflows_are_compared(evaluate: Run, tmp_path: Path) -> None:
+    other = f"workflow:{tmp_path / 'flow.py'}:always_wrong"
+    code, result = evaluate("--compare", "base", other)
+    assert code == 0
+    assert [column["name"] for column in result["columns"]] == ["base", "base, always_wrong"]
+    (comparison,) = result["comparisons"]
+    assert (comparison["mean_before"], comparison["mean_after"]) == (0.5, 0.0)
+    assert comparison["sentences"][0].startswith("Too few items to tell: held-out score fell")
+
+
+def test_another_configuration_runs_on_the_first_ones_tasks(
+    evaluate: Run, server: ScriptedServer, config: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.yaml"
+    text = config.read_text().replace("flow.py:ask_once", "flow.py:always_wrong")
+    text = text.replace("held_out.jsonl", "train.jsonl").replace("seed: 3", "seed: 8")
+    other.write_text(text.replace("max_response_tokens: 8", "max_response_tokens: 6"))
+    code, result = evaluate("--compare", "base", str(other), "--limit", "2")
+    assert code == 0
+    cells = [column["tasksets"]["held_out"] for column in result["columns"]]
+    assert [cell["score"]["mean"] for cell in cells] == [0.5, 0.0]
+    assert {request["max_tokens"] for request in server.requests} == {8, 6}
+    assert {request["messages"][-1]["content"] for request in server.requests} == {
+        "What is 100?",
+        "What is 101?",
+    }
+
+
+def test_failed_runs_are_told_by_kind_and_made_again_on_request(
+    evaluate: Run, server: ScriptedServer
+) -> None:
+    server.answer = lambda request: Reply("crash") if "101" in str(request) else numbers(request)
+    code, result = evaluate("--limit", "4")
+    cell = result["columns"][0]["tasksets"]["held_out"]
+    assert code == 0
+    assert (cell["failures"], cell["score"]["count"]) == ({"raised": 1}, 3)
+    assert cell["pass_at"]["1"]["mean"] == pytest.approx(2 / 3)
+    assert cell["pass_at_failed_as_unsolved"]["1"]["mean"] == 0.5
+    server.answer = numbers
+    server.requests.clear()
+    evaluate("--limit", "4")
+    assert server.requests == []
+    _, again = evaluate("--limit", "4", "--retry-failed")
+    assert len(server.requests) == 1
+    assert again["columns"][0]["tasksets"]["held_out"]["failures"] == {}
+
+
+def test_a_torn_record_is_measured_again(
+    evaluate: Run, server: ScriptedServer, tmp_path: Path
+) -> None:
+    _, before = evaluate("--limit", "3")
+    (path,) = (run_dir(tmp_path) / "eval" / "columns").rglob("step_0.jsonl")
+    path.write_bytes(path.read_bytes()[:-20])
+    _, after = evaluate("--limit", "3")
+    assert len(server.requests) == 4
+    assert len(read_records(path)) == 3
+    assert (
+        after["columns"][0]["tasksets"]["held_out"]["score"]
+        == before["columns"][0]["tasksets"]["held_out"]["score"]
+    )
+
+
+def test_tool_using_agents_get_their_measures(
+    evaluate: Run, server: ScriptedServer, config: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"question": "1", "answer": "1", "target_tools": ["search"], "optimal_steps": 1},
+        {"question": "2", "answer": "2", "target_tools": ["search", "open"]},
+        {"question": "3", "answer": "3", "target_tools": []},
+    ]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def answer(request: dict[str, Any]) -> Reply:
+        called = {"1": [("search", {})], "2": [("search", {})], "3": []}
+        question = request["messages"][-1]["content"]
+        return Reply("1", tool_calls=called[question])
+
+    server.answer = answer
+    code, result = evaluate()
+    assert code == 0
+    agents = result["columns"][0]["tasksets"]["held_out"]["agents"]
+    accuracy = [1.0, 2 / 3, 1.0]  # F1 of one of two wanted tools: 2 * 1 * 0.5 / 1.5
+    assert agents["tool_selection_accuracy"]["mean"] == pytest.approx(sum(accuracy) / 3)
+    assert agents["tool_selection_accuracy"]["count"] == 3
+    assert agents["plan_success_rate"]["mean"] == pytest.approx(2 / 3)
+    assert agents["plan_success_rate"]["std"] == pytest.approx((1 / 3) ** 0.5)
+    assert agents["step_efficiency"]["mean"] == 1.0
+    assert agents["timing_precision"]["mean"] == 1.0
+    assert agents["end_to_end_success"]["mean"] == pytest.approx(1 / 3)
+
+
+def test_a_newer_server_gets_its_name_for_the_limit(evaluate: Run, server: ScriptedServer) -> None:
+    def answer(request: dict[str, Any]) -> Reply:
+        if "max_tokens" in request:
+            return Reply("Use 'max_completion_tokens' instead.", status=400)
+        return numbers(request)
+
+    server.answer = answer
+    code, result = evaluate("--limit", "4")
+    assert code == 0
+    assert result["columns"][0]["tasksets"]["held_out"]["failed_runs"] == 0
+    assert all(r["max_completion_tokens"] == 8 for r in server.requests if "max_tokens" not in r)
+
+
+def test_a_rate_limit_is_waited_out(evaluate: Run, server: ScriptedServer) -> None:
+    waiting = iter([True] * 3)
+
+    def answer(request: dict[str, Any]) -> Reply:
+        return Reply("slow down", status=429) if next(waiting, False) else numbers(request)
+
+    server.answer = answer
+    code, result = evaluate("--limit", "2")
+    assert code == 0
+    assert result["columns"][0]["tasksets"]["held_out"]["failed_runs"] == 0
+    assert len(server.requests) == 5
+
+
+def test_keys_are_sent_where_they_belong_and_kept_nowhere(
+    evaluate: Run, server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-openai-secret")
+    monkeypatch.setenv("MY_KEY", "sk-own-secret")
+    evaluate("--limit", "1")
+    assert server.keys == {"Bearer EMPTY"}
+    evaluate("--limit", "2", "--key-variable", "MY_KEY")
+    assert server.keys == {"Bearer EMPTY", "Bearer sk-own-secret"}
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert b"secret" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--endpoint", "http://127.0.0.1:9/v1", "--model", "m"], "no answer"),
+        (["--endpoint", "localhost:8000", "--model", "m"], "an http or https URL"),
+        (["--endpoint", "http://127.0.0.1:9"], "no --model"),
+        (["--model", "m"], "no --endpoint"),
+        (["--samples", "0"], "--samples 0"),
+        (["--limit", "-1"], "1 or more"),
+        (["--checkpoint", "last"], "no such checkpoint"),
+        (["buffer.explorer_input.eval_tasksets=[]"], "at least one held-out task set"),
+        (["--compare", "base", "workflow:flow.py:nobody"], "nobody"),
+        (["workflow=gone.py:f"], "gone.py"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_exit_code_2(
+    config: Path, capsys: pytest.CaptureFixture[str], tiny_model_dir: Path,
+    arguments: list[str], expected: str,
+) -> None:  # fmt: skip
+    model = [] if "--endpoint" in arguments else [f"model.model_path={tiny_model_dir}"]
+    assert main(["eval", str(config), *model, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "do: " in error
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_missing_task_file_is_refused(
+    evaluate: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "held_out.jsonl").rename(tmp_path / "held_outs.jsonl")
+    code, _ = evaluate()
+    assert code == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(
+    config: Path, tmp_path: Path
+) -> None:
+    release = threading.Event()
+
+    def answer(request: dict[str, Any]) -> Reply:
+        slow = any(str(n) in str(request["messages"]) for n in range(105, 110))
+        return Reply("x", delay=60.0) if slow and not release.is_set() else numbers(request)
+
+    with ScriptedServer(answer) as server:
+        command = [
+            *(sys.executable, "-m", "aflow_tune.cli", "eval", str(config)),
+            *("--endpoint", server.url, "--model", "small", "--json"),
+        ]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        columns = run_dir(tmp_path) / "eval" / "columns"
+        deadline = time.monotonic() + 120
+        while sum(len(read_records(path)) for path in columns.rglob("step_0.jsonl")) < 5:
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        child.send_signal(signal.SIGINT)
+        _, error = child.communicate(timeout=60)
+        assert child.returncode == 3, error
+        assert "goes on from there" in " ".join(error.split())
+        release.set()
+        server.requests.clear()
+        again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert again.returncode == 0, again.stderr
+        assert len(server.requests) == 5
+        result = json.loads(again.stdout)
+        assert result["columns"][0]["tasksets"]["held_out"]["runs"] == 10
+        assert "5 of 10 runs are there" in again.stderr
+
+
+def test_the_budget_of_time_ends_an_evaluation(
+    config: Path, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer = lambda request: Reply("x", delay=60.0)
+    endpoint = ["--endpoint", server.url, "--model", "small", "--limit", "2"]
+    assert main(["eval", str(config), "budget.wall_seconds=2", *endpoint]) == 4
+    assert "budget.wall_seconds (2) reached" in capsys.readouterr().err
