@@ -22,7 +22,7 @@ from faulty_server import (
 
 from aflow_tune.config import ModelSettings, PriceSettings
 from aflow_tune.errors import BadInput
-from aflow_tune.models import Ledger, ModelError, ModelFailure, Usage, make_client
+from aflow_tune.models import Ledger, ModelError, ModelFailure, Usage, http_client, make_client
 from aflow_tune.models.failures import LONGEST_ADVICE, advised_wait
 from aflow_tune.models.http_client import HttpClient
 from aflow_tune.trace import ModelCall, Trace
@@ -266,6 +266,19 @@ def test_no_more_requests_at_once_than_configured(make: Callable[..., HttpClient
         client = make(server, max_concurrency=3)
         asyncio.run(many())
     assert (len(server.requests), server.most_under_way) == (30, 3)
+
+
+def test_no_more_connections_than_the_process_may_open(
+    make: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def many() -> None:
+        await asyncio.gather(*(client.complete(HELLO) for _ in range(30)))
+
+    monkeypatch.setattr(http_client, "_open_files", lambda: 10)
+    with FaultyServer(lambda *_: Step(seconds=0.02)) as server:
+        client = make(server, max_concurrency=1000)
+        asyncio.run(many())
+    assert (len(server.requests), server.most_under_way) == (30, 5)
 
 
 def test_one_client_serves_several_event_loops(make: Callable[..., HttpClient]) -> None:

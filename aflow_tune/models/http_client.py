@@ -19,7 +19,9 @@ import functools
 import heapq
 import json
 import random
+import resource
 import ssl
+import sys
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -221,8 +223,9 @@ class HttpClient(BaseClient):
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first call, in this process
             self._loop, self._sdks, self._not_before = loop, {}, 0.0
-            self._slots = asyncio.Semaphore(self.settings.max_concurrency)
-            self._free = list(range(self.settings.max_concurrency))
+            places = min(self.settings.max_concurrency, _open_files() // 2)
+            self._slots = asyncio.Semaphore(places)
+            self._free = list(range(places))
         assert self._slots is not None
         async with self._slots:
             # The lowest free number, so that few callers share few pools.
@@ -253,6 +256,12 @@ class HttpClient(BaseClient):
         self._sdks[number] = sdk
         weakref.finalize(self, _close_later, asyncio.get_running_loop(), sdk).atexit = False
         return sdk
+
+
+def _open_files() -> int:
+    """How many files, connections among them, this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 @functools.cache
