@@ -1,8 +1,8 @@
 """Whether held-out items also stand in the training data, exactly or nearly.
 
 The input of a row is what makes it the item it is: columns that name, answer or describe it are
-left out. Two rows are the same if their inputs are equal but for case, white space and
-the form of characters. They are near-duplicates if the sets of their `WORDS` consecutive words
+left out. Two rows are the same if their inputs are equal but for case, white space and the form
+of characters. They are near-duplicates if the sets of their `WORDS` consecutive words
 have a Jaccard similarity (shared / all) of at least `NEAR`: in a text of forty words, one or two
 changed words, or four added ones. Words are compared without case and punctuation.
 
@@ -11,9 +11,10 @@ to the data set rather than to a task and are left out, so that tasks made from 
 differ by what was put into it. What this does not see: a translation, or the same question in
 other words.
 
-The search is exact, not probabilistic: candidates share at least one of the rarest phrases of
-both (prefix filtering: Chaudhuri, Ganti and Kaushik, "A Primitive Operator for Similarity Joins
-in Data Cleaning", ICDE 2006), then their similarity is computed.
+The search is exact, not probabilistic: candidates have one of the rarest phrases of the held-out
+text, so many that every similar text must (prefix filtering: Chaudhuri, Ganti and Kaushik, "A
+Primitive Operator for Similarity Joins in Data Cleaning", ICDE 2006); of them the similarity is
+computed.
 """
 
 from __future__ import annotations
@@ -146,24 +147,19 @@ def near_pairs(
     left: Sequence[str], right: Sequence[str], threshold: float = NEAR
 ) -> list[tuple[int, int, float]]:
     """(number in `left`, number in `right`, similarity) of all pairs at or above `threshold`."""
-    left_sets, right_sets = _phrases(left, right)
-    rarity = Counter(phrase for phrases in (*left_sets, *right_sets) for phrase in phrases)
+    (left_sets, right_sets), spread = _phrases(left, right)
     holders: dict[int, list[int]] = defaultdict(list)
-    for number, phrases in enumerate(left_sets):
-        for phrase in _rarest(phrases, rarity, threshold):
+    for number, phrases in enumerate(right_sets):
+        for phrase in _rarest(phrases, spread, threshold):
             holders[phrase].append(number)
     pairs = []
-    for number, phrases in enumerate(right_sets):
-        candidates = {
-            other
-            for phrase in _rarest(phrases, rarity, threshold)
-            for other in holders.get(phrase, ())
-        }
+    for number, phrases in enumerate(left_sets):
+        candidates = {other for phrase in holders.keys() & phrases for other in holders[phrase]}
         for other in sorted(candidates):
-            shared = len(phrases & left_sets[other])
-            similarity = shared / (len(phrases) + len(left_sets[other]) - shared)
+            shared = len(phrases & right_sets[other])
+            similarity = shared / (len(phrases) + len(right_sets[other]) - shared)
             if similarity >= threshold:
-                pairs.append((other, number, similarity))
+                pairs.append((number, other, similarity))
     return pairs
 
 
@@ -174,8 +170,11 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def _phrases(*groups: Sequence[str]) -> list[list[set[int]]]:
-    """For each text the hashes of its phrases, those of the data set left out."""
+def _phrases(*groups: Sequence[str]) -> tuple[list[list[set[int]]], Counter[int]]:
+    """For each text the hashes of its phrases, those of the data set left out.
+
+    With them, in how many different texts each phrase stands.
+    """
     made = []
     spread: Counter[int] = Counter()
     different: set[frozenset[int]] = set()
@@ -195,16 +194,16 @@ def _phrases(*groups: Sequence[str]) -> list[list[set[int]]]:
     common = {phrase for phrase, texts in spread.items() if texts > most}
     if common:
         made = [[phrases - common for phrases in sets] for sets in made]
-    return made
+    return made, spread
 
 
-def _rarest(phrases: set[int], rarity: Counter[int], threshold: float) -> list[int]:
-    """As many of the rarest phrases as any similar set must share one of."""
+def _rarest(phrases: set[int], spread: Counter[int], threshold: float) -> list[int]:
+    """So many of the rarest phrases that every similar set has at least one of them."""
     if not phrases:
         return []
     # Rounded down: at the threshold itself, floating point must not lose a pair.
     keep = len(phrases) - math.ceil(threshold * len(phrases) - 1e-9) + 1
-    return sorted(phrases, key=lambda phrase: (rarity[phrase], phrase))[:keep]
+    return sorted(phrases, key=lambda phrase: (spread[phrase], phrase))[:keep]
 
 
 @lru_cache(maxsize=256)
