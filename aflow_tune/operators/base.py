@@ -1,0 +1,298 @@
+"""`Operator`: one use of a model with a purpose, typed arguments in and typed values out.
+
+A subclass says what it asks (`asks`), which fields it wants back (`fields`) and, in `run`, what
+it does with them. This class does the rest of every use: it names the caller, so that model
+calls, experiences and graph drawings speak of `Review.strict`; it asks, reads, asks again a
+bounded number of times; and it notes one `OperatorCall` in the trace, however the use ended.
+
+A reply that cannot be read is a result (`Outcome.UNREADABLE` with fallback values). A model
+that gives no reply, a sandbox that is missing and a budget that is used up are no answers of
+the model: they raise, and are noted.
+
+An operator holds no state of a use: one instance may run many at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from aflow_tune.context import caller
+from aflow_tune.errors import BudgetReached, Fault
+from aflow_tune.models import as_client
+from aflow_tune.models.types import ModelClient, ModelError
+from aflow_tune.operators.fields import Field, schema_of
+from aflow_tune.operators.forms import again, described, prompt_with_form
+from aflow_tune.operators.outcome import OperatorResult, Outcome
+from aflow_tune.operators.prompts import (
+    MAIN,
+    Prompt,
+    Texts,
+    checked,
+    own_text,
+    placeholders,
+    raise_faults,
+    text_of,
+)
+from aflow_tune.operators.reading import Form, Reading, forms_for, read_reply
+from aflow_tune.sandbox.types import SandboxUnavailable
+from aflow_tune.trace import OperatorCall, note
+
+RETRIES = 2
+"""How often a model is asked again for what could not be read."""
+MAX_REASON = 500
+"""Characters of a reason in the trace."""
+_NAME = re.compile(r"[\w-]{1,80}")
+_MODES = {
+    "xml_fill": Form.XML,
+    "code_fill": Form.CODE,
+    "single_fill": Form.TEXT,
+    "json_fill": Form.JSON,
+}
+"""AFlow's words for forms, besides our own."""
+
+
+@dataclass
+class _Use:
+    """What one use has done so far. Shared by the tasks that it starts."""
+
+    attempts: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def result(self, returned: Any, who: str) -> OperatorResult:
+        """What `run` returned, as a result: its own outcome, or else the worst of its answers'."""
+        if isinstance(returned, OperatorResult):
+            returned.attempts = self.attempts
+            return returned
+        if not isinstance(returned, Mapping):
+            raise TypeError(f"{who}.run must return a mapping, not {type(returned).__name__}")
+        for outcome in (Outcome.UNREADABLE, Outcome.REPAIRED):
+            if outcome in self.outcomes:
+                return OperatorResult(returned, outcome, "; ".join(self.reasons), self.attempts)
+        return OperatorResult(returned, attempts=self.attempts)
+
+
+_use: ContextVar[_Use | None] = ContextVar("aflow_tune_operator_use", default=None)
+
+
+class Operator:
+    """Base of all operators. Built as `Op(llm)`, called as `await op(...)`.
+
+    A subclass is a docstring, whose first line is its description, `fields`, `asks`, `returns`
+    and an async method `run`, whose signature is that of the call.
+
+    Args:
+        llm: anything that `aflow_tune.models.as_client` takes.
+        name: of the instance, in traces and experiences. None: the class's name in lower case;
+            give names to tell two operators of one class apart.
+        prompts: the instance's own texts, see `prompts.py`.
+        form: how fields are asked for. None: as the operator does.
+        retries: how often a reply that cannot be read is asked for again.
+
+    Raises:
+        BadInput: with every fault of the arguments.
+    """
+
+    fields: ClassVar[tuple[Field, ...]] = ()
+    """What `ask` asks for unless it is told otherwise."""
+    form: ClassVar[Form] = Form.XML
+    asks: ClassVar[Mapping[str, Prompt]] = {}
+    """Its prompts by name."""
+    returns: ClassVar[Mapping[str, str]] = {}
+    """Keys of its result, each with a description. Empty: the fields'."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "__call__" in own:
+            raise TypeError(
+                f"{cls.__name__} defines __call__: name it `run`, which __call__ wraps with "
+                "attribution, time and outcome"
+            )
+        if "run" in own:
+            if not inspect.iscoroutinefunction(own["run"]):
+                raise TypeError(f"{cls.__name__}.run must be `async def run(self, ...)`")
+            cls.__call__ = _call_of(own["run"])  # type: ignore[method-assign, assignment]
+
+    def __init__(
+        self,
+        llm: Any,
+        name: str | None = None,
+        prompts: Texts | None = None,
+        *,
+        form: str | None = None,
+        retries: int = RETRIES,
+    ) -> None:
+        self.name = type(self).__name__.lower() if name is None else name
+        self.caller = f"{type(self).__name__}.{self.name}"
+        self.retries = retries
+        self._prompts, faults = checked(prompts, self.asks, f"{self.caller}: prompts")
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            expected = "letters, digits, _ and -"
+            faults.append(Fault(f"{type(self).__name__}: name", expected, repr(name), "rename it"))
+        if not isinstance(retries, int) or retries < 0:
+            cure = "give a whole number from 0 on"
+            faults.append(Fault(f"{self.caller}: retries", "0 or more", repr(retries), cure))
+        self._form = type(self).form
+        if form is not None:
+            allowed = [item.value for item in forms_for(self.fields)]
+            if form in allowed:
+                self._form = Form(form)
+            else:
+                expected = "one of " + ", ".join(allowed)
+                cure = "leave it out for the operator's own form"
+                faults.append(Fault(f"{self.caller}: form", expected, repr(form), cure))
+        raise_faults(faults)
+        self.llm: ModelClient = as_client(llm)
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> OperatorResult:
+        """Run the operator. Subclasses get their `run`'s signature here.
+
+        Raises:
+            ModelError: the model gave no reply.
+            SandboxUnavailable: a program could not be run.
+            BudgetReached: the run's budget does not allow a call.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `async def run(self, ...)`")
+
+    async def ask(
+        self,
+        values: Mapping[str, object],
+        prompt: str = MAIN,
+        *,
+        fields: Sequence[Field] | None = None,
+        mode: str | None = None,
+    ) -> OperatorResult:
+        """Ask the model for fields, again if need be.
+
+        Args:
+            values: of the prompt's placeholders.
+            prompt: which of `asks`.
+            fields: None: the operator's own.
+            mode: a form for this call, in our words or AFlow's (`xml_fill`). One that these
+                fields cannot be asked for in is passed over.
+
+        Returns:
+            The fields' values; where no attempt could be read, with fallbacks for what lacks.
+        """
+        use = _use.get() or _Use()
+        fields = self.fields if fields is None else fields
+        form = self._form_for(fields, mode)
+        template = text_of(type(self).__name__, self.name, prompt, self.asks[prompt], self._prompts)
+        text = prompt_with_form(template, values, described(fields, form))
+        schema = schema_of(fields) if form is Form.JSON else None
+        messages: list[dict[str, str]] = [{"role": "user", "content": text}]
+        reading, attempt = Reading({}), 0
+        while attempt <= self.retries:
+            attempt += 1
+            use.attempts += 1
+            reply = (await self.llm.complete(messages, schema=schema)).text
+            reading = read_reply(reply, fields, form)
+            if not reading.faults:
+                break
+            messages = again(text, reply, "; ".join(reading.faults))
+        values_read = {field.name: field.fallback for field in fields} | dict(reading.values)
+        reason = "; ".join(reading.faults)
+        if reading.faults:
+            outcome = Outcome.UNREADABLE
+        elif reading.repaired or attempt > 1:
+            outcome = Outcome.REPAIRED
+        else:
+            outcome = Outcome.ANSWERED
+        use.outcomes.append(outcome)
+        use.reasons += [reason] if reason else []
+        return OperatorResult(values_read, outcome, reason, attempt)
+
+    def _form_for(self, fields: Sequence[Field], mode: str | None) -> Form:
+        wanted = _MODES.get(mode or "", mode)
+        allowed = forms_for(fields)
+        if wanted in allowed:
+            return Form(wanted)
+        return self._form if self._form in allowed else allowed[0]
+
+    @classmethod
+    def describe(cls) -> dict[str, Any]:
+        """Its interface as plain data: name, description, arguments, returns, prompts, form."""
+        parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
+        returns = dict(cls.returns) or {item.name: item.description for item in cls.fields}
+        return {
+            "name": cls.__name__,
+            "description": inspect.cleandoc(cls.__doc__ or "").partition("\n")[0],
+            "arguments": [
+                {"name": item.name, "type": _annotation(item)}
+                | ({} if item.default is item.empty else {"default": item.default})
+                for item in parameters
+            ],
+            "returns": returns,
+            "fields": [
+                {"name": item.name, "kind": item.kind.value, "description": item.description}
+                for item in cls.fields
+            ],
+            "prompts": {
+                name: sorted(placeholders(own_text(cls.__name__, name, prompt)))
+                for name, prompt in cls.asks.items()
+            },
+            "form": cls.form.value,
+        }
+
+
+def _annotation(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return "Any"
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[OperatorResult]]:
+    @functools.wraps(run)
+    async def call(self: Operator, *args: Any, **kwargs: Any) -> OperatorResult:
+        use = _Use()
+        token = _use.set(use)
+        outcome, reason = Outcome.RAISED, ""
+        started = time.monotonic()
+        with caller(self.caller):
+            try:
+                result = use.result(await run(self, *args, **kwargs), type(self).__name__)
+                outcome, reason = result.outcome, result.reason
+                return result
+            except BaseException as error:
+                outcome, reason = _failed(error), f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                note(
+                    OperatorCall(
+                        started=started,
+                        seconds=time.monotonic() - started,
+                        operator=type(self).__name__,
+                        instance=self.name,
+                        outcome=outcome.value,
+                        attempts=use.attempts,
+                        reason=reason[:MAX_REASON],
+                    )
+                )
+                # A use that was given up may be closed by the collector, in another context.
+                with contextlib.suppress(ValueError):
+                    _use.reset(token)
+
+    call.__name__ = "__call__"
+    call.__qualname__ = call.__qualname__.replace(".run", ".__call__")
+    return call
+
+
+def _failed(error: BaseException) -> Outcome:
+    if isinstance(error, ModelError):
+        return Outcome.MODEL_FAILED
+    if isinstance(error, SandboxUnavailable):
+        return Outcome.SANDBOX_UNAVAILABLE
+    if isinstance(error, (BudgetReached, asyncio.CancelledError, GeneratorExit)):
+        return Outcome.STOPPED
+    return Outcome.RAISED

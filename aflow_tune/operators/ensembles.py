@@ -1,0 +1,164 @@
+"""Ensembles: the model chooses one of several solutions, in one vote or by majority.
+
+Candidates are labelled A to Z, AA, AB and so on, so there is no limit of 26. Each candidate is
+a place in the list: equal texts stay two candidates. Empty candidates, which is what operators
+return that could not be read, are not put to the vote. Where no vote can be read the candidate
+that occurs most often is returned (of several the first), with the outcome 'unreadable'.
+
+MdEnsemble shuffles the candidates for each vote, so that a preference for places cancels out.
+The order is drawn from `seed`, the problem and the candidates: equal uses ask equal questions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.operators.base import Operator
+from aflow_tune.operators.fields import Field, Kind, labels
+from aflow_tune.operators.outcome import READ_OUTCOMES, OperatorResult, Outcome
+from aflow_tune.operators.prompts import Prompt, form_text
+
+T = TypeVar("T")
+LETTER = "solution_letter"
+
+
+class _Ensemble(Operator):
+    """What both ensembles share: checking the candidates, and one vote."""
+
+    fields = (
+        Field("thought", description="how the candidates compare", required=False),
+        Field(LETTER, Kind.CHOICE, "the label of the candidate that you choose"),
+    )
+    asks = {"main": Prompt(needs=("solutions",), may=("problem",))}
+
+    def _candidates(self, solutions: Sequence[Any]) -> list[str]:
+        where, expected = f"{self.caller}: solutions", "a list of at least one text"
+        if isinstance(solutions, str) or not isinstance(solutions, Sequence) or not solutions:
+            cure = "pass the list of solutions to choose from"
+            fault = Fault(where, expected, f"{solutions!r:.80}", cure)
+            raise BadInput("There is nothing to choose from.", [fault])
+        faults = [
+            Fault(f"{where}[{number}]", "a text", f"{item!r:.80}", "pass its text")
+            for number, item in enumerate(solutions)
+            if not isinstance(item, str | int | float) and item is not None
+        ]
+        if faults:
+            raise BadInput("These candidates are no texts.", faults)
+        return ["" if item is None else str(item) for item in solutions]
+
+    async def _vote(
+        self, problem: str, candidates: Sequence[str], order: Sequence[int], mode: str | None
+    ) -> tuple[int | None, OperatorResult]:
+        """The place of the chosen candidate, or None; `order` is how they are shown."""
+        names = labels(len(order))
+        shown = [
+            form_text("candidate", {"label": name, "solution": candidates[place]})
+            for name, place in zip(names, order, strict=True)
+        ]
+        fields = [self.fields[0], replace(self.fields[1], choices=names)]
+        values = {"problem": problem, "solutions": "\n\n".join(shown)}
+        answer = await self.ask(values, fields=fields, mode=mode)
+        if answer.outcome not in READ_OUTCOMES:
+            return None, answer
+        return order[names.index(answer[LETTER])], answer
+
+
+class ScEnsemble(_Ensemble):
+    """Chooses the solution whose result most solutions agree on, in one vote."""
+
+    returns = {"response": "the chosen solution"}
+
+    async def run(self, solutions: list[str], problem: str = "") -> OperatorResult:
+        """The text of the chosen candidate.
+
+        Raises:
+            BadInput: there is no candidate, or one is no text.
+        """
+        candidates = self._candidates(solutions)
+        order = [place for place, text in enumerate(candidates) if text.strip()]
+        if not order:
+            return OperatorResult({"response": ""}, Outcome.UNREADABLE, "no candidate has a text")
+        place, vote = await self._vote(problem, candidates, order, None)
+        chosen = _most_frequent(candidates, order) if place is None else candidates[place]
+        return OperatorResult({"response": chosen}, vote.outcome, vote.reason)
+
+
+class MdEnsemble(_Ensemble):
+    """Chooses the best solution by majority over several votes, shuffled each time.
+
+    Args:
+        vote_count: how many votes.
+        seed: of the orders in which candidates are shown.
+    """
+
+    returns = {"solution": "the chosen solution"}
+
+    def __init__(
+        self,
+        llm: Any,
+        name: str | None = None,
+        prompts: Any = None,
+        vote_count: int = 5,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(llm, name, prompts, **settings)
+        if type(vote_count) is not int or not 1 <= vote_count <= 1000:
+            cure = "give a whole number from 1 to 1000"
+            where = f"{self.caller}: vote_count"
+            fault = Fault(where, "the number of votes", repr(vote_count), cure)
+            raise BadInput("An ensemble needs votes.", [fault])
+        self.vote_count, self.seed = vote_count, seed
+
+    async def run(
+        self, solutions: list[str], problem: str = "", mode: str | None = None
+    ) -> OperatorResult:
+        """The text of the candidate with most votes; of several the one that stands first.
+
+        Raises:
+            BadInput: there is no candidate, or one is no text.
+        """
+        candidates = self._candidates(solutions)
+        filled = [place for place, text in enumerate(candidates) if text.strip()]
+        if not filled:
+            return OperatorResult({"solution": ""}, Outcome.UNREADABLE, "no candidate has a text")
+        orders = []
+        drawn = random.Random(repr((self.seed, problem, candidates)))
+        for _ in range(self.vote_count):
+            drawn.shuffle(order := list(filled))
+            orders.append(order)
+        votes = await together([self._vote(problem, candidates, order, mode) for order in orders])
+        tally = Counter(place for place, _ in votes if place is not None)
+        lost = self.vote_count - tally.total()
+        if not tally:
+            chosen = _most_frequent(candidates, filled)
+            reason = f"no vote could be read: {votes[0][1].reason}"
+            return OperatorResult({"solution": chosen}, Outcome.UNREADABLE, reason)
+        winner = min(tally, key=lambda place: (-tally[place], place))
+        plain = all(vote.outcome is Outcome.ANSWERED for _, vote in votes)
+        reason = f"{lost} of {self.vote_count} votes could not be read" if lost else ""
+        outcome = Outcome.ANSWERED if plain else Outcome.REPAIRED
+        return OperatorResult({"solution": candidates[winner]}, outcome, reason)
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; if one raises, the others are cancelled before it is passed on."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _most_frequent(candidates: Sequence[str], places: Sequence[int]) -> str:
+    counts = Counter(candidates[place].strip() for place in places)
+    most = max(counts.values())
+    return next(candidates[place] for place in places if counts[candidates[place].strip()] == most)

@@ -1,0 +1,207 @@
+"""Prompts are data: where an operator's texts come from, and how their placeholders are filled.
+
+The shipped texts are all in `prompts.yaml`. For each prompt of an operator the first of these
+that has one wins:
+
+1. the instance: `Op(llm, prompts=...)`, which is also how a graph gives the prompts of its
+   instances and operators;
+2. the run, by instance: `prompts: {"Review.strict": ...}` in the configuration;
+3. the run, by operator: `prompts: {"Review": ...}`;
+4. the operator's own text.
+
+A value is a mapping from the names of the operator's prompts to texts, or one text for an
+operator that has one prompt (or for its prompt `main`). A placeholder is `{name}`; `{{name}}`
+is the literal text `{name}`; every other brace is text, so JSON and code need no escapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from aflow_tune.errors import BadInput, Fault
+
+Texts = str | Mapping[str, str]
+"""The prompts of one operator or instance, as users give them."""
+MAIN = "main"
+FORM = "form"
+"""The placeholder for the description of the answer's form. Every prompt may use it."""
+FORMS = "forms"
+"""Under this name stand the sentences that ask for a form; a run may replace them too."""
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of an operator: what its text must and what it may mention.
+
+    `text` is the operator's own; None: it stands in `prompts.yaml` under the operator's name.
+    """
+
+    needs: tuple[str, ...] = ()
+    may: tuple[str, ...] = ()
+    text: str | None = None
+
+
+FORM_PROMPTS: Mapping[str, Prompt] = {
+    "xml": Prompt(needs=("fields",)),
+    "json": Prompt(needs=("fields",)),
+    "code": Prompt(needs=("fields",)),
+    "again": Prompt(needs=("fault",)),
+    "candidate": Prompt(needs=("label", "solution")),
+}
+
+
+@functools.cache
+def shipped() -> Mapping[str, Mapping[str, str]]:
+    """The texts of `prompts.yaml`, by operator and prompt."""
+    import yaml
+
+    text = resources.files(__package__).joinpath("prompts.yaml").read_text(encoding="utf-8")
+    loaded: dict[str, dict[str, str]] = yaml.safe_load(text)
+    return loaded
+
+
+@contextlib.contextmanager
+def use_prompts(prompts: Mapping[str, Texts]) -> Iterator[None]:
+    """Use these prompts in the current context and in everything it starts: the run's.
+
+    Check them first with `registry.check_prompts`, which knows the operators; here a text is
+    checked when it is used.
+    """
+    token = _run.set({name: dict(_as_mapping(texts)) for name, texts in prompts.items()})
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # closed by the collector, in another context
+            _run.reset(token)
+
+
+_run: ContextVar[Mapping[str, Mapping[str, str]] | None] = ContextVar(
+    "aflow_tune_prompts", default=None
+)
+
+
+def text_of(
+    operator: str, instance: str, name: str, prompt: Prompt, given: Mapping[str, str]
+) -> str:
+    """The text of one prompt, by the order in this module's description.
+
+    Raises:
+        BadInput: it does not fit the prompt.
+    """
+    run = _run.get() or {}
+    if name in given:
+        return given[name]
+    for key in (f"{operator}.{instance}", operator):
+        text = run.get(key, {}).get(name)
+        if text is not None:
+            raise_faults(_faults_of(f"prompts.{key}.{name}", prompt, text))
+            return text
+    return own_text(operator, name, prompt)
+
+
+def own_text(operator: str, name: str, prompt: Prompt) -> str:
+    """The text that an operator brings along."""
+    return shipped()[operator][name] if prompt.text is None else prompt.text
+
+
+def form_text(name: str, values: Mapping[str, Any]) -> str:
+    """One of the sentences that ask for a form, filled in."""
+    return fill(text_of(FORMS, "", name, FORM_PROMPTS[name], {}), values)
+
+
+def checked(
+    prompts: Texts | None, slots: Mapping[str, Prompt], where: str
+) -> tuple[dict[str, str], list[Fault]]:
+    """The texts that a user gave for an operator, by prompt, and what is wrong with them."""
+    if prompts is None:
+        return {}, []
+    if isinstance(prompts, str) and MAIN not in slots and len(slots) == 1:
+        prompts = {next(iter(slots)): prompts}
+    texts = _as_mapping(prompts)
+    if texts is None:
+        expected = f"a text, or a mapping of {_listed(slots)} to texts"
+        return {}, [Fault(where, expected, f"{prompts!r:.80}", "write `main: ...`")]
+    good: dict[str, str] = {}
+    faults: list[Fault] = []
+    for name, text in texts.items():
+        place = f"{where}.{name}"
+        if name not in slots:
+            near = difflib.get_close_matches(str(name), slots, 1)
+            cure = f"did you mean `{near[0]}`?" if near else "name one of these"
+            faults.append(Fault(place, f"one of the prompts {_listed(slots)}", str(name), cure))
+        elif not isinstance(text, str):
+            faults.append(Fault(place, "a text", f"{text!r:.80}", "write the prompt's text"))
+        else:
+            faults += _faults_of(place, slots[name], text)
+            good[name] = text
+    return good, faults
+
+
+def raise_faults(faults: list[Fault]) -> None:
+    """Raises `BadInput` if there are any."""
+    if faults:
+        raise BadInput("A prompt does not fit its operator.", faults)
+
+
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """The template with its placeholders replaced; values are taken as they are."""
+
+    def one(match: re.Match[str]) -> str:
+        literal, name = match.groups()
+        if literal is not None:
+            return f"{{{literal}}}"
+        return str(values[name]) if name in values else match[0]
+
+    return _PLACEHOLDER.sub(one, template)
+
+
+def placeholders(template: str) -> set[str]:
+    """The names that a template wants filled in."""
+    return {match[2] for match in _PLACEHOLDER.finditer(template) if match[2] is not None}
+
+
+@functools.lru_cache(maxsize=1024)
+def _problems(needs: tuple[str, ...], may: tuple[str, ...], text: str) -> tuple[str, ...]:
+    found = placeholders(text)
+    known = {*needs, *may, FORM}
+    problems = [f"`{{{name}}}` is missing" for name in needs if name not in found]
+    return (*problems, *(f"unknown `{{{name}}}`" for name in sorted(found - known)))
+
+
+def _faults_of(where: str, prompt: Prompt, text: str) -> list[Fault]:
+    problems = _problems(prompt.needs, prompt.may, text)
+    if not problems:
+        return []
+    expected = f"a text with {_placeholders(prompt.needs) or 'any words'}"
+    if prompt.may:
+        expected += f", and if wanted {_placeholders(prompt.may)}"
+    cure = "put each missing placeholder where its value belongs"
+    unknown = [problem for problem in problems if problem.startswith("unknown")]
+    if unknown:
+        cure = "for braces that are text write them twice, as in {{name}}"
+        if len(unknown) < len(problems):
+            cure += "; put each missing placeholder where its value belongs"
+    return [Fault(where, expected, "; ".join(problems), cure)]
+
+
+def _placeholders(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{{{name}}}`" for name in names)
+
+
+def _listed(slots: Mapping[str, Prompt]) -> str:
+    return ", ".join(f"`{name}`" for name in slots)
+
+
+def _as_mapping(texts: Any) -> Any:
+    if isinstance(texts, str):
+        return {MAIN: texts}
+    return texts if isinstance(texts, Mapping) else None

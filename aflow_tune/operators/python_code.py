@@ -1,0 +1,163 @@
+"""Finding the Python program in a reply: fenced blocks, or the text itself.
+
+Which of several blocks is taken: of those in Python (or without a language) the last that
+defines the entry point; without an entry point the last that is Python. A block that was never
+closed reaches to the end. Without blocks the whole text, or the part of it from the first line
+that looks like code, is tried. Nothing is run here, only parsed.
+
+How programs are found in answers that are to be scored is another matter, with its published
+and strict rules: `aflow_tune.scoring.programs`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from aflow_tune.scoring.programs import MAX_CHARACTERS
+
+MAX_BLOCKS = 20
+"""Of more fenced blocks the last ones are looked at."""
+MAX_FENCES = 4_000
+"""Of more lines with fences the last ones are looked at."""
+MAX_CUTS = 20
+"""How often a line that is no Python may be cut off from the end of a text without blocks."""
+_FENCE = re.compile(r"^[ \t]{0,16}(`{3,20}|~{3,20})([^\n`]*)$", re.MULTILINE)
+_PYTHON = ("", "python", "python3", "py", "py3", "python 3")
+_ENTITY_NAMES = ("lt", "gt", "amp", "quot", "apos")
+_CODE_LINE = re.compile(
+    r"^(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|def[ \t]+\w|async[ \t]+def[ \t]+\w"
+    r"|class[ \t]+\w|@\w)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block; `start` and `end` take in its fences."""
+
+    language: str
+    code: str
+    start: int
+    end: int
+    closed: bool
+
+
+def fenced_blocks(text: str) -> Iterator[Block]:
+    """The fenced blocks of a text in order; one that is not closed comes last."""
+    opening: re.Match[str] | None = None
+    for fence in deque(_FENCE.finditer(text), MAX_FENCES):
+        if opening is None:
+            opening = fence
+        elif fence[1].startswith(opening[1]) and not fence[2].strip():
+            yield _block(text, opening, fence.start(), fence.end(), closed=True)
+            opening = None
+        # Another opening fence inside is content, as in an example of Markdown.
+    if opening is not None:
+        yield _block(text, opening, len(text), len(text), closed=False)
+
+
+def _block(text: str, opening: re.Match[str], stop: int, end: int, closed: bool) -> Block:
+    code = text[opening.end() + 1 : stop]
+    return Block(opening[2].strip().casefold(), code, opening.start(), end, closed)
+
+
+def program_in(text: str, entry_point: str = "") -> tuple[str, bool]:
+    """The program in a text, and whether more than taking it out of one fence was needed.
+
+    Raises:
+        ValueError: there is none; the message completes 'the code ...'.
+    """
+    blocks = list(fenced_blocks(text))
+    reason = ""
+    python = [block for block in blocks if block.language in _PYTHON]
+    for block in list(reversed(python or blocks))[:MAX_BLOCKS]:
+        code = textwrap.dedent(block.code).strip("\n")
+        try:
+            _check(code, entry_point)
+            return code, not block.closed
+        except ValueError as error:
+            reason = reason or str(error)
+    if not blocks:
+        for code in _candidates(text):
+            try:
+                _check(code, entry_point)
+                return code, code != text.strip()
+            except ValueError as error:
+                reason = reason or str(error)
+    raise ValueError(reason or "is missing")
+
+
+def names_entities(code: str) -> bool:
+    """Whether a program has `lt`, `gt` or `amp` where XML's entities would leave them."""
+    tree = _parse(code)
+    return isinstance(tree, ast.Module) and any(
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.BitAnd)
+        and isinstance(node.right, ast.Name)
+        and node.right.id in _ENTITY_NAMES
+        for node in ast.walk(tree)
+    )
+
+
+def _candidates(text: str) -> Iterator[str]:
+    """Parts of a text without fences that may be its program, the whole first."""
+    if len(text) > MAX_CHARACTERS:
+        return
+    whole = text.strip().strip("`").strip("\n")
+    yield whole
+    first = _CODE_LINE.search(whole)
+    lines = whole[first.start() :].split("\n") if first else []
+    for _ in range(MAX_CUTS):
+        if not lines:
+            return
+        code = "\n".join(lines)
+        error = _parse(code)
+        if isinstance(error, ast.Module):
+            yield code
+            return
+        line = error.lineno or 0 if isinstance(error, SyntaxError) else 0
+        lines = lines[: max(0, min(line - 1, len(lines) - 1))]
+
+
+def _check(code: str, entry_point: str) -> None:
+    if len(code) > MAX_CHARACTERS:
+        raise ValueError(f"is longer than {MAX_CHARACTERS:,} characters")
+    tree = _parse(code)
+    if isinstance(tree, SyntaxError):
+        raise ValueError(f"is no Python: {tree.msg} (line {tree.lineno})")
+    if isinstance(tree, Exception):
+        raise ValueError(f"is no Python: {type(tree).__name__}")
+    if entry_point and entry_point not in _defined(tree):
+        raise ValueError(f"defines no `{entry_point}`")
+    if not any(not _says_nothing(node) for node in tree.body):
+        raise ValueError("is missing")
+
+
+def _parse(code: str) -> ast.Module | Exception:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes and the like
+        try:
+            return ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return error
+
+
+def _says_nothing(node: ast.stmt) -> bool:
+    """A word or a text on its own: prose that happens to be Python."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Name | ast.Constant)
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return names

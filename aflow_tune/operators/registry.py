@@ -1,0 +1,123 @@
+"""All operators in one visible dict, and how users add theirs.
+
+An operator of a user is a subclass of `Operator`. A workflow function may just call it: nothing
+has to be registered. For graphs, which know operators by name, name it in the configuration:
+
+    operators: {Summarise: my_operators.py:Summarise}
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.operators.asking import AnswerGenerate, Custom, CustomCodeGenerate, Format
+from aflow_tune.operators.base import Operator
+from aflow_tune.operators.ensembles import MdEnsemble, ScEnsemble
+from aflow_tune.operators.programmer import Programmer
+from aflow_tune.operators.prompts import FORM_PROMPTS, FORMS, checked
+from aflow_tune.operators.reviewing import Review, Revise
+from aflow_tune.operators.testing import Test
+
+OPERATORS: dict[str, type[Operator]] = {
+    "Custom": Custom,
+    "AnswerGenerate": AnswerGenerate,
+    "CustomCodeGenerate": CustomCodeGenerate,
+    "ScEnsemble": ScEnsemble,
+    "Programmer": Programmer,
+    "Test": Test,
+    "Format": Format,
+    "Review": Review,
+    "Revise": Revise,
+    "MdEnsemble": MdEnsemble,
+}
+"""Every operator that graphs can name."""
+BUILT_IN = frozenset(OPERATORS)
+
+
+def load_operators(
+    named: Mapping[str, Any] | Sequence[Any], base_dir: Path | None = None
+) -> dict[str, type[Operator]]:
+    """The operators that a configuration names.
+
+    Args:
+        named: name to `module:Class` or `path/file.py:Class`, or to the class itself; or a list
+            of these, each under its class's name.
+        base_dir: what paths are relative to beside the current folder.
+
+    Raises:
+        BadInput: with everything that is no operator, or has the name of another.
+    """
+    from aflow_tune.plugins import resolve
+
+    pairs: list[tuple[str, str | None, Any]]
+    if isinstance(named, Mapping):
+        pairs = [(f"operators.{name}", name, spec) for name, spec in named.items()]
+    else:
+        pairs = [(f"operators[{number}]", None, spec) for number, spec in enumerate(named)]
+    found: dict[str, type[Operator]] = {}
+    faults: list[Fault] = []
+    for where, name, spec in pairs:
+        try:
+            kind = resolve(spec, base_dir) if isinstance(spec, str) else spec
+        except BadInput as error:
+            faults += error.faults
+            continue
+        if not (inspect.isclass(kind) and issubclass(kind, Operator) and "run" in dir(kind)):
+            expected = "a subclass of aflow_tune.operators.Operator with `async def run`"
+            cure = "name the class: path/file.py:Class"
+            faults.append(Fault(where, expected, f"{kind!r:.80}", cure))
+            continue
+        name = name or kind.__name__
+        taken = found.get(name) or OPERATORS.get(name)
+        if taken not in (None, kind):
+            found_there = f"{name} is {taken.__module__}.{taken.__name__}"
+            faults.append(Fault(where, "a name of its own", found_there, "name it otherwise"))
+        elif kind.__name__ != name:
+            # Traces, experiences and prompts name an operator by its class.
+            faults.append(Fault(where, f"the class's name, {kind.__name__}", name, "use that name"))
+        else:
+            found[name] = kind
+    if faults:
+        raise BadInput("These operators cannot be used.", faults)
+    return found
+
+
+def add_operators(
+    named: Mapping[str, Any] | Sequence[Any], base_dir: Path | None = None
+) -> dict[str, type[Operator]]:
+    """Load operators and put them into OPERATORS, in this process. Returns those added.
+
+    Raises:
+        BadInput: as `load_operators`; nothing is added then.
+    """
+    found = load_operators(named, base_dir)
+    OPERATORS.update(found)
+    return found
+
+
+def check_prompts(prompts: Mapping[str, Any], where: str = "prompts") -> None:
+    """Check the prompts of a run: by operator, by `Operator.instance`, and under `forms`.
+
+    Raises:
+        BadInput: with every name that no operator has, and every text that does not fit.
+    """
+    import difflib
+
+    faults: list[Fault] = []
+    for key, texts in prompts.items():
+        name = str(key).partition(".")[0]
+        if name == FORMS:
+            faults += checked(texts, FORM_PROMPTS, f"{where}.{key}")[1]
+        elif name in OPERATORS:
+            faults += checked(texts, OPERATORS[name].asks, f"{where}.{key}")[1]
+        else:
+            near = difflib.get_close_matches(name, [*OPERATORS, FORMS], 1)
+            cure = f"did you mean {near[0]}?" if near else "name the operator, or Operator.instance"
+            expected = "one of " + ", ".join([*OPERATORS, FORMS])
+            faults.append(Fault(f"{where}.{key}", expected, name, cure))
+    if faults:
+        raise BadInput("The prompts do not fit the operators.", faults)
