@@ -76,7 +76,7 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], LoraSpec | None]:
         return tensors["weights"], None
     modules = shape["target_modules"]
     targets = modules if isinstance(modules, str) else tuple(modules)
-    return _adapter_state(tensors["weights"]), LoraSpec(shape["rank"], shape["alpha"], targets)
+    return tensors["weights"], LoraSpec(shape["rank"], shape["alpha"], targets)
 
 
 def _read_peft(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
@@ -96,25 +96,24 @@ def _read_peft(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
     if getattr(config, "bias", "none") != "none":
         odd.append(f"bias {config.bias}")
     if odd:
-        cure = "merge it (PeftModel.merge_and_unload, save_pretrained) and name the merged folder"
-        found = f"an adapter with {', '.join(odd)}"
-        raise BadInput(
-            "The adapter cannot be sampled from.",
-            [Fault(str(folder / ADAPTER_CONFIG), "a plain LoRA adapter", found, cure)],
-        )
+        raise _refused(folder, f"an adapter with {', '.join(odd)}")
     # Rank-stabilised LoRA scales by alpha / sqrt(rank) (arXiv:2312.03732).
     alpha = config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1.0)
-    state = load_peft_weights(str(folder), device="cpu")
-    return _adapter_state(state), LoraSpec(config.r, alpha)
-
-
-def _adapter_state(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adapter tensors by `lora.<module path>.A` and `.B`, whatever PEFT called them."""
     state = {}
-    for name, tensor in weights.items():
+    for name, tensor in load_peft_weights(str(folder), device="cpu").items():
         path = name.removeprefix(_PEFT_PREFIX)
-        for peft_part, part in ((".lora_A", ".A"), (".lora_B", ".B")):
-            module, found, _ = path.partition(peft_part)
-            if found:
-                state[f"lora.{module}{part}"] = tensor.float()
-    return state
+        for peft_part, part in ((".lora_A.weight", ".A"), (".lora_B.weight", ".B")):
+            if path.endswith(peft_part):
+                state[f"lora.{path.removesuffix(peft_part)}{part}"] = tensor.float()
+                break
+        else:
+            raise _refused(folder, f"a tensor called {name}")
+    return state, LoraSpec(config.r, alpha)
+
+
+def _refused(folder: Path, found: str) -> BadInput:
+    cure = "merge it (PeftModel.merge_and_unload, save_pretrained) and name the merged folder"
+    return BadInput(
+        "The adapter cannot be sampled from.",
+        [Fault(str(folder / ADAPTER_CONFIG), "a plain LoRA adapter", found, cure)],
+    )

@@ -79,6 +79,8 @@ class LocalModels:
             await asyncio.to_thread(sampler.update_weights, {}, 0)
         else:
             state, sampler.lora = await asyncio.to_thread(read_weights, weights)
+            if not state:  # which the sampler would take for the base model
+                raise RunFailed(f"{weights} holds no weights")
             self._pristine = sampler.lora is not None
             await asyncio.to_thread(sampler.update_weights, state, sampler.version + 1)
         return self._model
