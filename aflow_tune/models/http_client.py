@@ -6,7 +6,8 @@ usage in it is settled with the budget before anything else can fail.
 
 All of it runs in the loop of `http_loop.py`. A slot of `max_concurrency` is kept over a call's
 retries, and a server's advice to wait holds for all calls of the client, so that a limit on
-rates is met by waiting rather than by using up retries.
+rates is met by waiting rather than by using up retries. Where the process may not open so many
+connections, fewer requests are under way at once.
 
 Not covered: streaming. Keys follow no redirect. Proxies are those of the environment.
 """
