@@ -1,0 +1,191 @@
+"""One thread a process that starts sandboxes, keeps a few ready and runs programs in them.
+
+The thread has an event loop of its own, so a workflow that computes for seconds on its loop
+delays no limit, and all loops and threads of the process share the sandboxes that wait. It also
+lives as long as the process: the kernel ends a sandbox with the thread that started it, and a
+sandbox that is not reached by that ends when its socket closes.
+
+Each sandbox is used once. From the second program on, some are kept ready in advance; when none
+was wanted for a while they end. A process that was forked starts an engine of its own.
+
+Left to others: what a wall is (`levels.py`), one sandbox's life (`process.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from aflow_tune.sandbox.levels import Levels
+from aflow_tune.sandbox.process import Sandbox, WallFailed
+from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
+
+T = TypeVar("T")
+
+IDLE_SECONDS = 20.0
+_Kind = tuple[Level, int]
+"""A level, and how much disk its sandboxes have in MB."""
+
+
+class Engine:
+    """Every public method is for the engine's own loop, except `submit` and `close`."""
+
+    def __init__(self) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        self.pid = os.getpid()
+        self._waiting: defaultdict[_Kind, list[Sandbox]] = defaultdict(list)
+        self._coming: defaultdict[_Kind, set[asyncio.Task[None]]] = defaultdict(set)
+        self._keep = max(2, min(4, cores))
+        self._served = 0
+        self._closing = False
+        self._idle: asyncio.TimerHandle | None = None
+        self._loop = asyncio.new_event_loop()
+        self.levels = Levels()
+        self.running = asyncio.Semaphore(4 * cores)
+        """Programs that run at once; held by `run_program`, not by channels."""
+        self._starting = asyncio.Semaphore(2 * cores)
+        self._thread = threading.Thread(target=self._work, name="aflow-tune-sandbox", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run on the engine's loop, from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @contextlib.asynccontextmanager
+    async def sandbox(self, policy: str, disk_mb: int) -> AsyncIterator[Sandbox]:
+        """A sandbox of its own for the block; it is gone when the block is left.
+
+        Raises:
+            SandboxUnavailable: no wall that the policy accepts can be built.
+        """
+        level = await self.levels.choose(policy, self.first)
+        sandbox = await self._take((level, disk_mb))
+        try:
+            yield sandbox
+        finally:
+            # A cancelled caller may go on only when the tree is dead.
+            closing = asyncio.ensure_future(sandbox.close())
+            while not closing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(closing)
+
+    async def start(self, level: Level, disk_mb: int) -> Sandbox:
+        """A new sandbox that is ready. WallFailed: it did not become so."""
+        async with self._starting:
+            try:
+                sandbox = Sandbox(level, self.levels.launch(level, disk_mb))
+            except OSError as error:
+                raise WallFailed(str(error)) from error
+            try:
+                await sandbox.ready()
+            except BaseException:
+                await asyncio.shield(sandbox.close())
+                sandbox.channel.close()
+                raise
+            return sandbox
+
+    async def first(self, level: Level) -> Sandbox:
+        """A sandbox for finding out whether a wall stands."""
+        return await self.start(level, Limits().disk_mb)
+
+    async def _take(self, kind: _Kind) -> Sandbox:
+        self._served += 1
+        waiting = self._waiting[kind]
+        found = None
+        while waiting and found is None:
+            found = waiting.pop()
+            if not found.alive:
+                await _discard(found)
+                found = None
+        if found is None:
+            try:
+                found = await self.start(*kind)
+            except WallFailed as error:
+                raise SandboxUnavailable(
+                    f"the {kind[0].value} sandbox could not be started, so the program was not "
+                    f"run: {error}"
+                ) from error
+        if self._served > 1:
+            self._refill(kind)
+        return found
+
+    def _refill(self, kind: _Kind) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
+        coming = self._coming[kind]
+        for _ in range(self._keep - len(self._waiting[kind]) - len(coming)):
+            task = self._loop.create_task(self._add(kind))
+            coming.add(task)
+            task.add_done_callback(coming.discard)
+
+    async def _add(self, kind: _Kind) -> None:
+        # Who needs one will start one, and say what is wrong.
+        with contextlib.suppress(WallFailed):
+            sandbox = await self.start(*kind)
+            if self._closing:
+                await _discard(sandbox)
+            else:
+                self._waiting[kind].append(sandbox)
+
+    def _rest(self) -> None:
+        """Nothing ran for a while: end those that wait."""
+        for waiting in self._waiting.values():
+            while waiting:
+                self._loop.create_task(_discard(waiting.pop()))
+
+    async def _shut(self) -> None:
+        self._closing = True
+        coming = [task for tasks in self._coming.values() for task in tasks]
+        await asyncio.gather(*coming, return_exceptions=True)
+        left = [sandbox for waiting in self._waiting.values() for sandbox in waiting]
+        await asyncio.gather(*(_discard(sandbox) for sandbox in left))
+
+    def close(self) -> None:
+        """End what waits. At the end of the process; what runs ends with it."""
+        if self.pid != os.getpid():
+            return
+        with contextlib.suppress(Exception):
+            self.submit(self._shut()).result(timeout=5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+
+async def _discard(sandbox: Sandbox) -> None:
+    await sandbox.close()
+    sandbox.channel.close()
+
+
+_lock = threading.Lock()
+_engine: Engine | None = None
+
+
+def engine() -> Engine:
+    """This process's engine."""
+    global _engine
+    with _lock:
+        if _engine is None or _engine.pid != os.getpid():
+            _engine = Engine()
+            atexit.register(_engine.close)
+        return _engine
+
+
+def _forget() -> None:
+    # The lock may have been held by a thread that does not exist in the child.
+    global _lock, _engine
+    _lock, _engine = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

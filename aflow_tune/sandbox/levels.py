@@ -1,0 +1,190 @@
+"""Which wall this process uses: tried in order, proved, remembered.
+
+A wall counts as found when a sandbox behind it has started and was seen to stand: bubblewrap's
+from outside, at every start (`process.py`); Landlock's by a program that tries what it must not
+be able to do, once, and every later start refuses to run its program if a step fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.sandbox import _confine, seccomp, staging, walls
+from aflow_tune.sandbox.process import Job, Sandbox, WallFailed, code_of
+from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
+
+POLICIES = ("auto", *(level.value for level in Level))
+OLDEST_LANDLOCK = 3
+"""The first version that covers truncation; Linux 6.2."""
+
+Starter = Callable[[Level], Awaitable[Sandbox]]
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The wall found, and for each wall that was tried what there is to say about it."""
+
+    level: Level | None
+    reasons: dict[str, str]
+
+    @property
+    def why(self) -> str:
+        """In one line."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+
+
+class Levels:
+    """The answer for one process. Its methods run on the engine's loop."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Detection] = {}
+        self._lock = asyncio.Lock()
+        self._staged: int | None = None
+        self._is_staged = False
+        self._numbers = itertools.count()
+        self._warned = False
+
+    async def choose(self, policy: str, start: Starter) -> Level:
+        """The level for a policy. SandboxUnavailable: there is none; BadInput: no such policy."""
+        found = await self.detect(policy, start)
+        if found.level is None:
+            raise SandboxUnavailable(unavailable(policy, found))
+        if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
+            self._warned = True
+            print(unsafe_warning(), file=sys.stderr, flush=True)
+        return found.level
+
+    async def detect(self, policy: str, start: Starter) -> Detection:
+        """As `choose`, with reasons instead of a refusal."""
+        if policy not in POLICIES:
+            raise BadInput(
+                "unknown sandbox policy",
+                [Fault("sandbox", f"one of {', '.join(POLICIES)}", repr(policy), "use auto")],
+            )
+        async with self._lock:
+            if policy not in self._found:
+                self._found[policy] = await self._detect(policy, start)
+            return self._found[policy]
+
+    async def _detect(self, policy: str, start: Starter) -> Detection:
+        reasons: dict[str, str] = {}
+        if policy == Level.UNSAFE_SUBPROCESS:
+            return Detection(Level.UNSAFE_SUBPROCESS, {policy: "asked for; there is no wall"})
+        order = (Level.BUBBLEWRAP, Level.LANDLOCK) if policy == "auto" else (Level(policy),)
+        for level in order:
+            try:
+                self._preconditions(level)
+                await self._prove(level, start)
+            except (WallFailed, OSError) as error:
+                reasons[level.value] = str(error)
+            else:
+                reasons[level.value] = "a program was started behind it and the wall was seen"
+                return Detection(level, reasons)
+        return Detection(None, reasons)
+
+    def _preconditions(self, level: Level) -> None:
+        if not seccomp.supported():
+            raise WallFailed("needs Linux on x86-64 or AArch64")
+        if level is Level.BUBBLEWRAP and walls.find_tool("bwrap") is None:
+            raise WallFailed("bwrap is not installed")
+        if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
+            raise WallFailed(
+                f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
+                "(Linux 6.2) is needed"
+            )
+        if not self._is_staged:
+            try:
+                self._staged = staging.stage() if staging.needs_staging() else None
+            except staging.StagingFailed as error:
+                raise WallFailed(
+                    f"as root, programs run as an unprivileged user, who cannot reach the "
+                    f"interpreter: {error}"
+                ) from error
+            self._is_staged = True
+
+    async def _prove(self, level: Level, start: Starter) -> None:
+        sandbox = await start(level)
+        try:
+            if level is Level.LANDLOCK:
+                await _attack(sandbox)
+        finally:
+            await sandbox.close()
+            sandbox.channel.close()
+
+    def launch(self, level: Level, disk_mb: int) -> walls.Launch:
+        """How to start a sandbox of a level that was found, or is being tried."""
+        if level is Level.BUBBLEWRAP:
+            return walls.bubblewrap(disk_mb, self._staged)
+        # A name that nobody can guess; the sandbox makes it, and fails if it is there.
+        folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
+        if level is Level.UNSAFE_SUBPROCESS:
+            return walls.unsafe(folder)
+        version = _confine.version()
+        number = next(self._numbers)
+        return walls.landlock(folder, number, code_of("_confine"), version, self._staged)
+
+
+_PROBE = """
+import os, socket, sys
+secret, target, parent = sys.stdin.read().split("\\n")
+done = []
+def attempt(name, function):
+    try:
+        function()
+        done.append(name)
+    except OSError:
+        pass
+attempt("read", lambda: open(secret).read())
+attempt("write", lambda: open(target, "w").close())
+attempt("signal", lambda: os.kill(int(parent), 0))
+attempt("socket", lambda: socket.socket())
+attempt("environment", lambda: open(f"/proc/{parent}/environ", "rb").read())
+print(" ".join(done) or "contained")
+"""
+
+
+async def _attack(sandbox: Sandbox) -> None:
+    """A program that tries to get out. WallFailed: something of it worked."""
+    with tempfile.TemporaryDirectory(prefix="aflow-tune-probe-") as name:
+        os.chmod(name, 0o777)
+        secret, target = Path(name) / "secret", Path(name) / "target"
+        secret.write_text("not for you")
+        stdin = f"{secret}\n{target}\n{os.getpid()}"
+        execution = await sandbox.run(Job(_PROBE, stdin, Limits(), {}, False))
+        if target.exists():
+            raise WallFailed("a program behind it wrote outside of its folder")
+    if execution.stdout != "contained\n":
+        reason = execution.stdout.strip() or execution.stderr.strip()[-200:]
+        raise WallFailed(f"a program behind it could do this or failed: {reason}")
+
+
+def unavailable(policy: str, found: Detection) -> str:
+    """What to tell when there is no wall."""
+    reasons = "\n".join(f"    {name}: {reason}" for name, reason in found.reasons.items())
+    cure = f"install bubblewrap: {walls.INSTALL}"
+    if sys.platform != "linux":
+        cure = "use a Linux machine or container, where it can be built"
+    return (
+        f"no sandbox can be built here (sandbox: {policy}), so the program was not run\n{reasons}\n"
+        f"    do:       {cure}\n"
+        "              or, only for code that you trust as your own, set "
+        "`sandbox: unsafe_subprocess`"
+    )
+
+
+def unsafe_warning() -> str:
+    """What a plain subprocess does not protect from."""
+    lines = "\n".join(f"  - {line}" for line in walls.DOES_NOT_COVER[Level.UNSAFE_SUBPROCESS])
+    return (
+        "aflow-tune: sandbox: unsafe_subprocess: programs that a model wrote run without a wall, "
+        f"with your rights. Not protected:\n{lines}"
+    )

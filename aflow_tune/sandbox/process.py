@@ -1,0 +1,435 @@
+"""One sandbox, seen from outside: start it, see that its wall stands, run one program, end it.
+
+A sandbox is an interpreter behind a wall that waits for its one program (`_inside.py`). Every
+method runs on the event loop of `engine.py`'s thread. What comes out of a sandbox is data of
+unknown honesty: output is cut at its limit, reports are parsed strictly, and time is kept here
+as well.
+
+Left to others: which wall (`walls.py`, `levels.py`), when to start one (`engine.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import marshal
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+from aflow_tune.sandbox.paths import system_paths
+from aflow_tune.sandbox.types import Ending, Execution, Level, Limits
+from aflow_tune.sandbox.walls import FILTER, Launch
+
+START_SECONDS = 20.0
+"""For a sandbox to be ready, on a machine that is busy otherwise."""
+GRACE_SECONDS = 1.0
+"""After its time a program is ended from inside; this much later from outside."""
+END_SECONDS = 10.0
+
+_STUB = (
+    "import sys,_socket,marshal\n"
+    "control=_socket.socket(fileno=int(sys.argv[1]))\n"
+    "exec(marshal.loads(control.recv(int(sys.argv[3]),_socket.MSG_WAITALL)))\n"
+    "main(control,int(sys.argv[2]))"
+)
+_NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
+
+
+class WallFailed(Exception):
+    """The wall does not stand, so no program was run. The text says why."""
+
+
+@functools.cache
+def code_of(name: str) -> CodeType:
+    """The compiled code of a module of this package, from its cache where there is one."""
+    spec = importlib.util.find_spec(f"aflow_tune.sandbox.{name}")
+    code = spec.loader.get_code(spec.name) if spec and spec.loader else None  # type: ignore
+    if not isinstance(code, CodeType):
+        raise WallFailed(f"the code of {name} is missing from this installation")
+    return code
+
+
+@functools.cache
+def marshalled(name: str) -> bytes:
+    """The same, as bytes for an interpreter of the same version."""
+    return marshal.dumps(code_of(name))
+
+
+@dataclass
+class Job:
+    """One program and what it may use."""
+
+    source: str
+    stdin: str
+    limits: Limits
+    files: dict[str, str]
+    channel: bool
+
+    def message(self) -> dict[str, Any]:
+        """What the inside is told."""
+        limits = self.limits
+        cpu = limits.cpu_seconds if limits.cpu_seconds is not None else limits.seconds
+        files = {**self.files, "main.py": self.source}
+        return {
+            "files": {name: _bytes(text) for name, text in files.items()},
+            "stdin": _bytes(self.stdin),
+            "channel": code_of("_channel_inside") if self.channel else None,
+            "limits": {
+                "seconds": limits.seconds,
+                "cpu_seconds": max(1, int(-(-cpu // 1))),
+                "memory_mb": limits.memory_mb,
+                "disk_mb": limits.disk_mb,
+                "processes": limits.processes,
+                "open_files": limits.open_files,
+            },
+        }
+
+
+def _bytes(text: str) -> bytes:
+    # A model's text may hold half a surrogate pair; the program's reader is to complain.
+    return text.encode("utf-8", "surrogatepass")
+
+
+@dataclass
+class _Output:
+    """What came out of one stream, up to its limit."""
+
+    descriptor: int
+    limit: int = 0
+    data: bytearray = field(default_factory=bytearray)
+    too_much: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Sandbox:
+    """One sandbox, for one program."""
+
+    def __init__(self, level: Level, launch: Launch) -> None:
+        self.level = level
+        self._loop = asyncio.get_running_loop()
+        self._killed_for: str | None = None
+        self._lines = bytearray()
+        self._inner: int | None = None
+        self._inner_pid = 0
+        mine, control = socket.socketpair()
+        channel, inside = socket.socketpair()
+        outputs = [os.pipe(), os.pipe()]
+        filters: list[int] = []
+        code = marshalled("_inside")
+        try:
+            command = list(launch.command)
+            if launch.filter_program is not None:
+                filters = list(os.pipe())
+                os.write(filters[1], launch.filter_program)
+                os.close(filters.pop())
+                command[command.index(FILTER)] = str(filters[0])
+            command += [system_paths().python, "-I", "-S", "-B", "-X", "utf8", "-c", _STUB]
+            command += [str(control.fileno()), str(inside.fileno()), str(len(code))]
+            passed = (control.fileno(), inside.fileno(), *launch.descriptors, *filters)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=outputs[0][1],
+                stderr=outputs[1][1],
+                env=launch.environment,
+                cwd="/",
+                pass_fds=passed,
+                start_new_session=True,
+            )
+        except BaseException:
+            for end in (mine, channel):
+                end.close()
+            for read, _ in outputs:
+                os.close(read)
+            raise
+        finally:
+            control.close()
+            inside.close()
+            for descriptor in (*(write for _, write in outputs), *filters):
+                os.close(descriptor)
+        self.control, self.channel = mine, channel
+        self.control.setblocking(False)
+        self.channel.setblocking(False)
+        if hasattr(socket, "SO_PASSCRED"):
+            self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._exited = asyncio.Event()
+        self._pidfd: int | None = None
+        if hasattr(os, "pidfd_open"):
+            self._pidfd = os.pidfd_open(self._process.pid)
+            self._loop.add_reader(self._pidfd, self._note_exit)
+        else:  # no descriptors for processes (macOS)
+            waiting = self._loop.run_in_executor(None, self._process.wait)
+            waiting.add_done_callback(lambda _: self._exited.set())
+        self._setup = code + _framed(launch.setup)
+        self._outputs = [_Output(read) for read, _ in outputs]
+        for output in self._outputs:
+            os.set_blocking(output.descriptor, False)
+            output.limit = 1 << 16  # before its program only a tool's complaint can come
+            self._loop.add_reader(output.descriptor, self._read, output)
+
+    async def ready(self) -> None:
+        """Wait until the inside waits for its program, and look at the wall from out here.
+
+        Raises:
+            WallFailed: it does not stand.
+        """
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    await self._loop.sock_sendall(self.control, self._setup)
+                line = await self._line(with_sender=True)
+        except TimeoutError:
+            raise WallFailed(f"it was not ready after {START_SECONDS:.0f} seconds") from None
+        if line != "ready":
+            await self.end()
+            raise WallFailed(self._complaint() or "it ended before it was ready")
+        if self.level is Level.BUBBLEWRAP:
+            self._look()
+
+    async def run(self, job: Job) -> Execution:
+        """Run the program, to its end or to that of its limits.
+
+        Raises:
+            WallFailed: the inner wall failed, and the program was not started.
+        """
+        for output in self._outputs:
+            output.limit = job.limits.output_kb << 10
+            output.data.clear()
+        started = time.monotonic()
+        report: list[str] = []
+        try:
+            async with asyncio.timeout(START_SECONDS) as deadline:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    await self._loop.sock_sendall(self.control, _framed(job.message()))
+                first = await self._line()
+                if first.startswith("refused"):
+                    raise WallFailed(first)
+                if first == "started":
+                    started = time.monotonic()
+                    last = self._loop.time() + job.limits.seconds + GRACE_SECONDS
+                    deadline.reschedule(last)
+                    report = (await self._line()).split()
+        except TimeoutError:
+            self._kill_for("seconds")
+        seconds = time.monotonic() - started
+        if not report:
+            await self.end()
+        await self._drain()
+        return self._execution(report, seconds)
+
+    def stop(self, limit: str) -> None:
+        """End the program because it passed this limit, which somebody else keeps."""
+        self._kill_for(limit)
+
+    async def end(self) -> None:
+        """Kill whatever of it is alive, wait until it is gone, close what is ours."""
+        self._kill()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await self._exited.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._exited.wait()
+
+    async def close(self) -> None:
+        """`end`, and give the descriptors back. The channel's is its user's."""
+        try:
+            await self.end()
+        finally:
+            for output in self._outputs:
+                self._stop_reading(output)
+            self.control.close()
+            if self._inner is not None:
+                os.close(self._inner)
+                self._inner = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process still runs."""
+        return not self._exited.is_set() and self._process.poll() is None
+
+    def _note_exit(self) -> None:
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        self._process.wait()
+        self._exited.set()
+
+    def _kill_for(self, reason: str) -> None:
+        if self._killed_for is None:
+            self._killed_for = reason
+            self._kill()
+
+    def _kill(self) -> None:
+        """At once, and everything: see `end` for when that is done."""
+        if self.level is Level.BUBBLEWRAP:
+            if self._inner is not None:
+                # The kernel ends a process namespace with its first process.
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._inner, signal.SIGKILL)
+            elif not self._exited.is_set():
+                self._process.kill()
+        else:
+            # The supervisor takes it as an order to end every descendant and itself.
+            with contextlib.suppress(OSError):
+                self.control.shutdown(socket.SHUT_RDWR)
+
+    async def _line(self, with_sender: bool = False) -> str:
+        """The next line of the inside; '' where it ended or says too much."""
+        while (end := self._lines.find(b"\n")) < 0:
+            piece = await self._piece(with_sender)
+            self._lines += piece
+            if not piece or len(self._lines) > 2000:
+                return ""
+        line = bytes(self._lines[:end])
+        del self._lines[: end + 1]
+        return line.decode("ascii", "replace")
+
+    async def _piece(self, with_sender: bool) -> bytes:
+        if not with_sender or not hasattr(socket, "SO_PASSCRED"):
+            try:
+                return await self._loop.sock_recv(self.control, 2000)
+            except ConnectionResetError:
+                return b""
+        readable = asyncio.Event()
+        self._loop.add_reader(self.control, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(self.control)
+        try:
+            data, ancillary, _, _ = self.control.recvmsg(2000, socket.CMSG_SPACE(12))
+        except (BlockingIOError, ConnectionResetError):
+            return b""
+        for level, kind, body in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                # The kernel wrote it, with the sender's number as we know it.
+                pid = int.from_bytes(body[:4], "little")
+                if pid > 0 and self._inner is None:
+                    self._inner = os.pidfd_open(pid)
+                    self._inner_pid = pid
+        return data
+
+    def _look(self) -> None:
+        """Believe the kernel, not the inside: namespaces, ids, capabilities, filter."""
+        if self._inner is None:
+            raise WallFailed("the kernel does not say which process is inside")
+        here = f"/proc/{self._inner_pid}"
+        with open(f"{here}/status") as file:
+            status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+        wrong = [
+            f"{name} namespace is shared"
+            for name in _NAMESPACES
+            if os.readlink(f"{here}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}")
+        ]
+        wrong += [
+            f"{name} is {status.get(name)}"
+            for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
+            if int(status.get(name, "1"), 16) != 0
+        ]
+        wanted = {"Seccomp": "2", "NoNewPrivs": "1"}
+        wrong += [f"{k} is {status.get(k)}" for k, v in wanted.items() if status.get(k) != v]
+        if "0" in status["Uid"].split():
+            wrong.append("it runs as root")
+        if wrong:
+            raise WallFailed(", ".join(wrong))
+
+    def _read(self, output: _Output) -> None:
+        try:
+            piece = os.read(output.descriptor, 1 << 16)
+        except BlockingIOError:
+            return
+        room = output.limit - len(output.data)
+        output.data += piece[: max(0, room)]
+        if len(piece) > room:
+            output.too_much = True
+            self._kill_for("output_kb")
+        if not piece:
+            self._stop_reading(output)
+
+    def _stop_reading(self, output: _Output) -> None:
+        if not output.ended.is_set():
+            output.ended.set()
+            self._loop.remove_reader(output.descriptor)
+            os.close(output.descriptor)
+
+    async def _drain(self) -> None:
+        """The program has ended: wait for the tree to be gone and for what it had written."""
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await self._exited.wait()
+        except TimeoutError:
+            await self.end()
+        # Nothing behind a wall can hold the streams now; without one, something may.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                for output in self._outputs:
+                    await output.ended.wait()
+
+    def _complaint(self) -> str:
+        text = self._outputs[1].data.decode("utf-8", "replace").strip()
+        return text.splitlines()[-1][:300] if text else ""
+
+    def _execution(self, report: list[str], seconds: float) -> Execution:
+        code, reason, hits = _parse(report)
+        stdout, stderr = (bytes(o.data).decode("utf-8", "replace") for o in self._outputs)
+        if any(output.too_much for output in self._outputs):
+            reason = "output_kb"
+        elif self._killed_for is not None:
+            reason = self._killed_for
+        if reason == "itself" and code == -24:  # SIGXCPU
+            reason = "cpu_seconds"
+        if reason == "itself" and code == 1 and _out_of_memory(stderr):
+            reason = "memory_mb"
+        if reason not in ("itself", "lost", "parent"):
+            hits.add(reason)
+        by_reason = {
+            "seconds": Ending.TIMED_OUT,
+            "cpu_seconds": Ending.TIMED_OUT,
+            "memory_mb": Ending.OUT_OF_MEMORY,
+            "output_kb": Ending.TOO_MUCH_OUTPUT,
+        }
+        well = Ending.FINISHED if (reason, code) == ("itself", 0) else Ending.FAILED
+        ending = by_reason.get(reason, well)
+        return Execution(
+            ending=ending,
+            exit_code=code,
+            stdout=stdout,
+            stderr=stderr,
+            level=self.level,
+            seconds=seconds,
+            limits_hit=tuple(sorted(hits)),
+        )
+
+
+def _framed(message: dict[str, Any]) -> bytes:
+    body = marshal.dumps(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+_KNOWN = frozenset(Limits.__dataclass_fields__)
+
+
+def _parse(report: list[str]) -> tuple[int | None, str, set[str]]:
+    """(exit code, reason, limits hit); 'lost' where the supervisor ended without a report."""
+    if len(report) != 4 or report[0] != "ended":
+        return None, "lost", set()
+    code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
+    reason = report[2] if report[2] in _KNOWN | {"itself", "parent"} else "lost"
+    return code, reason, set(report[3].split(",")) & _KNOWN
+
+
+def _out_of_memory(stderr: str) -> bool:
+    """Whether a Python program ended by an uncaught MemoryError, as its traceback says."""
+    lines = stderr.rstrip().splitlines()
+    return bool(lines) and re.match(r"(\w+\.)*MemoryError\b", lines[-1]) is not None

@@ -1,0 +1,306 @@
+"""The system-call filter that both walls load: a small exact assembler for classic BPF.
+
+The filter allows by default and refuses what a program has no use for and an attack has: other
+processes' memory, namespaces and mounts, sockets, keys, kernel interfaces with a history, memory
+that no limit counts (memfd, System V shared memory, message queues), and every call that is
+newer than this table. A refused call fails with EPERM, one that is made to look absent with
+ENOSYS; another architecture's calls kill the process.
+
+The walls load it: bubblewrap by its `--seccomp`, the Landlock wall in `_inside.py`. Instructions
+and their encoding are those of linux/filter.h and Documentation/userspace-api/seccomp_filter.rst.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+from collections.abc import Iterator
+
+# Instruction codes of linux/bpf_common.h.
+_LOAD = 0x20  # BPF_LD | BPF_W | BPF_ABS
+_JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
+_JUMP_GREATER = 0x25  # BPF_JMP | BPF_JGT | BPF_K
+_JUMP_ANY_BIT = 0x45  # BPF_JMP | BPF_JSET | BPF_K
+_RETURN = 0x06  # BPF_RET | BPF_K
+
+# Offsets in struct seccomp_data; arguments are 64 bits wide, the low half first.
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+
+_KILL = 0x8000_0000
+_ALLOW = 0x7FFF_0000
+_ERRNO = 0x0005_0000
+
+ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
+"""AUDIT_ARCH_* of the machines that the tables below are for."""
+_X32_CALLS = 0x3FFF_FFFF
+_NEWEST = 462
+"""Numbers above are newer than this table (mseal); they are the same on every architecture."""
+
+_NEW_NAMESPACES = 0x7E02_0000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME is unshare's alone."""
+_AF_UNIX = 1
+
+CALLS: dict[str, tuple[int | None, int | None]] = {
+    # other processes: their memory, descriptors, limits, scheduling
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "ioprio_set": (251, 30),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    # namespaces, roots and mounts
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "move_mount": (429, 429),
+    "open_tree": (428, 428),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    # files by handle, past every path check
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    # sockets; socketpair is looked at below
+    "socket": (41, 198),
+    # memory that belongs to no process, so that no limit would count it
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    # keys
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # kernel interfaces with a history
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_setup": (206, 0),
+    "io_submit": (209, 2),
+    "vmsplice": (278, 75),
+    "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
+    "inotify_add_watch": (254, 27),
+    "lookup_dcookie": (212, 18),
+    "modify_ldt": (154, None),
+    "uselib": (134, None),
+    # the machine
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "create_module": (174, None),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+}
+"""Refused behind every wall: name to its number on x86-64 and on AArch64, None where absent."""
+
+LANDLOCK_CALLS: dict[str, tuple[int | None, int | None]] = {
+    # Landlock does not look at changes of metadata, and without a mount namespace the files of
+    # the machine are in sight; an ordinary user's own would be at the program's mercy.
+    "chmod": (90, None),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    # A descriptor that travels in a message is in no process's table, where usage is read.
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+}
+LANDLOCK_READS: dict[str, tuple[int | None, int | None]] = {
+    "getxattr": (191, 8),
+    "lgetxattr": (192, 9),
+    "listxattr": (194, 11),
+    "llistxattr": (195, 12),
+}
+"""Refused with ENOTSUP, which copying functions take as 'this file system has none'."""
+
+SIGNAL_CALLS: dict[str, tuple[int | None, int | None]] = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+}
+"""Refused where neither a process namespace nor Landlock (before version 6) bounds signals."""
+
+_ABSENT = {"clone3": (435, 435)}
+"""Its flags stand in memory, where no filter can look; libraries fall back to clone."""
+
+EXAMINED: dict[str, tuple[int, int]] = {
+    "clone": (56, 220),
+    "socketpair": (53, 199),
+    "ioctl": (16, 29),
+    "fcntl": (72, 25),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "setpriority": (141, 140),
+    "personality": (135, 92),
+    "prctl": (157, 167),
+}
+"""Allowed or refused by their arguments."""
+_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_PR_SET_DUMPABLE = 4
+
+
+def supported() -> bool:
+    """Whether there is a filter for this machine."""
+    return platform.system() == "Linux" and platform.machine() in ARCHITECTURES
+
+
+def filter_program(*, landlock: bool = False, refuse_signals: bool = False) -> bytes:
+    """The filter for this machine, as `struct sock_filter[]`.
+
+    Args:
+        landlock: add what the Landlock wall needs beside Landlock itself.
+        refuse_signals: no signals to any process, not even to itself.
+
+    Raises:
+        OSError: there is no filter for this machine.
+    """
+    machine = platform.machine()
+    if not supported():
+        raise OSError(errno.ENOSYS, f"no system-call filter for {platform.system()} {machine}")
+    column = list(ARCHITECTURES).index(machine)
+    code = bytearray()
+    for instruction in _instructions(column, machine, landlock, refuse_signals):
+        code += struct.pack("=HBBI", *instruction)
+    return bytes(code)
+
+
+Instruction = tuple[int, int, int, int]
+"""Code, how far to jump where the comparison holds and where not, operand."""
+
+
+def _instructions(
+    column: int, machine: str, landlock: bool, refuse_signals: bool
+) -> Iterator[Instruction]:
+    yield _LOAD, 0, 0, _ARCHITECTURE
+    yield _JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]
+    yield _return(_KILL)
+    yield _LOAD, 0, 0, _NUMBER
+    if machine == "x86_64":
+        yield _JUMP_GREATER, 0, 1, _X32_CALLS
+        yield _return(_KILL)
+    yield _JUMP_GREATER, 0, 1, _NEWEST
+    yield _return(_ERRNO | errno.ENOSYS)
+    yield from _refuse(_ABSENT["clone3"][column], errno.ENOSYS)
+    refused = dict(CALLS)
+    if landlock:
+        refused |= LANDLOCK_CALLS
+        for numbers in LANDLOCK_READS.values():
+            yield from _refuse(numbers[column], errno.ENOTSUP)
+    if refuse_signals:
+        refused |= SIGNAL_CALLS
+    for numbers in refused.values():
+        yield from _refuse(numbers[column], errno.EPERM)
+    for name, numbers in EXAMINED.items():
+        body = list(_examine(name, landlock))
+        yield _JUMP_EQUAL, 0, len(body), numbers[column]
+        yield from body
+    yield _return(_ALLOW)
+
+
+def _examine(name: str, landlock: bool) -> Iterator[Instruction]:
+    """What decides about a call by its arguments; always ends with a return.
+
+    The low halves are enough: the kernel takes each of these arguments as an int, except
+    prlimit's and clone's, where a high half changes nothing that matters here.
+    """
+    refuse, allow = _return(_ERRNO | errno.EPERM), _return(_ALLOW)
+    if name == "clone":
+        yield _argument(0)
+        yield _JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES
+        yield refuse
+    elif name == "socketpair":
+        yield _argument(0)
+        yield _JUMP_EQUAL, 1, 0, _AF_UNIX
+        yield refuse
+    elif name in ("ioctl", "fcntl"):
+        operations = {
+            "ioctl": (_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP),
+            "fcntl": (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX),
+        }
+        yield _argument(1)
+        for operation in operations[name]:
+            yield _JUMP_EQUAL, 0, 1, operation
+            yield refuse
+    elif name in ("prlimit64", "sched_setaffinity"):
+        yield _argument(0)
+        yield _JUMP_EQUAL, 1, 0, 0  # 0: the caller itself
+        yield refuse
+    elif name == "setpriority":
+        for number in (0, 1):  # one process, and that the caller
+            yield _argument(number)
+            yield _JUMP_EQUAL, 1, 0, 0
+            yield refuse
+    elif name == "personality":
+        yield _argument(0)
+        yield _JUMP_EQUAL, 1, 0, 0xFFFF_FFFF  # only asks
+        yield refuse
+    elif name == "prctl" and landlock:
+        # An undumpable process hides from its supervisor what it holds open.
+        yield _argument(0)
+        yield _JUMP_EQUAL, 0, 1, _PR_SET_DUMPABLE
+        yield refuse
+    yield allow
+
+
+def _argument(number: int) -> Instruction:
+    return _LOAD, 0, 0, _ARGUMENTS + 8 * number
+
+
+def _return(value: int) -> Instruction:
+    return _RETURN, 0, 0, value
+
+
+def _refuse(number: int | None, error: int) -> Iterator[Instruction]:
+    if number is not None:
+        yield _JUMP_EQUAL, 0, 1, number
+        yield _return(_ERRNO | error)
