@@ -386,3 +386,56 @@ def test_the_budget_of_time_ends_an_evaluation(
     endpoint = ["--endpoint", server.url, "--model", "small", "--limit", "2"]
     assert main(["eval", str(config), "budget.wall_seconds=2", *endpoint]) == 4
     assert "budget.wall_seconds (2) reached" in capsys.readouterr().err
+
+
+def test_a_budget_of_calls_ends_an_evaluation_and_a_higher_one_goes_on(
+    evaluate: Run, server: ScriptedServer, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint = ["--endpoint", server.url, "--model", "small"]
+    assert main(["eval", str(config), "budget.calls=4", *endpoint]) == 4
+    told = capsys.readouterr().err
+    assert len(server.requests) == 4
+    assert "goes on from there" in " ".join(told.split())
+    code, result = evaluate("budget.calls=40")
+    assert code == 0
+    # A run that ended when the budget was reached is made again.
+    assert 10 <= len(server.requests) <= 14
+    cell = result["columns"][0]["tasksets"]["held_out"]
+    assert (cell["runs"], cell["failed_runs"]) == (10, 0)
+
+
+def test_a_configured_price_makes_cost_known(evaluate: Run) -> None:
+    code, result = evaluate(
+        *("--limit", "4", "models.policy.prices.input=1000", "models.policy.prices.output=2000")
+    )
+    assert code == 0
+    cell = result["columns"][0]["tasksets"]["held_out"]
+    # 4 prompts of 12 tokens; two answers of 21 and two of 19: (48 * 1000 + 80 * 2000) / 1e6
+    assert cell["cost_usd"]["total"] == pytest.approx(0.208)
+    assert cell["cost_usd"]["per_solved_run"] == pytest.approx(0.104)
+
+
+def test_what_a_model_writes_stays_text_on_the_page(
+    evaluate: Run, server: ScriptedServer, tmp_path: Path
+) -> None:
+    server.answer = lambda request: Reply("<script>alert(1)</script> [red]x[/red] \\boxed{<b>}")
+    code, _ = evaluate(
+        "--limit", "2", "--compare", "base", f"workflow:{tmp_path}/flow.py:always_wrong"
+    )
+    assert code == 0
+    page = (run_dir(tmp_path) / "eval" / "eval.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
+def test_the_text_names_the_columns_and_where_things_are(
+    server: ScriptedServer, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint = ["--endpoint", server.url, "--model", "small", "tuned"]
+    assert main(["eval", str(config), *endpoint]) == 0
+    printed = capsys.readouterr().out
+    header = next(line for line in printed.splitlines() if "base" in line and "tuned" in line)
+    assert header.index("base") < header.index("tuned")
+    assert "0.500 (0.237 to 0.763)" in printed  # Wilson, 5 of 10
+    assert "base -> tuned: " in printed
+    assert str(run_dir(tmp_path) / "eval" / "eval.html") in printed

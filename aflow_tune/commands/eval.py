@@ -39,6 +39,8 @@ exit codes: 0 measured, 1 failed, 2 bad input, 3 interrupted, 4 budget.wall_seco
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 _SINGLE_VALUED = ("--vary", "--endpoint", "--out", "--key-variable")
 """Options whose value may look like a setting."""
+_LOG_WIDTH = 200
+"""Characters of a line where nobody says how many fit."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -167,7 +169,7 @@ def _run(options: argparse.Namespace) -> int:
         json.dump(result.to_json(), sys.stdout, indent=1)
         print()
         return ExitCode.DONE
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
     print_result(result, console)
     for label, name in (("page", PAGE_NAME), ("numbers", JSON_NAME), ("records", "columns")):
         console.print(f"{label + ':':<10}{out / name}", markup=False, soft_wrap=True)

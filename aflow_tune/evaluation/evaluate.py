@@ -24,6 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import transformers.utils.logging
+
 from aflow_tune.config import ModelSettings
 from aflow_tune.engines.local.saved_weights import fingerprint
 from aflow_tune.engines.trinity.accounting import books_of
@@ -123,6 +125,7 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
     for column in plan.columns:
         with_prompts(sources[column].workflow, column.prompts)  # refused before anything runs
     out = (request.out or run_dir / OUT_NAME).absolute()
+    transformers.utils.logging.disable_progress_bar()
     with locked(out):
         log_to(out / "log")
         for warning in config.warnings:

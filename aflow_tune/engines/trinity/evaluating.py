@@ -191,21 +191,21 @@ class Batch:
         """Make the runs of `left`, at most `at_once` together; `done` is called after each.
 
         Raises:
-            BudgetReached: a limit on money, tokens or calls was reached.
+            BudgetReached: a limit on money, tokens or calls was reached; runs under way ended.
             RunFailed: something outside of the user's functions failed.
         """
         slots = asyncio.Semaphore(at_once)
+        books = self.arguments["books"]
 
         async def one(name: str, number: int, run: int) -> None:
             async with slots:
+                if books.reached():
+                    return
                 task = self._task(tasks[name][number], f"{self.step}/{name}", number, run, samples)
                 workflow = task.to_workflow(
                     self.model.clone_with_isolated_history(), self.auxiliary
                 )
                 await workflow.run_async()
-            reason = self.arguments["books"].reached()
-            if reason is not None:
-                raise BudgetReached(reason)
             done()
 
         try:
@@ -214,11 +214,12 @@ class Batch:
                     group.create_task(one(name, number, run))
         except* Exception as errors:
             first = errors.exceptions[0]
-            if isinstance(first, BudgetReached):
-                raise first from None
             raise RunFailed(f"the evaluation met an error: {type(first).__name__}: {first}") from (
                 first
             )
+        reason = books.reached()
+        if reason is not None:
+            raise BudgetReached(reason)
 
     def _task(self, task: Task, batch_id: str, number: int, run: int, samples: int) -> Task:
         """A task object of its own for one run, numbered as a run's evaluation numbers it."""
