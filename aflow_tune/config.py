@@ -242,6 +242,9 @@ class AflowSections:
     """True: fp32 and batch-invariant sampling, so that Ray and inline give equal tokens."""
     seed: int = 0
     """Seeds sampling, initial adapters and whatever else is drawn."""
+    sandbox: str = _one_of("auto", "auto", "bubblewrap", "landlock", "unsafe_subprocess")
+    """The wall that programs written by a model run behind. auto: the strongest that can be
+    built; where none can, they do not run. unsafe_subprocess: no wall, with your rights."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)
     budget: BudgetSection = field(default_factory=BudgetSection)

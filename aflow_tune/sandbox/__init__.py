@@ -6,6 +6,7 @@ says which wall there is. What each wall covers, and what not: docs/sandbox.md.
 
 from aflow_tune.sandbox.channel import Channel, ProgramEnded, open_channel
 from aflow_tune.sandbox.levels import Detection
+from aflow_tune.sandbox.policy import use_policy
 from aflow_tune.sandbox.running import detect, run_program, run_program_sync
 from aflow_tune.sandbox.types import (
     Ending,
@@ -28,4 +29,5 @@ __all__ = [
     "open_channel",
     "run_program",
     "run_program_sync",
+    "use_policy",
 ]

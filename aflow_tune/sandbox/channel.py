@@ -16,6 +16,7 @@ from typing import Any
 
 from aflow_tune.errors import AflowTuneError
 from aflow_tune.sandbox.engine import Engine
+from aflow_tune.sandbox.policy import meant
 from aflow_tune.sandbox.process import Sandbox
 from aflow_tune.sandbox.running import checked_job, elsewhere, note_run, run_in
 from aflow_tune.sandbox.types import Execution, Limits
@@ -121,7 +122,7 @@ async def open_channel(
     Raises:
         SandboxUnavailable, BadInput: as `run_program`.
     """
-    job = checked_job(source, "", limits, files, channel=True)
+    job, policy = checked_job(source, "", limits, files, channel=True), meant(policy)
     loop = asyncio.get_running_loop()
     taken: asyncio.Future[Sandbox] = loop.create_future()
 

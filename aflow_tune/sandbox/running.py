@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.sandbox.engine import Engine, engine
 from aflow_tune.sandbox.levels import Detection
+from aflow_tune.sandbox.policy import meant
 from aflow_tune.sandbox.process import Job, Sandbox, WallFailed
 from aflow_tune.sandbox.types import Execution, Limits, SandboxUnavailable
 from aflow_tune.trace import ProgramRun, note
@@ -37,13 +38,14 @@ async def run_program(
 
     Args:
         files: texts that lie in the working folder, by relative path.
-        policy: auto, or one of `Level`; unsafe_subprocess is only taken if asked for.
+        policy: one of `Level`, or auto: what the run's configuration says, else the strongest
+            wall that can be built. unsafe_subprocess is only taken if asked for.
 
     Raises:
         SandboxUnavailable: no such wall can be built; the program was not run.
-        BadInput: a limit or a file's name makes no sense.
+        BadInput: the policy, a limit or a file's name makes no sense.
     """
-    job = checked_job(source, stdin, limits, files, channel=False)
+    job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
     started = time.monotonic()
     execution = await elsewhere(lambda home: _run(home, job, policy))
     note_run(execution, started)
@@ -59,7 +61,7 @@ def run_program_sync(
     files: Mapping[str, str] = {},
 ) -> Execution:
     """`run_program` for code without an event loop; it may also be called inside one."""
-    job = checked_job(source, stdin, limits, files, channel=False)
+    job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
     started = time.monotonic()
     home = engine()
     future = home.submit(_run(home, job, policy))
@@ -74,7 +76,7 @@ def run_program_sync(
 
 def detect(policy: str = "auto") -> Detection:
     """The wall that programs of this process run behind, proved by starting one; remembered."""
-    home = engine()
+    home, policy = engine(), meant(policy)
     return home.submit(home.levels.detect(policy, home.first)).result()
 
 

@@ -42,6 +42,7 @@ from aflow_tune.engines.trinity.ship import see_import_folders
 from aflow_tune.models.books import Books
 from aflow_tune.report.answers import answer_key
 from aflow_tune.report.records import EvalRecord, append_record
+from aflow_tune.sandbox.policy import use_policy
 from aflow_tune.trace import OperatorCall, Trace
 from aflow_tune.types import Failure
 
@@ -114,7 +115,8 @@ class WorkflowAdapter(Workflow):
             generate_kwargs=self._generate_kwargs(),
         )
         try:
-            outcome = await self._outcome(context, recorder)
+            with use_policy(self.arguments.get("sandbox", "auto")):
+                outcome = await self._outcome(context, recorder)
         finally:
             calls = recorder.close()
         spent = self._books.reached() if self._books else None

@@ -204,6 +204,7 @@ class Run:
             "run_timeout": config.rollout.run_timeout,
             "system_prompt": config.rollout.system_prompt,
             "rewards": config.rewards,
+            "sandbox": config.sandbox,
             "books": self.books,
             "seed": config.seed,
             "score": config.report.score,

@@ -1,0 +1,132 @@
+"""`aflow-tune sandbox`: the wall that programs run behind here, and one program behind it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+_POLICIES = ("auto", "bubblewrap", "landlock", "unsafe_subprocess")
+_EPILOG = """\
+examples:
+  aflow-tune sandbox                                 the wall found here, what it covers
+  aflow-tune sandbox run program.py --time 5         run one program behind it
+  aflow-tune sandbox run program.py --stdin input.txt --memory 256 --json
+
+--json prints {"outcome": ..., "exit_code": ..., "stdout": ..., "stderr": ..., "limits_hit": [...],
+"level": ..., "seconds": ...}. Outcomes: finished (exit status 0), failed, timed_out,
+out_of_memory, too_much_output.
+
+exit codes:
+  0  a wall was found; with run: the program finished
+  1  no wall can be built here and nothing was run; with run also: the program did not finish
+  2  bad input, such as a file that is not there
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "sandbox",
+        help="show the wall that model-written programs run behind; run one program",
+        description="Show the wall that programs written by a model run behind on this machine. "
+        "It is proved by starting a program behind it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_common(parser)
+    parser.set_defaults(action=_show, policy="auto", json=False)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    run = actions.add_parser(
+        "run",
+        help="run one Python program",
+        description="Run one Python program in the sandbox and say how it ended.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("program", type=Path, metavar="FILE.py", help="the program")
+    run.add_argument("--stdin", type=Path, metavar="FILE", help="what it reads from stdin")
+    run.add_argument("--time", type=float, metavar="S", help="seconds of wall clock (15)")
+    run.add_argument("--memory", type=int, metavar="MB", help="for all its processes (512)")
+    _add_common(run)
+    run.set_defaults(action=_run)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    # Suppressed: the parser of `run` would put its defaults over what stood before the word.
+    parser.add_argument(
+        "--policy",
+        default=argparse.SUPPRESS,
+        choices=_POLICIES,
+        help="which wall; unsafe_subprocess is none (auto: the strongest that can be built)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="print JSON and nothing else",
+    )
+
+
+def _show(options: argparse.Namespace) -> int:
+    from aflow_tune.sandbox import detect
+    from aflow_tune.sandbox.levels import unavailable
+    from aflow_tune.sandbox.types import SandboxUnavailable
+    from aflow_tune.sandbox.walls import COVERS, DOES_NOT_COVER
+
+    found = detect(options.policy)
+    if options.json:
+        level = found.level
+        print(
+            json.dumps(
+                {
+                    "level": None if level is None else level.value,
+                    "reasons": found.reasons,
+                    "covers": [] if level is None else COVERS[level],
+                    "does_not_cover": [] if level is None else DOES_NOT_COVER[level],
+                }
+            )
+        )
+        return ExitCode.FAILED if level is None else ExitCode.DONE
+    if found.level is None:
+        raise SandboxUnavailable(unavailable(options.policy, found))
+    print(f"level: {found.level.value}")
+    for name, reason in found.reasons.items():
+        print(f"  {name}: {reason}")
+    print("covers:")
+    print("\n".join(f"  - {line}" for line in COVERS[found.level]))
+    print("does not cover:")
+    print("\n".join(f"  - {line}" for line in DOES_NOT_COVER[found.level]))
+    return ExitCode.DONE
+
+
+def _run(options: argparse.Namespace) -> int:
+    from aflow_tune.sandbox import Limits, run_program_sync
+
+    texts, faults = [], []
+    for path in (options.program, options.stdin):
+        try:
+            texts.append("" if path is None else path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            found = getattr(error, "strerror", None) or str(error)
+            faults.append(Fault(str(path), "a readable text file", found, "name another file"))
+    if faults:
+        raise BadInput("nothing was run", faults)
+    given = {"seconds": options.time, "memory_mb": options.memory}
+    limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    execution = run_program_sync(texts[0], stdin=texts[1], limits=limits, policy=options.policy)
+    if options.json:
+        print(json.dumps(execution.to_json()))
+    else:
+        hit = ", ".join(execution.limits_hit) or "none"
+        print(f"outcome:    {execution.ending.value} (exit code {execution.exit_code})")
+        print(f"level:      {execution.level.value}")
+        print(f"limits hit: {hit}")
+        print(f"seconds:    {execution.seconds:.3f}")
+        for name in ("stdout", "stderr"):
+            if text := getattr(execution, name):
+                print(f"{name}:\n{text}", end="" if text.endswith("\n") else "\n")
+    return ExitCode.DONE if execution.ok else ExitCode.FAILED
