@@ -32,7 +32,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.open(encoding="utf-8")]
 
 
 def sums(count: int) -> list[dict[str, Any]]:
@@ -173,6 +173,27 @@ def test_files_are_never_overwritten_without_being_told(
     ]
 
 
+def test_a_split_of_an_earlier_draw_does_not_stay_behind(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "rows.jsonl", sums(40))
+    out = tmp_path / "out"
+    assert prepare(out, f"--source=gsm8k={file}", *SIZES) == 0
+    two = ["--train=30", "--validation=0", "--test=10"]
+    assert prepare(out, f"--source=gsm8k={file}", *two) == 2
+    assert prepare(out, f"--source=gsm8k={file}", *two, "--force") == 0
+    names = ["manifest.json", "test.jsonl", "train.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert len(read_lines(out / "train.jsonl")) == 30
+
+
+def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
+    rows = [{"question": text, "answer": "1"} for text in ("\ud800 half", "naïve 数", "a\u2028b")]
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    sizes = ["--train=1", "--validation=1", "--test=1"]
+    assert prepare(tmp_path / "out", f"--source=gsm8k={file}", *sizes) == 0
+    found = [row["question"] for split in splits(tmp_path / "out").values() for row in split]
+    assert sorted(found) == sorted(row["question"] for row in rows)
+
+
 def test_shares_of_sources_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = write_lines(tmp_path / "a.jsonl", sums(30))
     second = write_lines(tmp_path / "b.jsonl", [{"q": f"b{n}", "source": "web"} for n in range(30)])
@@ -194,6 +215,7 @@ def test_shares_of_sources_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFix
     ("words", "said"),
     [
         (["--source=gsm8k=nowhere.jsonl"], "no such file"),
+        (["--source=gsm8k=no_folder/rows.jsonl"], "no such file"),
         (["--source=gsm8k=b.jsonl"], "the fields of gsm8k: question, answer"),
         (["--source=gsm8k=a.md"], "unknown format"),
         (["--source=gsm9k"], "--source gsm9k=FILE.jsonl"),

@@ -237,6 +237,7 @@ def _rows(
     name: str, where: str, benchmark: Benchmark | None, rows: int, seed: int
 ) -> tuple[Sequence[Mapping[str, Any]], str | None]:
     """The rows of one source, and the hash of the file that they were read from."""
+    from aflow_tune.data.rows import file_format
     from aflow_tune.scoring import gym
 
     if benchmark is not None and not where and benchmark.name.startswith(gym.PREFIX):
@@ -254,7 +255,7 @@ def _rows(
         return benchmark.load(split=where.partition(":")[2] or None), None
     path = Path(where).expanduser()
     dataset = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?::([\w.\[\]:%+-]+))?", where)
-    if not path.exists() and dataset and not path.parent.is_dir():
+    if dataset and not path.exists() and not path.parent.is_dir() and not file_format(path):
         return _hub_rows(dataset[1], dataset[2], dataset[3], benchmark), None
     table = _read_file(path)
     if benchmark is not None:

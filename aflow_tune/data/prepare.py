@@ -175,12 +175,9 @@ def write_splits(
     Raises:
         BadInput: files are there already and `force` is not set, or nothing can be written.
     """
-    files = {
-        f"{split}.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        for split, rows in drawn.splits.items()
-        if rows
+    content = {
+        f"{split}.jsonl": b"".join(map(_line, rows)) for split, rows in drawn.splits.items() if rows
     }
-    content = {name: text.encode("utf-8", "surrogatepass") for name, text in files.items()}
     manifest = {
         "seed": seed,
         "files": {
@@ -207,7 +204,8 @@ def write_splits(
         "near_duplicates": {"similarity": NEAR, "words": WORDS},
     }
     content[MANIFEST] = (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()
-    there = [folder / name for name in content if (folder / name).exists()]
+    names = [*(f"{split}.jsonl" for split in SPLITS), MANIFEST]
+    there = [folder / name for name in names if (folder / name).exists()]
     if there and not force:
         raise BadInput(
             "Nothing was written.",
@@ -223,6 +221,14 @@ def write_splits(
         raise BadInput("The files could not be written.", [fault]) from error
 
 
+def _line(row: Row) -> bytes:
+    """A row as JSON; what JSON has no form for, such as a date, becomes text."""
+    try:
+        return (json.dumps(row, ensure_ascii=False, default=str) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return (json.dumps(row, default=str) + "\n").encode()
+
+
 def _write(folder: Path, content: Mapping[str, bytes]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     temporaries = {name: folder / f".{name}.{os.getpid()}.tmp" for name in content}
@@ -232,8 +238,11 @@ def _write(folder: Path, content: Mapping[str, bytes]) -> list[Path]:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        # The manifest says what the other files hold: it must not outlive them.
-        (folder / MANIFEST).unlink(missing_ok=True)
+        # Neither the manifest, which says what the others hold, nor a split of an earlier draw
+        # may outlive the rest.
+        for name in (MANIFEST, *(f"{split}.jsonl" for split in SPLITS)):
+            if name == MANIFEST or name not in content:
+                (folder / name).unlink(missing_ok=True)
         for name, temporary in temporaries.items():
             temporary.rename(folder / name)
     finally:
