@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class GraphLimits:
     """Calls of operators and of the model that the graph may make."""
     concurrent: int = 32
     """Of them at the same time; more wait."""
-    argument_chars: int = 1_000_000
+    argument_chars: int = 500_000
     """Characters of all the texts in one call's arguments."""
     memory_mb: int = 256
 
@@ -284,7 +285,7 @@ def check_size(value: Any, most: int) -> None:
 
     Raises:
         ForgedMessage: it is nested too deeply.
-        ValueError: it is too large.
+        ValueError: it is too large, or holds a number that is not finite.
     """
     total = 0
     pending = [(value, 0)]
@@ -292,6 +293,8 @@ def check_size(value: Any, most: int) -> None:
         item, depth = pending.pop()
         if depth > MAX_DEPTH:
             raise ForgedMessage("data nested too deeply")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"a number that is {item}")
         if isinstance(item, str):
             total += len(item)
         elif isinstance(item, list):
@@ -300,7 +303,7 @@ def check_size(value: Any, most: int) -> None:
         elif isinstance(item, dict):
             pending += [(part, depth + 1) for pair in item.items() for part in pair]
         if total > most:
-            raise ValueError(f"arguments of more than {most} characters")
+            raise ValueError(f"more than {most} characters of text")
 
 
 def check_plain(value: Any) -> None:

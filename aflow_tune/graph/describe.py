@@ -18,7 +18,7 @@ def describe(graph: Graph) -> str:
 
 def _lines(graph: Graph) -> Iterator[str]:
     shape, flow = graph.shape, graph.flow
-    title = f"graph: {shortened(graph.label)}"
+    title = f"graph: {shortened(graph.label, 400)}"
     if graph.dataset:
         title += f" ({shortened(graph.dataset)}"
         title += ")" if graph.round is None else f", round {graph.round})"

@@ -72,10 +72,10 @@ def figures(numbers: Measured, places: int = 1) -> list[str]:
     return lines
 
 
-def shortened(text: str) -> str:
-    """One line of printable characters."""
+def shortened(text: str, most: int = MAX_LABEL) -> str:
+    """One line of printable characters, at most so many."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line if len(line) <= MAX_LABEL else f"{line[: MAX_LABEL - 1]}…"
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def to_mermaid(flow: Flow, measured: Mapping[str, Measured] | None = None) -> str:

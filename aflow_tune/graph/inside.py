@@ -18,6 +18,7 @@ import builtins
 import itertools
 import linecache
 import math
+import os
 import re
 import sys
 import threading
@@ -29,8 +30,8 @@ GRAPH_FILE = "graph.py"
 PROMPT_FILE = "prompt.py"
 TEMPLATE_PROMPT_FILE = "op_prompt.py"
 
-OWN_NAMES = ("operator", "prompt_custom", "create_llm_instance", "DatasetType")
-"""Names that a graph finds without importing them, as AFlow's optimizer promises."""
+MAX_TEXT = 2000
+"""Characters of an exception's text."""
 FOREIGN_PACKAGES = ("workspace", "scripts", "metagpt")
 """Top-level packages of AFlow: a module of theirs without a shim is not to be had."""
 
@@ -318,6 +319,7 @@ class Modules:
             prompts = self._load(PROMPT_FILE)
         vars(prompts).update(setup["prompts"])
         self._shims["prompt"] = prompts
+        # AFlow's optimizer promises these names without an import.
         self.graph = self._load(
             GRAPH_FILE,
             operator=self._shims["operator"],
@@ -379,7 +381,7 @@ async def run(setup: dict[str, Any], sources: dict[str, str], send: Any) -> dict
             name=setup["dataset"], llm_config=config, dataset=setup["dataset"]
         )
         returned = await workflow(*setup["arguments"])
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return _raised(error)
     finally:
         if modules is not None:
@@ -399,7 +401,11 @@ def _raised(error: BaseException) -> dict[str, Any]:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename.startswith("<graph "):
             place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
-    return {"end": "raised", "kind": type(error).__name__, "text": str(error), "place": place}
+    try:
+        text = str(error)[:MAX_TEXT]
+    except Exception:
+        text = "its text cannot be made"
+    return {"end": "raised", "kind": type(error).__name__, "text": text, "place": place}
 
 
 def main() -> None:
@@ -412,9 +418,14 @@ def main() -> None:
         with open(name, encoding="utf-8") as file:
             sources[name] = file.read()
     end = asyncio.run(_over_channel(setup, sources, aflow_channel))
-    if end["end"] == "answer":
-        end["answer"] = plain(end["answer"])
+    try:
+        end = {**end, "answer": plain(end["answer"])} if end["end"] == "answer" else end
+    except Exception as error:  # an answer's own code can fail, or it holds itself
+        end = _raised(error)
     aflow_channel.send(end)
+    # Nothing that the graph has left running, and no tidying up, may delay the end.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 async def _over_channel(setup: dict[str, Any], sources: dict[str, str], channel: Any) -> Any:

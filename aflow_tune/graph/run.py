@@ -11,6 +11,7 @@ Left to others: the wall (`aflow_tune.sandbox`), the calls (`broker.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Mapping, Sequence
@@ -19,16 +20,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.errors import BudgetReached
 from aflow_tune.graph import inside
 from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, TooManyCalls, check_size
-from aflow_tune.sandbox import open_channel
+from aflow_tune.sandbox import detect, open_channel
+from aflow_tune.sandbox.channel import Channel, ProgramEnded
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
 
 if TYPE_CHECKING:
     from aflow_tune.graph.graph import Graph
 
-MAX_ANSWER_CHARS = 1_000_000
+MAX_ANSWER_CHARS = 500_000
+MAX_MESSAGE_KB = 4096
+"""Of one message in JSON: room for `GraphLimits.argument_chars` of any script."""
+LINGER_SECONDS = 1.0
+"""What a program has to end after its answer; then it is killed."""
 TRUSTED = "trusted"
 """The level of a run without a wall, because the graph is trusted."""
 
@@ -71,7 +76,7 @@ class GraphRun:
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed calls by kind. The graph may have coped with them."""
     level: str = ""
-    """The wall that the graph ran behind, or 'trusted'."""
+    """The wall that the graph ran behind, or 'trusted'; empty where it was not run."""
     seconds: float = 0.0
 
     @property
@@ -121,6 +126,11 @@ async def run_graph(
         run = GraphRun(GraphEnding.TOO_MANY_CALLS, reason=str(error))
     except ForgedMessage as error:
         run = GraphRun(GraphEnding.FORGED, reason=f"{graph.label}: {error}")
+    level = TRUSTED if graph.trust else run.level
+    if not level and run.ending is not GraphEnding.SANDBOX_UNAVAILABLE:
+        # It was killed before it could say; the wall that this process uses is known by now.
+        found = await asyncio.to_thread(detect, sandbox)
+        level = found.level.value if found.level is not None else ""
     return replace(
         run,
         calls=broker.calls,
@@ -129,7 +139,7 @@ async def run_graph(
         completion_tokens=broker.spent.completion_tokens,
         cost=broker.spent.cost,
         failures=dict(broker.failures),
-        level=run.level or (TRUSTED if graph.trust else ""),
+        level=level,
         seconds=time.monotonic() - started,
     )
 
@@ -156,15 +166,30 @@ async def _sandboxed(graph: Graph, setup: dict[str, Any], broker: Broker, policy
         seconds=broker.limits.seconds,
         cpu_seconds=min(broker.limits.cpu_seconds, broker.limits.seconds),
         memory_mb=broker.limits.memory_mb,
+        output_kb=MAX_MESSAGE_KB,
     )
     async with open_channel(
         _program(), files=dict(graph.sources), limits=limits, policy=policy
     ) as channel:
         await channel.send(setup)
         end = await _converse(channel, broker)
-        if end is None:
-            return _died(channel.execution())
-    return _ended(graph, end)
+        execution = await _execution(channel)
+    if end is None:
+        if execution is None:
+            raise ForgedMessage("a message that says nothing")
+        return _died(execution)
+    level = "" if execution is None else execution.level.value
+    return replace(_ended(graph, end), level=level)
+
+
+async def _execution(channel: Channel) -> Execution | None:
+    """How the program ended; None if it goes on after its last word, and has to be killed."""
+    with contextlib.suppress(TimeoutError, RuntimeError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while await channel.receive() is not None:
+                pass
+            return channel.execution()
+    return None
 
 
 @functools.cache
@@ -172,19 +197,24 @@ def _program() -> str:
     return Path(inside.__file__).read_text(encoding="utf-8") + "\n\nmain()\n"
 
 
-async def _converse(channel: Any, broker: Broker) -> dict[str, Any] | None:
+async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
     """Serve the program's calls until it says how it ended; None if it never does."""
     loop = asyncio.get_running_loop()
     fatal: asyncio.Future[None] = loop.create_future()
-    one_at_a_time = asyncio.Lock()
     serving: set[asyncio.Task[None]] = set()
 
     async def serve(message: dict[str, Any]) -> None:
         try:
             reply = await broker.serve(message)
-            async with one_at_a_time:
+            try:
                 await channel.send({"id": message["id"], **reply})
-        except (Exception, BudgetReached) as error:
+            except ValueError as error:
+                text = f"a result that cannot be handed over: {error}"
+                refusal = {"error": ["ValueError", text], "usage": reply["usage"]}
+                await channel.send({"id": message["id"], **refusal})
+        except ProgramEnded:
+            return  # `receive` says how
+        except Exception as error:
             if not fatal.done():
                 fatal.set_exception(error)
 
@@ -217,8 +247,8 @@ def _checked_end(message: dict[str, Any]) -> dict[str, Any]:
     if message["end"] == "answer" and set(message) == {"end", "answer"}:
         try:
             check_size(message["answer"], MAX_ANSWER_CHARS)
-        except ValueError:
-            raise ForgedMessage(f"an answer of more than {MAX_ANSWER_CHARS} characters") from None
+        except ValueError as error:
+            raise ForgedMessage(f"an answer with {error}") from None
         return message
     words = [message.get(key) for key in ("kind", "text", "place")]
     if message["end"] == "raised" and all(isinstance(word, str) for word in words):

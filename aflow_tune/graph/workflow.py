@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Dict  # noqa: UP035 (the contract's spell
 
 from aflow_tune.config import GraphSection, ModelSettings
 from aflow_tune.context import record_metrics
+from aflow_tune.data.fields import FieldRead
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph, load_graph
@@ -23,7 +24,6 @@ from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import Operator, TestCases, use_test_cases
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find, score_both
-from aflow_tune.trace import Trace, current_trace
 
 if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
@@ -76,6 +76,14 @@ class GraphWorkflow:
         scores = () if self.score is None else (self.score,)
         return (*scores, *self.graph.operators.values())
 
+    @property
+    def reads(self) -> tuple[FieldRead, ...]:
+        """The fields that every row must have, for the check of the data."""
+        names = [self.problem] if self.problem else []
+        if self.benchmark is not None:
+            names += find(self.benchmark).fields
+        return tuple(FieldRead(name, self.graph.label, tolerant=False) for name in names)
+
     async def __call__(self, task: Dict, model: TrinityChatModel) -> float:  # noqa: UP006
         """Run the graph on a row and score what it answers.
 
@@ -84,13 +92,6 @@ class GraphWorkflow:
             Unscored: the scorer could not tell.
             SandboxUnavailable: code would have to run, and no wall can be built here.
         """
-        trace = current_trace()
-        if trace is not None:
-            return await self._scored(task, model, trace)
-        with Trace().activate() as own:
-            return await self._scored(task, model, own)
-
-    async def _scored(self, task: Mapping[str, Any], model: Any, trace: Trace) -> float:
         entry_point = task.get(self.entry_point)
         with use_test_cases(self.test_cases):
             run = await self.graph.run(
@@ -103,10 +104,8 @@ class GraphWorkflow:
                 sandbox=self.sandbox,
                 dataset=self.graph.dataset or self.benchmark,
             )
-        record_metrics(
-            **trace.metrics(),
-            **{"graph/calls": run.calls, "graph/failed_calls": sum(run.failures.values())},
-        )
+        failed_calls = sum(run.failures.values())
+        record_metrics(**{"graph/calls": run.calls, "graph/failed_calls": failed_calls})
         if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:
             raise SandboxUnavailable(run.reason)
         if run.ending not in (GraphEnding.ANSWERED, GraphEnding.NO_ANSWER):

@@ -129,7 +129,9 @@ def check_data(
     Paths under which nothing can be read are left to `validators.prepare`.
     """
     found = Findings()
-    reads = [read for function in (workflow, judge) if function for read in task_reads(function)]
+    functions = [function for function in (workflow, judge) if function]
+    reads = [read for function in functions for read in task_reads(function)]
+    reads += [read for function in functions for read in getattr(function, "reads", ())]
     training: list[Table] = []
     held_out: list[Table] = []
     for _, taskset, is_held_out in user_tasksets(config):

@@ -1,0 +1,76 @@
+"""`aflow-tune graph`: what it prints, writes and refuses. It runs nothing of a graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from graph_samples import MATH, MATH_PROMPTS, own_form, simple, write_round
+
+from aflow_tune.cli import main
+from aflow_tune.errors import ExitCode
+
+
+@pytest.fixture
+def math(tmp_path: Path) -> Path:
+    return write_round(tmp_path, "MATH", 2, MATH, MATH_PROMPTS)
+
+
+def test_show(math: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", "show", str(math)]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "(MATH, round 2)" in shown
+    assert "called with: problem" in shown
+    assert "  sc_ensemble: ScEnsemble, line 21" in shown
+    assert "  DRAFT_PROMPT: Solve the problem. Put the answer into a box." in shown
+    assert "  custom (line 27) feeds sc_ensemble (line 32)" in shown
+    assert "  sc_ensemble (line 32) feeds the answer" in shown
+    assert "faults" not in shown
+
+
+def test_show_lists_faults_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark = tmp_path / "ran"
+    head = f"open({str(mark)!r}, 'w').close()"
+    folder = own_form(tmp_path / "g", simple("return prompt_custom.NOPE", head=head))
+    assert main(["graph", "show", str(folder)]) == ExitCode.BAD_INPUT
+    assert "found:    prompt_custom.NOPE" in capsys.readouterr().out
+    assert not mark.exists()
+
+
+def test_draw(math: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", "draw", str(math)]) == ExitCode.DONE
+    assert capsys.readouterr().out.startswith("flowchart TD\n")
+    svg = tmp_path / "math.svg"
+    assert main(["graph", "draw", str(math), "--svg", str(svg)]) == ExitCode.DONE
+    assert capsys.readouterr().out == f"{svg}\n"
+    assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
+    assert main(["graph", "draw", str(math), "--svg", str(svg), "--mermaid"]) == ExitCode.DONE
+    assert "flowchart TD" in capsys.readouterr().out
+
+
+def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = own_form(tmp_path / "g", "class Nothing:\n    pass\n")
+    assert main(["graph", "draw", str(folder)]) == ExitCode.BAD_INPUT
+    assert "There is nothing to draw" in capsys.readouterr().err
+    assert main(["graph", "draw", str(tmp_path / "missing")]) == ExitCode.BAD_INPUT
+
+
+def test_export(math: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out" / "workspace" / "GSM8K" / "workflows" / "round_9"
+    assert main(["graph", "export", str(math), "--round", str(target)]) == ExitCode.DONE
+    assert capsys.readouterr().out.splitlines() == [
+        str(target / name) for name in ("graph.py", "prompt.py", "__init__.py")
+    ]
+    assert main(["graph", "export", str(math), "--round", str(target)]) == ExitCode.BAD_INPUT
+    assert "exists" in capsys.readouterr().err
+
+
+def test_export_says_what_aflow_does_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = own_form(tmp_path / "g", simple("return 'x'"), '{"Custom": "{instruction} {input}"}')
+    target = tmp_path / "round_1"
+    arguments = ["graph", "export", str(folder), "--round", str(target), "--dataset", "GSM8K"]
+    assert main(arguments) == ExitCode.DONE
+    assert "will not read those of Custom in prompts.json" in capsys.readouterr().out

@@ -1,0 +1,266 @@
+"""A graph as a workflow function: contract, configuration, scoring, travelling by value."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from graph_samples import MATH, MATH_PROMPTS, own_form, simple, write_round
+from project import run_dir, write_project
+from test_validate import CONFIG
+
+import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
+from aflow_tune.context import RunContext
+from aflow_tune.engines.trinity.config import load_config
+from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.validate import check_data, resolve_functions
+from aflow_tune.errors import BadInput
+from aflow_tune.graph.graph import load_graph
+from aflow_tune.graph.workflow import GraphFailed, GraphWorkflow, Unscored
+from aflow_tune.models import ScriptedModel
+from aflow_tune.operators import TestCases
+from aflow_tune.signature import check_workflow
+
+ROW = {"question": "What is 1+2?", "answer": "It is 3.\n#### 3"}
+CALL = 'return (await self.custom(input=problem, instruction=""))["response"], 0.0'
+LETTER = "<thought>t</thought><solution_letter>B</solution_letter>"
+
+
+def reward(
+    workflow: GraphWorkflow, task: dict[str, Any], model: ScriptedModel
+) -> tuple[float, dict[str, float]]:
+    async def work() -> tuple[float, dict[str, float]]:
+        with RunContext().activate() as run:
+            return await workflow(task=task, model=model), dict(run.metrics)
+
+    return asyncio.run(work())
+
+
+@pytest.fixture
+def graph_folder(tmp_path: Path) -> Path:
+    return own_form(tmp_path / "mine", simple(CALL))
+
+
+def config_of(tmp_path: Path, graph: str, more: str = "") -> Any:
+    text = CONFIG.replace("workflow: {root}/flow.py:two_calls\n", "")
+    path = tmp_path / "config.yaml"
+    path.write_text(text.format(root=tmp_path, model="model") + f"graph: {graph}\n{more}")
+    return load_config(path), path
+
+
+def test_it_keeps_the_contract_of_a_workflow_function(graph_folder: Path) -> None:
+    contract = check_workflow(GraphWorkflow(load_graph(graph_folder), benchmark="gsm8k"))
+    assert contract.returns == "float"
+
+
+def test_an_answer_is_scored_by_both_rules(tmp_path: Path) -> None:
+    folder = write_round(tmp_path, "GSM8K", 2, MATH, MATH_PROMPTS)
+    workflow = GraphWorkflow(load_graph(folder), benchmark="gsm8k")
+    got, metrics = reward(workflow, ROW, ScriptedModel(["It is 4", "It is 3", LETTER]))
+    assert got == 1.0
+    assert (metrics["strict"], metrics["published"], metrics["graph/calls"]) == (1.0, 1.0, 3.0)
+    got, metrics = reward(workflow, ROW, ScriptedModel(["It is 3", "It is 4", LETTER]))
+    assert (got, metrics["strict"], metrics["published"]) == (0.0, 0.0, 0.0)
+
+
+def test_no_answer_is_a_wrong_answer_and_a_failure_is_none(tmp_path: Path) -> None:
+    nothing = load_graph(own_form(tmp_path / "a", simple("return ''")), trust=True)
+    assert reward(GraphWorkflow(nothing, "gsm8k"), ROW, ScriptedModel([]))[0] == 0.0
+    broken = load_graph(own_form(tmp_path / "b", simple("return {}['x']")), trust=True)
+    with pytest.raises(GraphFailed, match=r"graph\.py:9: KeyError"):
+        reward(GraphWorkflow(broken, "gsm8k"), ROW, ScriptedModel([]))
+
+
+def test_what_cannot_be_scored_is_no_zero(graph_folder: Path) -> None:
+    workflow = GraphWorkflow(load_graph(graph_folder, trust=True), "gsm8k")
+    with pytest.raises(Unscored):
+        reward(workflow, {"question": "q", "answer": "no number"}, ScriptedModel(["3"]))
+
+
+def test_a_score_function_of_the_users(graph_folder: Path) -> None:
+    graph = load_graph(graph_folder, trust=True)
+
+    async def later(task: Any, answer: Any) -> float:
+        return 0.5 if answer == "a" else 0.0
+
+    plain = GraphWorkflow(graph, score=lambda task, answer: len(answer) / 4, problem="text")
+    assert reward(plain, {"text": "q"}, ScriptedModel(["ab"]))[0] == 0.5
+    assert (
+        reward(GraphWorkflow(graph, score=later), {"problem": "q"}, ScriptedModel(["a"]))[0] == 0.5
+    )
+    with pytest.raises(BadInput, match=r"no text under question or problem or prompt"):
+        reward(GraphWorkflow(graph, score=later), {"text": "q"}, ScriptedModel(["a"]))
+
+
+def test_code_uses_the_entry_point_and_the_public_tests(tmp_path: Path) -> None:
+    call = """\
+checked = await self.test(problem=problem, solution='def f(x):\\n    return x', entry_point=entry)
+return checked['solution'] if checked['result'] else 'failed'"""
+    body = simple(call, "self.test = operator.Test(self.llm)")
+    body = body.replace("__call__(self, problem)", "__call__(self, problem, entry)")
+    graph = load_graph(own_form(tmp_path / "g", body))
+    seen = []
+
+    def score(task: Any, answer: Any) -> float:
+        seen.append(answer)
+        return 0.0
+
+    row = {"prompt": "def f(x): ...", "entry_point": "f"}
+    for check in ("assert candidate(2) == 2", "assert candidate(2) == 3"):
+        cases = TestCases.of_rows([{"entry_point": "f", "test": [check]}])
+        workflow = GraphWorkflow(graph, score=score, test_cases=cases)
+        reward(workflow, row, ScriptedModel(lambda _: "```python\ndef f(x):\n    return x\n```"))
+    assert seen == ["def f(x):\n    return x", "failed"]
+
+
+def test_it_travels_to_a_process_without_its_files(tmp_path: Path) -> None:
+    from ray import cloudpickle
+
+    user = tmp_path / "user"
+    user.mkdir()
+    (user / "graph_rewards.py").write_text("def half(task, answer):\n    return 0.5\n")
+    sys.path.insert(0, str(user))
+    try:
+        from graph_rewards import half  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(user))
+    folder = own_form(tmp_path / "mine", simple(CALL))
+    workflow = GraphWorkflow(load_graph(folder, trust=True), score=half)
+    assert ship_by_value([workflow]) == ["graph_rewards"]
+    payload = cloudpickle.dumps(workflow)
+    (folder / "graph.py").unlink()
+    program = (
+        "import asyncio, pickle, sys\n"
+        "from aflow_tune.models import ScriptedModel\n"
+        "workflow = pickle.loads(sys.stdin.buffer.read())\n"
+        "print(asyncio.run(workflow({'question': 'q'}, ScriptedModel(['a']))))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], input=payload, capture_output=True, cwd=tmp_path
+    )
+    assert ran.stdout.decode() == "0.5\n", ran.stderr.decode()
+
+
+def test_a_configuration_names_a_graph(tmp_path: Path) -> None:
+    prompts = json.dumps({"SOLVE": "Solve: "})
+    body = simple(CALL + "\nprompt_custom.SOLVE", "self.review = operator.Review(self.llm)")
+    own_form(tmp_path / "mine", body, prompts)
+    (tmp_path / "tests.jsonl").write_text('{"entry_point": "f", "test": ["assert candidate()"]}\n')
+    section = (
+        "{path: mine, benchmark: gsm8k, timeout: 20, max_calls: 7, trust: true, "
+        "prompts: {SOLVE: 'Other: '}, models: {Review: judge}, test_cases: tests.jsonl}"
+    )
+    judge = "models: {judge: {model: m, base_url: 'http://127.0.0.1:1/v1'}}\n"
+    config, path = config_of(tmp_path, section, judge)
+    workflow, found_judge = resolve_functions(config, path)
+    assert isinstance(workflow, GraphWorkflow)
+    assert found_judge is None
+    assert workflow.graph.trust
+    assert workflow.graph.constants == {"SOLVE": "Other: "}
+    assert (workflow.limits.seconds, workflow.limits.calls) == (20.0, 7)
+    assert workflow.clients["judge"].model == "m"
+    assert set(workflow.test_cases.sets) == {"f"}
+
+
+def test_operators_of_the_users_are_known_to_the_graph(tmp_path: Path) -> None:
+    (tmp_path / "graph_user_ops.py").write_text(
+        "from aflow_tune.operators import Operator\n\n\n"
+        "class Shout(Operator):\n"
+        '    """Say it loudly."""\n\n'
+        "    async def run(self, text: str) -> dict[str, str]:\n"
+        "        return {'response': text.upper()}\n"
+    )
+    body = simple(
+        "return (await self.shout(problem))['response']", "self.shout = operator.Shout(self.llm)"
+    )
+    own_form(tmp_path / "mine", body)
+    more = "operators: {Shout: graph_user_ops.py:Shout}\n"
+    (tmp_path / "score.py").write_text("def score(task, answer):\n    return answer == 'HO'\n")
+    config, path = config_of(tmp_path, "{path: mine, score: score.py:score}", more)
+    workflow, _ = resolve_functions(config, path)
+    assert reward(workflow, {"question": "ho"}, ScriptedModel([]))[0] == 1.0  # type: ignore[arg-type]
+    config.operators = {}
+    with pytest.raises(BadInput, match=r"operator\.Shout"):
+        resolve_functions(config, path)
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "places"),
+    [
+        ("{path: mine}", "", ["graph.benchmark"]),
+        ("{path: mine, benchmark: gsm9k}", "", ["graph.benchmark"]),
+        (
+            "{path: mine, benchmark: gsm8k, models: {Custom: judge, Review: policy}}",
+            "",
+            ["graph.models.Custom", "graph.models.Review"],
+        ),
+        ("{path: mine, benchmark: gsm8k}", "workflow: a.py:f\n", ["workflow"]),
+        ("{path: nowhere, benchmark: gsm8k}", "", ["nowhere"]),
+        ("{path: mine, benchmark: gsm8k, prompts: {SOLVE: x}}", "", ["mine"]),
+    ],
+)
+def test_faults_of_the_section_name_their_keys(
+    tmp_path: Path, section: str, more: str, places: list[str]
+) -> None:
+    own_form(tmp_path / "mine", simple(CALL))
+    config, path = config_of(tmp_path, section, more)
+    with pytest.raises(BadInput) as refused:
+        resolve_functions(config, path)
+    found = [fault.where for fault in refused.value.faults]
+    assert len(found) == len(places)
+    assert all(where.endswith(place) for where, place in zip(found, places, strict=True))
+
+
+def test_the_fields_of_the_rows_are_checked_before_a_run(tmp_path: Path) -> None:
+    own_form(tmp_path / "mine", simple(CALL))
+    (tmp_path / "train.jsonl").write_text('{"query": "q", "answer": "#### 1"}\n')
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(ROW) + "\n")
+    config, path = config_of(tmp_path, "{path: mine, benchmark: gsm8k}")
+    workflow, _ = resolve_functions(config, path)
+    faults = [fault.expected for fault in check_data(config, workflow).faults]
+    assert len(faults) == 1
+    assert "question" in faults[0]
+
+
+def test_settings_can_be_changed_by_replace(graph_folder: Path) -> None:
+    workflow = GraphWorkflow(load_graph(graph_folder), benchmark="gsm8k")
+    assert replace(workflow, benchmark="math").graph is workflow.graph
+
+
+LETTERS = "def letters(task, answer):\n    return sum(c.isalpha() for c in answer) / len(answer)\n"
+TWO_OPERATORS = """\
+draft = await self.custom(input=problem, instruction=prompt_custom.DRAFT)
+final = await self.again(input=problem + draft['response'][:8], instruction='')
+return draft['response'] + final['response'] + '.', self.llm.get_usage_summary()['total_cost']"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trust", [False, True], ids=["sandboxed", "trusted"])
+def test_a_graph_of_two_operators_is_tuned(
+    tmp_path: Path, tiny_model_dir: Path, trust: bool
+) -> None:
+    """The whole run: each operator's calls become experiences under its name."""
+    from aflow_tune.report.records import read_records
+    from aflow_tune.tuning import run_config
+
+    config = write_project(tmp_path, tiny_model_dir)
+    body = simple(TWO_OPERATORS, "self.again = operator.Custom(self.llm)")
+    own_form(tmp_path / "mine", body, '{"DRAFT": "Say: "}')
+    (tmp_path / "reward.py").write_text(LETTERS)
+    section = f"graph: {{path: mine, score: reward.py:letters, trust: {str(trust).lower()}}}"
+    text = config.read_text().replace(f"workflow: {tmp_path}/flow.py:two_calls", section)
+    config.write_text(text.replace("score: letters", "score: reward"))
+    result = run_config(config, inline=True)
+    assert result.steps_done == 2
+    files = [path for path in (run_dir(tmp_path) / "evaluations").rglob("*") if path.is_file()]
+    records = [record for path in files for record in read_records(path)]
+    assert records
+    assert {record.failure for record in records} == {None}
+    callers = [call["caller"] for record in records for call in record.transcript]
+    assert set(callers) == {"Custom.custom", "Custom.again"}
