@@ -9,82 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from project import run_dir, write_project
+from eval_project import Run, numbers
+from project import run_dir
 from scripted_server import Reply, ScriptedServer
 
 from aflow_tune.cli import main
 from aflow_tune.report.records import read_records
 
-WORKFLOW = """
-from typing import Dict
-
-from agentscope.model import TrinityChatModel
-
-from aflow_tune import caller, record_metrics
-
-
-async def ask_once(task: Dict, model: TrinityChatModel) -> float:
-    with caller("ask"):
-        reply = await model([{"role": "user", "content": task["question"]}])
-    text = "".join(block["text"] for block in reply.content if block["type"] == "text")
-    if text == "crash":
-        raise LookupError("no such planet")
-    right = float(task["answer"] in text)
-    record_metrics(right=right)
-    return right
-
-
-async def always_wrong(task: Dict, model: TrinityChatModel) -> float:
-    await model([{"role": "user", "content": task["question"]}])
-    record_metrics(right=0.0)
-    return 0.0
-"""
-
-
-def numbers(request: dict[str, Any]) -> Reply:
-    """`tuned` answers every question right, `small` the even ones."""
-    number = int("".join(c for c in request["messages"][-1]["content"] if c.isdigit()))
-    right = request["model"] == "tuned" or number % 2 == 0
-    return Reply(f"<answer>{number if right else 0}</answer>")
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer(numbers) as running:
-        yield running
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    """A project of ten held-out tasks; its model is on no disk."""
-    path = write_project(tmp_path, Path("nobody/no-such-model"), workflow=WORKFLOW)
-    rows = [json.dumps({"question": f"What is {n}?", "answer": str(n)}) for n in range(100, 110)]
-    (tmp_path / "held_out.jsonl").write_text("\n".join(rows) + "\n")
-    text = path.read_text().replace("flow.py:two_calls", "flow.py:ask_once")
-    path.write_text(text.replace("score: letters", "score: right"))
-    return path
-
-
-Run = Callable[..., tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture
-def evaluate(server: ScriptedServer, config: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command on the server; its exit code and what it printed as JSON."""
-
-    def run(*arguments: str, models: tuple[str, ...] = ("small",)) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        endpoint = ["--endpoint", server.url, "--model", *models]
-        code = main(["eval", str(config), *arguments, *endpoint, "--json"])
-        printed = capsys.readouterr().out
-        return code, json.loads(printed) if printed else {}
-
-    return run
+pytest_plugins = ("eval_fixtures",)
 
 
 def test_two_models_of_an_endpoint_are_measured_and_compared(
@@ -377,65 +313,3 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(
         result = json.loads(again.stdout)
         assert result["columns"][0]["tasksets"]["held_out"]["runs"] == 10
         assert "5 of 10 runs are there" in again.stderr
-
-
-def test_the_budget_of_time_ends_an_evaluation(
-    config: Path, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.answer = lambda request: Reply("x", delay=60.0)
-    endpoint = ["--endpoint", server.url, "--model", "small", "--limit", "2"]
-    assert main(["eval", str(config), "budget.wall_seconds=2", *endpoint]) == 4
-    assert "budget.wall_seconds (2) reached" in capsys.readouterr().err
-
-
-def test_a_budget_of_calls_ends_an_evaluation_and_a_higher_one_goes_on(
-    evaluate: Run, server: ScriptedServer, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    endpoint = ["--endpoint", server.url, "--model", "small"]
-    assert main(["eval", str(config), "budget.calls=4", *endpoint]) == 4
-    told = capsys.readouterr().err
-    assert len(server.requests) == 4
-    assert "goes on from there" in " ".join(told.split())
-    code, result = evaluate("budget.calls=40")
-    assert code == 0
-    # A run that ended when the budget was reached is made again.
-    assert 10 <= len(server.requests) <= 14
-    cell = result["columns"][0]["tasksets"]["held_out"]
-    assert (cell["runs"], cell["failed_runs"]) == (10, 0)
-
-
-def test_a_configured_price_makes_cost_known(evaluate: Run) -> None:
-    code, result = evaluate(
-        *("--limit", "4", "models.policy.prices.input=1000", "models.policy.prices.output=2000")
-    )
-    assert code == 0
-    cell = result["columns"][0]["tasksets"]["held_out"]
-    # 4 prompts of 12 tokens; two answers of 21 and two of 19: (48 * 1000 + 80 * 2000) / 1e6
-    assert cell["cost_usd"]["total"] == pytest.approx(0.208)
-    assert cell["cost_usd"]["per_solved_run"] == pytest.approx(0.104)
-
-
-def test_what_a_model_writes_stays_text_on_the_page(
-    evaluate: Run, server: ScriptedServer, tmp_path: Path
-) -> None:
-    server.answer = lambda request: Reply("<script>alert(1)</script> [red]x[/red] \\boxed{<b>}")
-    code, _ = evaluate(
-        "--limit", "2", "--compare", "base", f"workflow:{tmp_path}/flow.py:always_wrong"
-    )
-    assert code == 0
-    page = (run_dir(tmp_path) / "eval" / "eval.html").read_text()
-    assert "<script" not in page
-    assert "&lt;script&gt;alert(1)" in page
-
-
-def test_the_text_names_the_columns_and_where_things_are(
-    server: ScriptedServer, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    endpoint = ["--endpoint", server.url, "--model", "small", "tuned"]
-    assert main(["eval", str(config), *endpoint]) == 0
-    printed = capsys.readouterr().out
-    header = next(line for line in printed.splitlines() if "base" in line and "tuned" in line)
-    assert header.index("base") < header.index("tuned")
-    assert "0.500 (0.237 to 0.763)" in printed  # Wilson, 5 of 10
-    assert "base -> tuned: " in printed
-    assert str(run_dir(tmp_path) / "eval" / "eval.html") in printed
