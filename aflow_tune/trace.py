@@ -20,6 +20,9 @@ from typing import TypeVar
 
 from aflow_tune.context import current_caller
 
+POLICY = "policy"
+"""The role of the model that is tuned."""
+
 T = TypeVar("T")
 
 
@@ -101,6 +104,8 @@ class Trace:
         numbers = {name: float(count) for name, count in counts.items()}
         for call in self.of(ModelCall):
             if call.cost is None:
+                if call.role == POLICY:  # every run calls it; whether it has a price is no news
+                    continue
                 name, amount = f"unpriced_calls/{call.role}", 1.0
             else:
                 name, amount = f"cost/{call.role}", call.cost

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
+from aflow_tune.config import AflowSections
 from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.engines.trinity.validate import validate
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 OVERRIDES = {"react_gsm8k_qwen.yaml": ["cluster.ray_address=10.0.0.1:6379"]}
-OURS = {"workflow", "judge", "engine", "inline", "deterministic", "seed"}
-OUR_SECTIONS = ("rollout", "local", "report")
+OUR_SECTIONS = {
+    field.name for field in fields(AflowSections) if field.default_factory is not MISSING
+}
+OURS = {field.name for field in fields(AflowSections)} - OUR_SECTIONS
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

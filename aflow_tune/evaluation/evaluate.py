@@ -51,12 +51,12 @@ from aflow_tune.evaluation.progress import EvalProgress
 from aflow_tune.evaluation.prompts import as_graph, with_prompts
 from aflow_tune.evaluation.results import Result, build
 from aflow_tune.models.prices import price_of
-from aflow_tune.models.settings import POLICY
 from aflow_tune.models.types import Usage
 from aflow_tune.plugins import resolve
 from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
 from aflow_tune.report.usage import Price
 from aflow_tune.signature import check_functions
+from aflow_tune.trace import POLICY
 
 JSON_NAME = "eval.json"
 OUT_NAME = "eval"

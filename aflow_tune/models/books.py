@@ -23,8 +23,9 @@ from aflow_tune.models.account import Account
 from aflow_tune.models.budget import Budget
 from aflow_tune.models.ledger import Ledger
 from aflow_tune.models.prices import price_of
-from aflow_tune.models.settings import POLICY, make_client
+from aflow_tune.models.settings import make_client
 from aflow_tune.models.types import ModelClient
+from aflow_tune.trace import POLICY
 
 _clients: ContextVar[Mapping[str, ModelClient] | None] = ContextVar(
     "aflow_tune_clients", default=None

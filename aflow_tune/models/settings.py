@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from aflow_tune.config import ModelSettings, PriceSettings
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.trace import POLICY
 
 if TYPE_CHECKING:
     from aflow_tune.models.http_client import HttpClient
 
 __all__ = ["ModelSettings", "PriceSettings", "check_models", "make_client", "make_clients"]
 
-POLICY = "policy"
-"""The model being tuned. Its entry may give prices only."""
 _KEY_VARIABLES = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _RANGES: dict[str, tuple[float, float]] = {

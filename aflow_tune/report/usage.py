@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aflow_tune.report.records import EvalRecord
+from aflow_tune.trace import POLICY
 
-POLICY = "policy"
 _COST = "cost/"
 _UNPRICED = "unpriced_calls/"
 

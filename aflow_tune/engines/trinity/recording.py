@@ -38,8 +38,8 @@ from trinity.common.models.model import ModelWrapper
 from aflow_tune.context import CallNote, RunContext
 from aflow_tune.models.ask import Ask
 from aflow_tune.models.ledger import current_ledger, is_booked
-from aflow_tune.models.settings import POLICY
 from aflow_tune.models.types import Usage
+from aflow_tune.trace import POLICY
 
 _DISTRIBUTION_KEYS = (
     "temperature",

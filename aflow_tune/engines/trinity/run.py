@@ -260,7 +260,7 @@ class Run:
             kind, reason = (
                 (Interrupted, "stopped")
                 if stopped
-                else (BudgetReached, self.books.reached() or "budget.wall_seconds reached,")
+                else (BudgetReached, self.books.reached() or "budget.wall_seconds reached")
             )
             raise kind(
                 f"{reason} at step {reached} of {self.target}; the state of step {last} is saved "
