@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,26 @@ def test_a_configured_price_makes_cost_known(evaluate: Run) -> None:
     assert cell["cost_usd"]["per_solved_run"] == pytest.approx(0.104)
 
 
+class Nesting(HTMLParser):
+    """Fails where a tag is closed that is not the innermost open one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+
+
 def test_what_a_model_writes_stays_text_on_the_page(
     evaluate: Run, server: ScriptedServer, tmp_path: Path
 ) -> None:
@@ -61,6 +83,11 @@ def test_what_a_model_writes_stays_text_on_the_page(
     page = (run_dir(tmp_path) / "eval" / "eval.html").read_text()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
+    assert not list(re.finditer(r'(src|href)="', page))
+    nesting = Nesting()
+    nesting.feed(page)
+    assert nesting.open == []
+    assert {"svg", "table", "section"} <= nesting.seen
 
 
 def test_the_text_names_the_columns_and_where_things_are(

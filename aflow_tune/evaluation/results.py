@@ -14,7 +14,7 @@ from aflow_tune.evaluation.agents import AgentMeasure, measure_agents
 from aflow_tune.evaluation.columns import Column, Plan
 from aflow_tune.report.audit import Finding, audit_evaluation
 from aflow_tune.report.evaluation import Comparison, Evaluation, compare
-from aflow_tune.report.statistics import Interval, share_or_mean_interval
+from aflow_tune.report.statistics import Interval
 from aflow_tune.report.usage import (
     CallerUse,
     Cost,
@@ -235,10 +235,7 @@ def _cell(
         usage=usage(evaluation.records),
         cost=cost(evaluation.records, price),
         callers=callers(evaluation.records),
-        measures={
-            name: share_or_mean_interval(list(evaluation.metric(name).values()))
-            for name in evaluation.metric_names()
-        },
+        measures={name: evaluation.metric_interval(name) for name in evaluation.metric_names()},
         agents=measure_agents(evaluation.records, rows, solved_at),
         findings=audit_evaluation(evaluation, f" ({column.name})"),
     )

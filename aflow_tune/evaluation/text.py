@@ -15,7 +15,8 @@ def print_result(result: Result, console: Any) -> None:
     from rich.table import Table
 
     for taskset, cells in result.cells.items():
-        table = Table(title=f"{taskset}: {_extent(result, taskset)}", title_justify="left")
+        _say(console, f"\n{taskset}: {_extent(result, taskset)}")
+        table = Table()
         table.add_column("")
         for column in result.columns:
             table.add_column(column.name.replace("[", "\\["), justify="right")
@@ -24,7 +25,11 @@ def print_result(result: Result, console: Any) -> None:
         console.print(table)
         _print_callers(result, taskset, console)
     for sentence in sentences(result):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        _say(console, sentence)
+
+
+def _say(console: Any, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def sentences(result: Result) -> list[str]:
@@ -56,7 +61,8 @@ def _print_callers(result: Result, taskset: str, console: Any) -> None:
     cells = result.cells[taskset]
     if all(len(cell.callers) < 2 and not any(u.outcomes for u in cell.callers) for cell in cells):
         return
-    table = Table(title="calls by caller", title_justify="left")
+    _say(console, "calls by caller")
+    table = Table()
     for heading in ("column", "caller"):
         table.add_column(heading)
     for heading in ("calls", "tokens drawn", "share", "failed", "cut off", "outcomes"):

@@ -64,6 +64,12 @@ class Evaluation:
             None,
         )
 
+    def metric_interval(self, name: str) -> Interval | None:
+        """Mean of `metric(name)` over items with its interval, as `interval` has it."""
+        values = {r.reward if name == "reward" else r.metrics.get(name) for r in self.records}
+        means = list(self.metric(name).values())
+        return share_or_mean_interval(means, shares=values <= {None, 0.0, 1.0})
+
     def metric_names(self) -> list[str]:
         """'reward' and every metric that a run recorded, in the order first seen."""
         return list(dict.fromkeys(["reward", *(name for r in self.records for name in r.metrics)]))
