@@ -178,11 +178,10 @@ def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
         marked = [match[1] for match in _MARKED.finditer(text)]
         named = {word for word in [*marked, first[1] if first else ""] if word in choices}
         words = {word for word in _WORDS.findall(text) if word in choices}
-        for found in (named, words - _ENGLISH):
-            if len(found) == 1:
-                return found.pop(), True
-            if found:
-                break
+        if not named and not words & _ENGLISH:
+            named = words
+        if len(named) == 1:
+            return named.pop(), True
     shown = ", ".join(choices[:8]) + (f", ... {choices[-1]}" if len(choices) > 8 else "")
     raise Unreadable(f"is not one of {shown}: {_shown(text)}")
 

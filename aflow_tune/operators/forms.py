@@ -13,6 +13,7 @@ from aflow_tune.operators.reading import Form
 
 MAX_SHOWN_REPLY = 4_000
 """Characters of a reply that go back to the model when it is asked again."""
+MAX_SHOWN_CHOICES = 30
 
 
 def described(fields: Sequence[Field], form: Form) -> str:
@@ -20,11 +21,11 @@ def described(fields: Sequence[Field], form: Form) -> str:
     if form is Form.TEXT:
         return ""
     if form is Form.XML:
-        lines = [f"<{field.name}>{_meaning(field)}</{field.name}>" for field in fields]
+        lines = [f"<{field.name}>{_meaning(field, form)}</{field.name}>" for field in fields]
     elif form is Form.JSON:
-        lines = [f'"{field.name}": {_meaning(field)}' for field in fields]
+        lines = [f'"{field.name}": {_meaning(field, form)}' for field in fields]
     else:
-        lines = [_meaning(field) for field in fields]
+        lines = [_meaning(field, form) for field in fields]
     return form_text(form.value, {"fields": "\n".join(lines)})
 
 
@@ -50,17 +51,29 @@ def again(prompt: str, reply: str, fault: str) -> list[dict[str, str]]:
     ]
 
 
-def _meaning(field: Field) -> str:
-    what = {
-        Kind.TEXT: "text",
-        Kind.BOOL: "true or false",
-        Kind.INT: "a whole number",
-        Kind.CHOICE: "one of " + ", ".join(field.choices),
-        Kind.CODE: "a Python program",
-    }[field.kind]
-    parts = [field.description or what]
-    if field.description and field.kind is not Kind.TEXT:
-        parts.append(what)
+def _meaning(field: Field, form: Form) -> str:
+    what = _type(field)
+    if form is Form.CODE:  # the sentence around it says that it is Python
+        what = ""
     if field.entry_point:
-        parts.append(f"defines `{field.entry_point}`")
-    return ", ".join(parts)
+        what += f"{', ' if what else ''}defines `{field.entry_point}`"
+    if not field.description:
+        return what or "the program"
+    return f"{field.description} ({what})" if what else field.description
+
+
+def _type(field: Field) -> str:
+    if field.kind is Kind.CHOICE:
+        shown = list(field.choices[:MAX_SHOWN_CHOICES])
+        if len(field.choices) > MAX_SHOWN_CHOICES:
+            shown.append(f"and so on to {field.choices[-1]}")
+        return "one of " + ", ".join(shown)
+    return _TYPES[field.kind]
+
+
+_TYPES = {
+    Kind.TEXT: "",
+    Kind.BOOL: "true or false",
+    Kind.INT: "a whole number",
+    Kind.CODE: "a Python program",
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aflow_tune.operators.python_code import fenced_blocks
@@ -47,12 +47,19 @@ def objects_in(text: str) -> Iterator[Any]:
         yield value
 
 
-def repaired_object(text: str) -> Any:
-    """What json_repair makes of the last fenced object, or of all from the first brace on."""
-    fenced = [block.code for block in fenced_blocks(text) if "{" in block.code]
+def repaired_object(text: str, names: Sequence[str]) -> Any:
+    """What json_repair makes of the last fenced object, or of all from the first one on.
+
+    An object begins with a brace and one of `names`: other braces may be anything.
+    """
+    begin = re.compile(
+        rf"\{{\s{{0,20}}[{_QUOTES}]?(?:{'|'.join(map(re.escape, names))})[{_QUOTES}]?\s{{0,5}}:",
+        re.IGNORECASE,
+    )
+    fenced = [block.code for block in fenced_blocks(text) if begin.search(block.code)]
     text = fenced[-1] if fenced else text
-    start = text.find("{")
-    faulty = text[start : start + MAX_REPAIRED + 1] if start >= 0 else ""
+    start = begin.search(text)
+    faulty = text[start.start() : start.start() + MAX_REPAIRED + 1] if start else ""
     brackets = sum(map(faulty.count, "{["))
     quotes = sum(map(faulty.count, _QUOTES))
     too_much = brackets > MAX_REPAIRED_BRACKETS or quotes > MAX_REPAIRED_QUOTES

@@ -13,7 +13,8 @@ class Outcome(StrEnum):
     ANSWERED = "answered"
     """Read as it was asked for, at the first attempt."""
     REPAIRED = "repaired"
-    """Read, but only after repairs or after asking again; or some of several votes were lost."""
+    """Read, but only after repairs or after asking again; or some of several votes were lost, or
+    a program had to be mended before it ran or passed its tests."""
     UNREADABLE = "unreadable"
     """No attempt could be read. The keys are there, with the operator's fallback values."""
     PROGRAM_FAILED = "program_failed"

@@ -170,7 +170,7 @@ def _json_within(text: str, fields: Sequence[Field]) -> Found | None:
 
 
 def _json_repaired(text: str, fields: Sequence[Field]) -> Found | None:
-    value = repaired_object(text)
+    value = repaired_object(text, [field.name for field in fields])
     if isinstance(value, list):  # text after the object makes it a list
         value = next((item for item in reversed(value) if _object(item, fields)), None)
     return _object(value, fields)

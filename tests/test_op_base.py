@@ -1,0 +1,466 @@
+"""What every operator does: attribution, outcomes, attempts, prompts' order, users' operators."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+from typing import Any, ClassVar
+
+import pytest
+
+from aflow_tune.context import RunContext, caller
+from aflow_tune.errors import BadInput, BudgetReached
+from aflow_tune.models import ModelError, ModelFailure, Reply, ScriptedModel
+from aflow_tune.operators import (
+    OPERATORS,
+    AnswerGenerate,
+    Custom,
+    Field,
+    Kind,
+    Operator,
+    OperatorResult,
+    Outcome,
+    Prompt,
+    Review,
+    ScEnsemble,
+    add_operators,
+    check_prompts,
+    load_operators,
+    use_prompts,
+)
+from aflow_tune.operators.registry import BUILT_IN
+from aflow_tune.trace import ModelCall, OperatorCall, Trace
+
+GOOD = "<thought>t</thought><answer>42</answer>"
+
+
+def run(work: Any) -> tuple[Any, Trace]:
+    trace = Trace()
+
+    async def traced() -> Any:
+        with trace.activate():
+            return await work
+
+    return asyncio.run(traced()), trace
+
+
+def only(trace: Trace) -> OperatorCall:
+    (use,) = trace.of(OperatorCall)
+    return use
+
+
+def texts(model: ScriptedModel) -> list[str]:
+    """The last message of every question."""
+    return [str(ask.messages[-1]["content"]) for ask in model.asked]
+
+
+def test_a_use_is_noted_with_its_operator_instance_outcome_and_attempts() -> None:
+    model = ScriptedModel([GOOD])
+
+    async def work() -> OperatorResult:
+        with caller("first"):
+            return await AnswerGenerate(model, name="solver")("2 * 21?")
+
+    result, trace = run(work())
+    assert result == {"thought": "t", "answer": "42"}
+    assert (result.outcome, result.reason, result.attempts, result.ok) == ("answered", "", 1, True)
+    use = only(trace)
+    assert (use.operator, use.instance, use.outcome) == ("AnswerGenerate", "solver", "answered")
+    assert use.attempts == 1
+    assert use.seconds > 0
+    (call,) = trace.of(ModelCall)
+    assert use.caller == call.caller == "first/AnswerGenerate.solver"
+    assert trace.metrics()["operator/AnswerGenerate/answered"] == 1
+
+
+def test_what_cannot_be_read_is_asked_for_again_with_what_was_wrong() -> None:
+    model = ScriptedModel(["I do not know", "<thought>t</thought>", GOOD])
+    result, trace = run(AnswerGenerate(model)("2 * 21?"))
+    assert result["answer"] == "42"
+    assert (result.outcome, result.attempts) == ("repaired", 3)
+    assert (only(trace).outcome, only(trace).attempts) == ("repaired", 3)
+    second = model.asked[1].messages
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[0] == model.asked[0].messages[0]
+    assert second[1]["content"] == "I do not know"
+    assert "there is no answer" in second[2]["content"]
+    assert model.asked[2].messages[1]["content"] == "<thought>t</thought>"
+
+
+def test_attempts_are_bounded_and_an_unread_answer_is_visible() -> None:
+    model = ScriptedModel(["", "\ud800", "<thought>half</thought>", GOOD])
+    result, trace = run(AnswerGenerate(model)("2 * 21?"))
+    assert result == {"thought": "half", "answer": ""}
+    assert result.outcome is Outcome.UNREADABLE
+    assert not result.ok
+    assert result.reason == "there is no answer"
+    assert (only(trace).outcome, only(trace).attempts) == ("unreadable", 3)
+    assert only(trace).reason == "there is no answer"
+    assert trace.metrics()["operator/AnswerGenerate/unreadable"] == 1
+    for ask in model.asked:  # what goes back to the model can be sent
+        assert all(message["content"].encode().strip() for message in ask.messages)
+    result, _ = run(AnswerGenerate(ScriptedModel(["no"]), retries=0)("2 * 21?"))
+    assert (result.outcome, result.attempts) == ("unreadable", 1)
+
+
+def test_a_huge_reply_goes_back_cut() -> None:
+    model = ScriptedModel(["x" * 100_000, GOOD])
+    run(AnswerGenerate(model)("2 * 21?"))
+    shown = model.asked[1].messages[1]["content"]
+    assert len(shown) < 5_000
+    assert "[...]" in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ModelError(ModelFailure.SERVER, "down"), "model_failed"),
+        (BudgetReached("no more"), "stopped"),
+        (RuntimeError("a defect"), "raised"),
+    ],
+)
+def test_failures_of_the_model_raise_and_are_noted(error: Exception, outcome: str) -> None:
+    async def work() -> None:
+        with pytest.raises(type(error)):
+            await Review(ScriptedModel([error]))("p", "s")
+
+    _, trace = run(work())
+    assert only(trace).outcome == outcome
+    assert str(error) in only(trace).reason
+
+
+def test_a_cancelled_use_is_noted() -> None:
+    async def forever(_: Any) -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    async def work() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Custom(ScriptedModel(forever))("in", "do"), 0.05)
+
+    _, trace = run(work())
+    assert (only(trace).outcome, only(trace).attempts) == ("stopped", 1)
+
+
+def test_gather_keeps_order_and_attribution() -> None:
+    async def answer(messages: Any) -> str:
+        number = int(messages[0]["content"].rpartition("#")[2])
+        await asyncio.sleep(0.002 * (7 - number % 8))  # the first asked are answered last
+        return f"reply {number}"
+
+    context = RunContext()
+    operators = [Custom(ScriptedModel(answer), name=f"c{number}") for number in range(16)]
+
+    async def work() -> list[OperatorResult]:
+        with context.activate():
+            calls = (op(input=f"#{number}") for number, op in enumerate(operators))
+            return await asyncio.gather(*calls)
+
+    results, trace = run(work())
+    assert [result["response"] for result in results] == [f"reply {n}" for n in range(16)]
+    callers = {call.caller for call in trace.of(ModelCall)}
+    assert callers == {f"Custom.c{number}" for number in range(16)}
+    uses = trace.of(OperatorCall)
+    assert {use.caller for use in uses} == callers
+    assert all(use.caller == f"Custom.{use.instance}" for use in uses)
+
+
+def test_one_instance_may_run_many_uses_at_once() -> None:
+    async def answer(messages: Any) -> str:
+        bad = "#1" in str(messages[0]["content"]) and len(messages) == 1
+        await asyncio.sleep(0.001)
+        return "nothing" if bad else GOOD
+
+    solver = AnswerGenerate(ScriptedModel(answer))
+
+    async def work() -> list[OperatorResult]:
+        return await asyncio.gather(*(solver(f"#{number}") for number in (1, 2, 3)))
+
+    results, trace = run(work())
+    assert [result.attempts for result in results] == [2, 1, 1]
+    assert sorted(use.attempts for use in trace.of(OperatorCall)) == [1, 1, 2]
+
+
+def test_experiences_of_a_tuned_run_carry_the_operator() -> None:
+    """With the recording model that a workflow gets under `tune`."""
+    from scripted_server import ScriptedModel as RecordedModel
+    from scripted_server import ScriptedRunner, ScriptedServer, make_task
+    from trinity.common.experience import Experience
+
+    def reply(request: dict[str, Any]) -> str:
+        asked = request["messages"][-1]["content"]
+        if "examiner" in asked:
+            return "<review_result>True</review_result>"
+        return "nothing" if len(request["messages"]) == 1 else "<answer>4</answer>"
+
+    async def workflow(task: dict, model: Any) -> float:
+        drafts = await asyncio.gather(*(AnswerGenerate(model, name=n)("2 + 2?") for n in "ab"))
+        review = await Review(model, name="strict")("2 + 2?", drafts[0]["answer"])
+        return float(review["review_result"] and all(d.outcome == "repaired" for d in drafts))
+
+    with ScriptedServer(reply) as server:
+        runner = ScriptedRunner(RecordedModel(server.url))
+        status, payload = asyncio.run(runner.run_task(make_task(workflow), "1", repeat_times=1))
+    assert status.ok, status.message
+    experiences = Experience.deserialize_many(payload)
+    callers = sorted(exp.info["caller"] for exp in experiences)
+    assert callers == sorted(["AnswerGenerate.a", "AnswerGenerate.b"] * 2 + ["Review.strict"])
+    assert {exp.reward for exp in experiences} == {1.0}
+
+
+class Summarise(Operator):
+    """Shortens a text.
+
+    More about it.
+    """
+
+    fields = (Field("summary"), Field("words", Kind.INT, "how many words it has"))
+    asks: ClassVar = {
+        "main": Prompt(needs=("text",), may=("limit",), text="Shorten {text} to {limit}.")
+    }
+
+    async def run(self, text: str, limit: int = 10) -> dict[str, Any]:
+        answer = await self.ask({"text": text, "limit": limit})
+        return {"summary": answer["summary"].upper()}
+
+
+class Wrong:
+    """No operator."""
+
+
+def test_users_operators_need_a_prompt_fields_and_a_run() -> None:
+    model = ScriptedModel(["<summary>short</summary><words>1</words>"])
+    result, trace = run(Summarise(model)("a long text", limit=3))
+    assert result == {"summary": "SHORT"}
+    assert result.outcome == "answered"
+    assert texts(model)[0].startswith("Shorten a long text to 3.")
+    assert "<words>how many words it has (a whole number)</words>" in texts(model)[0]
+    assert only(trace).operator == "Summarise"
+    result, _ = run(Summarise(ScriptedModel(["no"] * 3))("a long text"))
+    assert (result, result.outcome) == ({"summary": ""}, "unreadable")  # the worst of its answers
+
+
+def test_the_call_has_the_signature_of_run() -> None:
+    assert list(inspect.signature(Summarise.__call__).parameters) == ["self", "text", "limit"]
+    expected = {
+        "Custom": "(input, instruction)",
+        "AnswerGenerate": "(input)",
+        "CustomCodeGenerate": "(problem, entry_point, instruction)",
+        "ScEnsemble": "(solutions, problem)",
+        "Programmer": "(problem, analysis)",
+        "Test": "(problem, solution, entry_point, test_loop)",
+        "Format": "(problem, solution, mode)",
+        "Review": "(problem, solution, mode)",
+        "Revise": "(problem, solution, feedback, mode)",
+        "MdEnsemble": "(solutions, problem, mode)",
+    }
+    assert set(expected) == BUILT_IN
+    for name, arguments in expected.items():
+        parameters = list(inspect.signature(OPERATORS[name].__call__).parameters)[1:]
+        if "mode" not in arguments:
+            parameters = [item for item in parameters if item != "mode"]
+        assert f"({', '.join(parameters)})" == arguments
+
+
+def test_describe_tells_the_interface() -> None:
+    told = Summarise.describe()
+    assert told["name"] == "Summarise"
+    assert told["description"] == "Shortens a text."
+    assert told["arguments"] == [
+        {"name": "text", "type": "str"},
+        {"name": "limit", "type": "int", "default": 10},
+    ]
+    assert set(told["returns"]) == {"summary", "words"}
+    assert told["prompts"] == {"main": ["limit", "text"]}
+    for name, kind in OPERATORS.items():
+        told = kind.describe()
+        assert told["name"] == name
+        assert told["description"].endswith(".")
+        assert told["returns"]
+        assert all(told["prompts"].values())
+    assert list(OPERATORS["Review"].describe()["returns"]) == ["review_result", "feedback"]
+    assert list(OPERATORS["Format"].describe()["returns"]) == ["response", "solution"]
+
+
+def test_classes_that_are_no_operators_are_refused_where_they_are_written() -> None:
+    with pytest.raises(TypeError, match="name it `run`"):
+        type("Old", (Operator,), {"__call__": lambda self: None})
+    with pytest.raises(TypeError, match="async def run"):
+        type("Sync", (Operator,), {"run": lambda self: None})
+
+
+def test_faults_of_the_arguments_come_together() -> None:
+    with pytest.raises(BadInput) as caught:
+        Review(
+            ScriptedModel([]),
+            name="a/b",
+            prompts={"main": "{problem} {what}", "mian": "x"},
+            form="code",
+            retries=-1,
+        )
+    where = [fault.where for fault in caught.value.faults]
+    assert len(where) == 5
+    text = str(caught.value)
+    assert "`{solution}` is missing; unknown `{what}`" in text
+    assert "did you mean `main`?" in text
+    assert "one of xml, json" in text
+    with pytest.raises(BadInput, match="cannot be used as a model"):
+        Review(object())
+
+
+def test_prompts_of_instance_run_and_operator_have_an_order() -> None:
+    async def asked(**arguments: Any) -> str:
+        model = ScriptedModel(["<review_result>yes</review_result>"])
+        await Review(model, **arguments)("the problem", "the solution")
+        return texts(model)[0].split("\n")[0]
+
+    run_level = {"Review": "R {solution}", "Review.strict": {"main": "S {solution}"}}
+
+    async def work() -> list[str]:
+        own = await asked()
+        with use_prompts(run_level):
+            by_operator, by_instance = await asked(), await asked(name="strict")
+            by_argument = await asked(name="strict", prompts="A {solution} {problem}")
+        return [own, by_operator, by_instance, by_argument, await asked()]
+
+    (own, *rest, after), _ = run(work())
+    assert rest == ["R the solution", "S the solution", "A the solution the problem"]
+    assert own == after
+    assert "examiner" in own
+
+
+def test_values_with_braces_and_the_place_of_the_form() -> None:
+    model = ScriptedModel(["<review_result>yes</review_result>"] * 2)
+    prompts = 'JSON: {"a": {"b": 1}} {{solution}} {solution} {form} END'
+    run(Review(model, prompts=prompts)("p", "{problem} {form} {{x}} {0}"))
+    first = texts(model)[0]
+    assert first.startswith('JSON: {"a": {"b": 1}} {solution} {problem} {form} {{x}} {0} Write')
+    assert first.endswith("END")
+    run(Review(model)("p", "s"))
+    assert texts(model)[1].rstrip().endswith("</feedback>")
+
+
+def test_the_sentences_that_ask_for_a_form_are_prompts_too() -> None:
+    model = ScriptedModel(["nothing", "<review_result>no</review_result>"])
+
+    async def work() -> OperatorResult:
+        with use_prompts({"forms": {"xml": "TAGS {fields}", "again": "AGAIN {fault}"}}):
+            return await Review(model)("p", "s")
+
+    result, _ = run(work())
+    assert result["review_result"] is False
+    assert "TAGS <review_result>" in texts(model)[0]
+    assert texts(model)[1] == "AGAIN review_result is neither true nor false: 'nothing'"
+
+
+def test_a_runs_prompts_are_checked_together() -> None:
+    check_prompts({"Review": "{solution}", "Review.strict": {"main": "{solution}"}})
+    check_prompts({"forms": {"xml": "{fields}"}})
+    with pytest.raises(BadInput) as caught:
+        check_prompts(
+            {
+                "Reveiw": "{solution}",
+                "Revise": "{solution}",
+                "Custom": {"main": 7},
+                "forms": {"yaml": "x"},
+                "Test": 3,
+            }
+        )
+    assert len(caught.value.faults) == 5
+    assert "did you mean Review?" in str(caught.value)
+    with pytest.raises(BadInput, match="is missing"), use_prompts({"Revise": "{solution}"}):
+        run(OPERATORS["Revise"](ScriptedModel([]))("p", "s", "f"))
+
+
+def test_every_shipped_prompt_fits_its_operator() -> None:
+    from aflow_tune.operators.prompts import FORM_PROMPTS, shipped
+
+    loaded = shipped()
+    assert set(loaded) == {*BUILT_IN, "forms"}
+    for name in BUILT_IN:
+        assert set(loaded[name]) == set(OPERATORS[name].asks)
+    assert set(loaded["forms"]) == set(FORM_PROMPTS)
+    check_prompts(loaded)
+
+
+def test_forms_of_a_model_with_json_schemas() -> None:
+    model = ScriptedModel(['{"review_result": false, "feedback": "step 2"}'])
+    result, _ = run(Review(model, form="json")("p", "s"))
+    assert result == {"review_result": False, "feedback": "step 2"}
+    assert result.outcome == "answered"
+    schema = model.asked[0].schema
+    assert schema is not None
+    assert schema["properties"]["review_result"]["type"] == "boolean"
+    assert '"feedback":' in texts(model)[0]
+
+
+def test_aflows_modes_are_forms_and_impossible_ones_are_passed_over() -> None:
+    model = ScriptedModel(["all of it", "<response>of it</response>", "it", "it"])
+    assert run(Custom(model)("i", "do", mode="single_fill"))[0] == {"response": "all of it"}
+    assert run(Custom(model)("i", "do", mode="xml_fill"))[0] == {"response": "of it"}
+    assert "<response>" in texts(model)[1]
+    for mode in ("code_fill", "whatever"):
+        assert run(Custom(model)("i", "do", mode=mode))[0] == {"response": "it"}
+
+
+def test_operators_are_added_by_class_and_by_path(tmp_path: Any) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from aflow_tune.operators import Custom\n\n\n"
+        "class Shout(Custom):\n    '''Shouts.'''\n\n"
+        "    async def run(self, input: str):\n"
+        "        return {'response': (await self.ask({'input': input}))['response'].upper()}\n"
+    )
+    spec = f"{tmp_path}/mine.py:Shout"
+    found = load_operators({"Shout": spec, "Summarise": Summarise})
+    assert set(found) == {"Shout", "Summarise"}
+    assert "Shout" not in OPERATORS
+    try:
+        assert set(add_operators([spec])) == {"Shout"}
+        add_operators({"Shout": spec})  # the same again is no conflict
+        check_prompts({"Shout": "{input}"})
+        kind = OPERATORS["Shout"]
+        model = ScriptedModel(["hey"])
+        assert run(kind(model, prompts="{input}")("x"))[0] == {"response": "HEY"}
+    finally:
+        OPERATORS.pop("Shout", None)
+
+
+def test_what_is_no_operator_is_refused_with_everything_wrong() -> None:
+    with pytest.raises(BadInput) as caught:
+        load_operators(
+            {
+                "A": "no.such.module:Thing",
+                "Wrong": Wrong,
+                "Custom": Summarise,
+                "Shorten": Summarise,
+                "Operator": Operator,
+            }
+        )
+    assert len(caught.value.faults) == 5
+    assert "Custom is aflow_tune.operators.asking.Custom" in str(caught.value)
+
+
+def test_a_result_can_be_pickled_and_copied_with_its_outcome() -> None:
+    result = OperatorResult({"a": 1}, Outcome.REPAIRED, "why", 2)
+    again = pickle.loads(pickle.dumps(result))
+    assert (again, again.outcome, again.reason, again.attempts) == ({"a": 1}, "repaired", "why", 2)
+
+
+def test_an_aflow_llm_will_do() -> None:
+    asked: list[str] = []
+
+    async def llm(prompt: str) -> str:
+        asked.append(prompt)
+        return "B" if len(asked) > 1 else "hm"
+
+    result, trace = run(ScEnsemble(llm)(["x", "y"], "p"))
+    assert result == {"response": "y"}
+    assert (result.outcome, only(trace).attempts) == ("repaired", 2)
+    assert "hm" in asked[1]
+
+
+def test_a_reply_object_with_tool_calls_only_is_empty() -> None:
+    model = ScriptedModel([Reply("", "m", tool_calls=({"id": "1"},)), "fine"])
+    result, _ = run(Custom(model)("in", "do"))
+    assert (result, result.outcome) == ({"response": "fine"}, "repaired")

@@ -1,0 +1,310 @@
+"""Programmer and Test: model-written programs, run in the real sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aflow_tune.errors import BadInput
+from aflow_tune.models import ScriptedModel
+from aflow_tune.operators import OperatorResult, Programmer, Test, TestCases, use_test_cases
+from aflow_tune.operators.test_cases import telling
+from aflow_tune.sandbox import SandboxUnavailable, detect
+from aflow_tune.sandbox.types import Limits
+from aflow_tune.trace import OperatorCall, ProgramRun, Trace
+
+DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "benchmarks"
+
+
+def _has_wall() -> bool:
+    return detect().level is not None
+
+
+pytestmark = pytest.mark.skipif(not _has_wall(), reason="no sandbox can be built here")
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def program(*codes: str, **settings: Any) -> tuple[OperatorResult, ScriptedModel, Trace]:
+    model, trace = ScriptedModel([fenced(code) for code in codes]), Trace()
+
+    async def work() -> OperatorResult:
+        with trace.activate():
+            return await Programmer(model, **settings)("a problem")
+
+    return asyncio.run(work()), model, trace
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("def solve():\n    return 6 * 7", "42"),
+        ("def solve():\n    return [1, 'a']", "[1, 'a']"),
+        ("def solve():\n    print('working')\n    return 0", "0"),
+        ("def solve():\n    print('x =', 3)", "x = 3"),
+        ("import math\n\n\nsolve = lambda: math.comb(5, 2)", "10"),
+        (
+            "def solve():\n    return half(8)\n\n\ndef half(x):\n    return x / 2\n\n\n"
+            "if __name__ == '__main__':\n    print('not this', solve())",
+            "4.0",
+        ),
+        ("def solve():\n    return 'é 漢 \U0001f642'", "é 漢 \U0001f642"),
+    ],
+)
+def test_the_answer_is_what_solve_returns_or_else_prints(code: str, output: str) -> None:
+    result, _, trace = program(code)
+    assert result == {"code": code, "output": output}
+    assert result.outcome == "answered"
+    (run,) = trace.of(ProgramRun)
+    assert run.outcome == "finished"
+    assert run.caller == "Programmer.programmer"
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("def solve():\n    return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("def solve(x):\n    return x", "missing 1 required positional argument: 'x'"),
+        ("import numpy_of_nowhere\ndef solve(): return 1", "ModuleNotFoundError"),
+        ("def solve():\n    pass", "returned None and printed nothing"),
+        ("import sys\ndef solve():\n    sys.exit(0)", "ended the program"),
+        ("import os\ndef solve():\n    os._exit(0)", "ended the program"),
+        ("def solve():\n    raise SystemExit('bye')", "bye"),
+        ("solve = 3", "not callable"),
+        ("def solve():\n    while True: pass", "timed_out"),
+        ("def solve():\n    return 'x' * 10**10", "out_of_memory"),
+        ("def solve():\n    return 'x' * 10**7", "too_much_output"),
+        ("def solve():\n    return open('/etc/shadow').read()", "Error"),
+        (
+            "def solve():\n    import socket\n    return socket.create_connection(('1.1.1.1', 53))",
+            "",
+        ),
+    ],
+)
+def test_failures_are_fed_back_and_mended(broken: str, told: str) -> None:
+    good = "def solve():\n    return 'mended'"
+    result, model, trace = program(broken, good, limits=Limits(seconds=3, memory_mb=256))
+    assert result == {"code": good, "output": "mended"}
+    assert result.outcome == "repaired"
+    asked = str(model.asked[1].messages[0]["content"])
+    assert broken in asked
+    error = asked.partition("this happened:")[2]
+    assert told in error
+    assert "_solve_program" not in error  # of our own frames the model learns nothing
+    assert len(error) < 3_000
+    assert [run.outcome == "finished" for run in trace.of(ProgramRun)][-1]
+
+
+def test_programs_are_bounded_and_the_last_error_is_the_output() -> None:
+    broken = "def solve():\n    return [][7]"
+    result, model, trace = program(*[broken] * 9)
+    assert result == {"code": broken, "output": "Error: IndexError: list index out of range"}
+    assert result.outcome == "program_failed"
+    assert result.reason == "IndexError: list index out of range"
+    assert len(model.asked) == len(trace.of(ProgramRun)) == 3
+    (use,) = trace.of(OperatorCall)
+    assert (use.outcome, use.attempts) == ("program_failed", 3)
+    result, model, _ = program(*[broken] * 9, programs=1)
+    assert len(model.asked) == 1
+
+
+def test_a_mending_that_cannot_be_read_leaves_the_failure() -> None:
+    broken = "def solve():\n    return [][7]"
+    model = ScriptedModel([fenced(broken), "sorry", "sorry", "sorry"])
+    result = asyncio.run(Programmer(model)("a problem"))
+    assert result["code"] == broken
+    assert result.outcome == "program_failed"
+
+
+def test_a_missing_sandbox_is_no_failure_of_the_program(monkeypatch: Any) -> None:
+    async def none(*_: Any, **__: Any) -> None:
+        raise SandboxUnavailable("no wall here")
+
+    monkeypatch.setattr("aflow_tune.operators.programmer.run_program", none)
+    trace = Trace()
+
+    async def work() -> None:
+        with trace.activate(), pytest.raises(SandboxUnavailable):
+            await Programmer(ScriptedModel([fenced("def solve(): return 1")]))("p")
+
+    asyncio.run(work())
+    assert [use.outcome for use in trace.of(OperatorCall)] == ["sandbox_unavailable"]
+
+
+CASES = {"add": ["assert candidate(1, 2) == 3", "assert candidate(-1, 1) == 0"]}
+RIGHT = "def add(a, b):\n    return a + b"
+WRONG = "def add(a, b):\n    return a - b"
+
+
+def judged(
+    solution: str, *replies: str, loop: int = 3, cases: Any = CASES, problem: str = "Add."
+) -> tuple[OperatorResult, ScriptedModel]:
+    model = ScriptedModel([fenced(reply) for reply in replies])
+    operator = Test(model, tests=cases, limits=Limits(seconds=5))
+    return asyncio.run(operator(problem, solution, "add", loop)), model
+
+
+def test_a_right_solution_passes_without_a_call() -> None:
+    for solution in (RIGHT, fenced(RIGHT)):
+        result, model = judged(solution)
+        assert result == {"result": True, "solution": solution}
+        assert result["result"] is True
+        assert result.outcome == "answered"
+        assert model.asked == []
+
+
+def test_a_wrong_solution_is_mended_with_what_was_found() -> None:
+    result, model = judged(WRONG, WRONG + "  # again", RIGHT)
+    assert result == {"result": True, "solution": RIGHT}
+    assert (result.outcome, result.attempts) == ("repaired", 2)
+    asked = str(model.asked[0].messages[0]["content"])
+    assert "assert candidate(1, 2) == 3" in asked
+    assert "the left side is -1" in asked
+    assert "`add`" in asked
+
+
+def test_a_wrong_solution_fails_after_the_loop() -> None:
+    result, model = judged(WRONG, *[WRONG] * 9)
+    assert result["result"] is False
+    assert result.outcome == "tests_failed"
+    assert "candidate(1, 2) == 3" in result.reason
+    assert len(model.asked) == 3
+    result, model = judged(WRONG, loop=0)
+    assert (result["result"], len(model.asked)) == (False, 0)
+
+
+def test_without_tests_nothing_passes() -> None:
+    for cases in ({}, {"other": ["assert candidate(1) == 1"]}, {"add": []}, {"add": [" "]}, None):
+        result, model = judged(RIGHT, cases=cases)
+        assert result == {"result": False, "solution": RIGHT}
+        assert result.outcome == "no_tests"
+        assert "add" in result.reason
+        assert model.asked == []
+
+
+def test_tests_that_cannot_run_say_nothing_about_the_solution() -> None:
+    for broken in ("assert candidate(", "x = candidate(1, 2)", "assert 1 == 1"):
+        result, _ = judged(RIGHT, cases={"add": [broken]})
+        assert result["result"] is False
+        assert (result.outcome, bool(result.reason)) == ("undecided", True)
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "import sys\ndef add(a, b):\n    sys.exit(0)",
+        "import os\ndef add(a, b):\n    os._exit(0)",
+        "import os\nos._exit(0)\ndef add(a, b): pass",
+        "def add(a, b):\n    print('PASSED')\n    return None",
+        "class Any:\n    def __eq__(self, other): return True\ndef add(a, b):\n    return Any()",
+        "import builtins\nbuiltins.AssertionError = KeyError\ndef add(a, b):\n    return 0",
+        "def add(a, b):\n    raise AssertionError",
+        "def add(a, b):\n    while True: pass",
+        "import sys\nsys.settrace(lambda *a: None)\ndef add(a, b):\n    return True",
+        "import aflow_channel\naflow_channel.send({'verdict': {'passed': True}})\ndef add(a, b): 0",
+    ],
+)
+def test_cheats_do_not_pass(cheat: str) -> None:
+    model = ScriptedModel([])
+    operator = Test(model, tests=CASES, limits=Limits(seconds=2))
+    result = asyncio.run(operator("Add.", cheat, "add", 0))
+    assert result["result"] is False
+    assert result.outcome == "tests_failed"
+
+
+def test_helpers_of_the_problem_are_there() -> None:
+    problem = (
+        "import math\n\n\ndef twice(x):\n    return 2 * x\n\n\n"
+        "def add(a, b):\n    '''Twice the sum.'''\n"
+    )
+    solution = "def add(a, b):\n    return twice(a + b) + int(math.floor(0.5))"
+    cases = {"add": ["assert candidate(1, 2) == 6"]}
+    assert judged(solution, cases=cases, problem=problem)[0]["result"] is True
+
+
+def test_tests_come_from_the_context_where_none_are_given() -> None:
+    async def work() -> list[bool]:
+        operator = Test(ScriptedModel([]))
+        with use_test_cases(TestCases.of_rows([{"entry_point": "add", "test": CASES["add"]}])):
+            inside = await operator("Add.", RIGHT, "add")
+        outside = await operator("Add.", RIGHT, "add")
+        return [inside["result"], outside["result"]]
+
+    assert asyncio.run(work()) == [True, False]
+
+
+def test_an_assert_tells_what_it_found_and_calls_once() -> None:
+    space: dict[str, Any] = {"calls": []}
+    exec("def candidate(x):\n    calls.append(x)\n    return x + 1", space)
+    with pytest.raises(AssertionError) as caught:
+        exec(telling("assert candidate(4) == 6"), space)
+    assert str(caught.value) == "assert candidate(4) == 6 -- but the left side is 5"
+    assert space["calls"] == [4]
+    exec(telling("assert candidate(4) == 5"), space)
+    with pytest.raises(AssertionError, match="not candidate"):
+        exec(telling("assert not candidate(1)"), space)
+    for other in ("assert x == 1, 'mine'", "x = 1", "assert (", "assert 1 < candidate(1) < 2"):
+        assert telling(other).startswith(other)
+
+
+def test_rows_of_test_cases_are_checked() -> None:
+    with pytest.raises(BadInput) as caught:
+        TestCases.of_rows([{"entry_point": "f"}, {"test": ["assert 1"]}, 3, {"entry_point": 1}])
+    assert len(caught.value.faults) == 4
+
+
+def test_a_file_of_test_cases_is_read_with_its_faults(tmp_path: Path) -> None:
+    path = tmp_path / "tests.jsonl"
+    path.write_text(json.dumps({"entry_point": "f", "test": "assert candidate(1) == 1"}) + "\n\n")
+    assert TestCases.load(path).of("f") == (("assert candidate(1) == 1",), "")
+    path.write_text('{"entry_point": "f", "test": ["assert 1"]}\nno json\n{"a": 1}\n')
+    with pytest.raises(BadInput) as caught:
+        TestCases.load(path)
+    assert [fault.where for fault in caught.value.faults] == [f"{path}:2", f"{path}:3"]
+    with pytest.raises(BadInput, match="cannot be read"):
+        TestCases.load(tmp_path / "nothing.jsonl")
+
+
+def test_problems_with_one_entry_point_are_told_apart_by_their_text() -> None:
+    rows = [
+        {"entry_point": "area", "test": ["assert candidate(5, 3) == 7.5"]},
+        {"entry_point": "area", "test": ["assert candidate(3, 4, 5) == 6.0"]},
+        {"entry_point": "area", "test": ["assert candidate(3, 4, 5) == 6.0"]},
+        {"entry_point": "square", "test": ["assert candidate(2) == 20"]},
+        {"entry_point": "square", "test": ["assert candidate(2) == 10"]},
+    ]
+    cases = TestCases.of_rows(rows)
+    assert cases.of("area", ">>> area(5, 3)") == (("assert candidate(5, 3) == 7.5",), "")
+    assert cases.of("area", "area(3,4, 5) is 6") == (("assert candidate(3, 4, 5) == 6.0",), "")
+    tests, reason = cases.of("area", "an area")
+    assert tests == ()
+    assert "2 problems" in reason
+    assert cases.of("square", "square(2)")[0] == ()
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the benchmarks' rows are not at hand")
+def test_public_tests_pass_on_the_benchmarks_own_solutions() -> None:
+    """A sample of HumanEval's reference solutions, and every row found by its own problem."""
+    lines = (DATA / "humaneval_validate.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    cases = TestCases.load(DATA / "humaneval_public_test.jsonl")
+    TestCases.load(DATA / "mbpp_public_test.jsonl")
+    known = [row for row in rows if cases.of(row["entry_point"], row["prompt"])[0]]
+    assert len(known) >= 0.9 * len(rows)
+
+    async def work() -> list[OperatorResult]:
+        operator = Test(ScriptedModel([]), tests=cases)
+        return [
+            await operator(
+                row["prompt"], row["prompt"] + row["canonical_solution"], row["entry_point"]
+            )
+            for row in known[:8]
+        ]
+
+    assert [result.outcome for result in asyncio.run(work())] == ["answered"] * 8

@@ -1,0 +1,356 @@
+"""The ten operators, each on well-formed, malformed, empty, huge and hostile replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from aflow_tune.errors import BadInput
+from aflow_tune.models import ScriptedModel
+from aflow_tune.operators import OPERATORS, MdEnsemble, Operator, OperatorResult, ScEnsemble
+from aflow_tune.operators.reading import MAX_REPLY_CHARACTERS
+
+PROGRAM = "def f(x):\n    return x"
+PYTHON = f"```python\n{PROGRAM}\n```"
+SOLVE = "def solve():\n    return 6 * 7"
+THREE = ["one", "two", "three"]
+
+CALLS: dict[str, tuple[Any, ...]] = {
+    "Custom": ("the input", "the instruction"),
+    "AnswerGenerate": ("the task",),
+    "CustomCodeGenerate": ("the problem", "f", "the instruction"),
+    "ScEnsemble": (THREE, "the problem"),
+    "Programmer": ("the problem", "an analysis"),
+    "Test": ("the problem", "def f(x):\n    return 0", "f", 1),
+    "Format": ("the problem", "the solution"),
+    "Review": ("the problem", "the solution"),
+    "Revise": ("the problem", "the solution", "the feedback"),
+    "MdEnsemble": (THREE, "the problem"),
+}
+GOOD: dict[str, tuple[str, dict[str, Any]]] = {
+    "Custom": ("  any text ", {"response": "any text"}),
+    "AnswerGenerate": (
+        "<thought>t</thought><answer>a</answer>",
+        {"thought": "t", "answer": "a"},
+    ),
+    "CustomCodeGenerate": (PYTHON, {"response": PROGRAM}),
+    "ScEnsemble": (
+        "<thought>t</thought><solution_letter>B</solution_letter>",
+        {"response": "two"},
+    ),
+    "Programmer": (f"```python\n{SOLVE}\n```", {"code": SOLVE, "output": "42"}),
+    "Test": (PYTHON, {"result": True, "solution": PROGRAM}),
+    "Format": ("42", {"response": "42", "solution": "42"}),
+    "Review": (
+        "<review_result>False</review_result><feedback>step 2</feedback>",
+        {"review_result": False, "feedback": "step 2"},
+    ),
+    "Revise": ("<solution>better</solution>", {"solution": "better"}),
+    "MdEnsemble": ("<solution_letter>A</solution_letter>", {}),  # of a shuffled order
+}
+REPAIRABLE: dict[str, str] = {
+    "AnswerGenerate": '{"thought": "t", "answer": "a"}',
+    "CustomCodeGenerate": f"Here:\n{PROGRAM}\nIt returns x.",
+    "ScEnsemble": "I think that solution B is best.",
+    "Programmer": f"```python\n{SOLVE}",
+    "Test": f"<solution>\n{PROGRAM}",
+    "Review": "review_result: **False**\nfeedback: step 2",
+    "Revise": "<solution>better",
+}
+FALLBACK: dict[str, dict[str, Any]] = {
+    "Custom": {"response": ""},
+    "AnswerGenerate": {"thought": "", "answer": ""},
+    "CustomCodeGenerate": {"response": ""},
+    "ScEnsemble": {"response": "one"},
+    "Programmer": {"code": "", "output": "Error: no program could be read: "},
+    "Test": {"result": False, "solution": "def f(x):\n    return 0"},
+    "Format": {"response": "", "solution": ""},
+    "Review": {"review_result": False, "feedback": ""},
+    "Revise": {"solution": "the solution"},
+    "MdEnsemble": {"solution": "one"},
+}
+"""What is returned where nothing could be read; of the program's output the beginning."""
+TEXT = ("Custom", "Format")
+"""Take any reply that is not empty."""
+
+
+def use(name: str, reply: Any, **settings: Any) -> tuple[OperatorResult, ScriptedModel]:
+    """One use of an operator by name, on a model that always replies the same."""
+    if name == "Test":
+        settings.setdefault("tests", {"f": ["assert candidate(3) == 3"]})
+    model = ScriptedModel(reply if callable(reply) else lambda _: reply)
+    operator: Operator = OPERATORS[name](model, **settings)
+    return asyncio.run(operator(*CALLS[name])), model
+
+
+def assert_fallback(name: str, result: OperatorResult) -> None:
+    expected = FALLBACK[name]
+    assert set(result) == set(expected)
+    for key, value in expected.items():
+        if key == "output":
+            assert result[key].startswith(value)
+        else:
+            assert result[key] == value
+            assert type(result[key]) is type(value)
+    # Test says about the solution what it found; every other that nothing could be read.
+    assert result.outcome == ("tests_failed" if name == "Test" else "unreadable")
+    assert result.reason
+    assert not result.ok
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_well_formed(name: str) -> None:
+    reply, expected = GOOD[name]
+    result, model = use(name, reply)
+    if name == "MdEnsemble":
+        assert result["solution"] in THREE
+    else:
+        assert dict(result) == expected
+    # Test mends a program that was wrong, which its outcome tells.
+    assert result.outcome == ("repaired" if name == "Test" else "answered")
+    assert result.attempts == len(model.asked) == (5 if name == "MdEnsemble" else 1)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_reach_the_model(name: str) -> None:
+    _, model = use(name, GOOD[name][0])
+    asked = str(model.asked[0].messages[0]["content"])
+    for argument in CALLS[name]:
+        for text in argument if isinstance(argument, list) else [argument]:
+            # Format and others may leave out what they take by place only for AFlow's sake.
+            assert isinstance(text, int) or text in asked, text
+
+
+@pytest.mark.parametrize("name", REPAIRABLE)
+def test_malformed_but_repairable(name: str) -> None:
+    result, _ = use(name, REPAIRABLE[name])
+    assert dict(result) == GOOD[name][1]
+    assert result.outcome == "repaired"
+    assert result.attempts == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("reply", ["", " \n ", "\n"])
+def test_empty(name: str, reply: str) -> None:
+    result, model = use(name, reply)
+    assert_fallback(name, result)
+    assert len(model.asked) == (15 if name == "MdEnsemble" else 3)  # bounded
+    assert result.attempts == len(model.asked)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in TEXT])
+def test_malformed_beyond_repair(name: str) -> None:
+    result, _ = use(name, "I would rather talk about something else, such as A and B.")
+    assert_fallback(name, result)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_huge(name: str) -> None:
+    """Two million characters of reasoning around the answer, and more than is read at all."""
+    reply, expected = GOOD[name]
+    padding = "so it goes on and on. " * 100_000
+    result, _ = use(name, f"{padding}\n\n{reply}" if name not in TEXT else padding)
+    if name in TEXT:
+        assert result["response"] == padding.strip()
+    elif name != "MdEnsemble":
+        assert dict(result) == expected | ({"thought": "t"} if "thought" in expected else {})
+    result, _ = use(name, "x" * (MAX_REPLY_CHARACTERS + 1), retries=0)
+    assert_fallback(name, result)
+    assert "longer than" in result.reason or name == "Test"
+
+
+HOSTILE = [
+    "<answer>" * 50_000,
+    "{" * 100_000,
+    "```python\n" + "(" * 50_000 + "\n```",
+    "</response></solution></code>" * 1000,
+    "\ud800\0\x1b[2J\u202e",
+    "{problem} {solution} {0} %s ${HOME} {{}} {form}",
+    "<review_result>{}</review_result>" * 3,
+    "<solution_letter>__import__('os').system('true')</solution_letter>",
+    '{"answer": ' + "[" * 100_000,
+    '{"response": 1e999, "solution": NaN, "code": -Infinity}',
+    "<!DOCTYPE a [<!ENTITY b 'c'>]><answer>&b;</answer>",
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("reply", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile(name: str, reply: str) -> None:
+    """Whatever comes back has the operator's keys and types, and can be sent on."""
+    result, _ = use(name, reply, retries=1)
+    assert set(result) == set(FALLBACK[name])
+    for key, value in result.items():
+        assert type(value) is type(FALLBACK[name][key])
+    json.dumps(result, ensure_ascii=False).encode()
+    if name == "Review":
+        assert result["review_result"] is False
+    if name in ("ScEnsemble", "MdEnsemble"):
+        assert next(iter(result.values())) in THREE
+
+
+def test_review_returns_a_real_bool() -> None:
+    for word, expected in (("True", True), ("False", False), ("false", False), ("No.", False)):
+        result, _ = use("Review", f"<review_result>{word}</review_result>")
+        assert result["review_result"] is expected
+        assert result["feedback"] == ""
+
+
+def test_custom_puts_the_instruction_before_the_input() -> None:
+    _, model = use("Custom", "x")
+    assert model.asked[0].messages[0]["content"] == "the instruction\n\nthe input"
+    model = ScriptedModel(["x"])
+    asyncio.run(OPERATORS["Custom"](model)("only input"))
+    assert model.asked[0].messages[0]["content"] == "only input"
+
+
+def test_code_without_the_entry_point_is_asked_for_again() -> None:
+    model = ScriptedModel(["```python\ndef g(): pass\n```", PYTHON])
+    result = asyncio.run(OPERATORS["CustomCodeGenerate"](model)("p", "f", "i"))
+    assert result == {"response": PROGRAM}
+    assert "defines no `f`" in str(model.asked[1].messages[-1]["content"])
+
+
+def choose(*letters: str) -> ScriptedModel:
+    return ScriptedModel([f"<solution_letter>{letter}</solution_letter>" for letter in letters])
+
+
+def shown(model: ScriptedModel, number: int) -> dict[str, str]:
+    """The candidates of a question: label to text."""
+    text = str(model.asked[number].messages[0]["content"])
+    blocks = text.partition("Candidates:\n")[2].split("\n\n")
+    pairs = [block.split(":\n", 1) for block in blocks if ":\n" in block]
+    return {label: rest for label, rest in pairs if label.isalpha() and label.isupper()}
+
+
+def test_sc_ensemble_goes_past_z_and_keeps_equal_candidates_apart() -> None:
+    solutions = [f"s{number}" for number in range(30)]
+    model = choose("AD")
+    assert asyncio.run(ScEnsemble(model)(solutions, "p")) == {"response": "s29"}
+    assert list(shown(model, 0)) == [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "AA", "AB", "AC", "AD"]
+    model = choose("C")
+    assert asyncio.run(ScEnsemble(model)(["x", "x", "y"], "p")) == {"response": "y"}
+    assert shown(model, 0) == {"A": "x", "B": "x", "C": "y"}
+
+
+def test_sc_ensemble_without_a_readable_vote_takes_the_most_frequent() -> None:
+    model = ScriptedModel(lambda _: "X or Y")
+    result = asyncio.run(ScEnsemble(model)(["a", "b", "c", "b "], "p"))
+    assert result == {"response": "b"}
+    assert result.outcome == "unreadable"
+    result = asyncio.run(ScEnsemble(model)(["b", "a"], "p"))
+    assert result == {"response": "b"}  # a tie: the first
+
+
+def test_empty_candidates_are_not_put_to_the_vote() -> None:
+    model = choose("B")
+    result = asyncio.run(ScEnsemble(model)(["", "x", None, 7], "p"))
+    assert result == {"response": "7"}
+    assert shown(model, 0) == {"A": "x", "B": "7"}
+    silent = ScriptedModel([])
+    for kind, key in ((ScEnsemble, "response"), (MdEnsemble, "solution")):
+        result = asyncio.run(kind(silent)(["", " "], "p"))
+        assert result == {key: ""}
+        assert result.outcome == "unreadable"
+
+
+@pytest.mark.parametrize("kind", [ScEnsemble, MdEnsemble])
+def test_ensembles_refuse_what_is_no_list_of_texts(kind: type[Operator]) -> None:
+    for wrong in ([], "a text", None, [{"a": 1}, ["x"], "fine"]):
+        with pytest.raises(BadInput) as caught:
+            asyncio.run(kind(ScriptedModel([]))(wrong, "p"))
+        assert "solutions" in str(caught.value)
+    assert len(caught.value.faults) == 2
+
+
+def by_text(text: str) -> Any:
+    """A model that votes for the candidate with this text, wherever it stands."""
+
+    def reply(messages: Any) -> str:
+        blocks = messages[0]["content"].partition("Candidates:\n")[2].split("\n\n")
+        label = next(block.split(":\n")[0] for block in blocks if block.endswith(f":\n{text}"))
+        return f"<solution_letter>{label}</solution_letter>"
+
+    return reply
+
+
+def test_md_ensemble_maps_each_vote_back_through_its_own_order() -> None:
+    for wanted in THREE:
+        model = ScriptedModel(by_text(wanted))
+        result = asyncio.run(MdEnsemble(model, vote_count=7)(THREE, "p"))
+        assert result == {"solution": wanted}
+        assert result.outcome == "answered"
+        assert len(model.asked) == 7
+    orders = {tuple(shown(model, number).values()) for number in range(7)}
+    assert len(orders) > 1  # they are shuffled
+
+
+def test_md_ensemble_is_deterministic_by_seed() -> None:
+    def orders(**settings: Any) -> list[tuple[str, ...]]:
+        model = ScriptedModel(by_text("one"))
+        asyncio.run(MdEnsemble(model, **settings)(THREE, "p"))
+        return [tuple(shown(model, number).values()) for number in range(5)]
+
+    assert orders() == orders()
+    assert orders(seed=1) != orders(seed=2)
+
+
+def test_md_ensemble_counts_votes_for_places_not_for_texts(monkeypatch: Any) -> None:
+    """Two votes each for two equal texts, three for another: merged, the equal ones would win."""
+
+    class Unshuffled:
+        def __init__(self, seed: str) -> None:
+            pass
+
+        def shuffle(self, order: list[int]) -> None:
+            pass
+
+    monkeypatch.setattr("aflow_tune.operators.ensembles.random.Random", Unshuffled)
+    model = choose(*"AABBCCC")
+    result = asyncio.run(MdEnsemble(model, vote_count=7)(["x", "x", "y"], "p"))
+    assert result == {"solution": "y"}
+
+
+def test_md_ensemble_survives_lost_votes_and_breaks_ties_by_place() -> None:
+    calls = iter(range(100))
+
+    def reply(messages: Any) -> str:
+        if next(calls) < 2:
+            return "no idea"
+        return by_text("two")(messages)
+
+    model = ScriptedModel(reply)
+    result = asyncio.run(MdEnsemble(model, vote_count=3, retries=0)(THREE, "p"))
+    assert result == {"solution": "two"}
+    assert (result.outcome, result.reason) == ("repaired", "2 of 3 votes could not be read")
+
+    turns = iter(["three", "one", "three", "one"])
+    model = ScriptedModel(lambda messages: by_text(next(turns))(messages))
+    result = asyncio.run(MdEnsemble(model, vote_count=4)(THREE, "p"))
+    assert result == {"solution": "one"}
+
+
+def test_a_failing_vote_cancels_the_others() -> None:
+    ended = []
+
+    async def reply(messages: Any) -> str:
+        if "\nA:\none" in messages[0]["content"]:
+            raise RuntimeError("down")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(1)
+        return ""
+
+    with pytest.raises(RuntimeError, match="down"):
+        asyncio.run(MdEnsemble(ScriptedModel(reply), vote_count=9)(THREE, "p"))
+    assert ended
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, True, "5"])
+def test_md_ensemble_needs_votes(count: Any) -> None:
+    with pytest.raises(BadInput, match="vote_count"):
+        MdEnsemble(ScriptedModel([]), vote_count=count)
