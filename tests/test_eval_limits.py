@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from eval_project import Run, numbers
+from graph_samples import own_form, simple
 from project import run_dir
 from scripted_server import Reply, ScriptedServer
 
@@ -166,3 +167,23 @@ def test_prompts_that_fit_nothing_are_refused_before_anything_runs(
     assert main(["eval", str(config), "--prompts", str(tmp_path / "prompts.yaml"), *endpoint]) == 2
     assert expected in capsys.readouterr().err
     assert server.requests == []
+
+
+def test_operator_graphs_are_compared(
+    evaluate: Run, server: ScriptedServer, config: Path, tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        own_form(tmp_path / name, simple(f"return await self.llm('{name}: ' + problem), 0"))
+    scoring = "def right(row, answer):\n    return float(row['answer'] in answer)\n"
+    (tmp_path / "score.py").write_text(scoring)
+    graph = f"graph: {{path: {tmp_path}/first, trust: true, score: {tmp_path}/score.py:right}}"
+    text = config.read_text().replace(f"workflow: {tmp_path}/flow.py:ask_once", graph)
+    config.write_text(text.replace("score: right", "score: reward"))
+    server.answer = lambda request: (
+        numbers(request) if "second" in str(request["messages"]) else Reply("nothing")
+    )
+    code, result = evaluate("--compare", "base", str(tmp_path / "second"), "--limit", "4")
+    assert code == 0
+    assert [column["name"] for column in result["columns"]] == ["base", "base, second"]
+    first, second = (column["tasksets"]["held_out"] for column in result["columns"])
+    assert (first["score"]["mean"], second["score"]["mean"]) == (0.0, 0.5)

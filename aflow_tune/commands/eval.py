@@ -31,7 +31,8 @@ examples:
 what a checkpoint may be:
   base, last, best (by the run's own evaluations), a step such as 20, or a folder: a checkpoint,
   a PEFT adapter, a merged model, or another run. --compare also takes workflow:FILE.py:FUNCTION
-  (that workflow with the base model) and another YAML (its workflow and base model).
+  or the folder of an operator graph (with the base model), and another YAML (its workflow and
+  base model).
 
 exit codes: 0 measured, 1 failed, 2 bad input, 3 interrupted, 4 budget.wall_seconds reached.
 """

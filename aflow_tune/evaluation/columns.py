@@ -22,6 +22,8 @@ from aflow_tune.types import Checkpoint
 
 BASE = "base"
 WORKFLOW_PREFIX = "workflow:"
+GRAPH_FILE = "graph.py"
+"""A folder with this file is an operator graph."""
 SAMPLING_KEYS = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": int}
 """What `--vary` takes, with the type of its values."""
 _RANGES = {
@@ -44,12 +46,13 @@ class Side:
     step: int = 0
     workflow: str | None = None
     config: Path | None = None
+    graph: Path | None = None
     served_model: str | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for two names of the same thing."""
-        return self.weights, self.workflow, self.config, self.served_model
+        return self.weights, self.workflow, self.config, self.graph, self.served_model
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,9 @@ class _Sides:
             if not Path(name).is_file():
                 self._miss(option, name, "no such file")
             return Side(Path(name).stem, config=Path(name), served_model=served)
+        if (Path(name) / GRAPH_FILE).is_file():
+            folder = Path(name).resolve()
+            return Side(f"{BASE}, {folder.name}", graph=folder, served_model=served)
         if self.served_models:
             if name in self.served_models:
                 return self.base() if name == served else self.served(name)
@@ -273,7 +279,10 @@ class _Sides:
             there = f"base, last, best, a step ({steps})"
         else:
             there = f"base (no checkpoint is in {self.run_dir})"
-        expected = f"{there}, a folder with weights, workflow:FILE.py:FUNCTION or a YAML"
+        expected = (
+            f"{there}, a folder with weights or an operator graph, workflow:FILE.py:FUNCTION, "
+            "or a YAML"
+        )
         cure = f"{option} last" if self.saved else "train first, or name a folder with weights"
         self.faults.append(Fault(f"{option} {name}", expected, found, cure))
 

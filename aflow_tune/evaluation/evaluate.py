@@ -45,7 +45,7 @@ from aflow_tune.engines.trinity.run_state import locked, write_json
 from aflow_tune.engines.trinity.ship import import_folders, ship_by_value
 from aflow_tune.engines.trinity.validate import resolve_functions
 from aflow_tune.errors import BadInput, BudgetReached, Interrupted, RunFailed
-from aflow_tune.evaluation.columns import Column, Plan, Wanted, make_plan
+from aflow_tune.evaluation.columns import Column, Plan, Side, Wanted, make_plan
 from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page
 from aflow_tune.evaluation.progress import EvalProgress
 from aflow_tune.evaluation.prompts import as_graph, with_prompts
@@ -326,19 +326,30 @@ def _sources(
     Raises:
         BadInput: a workflow or configuration that a column names cannot be used.
     """
-    made: dict[tuple[str | None, Path | None], _Source] = {(None, None): first}
+    made: dict[tuple[Any, ...], _Source] = {(None, None, None): first}
+    found = {}
     for column in plan.columns:
         side = column.side
-        key = (side.workflow, side.config)
-        if key in made:
-            continue
-        if side.config is not None:
-            made[key] = _other_config(side.config, untouched, request)
-            continue
-        workflow = resolve(side.workflow or "", request.config.parent)
-        check_functions(workflow, first.judge)
-        made[key] = replace(first, workflow=workflow)
-    return {column: made[column.side.workflow, column.side.config] for column in plan.columns}
+        key = (side.workflow, side.config, side.graph)
+        if key not in made:
+            if side.config is not None:
+                made[key] = _other_config(side.config, untouched, request)
+            else:
+                workflow = _other_workflow(side, untouched, request)
+                check_functions(workflow, first.judge)
+                made[key] = replace(first, workflow=workflow)
+        found[column] = made[key]
+    return found
+
+
+def _other_workflow(side: Side, untouched: AflowConfig, request: Request) -> Function:
+    """A function, or an operator graph with the settings of the configuration's own graph."""
+    if side.graph is None:
+        workflow: Function = resolve(side.workflow or "", request.config.parent)
+        return workflow
+    config = copy.deepcopy(untouched)
+    config.workflow, config.graph.path = None, str(side.graph)
+    return resolve_functions(config, request.config)[0]
 
 
 def _other_config(path: Path, untouched: AflowConfig, request: Request) -> _Source:

@@ -156,6 +156,7 @@ class Result:
                     "weights": str(column.side.weights) if column.side.weights else None,
                     "step": column.side.step,
                     "workflow": column.side.workflow,
+                    "graph": str(column.side.graph) if column.side.graph else None,
                     "config": str(column.side.config) if column.side.config else None,
                     "model": column.side.served_model,
                     "sampling": dict(column.sampling),
