@@ -389,8 +389,11 @@ class Sandbox:
             reason = self._killed_for
         if reason == "itself" and code == -24:  # SIGXCPU
             reason = "cpu_seconds"
-        if reason == "itself" and code == 1 and _out_of_memory(stderr):
-            reason = "memory_mb"
+        if reason == "itself" and code == 1:
+            if _LAST_LINE_MEMORY.match(_last_line(stderr)):
+                reason = "memory_mb"
+            elif _LAST_LINE_DISK.search(_last_line(stderr)):
+                hits.add("disk_mb")
         if reason not in ("itself", "lost", "parent"):
             hits.add(reason)
         by_reason = {
@@ -429,7 +432,11 @@ def _parse(report: list[str]) -> tuple[int | None, str, set[str]]:
     return code, reason, set(report[3].split(",")) & _KNOWN
 
 
-def _out_of_memory(stderr: str) -> bool:
-    """Whether a Python program ended by an uncaught MemoryError, as its traceback says."""
-    lines = stderr.rstrip().splitlines()
-    return bool(lines) and re.match(r"(\w+\.)*MemoryError\b", lines[-1]) is not None
+# How a traceback of Python ends where an allocation or a write was refused: MemoryError, and
+# EFBIG, ENOSPC, EDQUOT as the kernel numbers them.
+_LAST_LINE_MEMORY = re.compile(r"(\w+\.)*MemoryError\b")
+_LAST_LINE_DISK = re.compile(r"\[Errno (27|28|122)\]")
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]

@@ -40,6 +40,8 @@ _NEWEST = 462
 _NEW_NAMESPACES = 0x7E02_0000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME is unshare's alone."""
 _AF_UNIX = 1
+_SOCK_DGRAM = 2
+"""A bit of SOCK_DGRAM and SOCK_RAW; neither of SOCK_STREAM nor of SOCK_SEQPACKET."""
 
 CALLS: dict[str, tuple[int | None, int | None]] = {
     # other processes: their memory, descriptors, limits, scheduling
@@ -77,6 +79,9 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "open_by_handle_at": (304, 265),
     # sockets; socketpair is looked at below
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
     # memory that belongs to no process, so that no limit would count it
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -261,6 +266,10 @@ def _examine(name: str, landlock: bool) -> Iterator[Instruction]:
     elif name == "socketpair":
         yield _argument(0)
         yield _JUMP_EQUAL, 1, 0, _AF_UNIX
+        yield refuse
+        # Half a pair of datagram sockets can send to any address.
+        yield _argument(1)
+        yield _JUMP_ANY_BIT, 0, 1, _SOCK_DGRAM
         yield refuse
     elif name in ("ioctl", "fcntl"):
         operations = {

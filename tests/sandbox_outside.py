@@ -1,0 +1,116 @@
+"""What tests see of a sandbox from outside: its processes, and what became of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aflow_tune.sandbox import Execution, Limits, detect, run_program_sync
+
+WALLS = ("bubblewrap", "landlock")
+
+
+def need(policy: str) -> str:
+    """Skip, saying why, where this wall cannot be built."""
+    found = detect(policy)
+    if found.level is None:
+        pytest.skip(f"no {policy} here: {found.why}")
+    return policy
+
+
+def run(policy: str, source: str, stdin: str = "", **limits: float) -> Execution:
+    return run_program_sync(
+        source,
+        stdin=stdin,
+        policy=policy,
+        limits=Limits(**{"seconds": 10.0, **limits}),  # type: ignore[arg-type]
+    )
+
+
+@contextlib.contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder outside that every user may read and write: only a wall can protect it."""
+    folder = Path(tempfile.mkdtemp(prefix="outside-"))
+    folder.chmod(0o777)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def below() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def commands() -> list[str]:
+    """Command lines of every process of the machine that we may see."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
+class Watcher:
+    """Looks at something outside every hundredth of a second while a program runs."""
+
+    def __init__(self, look: Callable[[], float]) -> None:
+        self.look, self.most = look, 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+
+    def _work(self) -> None:
+        while not self._stop.wait(0.01):
+            self.most = max(self.most, self.look())
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def memory_below() -> float:
+    """MB of the processes below this one, shared pages divided among their users."""
+    total = 0
+    for process in below():
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            total += pss(process.pid)
+    return total / (1 << 20)
+
+
+def pss(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except PermissionError:
+        pass
+    resident = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(resident[1]) - int(resident[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def tasks_below() -> float:
+    return sum(1 for process in below() if process.pid)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether it becomes true; what ends by itself may take a moment on a busy machine."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
