@@ -16,6 +16,7 @@ do tests that cannot be run, as long as the solution had no part in it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -23,8 +24,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.sandbox.types import Ending, Execution, Limits
+from aflow_tune.sandbox import Channel, Ending, Execution, Limits, ProgramEnded, open_channel
 
+MESSAGE_KB = 8192
+"""What one call's arguments or result may take as JSON, at least."""
 GRACE_SECONDS = 2.0
 """The tests may go on for so much longer than the solution, to say why it failed."""
 
@@ -33,7 +36,7 @@ GRACE_SECONDS = 2.0
 class CodeVerdict:
     """Whether the program passed, or None where that cannot be said, and why.
 
-    `executions` are the solution's and the tests' process, as far as they were started.
+    `executions` has the process whose end decided it, where one did.
     """
 
     passed: bool | None
@@ -63,11 +66,10 @@ async def check_code(
     Raises:
         SandboxUnavailable: nothing was run.
     """
-    from aflow_tune.sandbox import open_channel  # only code needs it
-
     text = tests if isinstance(tests, str) else "\n".join(tests)
     if not _asserts(text):
         return CodeVerdict(None, "the tests assert nothing")
+    limits = replace(limits, output_kb=max(limits.output_kb, MESSAGE_KB))
     library = {"aflow_values.py": _source("_values.py"), "helpers.py": helpers}
     async with AsyncExitStack() as stack:
         graded = await stack.enter_async_context(
@@ -89,42 +91,47 @@ async def check_code(
         return await _converse(graded, grader, entry_point)
 
 
-async def _converse(graded: Any, grader: Any, entry_point: str) -> CodeVerdict:
+async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeVerdict:
     """Pass calls and results on until the grader has a verdict or one of the two ends."""
     loaded = await graded.receive()
     if loaded is None:
-        return await _ended(graded, "ended while it was loaded")
+        return _ended(graded, "ended while it was loaded")
     if not isinstance(loaded, dict) or not isinstance(loaded.get("names"), dict):
         return CodeVerdict(False, f"the program does not load: {_failure(loaded)}")
-    await grader.send([entry_point, loaded["names"]])
+    with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
+        await grader.send([entry_point, loaded["names"]])
     calls = 0
     while True:
         message = await grader.receive()
         if message is None:
-            return await _grader_ended(grader, calls)
+            return _grader_ended(grader, calls)
         if isinstance(message, dict):
             verdict = message["verdict"]
             return CodeVerdict(verdict["passed"], verdict["reason"])
         calls += 1
-        await graded.send(message)
-        reply = await graded.receive()
+        try:
+            await graded.send(message)
+            reply = await graded.receive()
+        except ProgramEnded:
+            reply = None
         if reply is None:
-            return await _ended(graded, "ended during a call")
-        await grader.send(reply)
+            return _ended(graded, "ended during a call")
+        with contextlib.suppress(ProgramEnded):
+            await grader.send(reply)
 
 
-async def _ended(channel: Any, what: str) -> CodeVerdict:
-    execution = await channel.execution()
-    if execution.ending is Ending.FINISHED:
-        reason = f"the program {what}"
-    else:
-        reason = f"the program {what}: {execution.ending.value}"
-    return CodeVerdict(False, reason, (execution,))
+def _ended(channel: Channel, what: str) -> CodeVerdict:
+    try:
+        execution = channel.execution()
+    except RuntimeError:  # it goes on, having sent null or closed its end
+        return CodeVerdict(False, "the program closed its channel")
+    ending = "" if execution.ending is Ending.FINISHED else f": {execution.ending.value}"
+    return CodeVerdict(False, f"the program {what}{ending}", (execution,))
 
 
-async def _grader_ended(channel: Any, calls: int) -> CodeVerdict:
+def _grader_ended(channel: Channel, calls: int) -> CodeVerdict:
     """The tests' process was killed: by what the solution made of it, if it was called."""
-    execution = await channel.execution()
+    execution = channel.execution()
     reason = f"the tests ended without a verdict: {execution.ending.value}"
     return CodeVerdict(False if calls else None, reason, (execution,))
 

@@ -21,14 +21,23 @@ from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 MAX_ANSWER_CHARACTERS = 400
 """What is longer is no final answer."""
 _SENTENCE_END = re.compile(r"(?<!\d)[.!?]\s+")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|,\\!|\\,)(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|,\\!|\\,|\s)(?=\d{3}(?!\d))")
+_THIN = re.compile(r"(?<=\d)\\[,!](?=\d{3}(?!\d))")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 _CHOICE = re.compile(r"\b(?:or|either)\b|\\(?:lor|vee)\b|[|]{1,2}(?=\s*[\d\\])", re.IGNORECASE)
 _RELATION = re.compile(
     r"=|[<>≤≥≈≠]|\\(?:n?eq(?:uiv)?|approx|sim(?:eq)?|cong|leq?|geq?|ne|lt|gt|in|to|iff)(?![a-zA-Z])"
     r"|\\(?:Right|right|Long)\w*arrow"
 )
-_NAMES_ANSWER = re.compile(r"[a-zA-Z\\][\w\\{}'()]*\s*(?:=|\\in(?![a-zA-Z]))")
+_NAMES_ANSWER = re.compile(
+    r"(?:[a-zA-Z\\][\w\\{}'()]*|\([a-zA-Z\s,\\]+\))\s*(?:=|\\in(?![a-zA-Z]))"
+)
+# A blank or a space of LaTeX between numbers; but 3 1/2 and 3 \frac12 are one number.
+_SIDE_BY_SIDE = re.compile(r"\d(?:\s|\\[;,:! ]|\\q?quad)+-?\d+(?!\s*/|[\d.]*\s*/)")
+_BASE = re.compile(r"(?<=\d)_\{?\s*(\w+)")
+_BETWEEN_GROUPS = re.compile(
+    r"(?:[\s,;]|\\cup|\\cap|\\setminus|\\text|\\(?:left|right|[bB]igg?)|\\[,;!])*"
+)
 
 
 def final_answer(text: str) -> str:
@@ -67,7 +76,7 @@ def score_strict(answer: str, solution: str) -> Score:
         return wrong("no boxed answer")
     if max(map(len, given)) > MAX_ANSWER_CHARACTERS:
         return wrong("too long for a final answer")
-    given = _distinct([box.strip().rstrip(".").rstrip() for box in given])
+    given = _distinct([_THIN.sub("", box).strip().rstrip(".").rstrip() for box in given])
     joined, truth = ", ".join(given), ", ".join(expected)
     if len(expected) == 1:
         if len(given) > 1:
@@ -97,11 +106,31 @@ def _open_choice(answer: str, truth: str) -> str:
             pattern, _TEXT.sub(r" \1 ", truth)
         ):
             return reason
+    if _SIDE_BY_SIDE.search(_THOUSANDS.sub("", answer)) and not _SIDE_BY_SIDE.search(truth):
+        return "numbers side by side"
+    bases = _BASE.findall(answer)
+    if bases and bases != _BASE.findall(truth):
+        return "another number base"
+    if _is_brackets(truth) and "," in truth and not _is_brackets(answer):
+        return "more or other than the brackets asked for"
     relations = len(_RELATION.findall(answer))
     named = relations == 1 and _NAMES_ANSWER.match(answer.strip())
     if relations and not named and not _RELATION.search(truth):
         return "a relation where a value is asked for"
     return ""
+
+
+def _is_brackets(text: str) -> bool:
+    """Whether the text is one or more bracketed groups, named at most, and nothing else."""
+    depth, outside = 0, ""
+    for character in _NAMES_ANSWER.sub("", text.strip(), count=1):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif depth <= 0:
+            outside += character
+    return _BETWEEN_GROUPS.fullmatch(outside.replace("\\\\", "")) is not None
 
 
 def _entries(text: str) -> int:

@@ -39,7 +39,7 @@ def published_program(answer: str, entry_point: str) -> str:
     """
     code = _longest_run(answer)
     try:
-        return _reachable(ast.parse(code), entry_point)
+        return _reachable(_parse(code), entry_point)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
 
@@ -56,9 +56,9 @@ def strict_program(answer: str, entry_point: str) -> str:
         return answer
     blocks = [match[2] for match in _FENCED.finditer(answer)]
     programs = {
-        ast.dump(ast.parse(block)): block
+        ast.dump(_parse(block)): block
         for block in blocks
-        if is_python(block) and entry_point in _defined(ast.parse(block))
+        if is_python(block) and entry_point in _defined(_parse(block))
     }
     if not programs:
         raise NoProgram(f"no Python program that defines {entry_point}")
@@ -72,7 +72,7 @@ def same_program(first: str, second: str) -> bool:
     if first == second:
         return True
     try:
-        return ast.dump(ast.parse(first)) == ast.dump(ast.parse(second))
+        return ast.dump(_parse(first)) == ast.dump(_parse(second))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
@@ -84,13 +84,13 @@ def helpers_of(prompt: str, entry_point: str) -> str:
     """
     if not is_python(prompt):
         return ""
-    kept = [node for node in ast.parse(prompt).body if getattr(node, "name", "") != entry_point]
+    kept = [node for node in _parse(prompt).body if getattr(node, "name", "") != entry_point]
     return ast.unparse(ast.Module(body=kept, type_ignores=[]))
 
 
 def is_python(text: str) -> bool:
     """Whether the text can be parsed."""
-    return _first_fault(text) is None
+    return _fault(text) is None
 
 
 def _longest_run(text: str) -> str:
@@ -113,26 +113,36 @@ def _longest_run(text: str) -> str:
         if filled[last] > filled[first]
     )
     parsed = 0
+    hopeless: dict[int, int] = {}  # first line to the line that no run from there may have
     for _, first, last in runs:
-        failed_at = _first_fault("\n".join(lines[first:last]))
-        if failed_at is None:
+        if last > hopeless.get(first, len(lines)):
+            continue
+        fault = _fault("\n".join(lines[first:last]))
+        if fault is None:
             return "\n".join(lines[first:last])
-        parsed += failed_at
+        if fault.msg == "invalid syntax" and fault.lineno:
+            # Nothing that goes on like this up to that line can be parsed.
+            hopeless[first] = first + fault.lineno - 1
+        parsed += last - first
         if parsed > MAX_PARSED_LINES:
             raise NoProgram(f"none found within {MAX_PARSED_LINES:,} parsed lines")
     return lines[0]
 
 
-def _first_fault(text: str) -> int | None:
-    """The line in which parsing stopped, or None if the text is Python."""
+def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes and the like
-        try:
-            ast.parse(text)
-        except SyntaxError as error:
-            return error.lineno or 1
-        except (ValueError, RecursionError, MemoryError):
-            return text.count("\n") + 1
+        return ast.parse(text)
+
+
+def _fault(text: str) -> SyntaxError | None:
+    """Why the text is no Python, or None if it is."""
+    try:
+        _parse(text)
+    except SyntaxError as error:
+        return error
+    except (ValueError, RecursionError, MemoryError) as error:
+        return SyntaxError(str(error))
     return None
 
 

@@ -1,0 +1,177 @@
+"""Which program an answer holds, and Python values that travel as JSON."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import enum
+import json
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from aflow_tune.scoring import _values as values
+from aflow_tune.scoring.programs import (
+    NoProgram,
+    helpers_of,
+    published_program,
+    same_program,
+    strict_program,
+)
+
+SQUARE = "def square(x):\n    return x * x"
+
+
+def _same(first: str, second: str) -> bool:
+    return ast.dump(ast.parse(first)) == ast.dump(ast.parse(second))
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        (SQUARE, SQUARE),
+        # The longest run of lines that is Python; the fences are not.
+        (f"Here it is:\n```python\n{SQUARE}\n```\nIt works.", SQUARE),
+        # Imports, and what the entry point reaches through others; no statements.
+        (
+            "import os\nK = 2\ndef twice(x):\n    return K * x\ndef other(x):\n    return x\n"
+            "def square(x):\n    return twice(x)\nprint(square(3))\n",
+            "import os\nK = 2\ndef twice(x):\n    return K * x\n"
+            "def square(x):\n    return twice(x)",
+        ),
+        ("def other(x):\n    return x", ""),
+        ("one line of words", "one line of words"),
+        ("two lines\nof words", "two lines"),
+        # Of two runs of equal length the first; only whole lines count.
+        ("x = 1\ny = 2\n???\nsquare = 3\nz = 4", ""),
+    ],
+)
+def test_the_published_program(answer: str, program: str) -> None:
+    found = published_program(answer, "square")
+    assert found == program or _same(found, program)
+
+
+def test_the_published_search_is_bounded() -> None:
+    with pytest.raises(NoProgram, match="more than 400 lines"):
+        published_program("no python here!\n" * 500, "f")
+    # Each run of these lines fails only at its end.
+    hard = "x = (1,\n" * 399
+    with pytest.raises(NoProgram, match="none found within 200,000 parsed lines"):
+        published_program(hard, "f")
+
+
+def test_the_strict_program() -> None:
+    assert strict_program(SQUARE, "square") == SQUARE
+    fenced = f"First:\n```python\nprint(1)\n```\nso\n```py\n{SQUARE}\n```\n"
+    assert strict_program(fenced, "square").strip() == SQUARE
+    twice = f"```\n{SQUARE}\n```\nagain\n```\n{SQUARE}  # the same\n```\n"
+    assert _same(strict_program(twice, "square"), SQUARE)
+    other = f"```\n{SQUARE}\n```\nor\n```\n{SQUARE} + 1\n```\n"
+    with pytest.raises(NoProgram, match="2 programs that differ"):
+        strict_program(other, "square")
+    with pytest.raises(NoProgram, match="no Python program that defines square"):
+        strict_program("I would square it.", "square")
+    with pytest.raises(NoProgram, match="longer than"):
+        strict_program("x = 1\n" * 50_000, "x")
+
+
+def test_same_programs() -> None:
+    assert same_program("x=1 # one", "x = 1")
+    assert not same_program("x=1", "x=2")
+    assert not same_program("x=1", "not python at all")
+
+
+def test_helpers_of_a_prompt() -> None:
+    prompt = (
+        "import math\n\ndef poly(xs, x):\n    return sum(xs) + x\n\n"
+        'def find_zero(xs):\n    """Finds it."""\n'
+    )
+    assert helpers_of(prompt, "find_zero") == (
+        "import math\n\ndef poly(xs, x):\n    return sum(xs) + x"
+    )
+    assert helpers_of("Write a function in words.", "f") == ""
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+class Always(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def _travel(value: Any) -> Any:
+    kept: list[Any] = []
+
+    def keep(thing: Any) -> tuple[int, str]:
+        kept.append(thing)
+        return len(kept) - 1, type(thing).__name__
+
+    text = json.dumps(values.encode(value, keep), allow_nan=False)
+    return values.decode(json.loads(text), values.Handle)
+
+
+VALUES: list[Any] = [
+    *(None, True, 0, -5, 2**53 + 1, -(10**5000), 1.5, -0.0, float("inf"), 2 + 3j),
+    *("\u00e9\ud800\n", b"\x00\xff", bytearray(b"x"), range(1, 10, 2)),
+    *([1, [2]], (1, (2,)), {1, 2}, frozenset({(1, 2)}), {"a": 1, (1, 2): [3]}, {}, [], ()),
+    *(collections.Counter("aab"), collections.deque([1, 2], 5), Decimal("1.10"), Fraction(1, 3)),
+    # What looks like an encoded value is none.
+    *({"t": [1]}, {"h": 1}),
+]
+
+
+def test_values_arrive_as_they_were() -> None:
+    for value in VALUES:
+        arrived = _travel(value)
+        assert arrived == value
+        assert type(arrived) is type(value)
+
+
+def test_values_that_arrive_otherwise() -> None:
+    assert math.isnan(_travel(float("nan")))
+    assert (_travel(Colour.RED), type(_travel(Colour.RED))) == (3, int)
+    assert _travel(Always(7)) == 7
+    assert _travel(Always(7)) != 8
+    assert (_travel(Point(1, 2)), type(_travel(Point(1, 2)))) == ((1, 2), tuple)
+    assert type(_travel(collections.OrderedDict(a=1))) is dict
+    assert _travel({1: 2}.keys()) == {1}
+    assert list(_travel(map(str, [1, 2]))) == ["1", "2"]
+    handle = _travel(object())
+    assert handle != object()
+    assert handle == values.Handle(0, "object")
+    with pytest.raises(TypeError, match="no plain value"):
+        bool(handle)
+
+
+def test_values_too_large_or_without_end_are_refused() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    for value in (itself, [0] * 300_000, "x" * 10_000_000, iter(int, 1)):
+        with pytest.raises(ValueError, match=r"deeper than|more than"):
+            _travel(value)
+
+
+@pytest.mark.parametrize(
+    "data", [{"zz": 1}, {"i": "x"}, {"t": 5}, {"h": ["a", 1]}, {"s": [[1]]}, {}]
+)
+def test_json_of_another_form_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        values.decode(data, values.Handle)
+
+
+def test_changed_arguments_keep_their_identity() -> None:
+    inner = [1]
+    outer = {"a": inner, "b": 2}
+    values.overwrite(outer, {"a": [1, 2], "c": 3})
+    assert outer == {"a": [1, 2], "c": 3}
+    assert outer["a"] is inner
