@@ -121,7 +121,8 @@ class GraphSection:
     trust: bool = False
     """True: graph.py runs in the run's own process, with your rights, instead of the sandbox."""
     benchmark: str | None = None
-    """The benchmark whose question, answer and scoring its tasks have, such as gsm8k."""
+    """The benchmark whose question, answer and scoring its tasks have, such as gsm8k. With a
+    `judge` it gives the question only."""
     score: str | None = None
     """Instead of a benchmark: a function of the row and the answer that returns the reward, as
     `path/file.py:function` or `module:function`."""

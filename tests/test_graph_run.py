@@ -374,3 +374,11 @@ def test_cost_of_a_run_without_calls_is_zero(own: Callable[..., Graph]) -> None:
     ran = run(own("return 'x'"), model=ScriptedModel([]))
     assert (ran.cost, ran.model_calls) == (0.0, 0)
     assert not math.isnan(ran.seconds)
+
+
+def test_the_graph_of_the_documentation_runs(tmp_path: Path, trust: bool) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "graphs.md").read_text()
+    source = text.partition("```python\n")[2].partition("```")[0]
+    folder = own_form(tmp_path / "g", source, '{"SOLVE": "Solve step by step: "}')
+    model = ScriptedModel(["a", "b", "c", LETTER])
+    assert run(load_graph(folder, trust=trust), model=model).answer == "b"

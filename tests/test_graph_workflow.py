@@ -22,10 +22,11 @@ from aflow_tune.engines.trinity.ship import ship_by_value
 from aflow_tune.engines.trinity.validate import check_data, resolve_functions
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import load_graph
-from aflow_tune.graph.workflow import GraphFailed, GraphWorkflow, Unscored
+from aflow_tune.graph.workflow import GraphFailed, GraphResponse, GraphWorkflow
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import TestCases
-from aflow_tune.signature import check_workflow
+from aflow_tune.scoring.rewards import Unscored
+from aflow_tune.signature import check_functions, check_workflow
 
 ROW = {"question": "What is 1+2?", "answer": "It is 3.\n#### 3"}
 CALL = 'return (await self.custom(input=problem, instruction=""))["response"], 0.0'
@@ -166,6 +167,23 @@ def test_a_configuration_names_a_graph(tmp_path: Path) -> None:
     assert (workflow.limits.seconds, workflow.limits.calls) == (20.0, 7)
     assert workflow.clients["judge"].model == "m"
     assert set(workflow.test_cases.sets) == {"f"}
+
+
+def test_a_judge_scores_the_answer_of_a_graph(tmp_path: Path) -> None:
+    own_form(tmp_path / "mine", simple(CALL))
+    (tmp_path / "graph_judge.py").write_text(
+        "from typing import Any, Dict\n\nfrom aflow_tune import JudgeOutput\n\n\n"
+        "async def judge(task: Dict, response: Any) -> JudgeOutput:\n"
+        "    return JudgeOutput(reward=float(response == task['answer']))\n"
+    )
+    config, path = config_of(tmp_path, "{path: mine, trust: true}", "judge: graph_judge.py:judge\n")
+    workflow, judge = resolve_functions(config, path)
+    assert isinstance(workflow, GraphResponse)
+    assert judge is not None
+    contract, _ = check_functions(workflow, judge)
+    assert contract.returns == "WorkflowOutput"
+    output = asyncio.run(workflow(task={"question": "q"}, model=ScriptedModel(["a"])))
+    assert (output.response, output.reward) == ("a", None)
 
 
 def test_operators_of_the_users_are_known_to_the_graph(tmp_path: Path) -> None:

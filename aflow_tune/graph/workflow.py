@@ -1,5 +1,7 @@
 """A graph as the workflow function that `tune` and `eval` take: run it on a row, score it.
 
+`GraphWorkflow` scores the answer itself; `GraphResponse` leaves it to a judge function.
+
 The object is the function. It holds the graph's texts and plain settings only, so it travels to
 a worker by value and needs no file there. The model that is tuned is the graph's model; other
 operators may use other models of the configuration by role.
@@ -24,6 +26,8 @@ from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import Operator, TestCases, use_test_cases
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find, score_both
+from aflow_tune.scoring.rewards import logged, scored
+from aflow_tune.types import WorkflowOutput
 
 if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
@@ -44,16 +48,9 @@ class GraphFailed(AflowTuneError, RuntimeError):
         return f"{self.run.ending.value}: {self.run.reason}"
 
 
-class Unscored(AflowTuneError, RuntimeError):
-    """An answer that could not be scored: neither right nor wrong."""
-
-
 @dataclass(frozen=True)
-class GraphWorkflow:
-    """`async def f(task: Dict, model: TrinityChatModel) -> float` around a graph.
-
-    Exactly one of `benchmark` and `score` says what an answer is worth.
-    """
+class GraphFunction:
+    """A graph with what it is run with. Its subclasses are workflow functions."""
 
     graph: Graph
     benchmark: str | None = None
@@ -84,12 +81,15 @@ class GraphWorkflow:
             names += find(self.benchmark).fields
         return tuple(FieldRead(name, self.graph.label, tolerant=False) for name in names)
 
-    async def __call__(self, task: Dict, model: TrinityChatModel) -> float:  # noqa: UP006
-        """Run the graph on a row and score what it answers.
+    async def __call__(self, task: Dict, model: TrinityChatModel) -> Any:  # noqa: UP006
+        """One run, in the form of the subclass."""
+        raise NotImplementedError(f"{type(self).__name__} is no workflow function")
+
+    async def answer(self, task: Mapping[str, Any], model: Any) -> GraphRun:
+        """Run the graph on a row: an answer, or none where the graph returned none.
 
         Raises:
-            GraphFailed: there is no answer, and that is no wrong answer.
-            Unscored: the scorer could not tell.
+            GraphFailed: it ended otherwise, which is no wrong answer.
             SandboxUnavailable: code would have to run, and no wall can be built here.
         """
         entry_point = task.get(self.entry_point)
@@ -110,21 +110,7 @@ class GraphWorkflow:
             raise SandboxUnavailable(run.reason)
         if run.ending not in (GraphEnding.ANSWERED, GraphEnding.NO_ANSWER):
             raise GraphFailed(run)
-        return await self._reward(task, run)
-
-    async def _reward(self, task: Mapping[str, Any], run: GraphRun) -> float:
-        if self.score is not None:
-            value = self.score(task, run.answer)
-            return await value if isinstance(value, Awaitable) else value
-        assert self.benchmark is not None
-        scores = await score_both(self.benchmark, task, run.text, policy=self.sandbox)
-        record_metrics(
-            **{rule: score.value for rule, score in scores.items() if score.value is not None}
-        )
-        strict = scores["strict"]
-        if strict.value is None:
-            raise Unscored(strict.reason)
-        return strict.value
+        return run
 
     def _problem(self, task: Mapping[str, Any]) -> str:
         if self.problem is None and self.benchmark is not None:
@@ -136,6 +122,39 @@ class GraphWorkflow:
         raise BadInput(f"The task has no text under {' or '.join(names)}: set graph.problem.")
 
 
+@dataclass(frozen=True)
+class GraphWorkflow(GraphFunction):
+    """`async def f(task: Dict, model: TrinityChatModel) -> float`: the graph's answer, scored.
+
+    Exactly one of `benchmark` and `score` says what an answer is worth.
+    """
+
+    async def __call__(self, task: Dict, model: TrinityChatModel) -> float:  # noqa: UP006
+        """The reward of one run.
+
+        Raises:
+            GraphFailed, SandboxUnavailable: as `answer`.
+            Unscored: the scorer could not tell.
+        """
+        run = await self.answer(task, model)
+        if self.score is not None:
+            value = self.score(task, run.answer)
+            return await value if isinstance(value, Awaitable) else value
+        assert self.benchmark is not None
+        scores = await score_both(self.benchmark, task, run.text, policy=self.sandbox)
+        record_metrics(**logged(scores))
+        return scored(scores["strict"])
+
+
+@dataclass(frozen=True)
+class GraphResponse(GraphFunction):
+    """The same for a judge function: it returns the answer's text, unscored."""
+
+    async def __call__(self, task: Dict, model: TrinityChatModel) -> WorkflowOutput:  # noqa: UP006
+        """The response of one run. Raises as `answer`."""
+        return WorkflowOutput(response=(await self.answer(task, model)).text)
+
+
 def workflow_from_config(
     section: GraphSection,
     settings: Mapping[str, ModelSettings],
@@ -145,8 +164,9 @@ def workflow_from_config(
     operators: Mapping[str, type[Operator]] | None = None,
     sandbox: str = "auto",
     score: ScoreFunction | None = None,
+    judged: bool = False,
     where: Callable[[str], str] = str,
-) -> GraphWorkflow:
+) -> GraphFunction:
     """The workflow that a configuration's `graph:` section describes.
 
     Args:
@@ -154,6 +174,7 @@ def workflow_from_config(
         path: the folder, where `section.path` is relative to something else.
         test_cases: the same for the file `section.test_cases`.
         operators: the configuration's `operators:`, loaded.
+        judged: whether a judge function scores the answers.
         where: from a key of the configuration to its place, for messages.
 
     Raises:
@@ -167,10 +188,14 @@ def workflow_from_config(
         except BadInput as error:
             key = where("graph.benchmark")
             faults += [replace(fault, where=key) for fault in error.faults]
-    if (section.benchmark is None) == (score is None):
-        found = "neither" if score is None else "both"
-        cure = "write `graph: {benchmark: gsm8k}` or `graph: {score: path/file.py:function}`"
-        expected = "a benchmark or a score function"
+    scorers = [section.benchmark is not None and not judged, score is not None, judged]
+    if sum(scorers) != 1:
+        found = "none of them" if not any(scorers) else "more than one"
+        cure = (
+            "write `graph: {benchmark: gsm8k}`, `graph: {score: path/file.py:function}`, or "
+            "`judge: path/file.py:function`"
+        )
+        expected = "one that scores: a benchmark, a score function or a judge"
         faults.append(Fault(where("graph.benchmark"), expected, found, cure))
     names = {*graph.shape.instances, *graph.shape.instances.values()}
     for name, role in section.models.items():
@@ -186,7 +211,8 @@ def workflow_from_config(
         faults += check_models({role: settings[role] for role in roles})
     if faults:
         raise BadInput("The graph section cannot be used.", faults)
-    return GraphWorkflow(
+    kind = GraphResponse if judged else GraphWorkflow
+    return kind(
         graph.with_prompts(section.prompts) if section.prompts else graph,
         benchmark=section.benchmark,
         score=score,

@@ -216,6 +216,7 @@ def _graph_workflow(config: AflowConfig, config_path: str | Path | None) -> Func
         test_cases=_here_or_beside(section.test_cases, base) if section.test_cases else None,
         operators=load_operators(config.operators, base),
         score=score,
+        judged=bool(config.judge),
         where=config.positions.where,
     )
 
