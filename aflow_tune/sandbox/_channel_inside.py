@@ -19,12 +19,14 @@ _received = bytearray()
 
 
 def send(message: Any) -> None:
-    """Send a JSON value; waits while the parent does not read.
+    """Send a JSON value other than null; waits while the parent does not read.
 
     Raises:
         TypeError, ValueError: it is not one.
         OSError: the parent has closed the channel.
     """
+    if message is None:
+        raise ValueError("None is no message: it means that there will be none")
     line = memoryview(json.dumps(message).encode() + b"\n")
     with _sending:
         while line:

@@ -1,7 +1,7 @@
 """A conversation with a running program: JSON values, one a line, over a private socket.
 
 The program finds its end as the module `aflow_channel` (`_channel_inside.py`). Here nothing it
-says is trusted: a line that is no JSON or longer than the program's output limit ends it, and
+says is trusted: a line that is no JSON, null, or longer than the program's output limit ends it, and
 nothing is read ahead, so a program that talks more than is listened to has to wait.
 """
 
@@ -39,12 +39,14 @@ class Channel:
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
 
     async def send(self, message: Any) -> None:
-        """Send a JSON value; waits while the program does not read.
+        """Send a JSON value other than null; waits while the program does not read.
 
         Raises:
             TypeError, ValueError: it is not one, or is longer than the output limit.
             ProgramEnded: nobody is there to read it.
         """
+        if message is None:
+            raise ValueError("None is no message: it means that there will be none")
         line = json.dumps(message).encode() + b"\n"
         if len(line) > self._bound:
             raise ValueError(f"a message of {len(line)} bytes; at most {self._bound} are sent")
@@ -62,9 +64,12 @@ class Channel:
             await self._wait()
             return None
         try:
-            return json.loads(line)
+            message = json.loads(line)
         except (ValueError, RecursionError):
-            return await self._give_up("")
+            message = None
+        if message is None:
+            await self._give_up("")
+        return message
 
     def execution(self) -> Execution:
         """How the program ended. RuntimeError: `receive` has not returned None yet."""

@@ -394,7 +394,7 @@ class Sandbox:
                 reason = "memory_mb"
             elif _LAST_LINE_DISK.search(_last_line(stderr)):
                 hits.add("disk_mb")
-        if reason not in ("itself", "lost", "parent"):
+        if reason in _KNOWN:
             hits.add(reason)
         by_reason = {
             "seconds": Ending.TIMED_OUT,

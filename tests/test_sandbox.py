@@ -1,0 +1,348 @@
+"""What a program gets and how its end is told, behind each wall; policies; the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from sandbox_outside import WALLS, commands, eventually, need, run
+
+from aflow_tune.config import AflowSections
+from aflow_tune.errors import BadInput
+from aflow_tune.sandbox import (
+    Ending,
+    Level,
+    Limits,
+    SandboxUnavailable,
+    detect,
+    run_program,
+    run_program_sync,
+    seccomp,
+    use_policy,
+    walls,
+)
+from aflow_tune.sandbox.policy import POLICIES
+from aflow_tune.trace import ProgramRun, Trace
+
+
+@pytest.fixture(params=[*WALLS, "unsafe_subprocess"])
+def level(request: pytest.FixtureRequest) -> str:
+    return need(request.param)
+
+
+def test_a_program_is_run_as_python_would(level: str) -> None:
+    program = """
+import sys, os, helper, sub.inner
+from dataclasses import dataclass
+if __name__ == "__main__":
+    @dataclass
+    class Point:
+        x: int
+    print(sys.stdin.read(), Point(3), helper.VALUE, sub.inner.VALUE, sys.argv)
+    print("to stderr", file=sys.stderr)
+    import inspect
+    print(inspect.getsource(Point).splitlines()[1].strip())
+    exit(0)
+"""
+    ended = run_program_sync(
+        program,
+        stdin="ünï " + "x" * 300_000,
+        files={"helper.py": "VALUE = 41", "sub/inner.py": "VALUE = 'deep'"},
+        policy=level,
+    )
+    first, second = ended.stdout.splitlines()
+    folder = re.search(r"\['(/tmp[^']*)/main.py'\]", first)
+    assert folder is not None
+    expected = f"Point(x=3) 41 deep ['{folder[1]}/main.py']"
+    assert first == "ünï " + "x" * 300_000 + " " + expected
+    assert second == "class Point:"
+    assert ended.stderr == "to stderr\n"
+    assert (ended.ending, ended.exit_code, ended.limits_hit) == (Ending.FINISHED, 0, ())
+    assert ended.level == level
+    assert not Path(folder[1], "main.py").exists()
+
+
+def test_an_exception_is_shown_as_python_shows_it(level: str) -> None:
+    ended = run(level, "def f():\n    return 1 / 0\n\nf()\n")
+    assert (ended.ending, ended.exit_code) == (Ending.FAILED, 1)
+    plain = subprocess.run(
+        [sys.executable, "-c", "exec(compile('1 / 0', 'x', 'exec'))"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1]
+    places = re.findall(r'File "(?:[^"]*/)?(\w+\.py)", line (\d+), in (\S+)', ended.stderr)
+    assert places == [("main.py", "4", "<module>"), ("main.py", "2", "f")]
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "x = '\ud800'", "a\0b", "import numpy"])
+def test_a_program_that_cannot_run_has_failed(level: str, text: str) -> None:
+    ended = run(level, text)
+    assert (ended.ending, ended.exit_code) == (Ending.FAILED, 1)
+    assert "Error" in ended.stderr
+
+
+def test_common_parts_of_the_library_work(level: str) -> None:
+    program = """
+import asyncio, concurrent.futures, collections, datetime, decimal, fractions, hashlib, json
+import math, random, re, socket, ssl, sqlite3, statistics, string, subprocess, tempfile, threading
+import zoneinfo, ctypes, uuid, zlib, unittest
+async def main():
+    await asyncio.sleep(0.001)
+    return await asyncio.to_thread(lambda: 5)
+assert asyncio.run(main()) == 5
+with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    assert list(pool.map(abs, [-1, 2])) == [1, 2]
+with tempfile.NamedTemporaryFile("w+") as file:
+    file.write("hello")
+with tempfile.TemporaryDirectory() as folder:
+    open(folder + "/x", "w").close()
+assert sqlite3.connect(":memory:").execute("select 2").fetchone() == (2,)
+assert subprocess.run(["/usr/bin/cat"], input=b"z", capture_output=True).stdout == b"z"
+assert datetime.datetime.now(zoneinfo.ZoneInfo("Europe/Paris")).year > 2000
+print(random.random() < 1, uuid.uuid4().version)
+"""
+    ended = run(level, program)
+    assert ended.stdout == "True 4\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "limits", "ending", "hits"),
+    [
+        ("while True: pass", {"seconds": 1}, Ending.TIMED_OUT, ("seconds",)),
+        ("while True: pass", {"cpu_seconds": 1}, Ending.TIMED_OUT, ("cpu_seconds",)),
+        ("x = bytearray(10**9)", {}, Ending.OUT_OF_MEMORY, ("memory_mb",)),
+        ("x = 'a' * 200", {}, Ending.FINISHED, ()),
+        ("print('x' * 3000)", {"output_kb": 2}, Ending.TOO_MUCH_OUTPUT, ("output_kb",)),
+        ("print('x' * 2047)", {"output_kb": 2}, Ending.FINISHED, ()),
+        ("f = [open('main.py') for _ in range(99)]", {}, Ending.FAILED, ()),
+        ("open('x', 'wb').write(b'x' * 3_000_000)", {"disk_mb": 2}, Ending.FAILED, ("disk_mb",)),
+    ],
+)
+def test_limits_are_told_apart(
+    level: str, program: str, limits: dict[str, float], ending: Ending, hits: tuple[str, ...]
+) -> None:
+    ended = run(level, program, **limits)
+    assert (ended.ending, ended.limits_hit) == (ending, hits), ended.stderr
+
+
+def test_what_was_printed_before_the_end_is_kept(level: str) -> None:
+    ended = run(level, "print('before', flush=True)\nwhile True: pass", seconds=1)
+    assert ended.stdout == "before\n"
+    assert ended.ending is Ending.TIMED_OUT
+    assert ended.seconds > 0.9
+
+
+def test_many_at_once_in_one_loop_and_in_threads(level: str) -> None:
+    async def one(number: int) -> str:
+        ended = await run_program(f"print({number})", policy=level)
+        return ended.stdout
+
+    async def main() -> list[str]:
+        plain = asyncio.to_thread(run_program_sync, "print('thread')", policy=level)
+        *numbers, thread = await asyncio.gather(*(one(n) for n in range(20)), plain)
+        return [*numbers, thread.stdout]
+
+    assert asyncio.run(main()) == [*(f"{n}\n" for n in range(20)), "thread\n"]
+
+
+def test_a_cancelled_call_has_killed_its_program(level: str) -> None:
+    mark = f"13{time.time_ns() % 10**10}.5"
+    program = f"import subprocess\nsubprocess.run(['/usr/bin/sleep', '{mark}'])"
+
+    async def main() -> bool:
+        task = asyncio.ensure_future(run_program(program, policy=level))
+        while not any(mark in command for command in commands()):
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return any(mark in command for command in commands())
+
+    assert asyncio.run(main()) is False
+
+
+def test_a_loop_that_is_busy_delays_no_limit(level: str) -> None:
+    mark = f"13{time.time_ns() % 10**10}.5"
+    program = f"import subprocess\nsubprocess.run(['/usr/bin/sleep', '{mark}'])"
+
+    async def main() -> bool:
+        task = asyncio.ensure_future(run_program(program, policy=level, limits=Limits(seconds=1)))
+        await asyncio.sleep(0)
+        ended = eventually(lambda: any(mark in c for c in commands())) and eventually(
+            lambda: not any(mark in c for c in commands())
+        )  # without ever awaiting
+        assert (await task).ending is Ending.TIMED_OUT
+        return ended
+
+    assert asyncio.run(main())
+
+
+def test_the_trace_tells_outcome_and_wall(level: str) -> None:
+    with Trace().activate() as trace:
+        asyncio.run(run_program("print(1)", policy=level))
+        run(level, "while True: pass", seconds=0.5)
+    first, second = trace.of(ProgramRun)
+    assert (first.level, first.outcome, first.limits_hit) == (level, "finished", ())
+    assert (second.level, second.outcome, second.limits_hit) == (level, "timed_out", ("seconds",))
+    assert trace.metrics() == {"sandbox/finished": 1.0, "sandbox/timed_out": 1.0}
+
+
+def test_what_makes_no_sense_is_refused_with_every_fault() -> None:
+    with pytest.raises(BadInput) as refused:
+        run_program_sync(
+            "",
+            limits=Limits(seconds=0, memory_mb=-1),
+            files={"../up.py": "", "/etc/x": "", "ok.py": "", "main.py": ""},
+        )
+    places = [fault.where for fault in refused.value.faults]
+    assert places == [
+        "limits.seconds",
+        "limits.memory_mb",
+        "files['../up.py']",
+        "files['/etc/x']",
+        "files['main.py']",
+    ]
+    with pytest.raises(BadInput):
+        run_program_sync("", policy="docker")
+
+
+def test_without_a_wall_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a process of its own, where neither wall can be built."""
+    code = f"""
+from aflow_tune.sandbox import SandboxUnavailable, _confine, run_program_sync, walls
+walls.find_tool = lambda name: None
+_confine.version = lambda: 2
+try:
+    run_program_sync("open({str(tmp_path / "ran")!r}, 'w')")
+except SandboxUnavailable as error:
+    print(error)
+print(run_program_sync("print('no wall')", policy="unsafe_subprocess").stdout)
+run_program_sync("", policy="unsafe_subprocess")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert not (tmp_path / "ran").exists()
+    assert "bwrap is not installed" in ended.stdout
+    assert "Landlock version 2, version 3 (Linux 6.2) is needed" in ended.stdout
+    assert "sudo apt-get install -y bubblewrap" in ended.stdout
+    assert ended.stdout.endswith("no wall\n\n")
+    assert ended.stderr.count("Not protected") == 1
+    assert ended.stderr.count("network: it can reach everything that you can") == 1
+
+
+def test_a_wall_that_does_not_stand_is_not_used(tmp_path: Path) -> None:
+    """A bwrap that builds nothing: seen from outside, whatever the inside would say."""
+    need("landlock")
+    fake = tmp_path / "bwrap"
+    fake.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n', encoding="utf-8"
+    )
+    fake.chmod(0o755)
+    tmp_path.chmod(0o755)
+    for folder in tmp_path.parents:
+        if folder.owner() == tmp_path.owner() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o011) if "pytest" in str(folder) else None
+    code = f"""
+from aflow_tune.sandbox import detect, walls
+real = walls.find_tool
+walls.find_tool = lambda name: {str(fake)!r} if name == "bwrap" else real(name)
+found = detect()
+print(found.level.value)
+print(found.reasons["bubblewrap"])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    level, reason = ended.stdout.splitlines()
+    assert level == "landlock"
+    assert "namespace is shared" in reason
+
+
+def test_the_configuration_names_the_policies_and_auto_follows_it() -> None:
+    choices = AflowSections.__dataclass_fields__["sandbox"].metadata["choices"]
+    assert choices == POLICIES
+    with use_policy("unsafe_subprocess"):
+        assert run_program_sync("").level is Level.UNSAFE_SUBPROCESS
+        with use_policy("auto"):
+            assert run_program_sync("").level is Level.UNSAFE_SUBPROCESS
+    if (found := detect()).level is None:
+        with pytest.raises(SandboxUnavailable):
+            run_program_sync("")
+    else:
+        assert run_program_sync("").level is found.level
+
+
+def test_a_forked_process_has_sandboxes_of_its_own(level: str) -> None:
+    code = f"""
+import os
+from aflow_tune.sandbox import run_program_sync
+print(run_program_sync("print('parent')", policy={level!r}).stdout, end="", flush=True)
+if os.fork() == 0:
+    print(run_program_sync("print('child')", policy={level!r}).stdout, end="", flush=True)
+    os._exit(0)
+os.wait()
+print(run_program_sync("print('again')", policy={level!r}).stdout, end="", flush=True)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.split() == ["parent", "child", "again"], ended.stderr
+
+
+def test_a_process_that_ends_leaves_nothing(level: str) -> None:
+    code = f"""
+from aflow_tune.sandbox import run_program_sync
+for _ in range(3):
+    run_program_sync("print(1)", policy={level!r})
+import psutil
+print(*(process.pid for process in psutil.Process().children(recursive=True)))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    waiting = [int(word) for word in ended.stdout.split()]
+    assert waiting, ended.stderr
+    assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in waiting))
+
+
+@pytest.mark.parametrize(
+    ("header", "column"),
+    [
+        ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0),
+        ("/usr/include/asm-generic/unistd.h", 1),
+    ],
+)
+def test_the_numbers_of_the_filter_are_the_kernel_s(header: str, column: int) -> None:
+    if not Path(header).exists():
+        pytest.skip(f"no {header} (Debian package linux-libc-dev)")
+    pattern = re.compile(r"#define __NR(?:3264)?_(\w+)\s+(\d+)")
+    known = {name: int(number) for name, number in pattern.findall(Path(header).read_text())}
+    tables = [
+        seccomp.CALLS,
+        seccomp.LANDLOCK_CALLS,
+        seccomp.LANDLOCK_READS,
+        seccomp.SIGNAL_CALLS,
+        seccomp.EXAMINED,
+    ]
+    newer = {"fchmodat2", "statmount", "listmount"} - known.keys()
+    for table in tables:
+        for name, numbers in table.items():
+            if name not in newer:
+                assert (name, known.get(name)) == (name, numbers[column])
+
+
+def test_every_wall_says_what_it_covers_and_what_not() -> None:
+    assert set(walls.COVERS) == set(walls.DOES_NOT_COVER) == set(Level)
+    assert shutil.which("bwrap") is None or walls.find_tool("bwrap") is not None
+    assert os.path.isabs(walls.find_tool("sh") or "/")

@@ -1,0 +1,187 @@
+"""A conversation with a program that may not be honest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from sandbox_outside import WALLS, commands, need
+
+from aflow_tune.sandbox import Ending, Limits, ProgramEnded, SandboxUnavailable, open_channel
+from aflow_tune.trace import ProgramRun, Trace
+
+
+@pytest.fixture(params=[*WALLS, "unsafe_subprocess"])
+def level(request: pytest.FixtureRequest) -> str:
+    return need(request.param)
+
+
+async def everything(channel: Any) -> list[Any]:
+    found = []
+    while (message := await channel.receive()) is not None:
+        found.append(message)
+    return found
+
+
+def test_values_go_both_ways_in_order(level: str) -> None:
+    program = """
+import aflow_channel
+while (message := aflow_channel.receive()) is not None:
+    aflow_channel.send([message, "seen"])
+    if message == "last":
+        break
+print("to stdout")
+"""
+    values = [1, "ünï\n", {"a": [1.5, None, True]}, "x" * 500_000, "last"]
+
+    async def main() -> None:
+        async with open_channel(program, policy=level) as channel:
+            with pytest.raises(RuntimeError, match="not ended"):
+                channel.execution()
+            for value in values:
+                await channel.send(value)
+                assert await channel.receive() == [value, "seen"]
+            assert await channel.receive() is None
+            ended = channel.execution()
+            assert (ended.ending, ended.stdout) == (Ending.FINISHED, "to stdout\n")
+            with pytest.raises(ProgramEnded):
+                await channel.send("anyone?")
+
+    with Trace().activate() as trace:
+        asyncio.run(main())
+    (noted,) = trace.of(ProgramRun)
+    assert (noted.level, noted.outcome) == (level, "finished")
+
+
+def test_what_was_sent_before_the_end_arrives(level: str) -> None:
+    program = "import aflow_channel, os\nfor n in range(100): aflow_channel.send(n)\nos._exit(3)"
+
+    async def main() -> tuple[list[Any], int | None]:
+        async with open_channel(program, policy=level) as channel:
+            await asyncio.sleep(0.3)
+            return await everything(channel), channel.execution().exit_code
+
+    assert asyncio.run(main()) == (list(range(100)), 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "ending", "hits"),
+    [
+        ("b'no json\\n'", Ending.FAILED, ()),
+        ("b'null\\n'", Ending.FAILED, ()),
+        ("b'[' * 100_000 + b'\\n'", Ending.FAILED, ()),
+        ("b'9' * 10_000 + b'\\n'", Ending.FAILED, ()),
+        ("b'\\xff\\xfe\\n'", Ending.FAILED, ()),
+        ("b'x' * 2_000_000", Ending.TOO_MUCH_OUTPUT, ("output_kb",)),
+        ("b'\"' + b'x' * 2_000_000 + b'\"\\n'", Ending.TOO_MUCH_OUTPUT, ("output_kb",)),
+    ],
+)
+def test_what_is_no_message_ends_the_program(
+    level: str, words: str, ending: Ending, hits: tuple[str, ...]
+) -> None:
+    program = f"""
+import aflow_channel, os, time
+aflow_channel.send("first")
+data = {words}
+while data:
+    data = data[os.write(aflow_channel.fd, data):]
+time.sleep(60)
+"""
+
+    async def main() -> None:
+        async with open_channel(program, policy=level) as channel:
+            assert await everything(channel) == ["first"]
+            ended = channel.execution()
+            assert (ended.ending, ended.limits_hit) == (ending, hits)
+
+    asyncio.run(main())
+
+
+def test_a_program_that_is_not_listened_to_waits(level: str) -> None:
+    program = """
+import aflow_channel, time
+for n in range(100_000):
+    aflow_channel.send("x" * 1000)
+    print(n, flush=True)
+"""
+
+    async def main() -> int:
+        limits = Limits(seconds=1)
+        async with open_channel(program, policy=level, limits=limits) as channel:
+            await asyncio.sleep(1.5)
+            await everything(channel)
+            return len(channel.execution().stdout.splitlines())
+
+    # What fits into the socket's buffers, of about 200 KB each way.
+    assert asyncio.run(main()) < 1000
+
+
+def test_time_ends_a_program_that_waits_for_us(level: str) -> None:
+    program = "import aflow_channel\naflow_channel.receive()"
+
+    async def main() -> Ending:
+        async with open_channel(program, policy=level, limits=Limits(seconds=1)) as channel:
+            assert await channel.receive() is None
+            return channel.execution().ending
+
+    assert asyncio.run(main()) is Ending.TIMED_OUT
+
+
+def test_leaving_the_block_kills(level: str) -> None:
+    program = """
+import aflow_channel, subprocess
+subprocess.Popen(["/usr/bin/sleep", "1444.25"])
+aflow_channel.send("there")
+import time
+time.sleep(60)
+"""
+
+    async def main() -> bool:
+        async with open_channel(program, policy=level) as channel:
+            assert await channel.receive() == "there"
+            assert any("1444.25" in command for command in commands())
+        return any("1444.25" in command for command in commands())
+
+    assert asyncio.run(main()) is False
+
+
+def test_two_wait_at_once(level: str) -> None:
+    program = """
+import aflow_channel
+first, second = aflow_channel.receive(), aflow_channel.receive()
+aflow_channel.send(first + second)
+"""
+
+    async def main() -> Any:
+        async with open_channel(program, policy=level) as channel:
+            answer = asyncio.ensure_future(channel.receive())
+            await asyncio.gather(channel.send([1]), channel.send([1]))
+            return await answer
+
+    assert asyncio.run(main()) == [1, 1]
+
+
+def test_a_message_of_ours_is_bounded_too(level: str) -> None:
+    async def main() -> None:
+        limits = Limits(output_kb=1)
+        async with open_channel("import time; time.sleep(9)", policy=level, limits=limits) as c:
+            with pytest.raises(ValueError, match="at most 1024"):
+                await c.send("x" * 2000)
+            with pytest.raises(ValueError, match="no message"):
+                await c.send(None)
+
+    asyncio.run(main())
+
+
+def test_no_wall_no_channel() -> None:
+    async def main() -> None:
+        async with open_channel("", policy="landlock"):
+            raise AssertionError("it was opened")
+
+    from aflow_tune.sandbox import detect
+
+    if detect("landlock").level is not None:
+        pytest.skip("there is a Landlock wall here")
+    with pytest.raises(SandboxUnavailable):
+        asyncio.run(main())
