@@ -137,6 +137,20 @@ def test_a_missing_sandbox_is_no_failure_of_the_program(monkeypatch: Any) -> Non
     assert [use.outcome for use in trace.of(OperatorCall)] == ["sandbox_unavailable"]
 
 
+@pytest.mark.parametrize("kind", [Programmer, Test])
+def test_whoever_builds_an_operator_cannot_choose_the_wall_nor_unbounded_work(kind: Any) -> None:
+    """A graph that a model wrote builds operators, too."""
+    model = ScriptedModel([])
+    for name, value in (("policy", "unsafe_subprocess"), ("sandbox", "unsafe_subprocess")):
+        with pytest.raises(TypeError, match=name):
+            kind(model, **{name: value})
+    for name, value in (("limits", {"seconds": 1e9}), ("retries", 10**9), ("retries", 2.0)):
+        with pytest.raises(BadInput, match=name):
+            kind(model, **{name: value})
+    with pytest.raises(BadInput, match="programs"):
+        Programmer(model, programs=10**9)
+
+
 CASES = {"add": ["assert candidate(1, 2) == 3", "assert candidate(-1, 1) == 0"]}
 RIGHT = "def add(a, b):\n    return a + b"
 WRONG = "def add(a, b):\n    return a - b"

@@ -29,6 +29,7 @@ from aflow_tune.context import caller
 from aflow_tune.errors import BudgetReached, Fault
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient, ModelError
+from aflow_tune.operators.checks import number_faults
 from aflow_tune.operators.fields import Field, schema_of
 from aflow_tune.operators.forms import again, described, prompt_with_form
 from aflow_tune.operators.outcome import OperatorResult, Outcome
@@ -48,6 +49,7 @@ from aflow_tune.trace import OperatorCall, note
 
 RETRIES = 2
 """How often a model is asked again for what could not be read."""
+MAX_RETRIES = 10
 MAX_REASON = 500
 """Characters of a reason in the trace."""
 _NAME = re.compile(r"[\w-]{1,80}")
@@ -96,7 +98,7 @@ class Operator:
             give names to tell two operators of one class apart.
         prompts: the instance's own texts, see `prompts.py`.
         form: how fields are asked for. None: as the operator does.
-        retries: how often a reply that cannot be read is asked for again.
+        retries: how often a reply that cannot be read is asked for again, from 0 to 10.
 
     Raises:
         BadInput: with every fault of the arguments.
@@ -139,9 +141,7 @@ class Operator:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             expected = "letters, digits, _ and -"
             faults.append(Fault(f"{type(self).__name__}: name", expected, repr(name), "rename it"))
-        if not isinstance(retries, int) or retries < 0:
-            cure = "give a whole number from 0 on"
-            faults.append(Fault(f"{self.caller}: retries", "0 or more", repr(retries), cure))
+        faults += number_faults(f"{self.caller}: retries", retries, 0, MAX_RETRIES)
         self._form = type(self).form
         if form is not None:
             allowed = [item.value for item in forms_for(self.fields)]

@@ -20,12 +20,14 @@ from typing import Any, TypeVar
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.operators.base import Operator
+from aflow_tune.operators.checks import whole_number
 from aflow_tune.operators.fields import Field, Kind, labels
 from aflow_tune.operators.outcome import READ_OUTCOMES, OperatorResult, Outcome
 from aflow_tune.operators.prompts import Prompt, form_text
 
 T = TypeVar("T")
 LETTER = "solution_letter"
+MAX_VOTES = 100
 
 
 class _Ensemble(Operator):
@@ -93,7 +95,7 @@ class MdEnsemble(_Ensemble):
     """Chooses the best solution by majority over several votes, shuffled each time.
 
     Args:
-        vote_count: how many votes.
+        vote_count: how many votes, from 1 to 100.
         seed: of the orders in which candidates are shown.
     """
 
@@ -109,11 +111,7 @@ class MdEnsemble(_Ensemble):
         **settings: Any,
     ) -> None:
         super().__init__(llm, name, prompts, **settings)
-        if type(vote_count) is not int or not 1 <= vote_count <= 1000:
-            cure = "give a whole number from 1 to 1000"
-            where = f"{self.caller}: vote_count"
-            fault = Fault(where, "the number of votes", repr(vote_count), cure)
-            raise BadInput("An ensemble needs votes.", [fault])
+        whole_number(f"{self.caller}: vote_count", vote_count, 1, MAX_VOTES)
         self.vote_count, self.seed = vote_count, seed
 
     async def run(

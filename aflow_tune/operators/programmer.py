@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.operators.base import Operator
+from aflow_tune.operators.checks import checked_limits, whole_number
 from aflow_tune.operators.fields import Field, Kind
 from aflow_tune.operators.outcome import OperatorResult, Outcome
 from aflow_tune.operators.prompts import Prompt
@@ -20,6 +21,7 @@ from aflow_tune.sandbox import run_program
 from aflow_tune.sandbox.types import Ending, Execution, Limits
 
 PROGRAMS = 3
+MAX_PROGRAMS = 10
 """How many programs are written at most, the first included."""
 MAX_OUTPUT = 20_000
 """Characters of an output that are handed on."""
@@ -31,9 +33,11 @@ class Programmer(Operator):
     """Writes a Python program that computes the answer, runs it in the sandbox, mends it.
 
     Args:
-        programs: how many programs are written at most.
+        programs: how many programs are written at most, from 1 to 10.
         limits: of one run.
-        policy: of the sandbox, as `run_program` takes it.
+
+    Which wall they run behind is the run's configuration, never an argument: an operator may be
+    built by a graph that somebody's model wrote.
     """
 
     fields = (Field("code", Kind.CODE, "the whole program", entry_point="solve"),)
@@ -54,11 +58,11 @@ class Programmer(Operator):
         prompts: Any = None,
         programs: int = PROGRAMS,
         limits: Limits | None = None,
-        policy: str = "auto",
         **settings: Any,
     ) -> None:
         super().__init__(llm, name, prompts, **settings)
-        self.programs, self.limits, self.policy = max(1, programs), limits or Limits(), policy
+        whole_number(f"{self.caller}: programs", programs, 1, MAX_PROGRAMS)
+        self.programs, self.limits = programs, checked_limits(limits, self.caller)
 
     async def run(self, problem: str, analysis: str = "None") -> OperatorResult:
         """The program and its output.
@@ -100,7 +104,7 @@ class Programmer(Operator):
         files = {"solution.py": code}
         # Room for an error beside the longest output; what exceeds it is the program's fault.
         limits = replace(self.limits, output_kb=max(self.limits.output_kb, 64))
-        return await run_program(_runner(), files=files, limits=limits, policy=self.policy)
+        return await run_program(_runner(), files=files, limits=limits)
 
 
 def outcome_of(execution: Execution) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from aflow_tune.operators.base import Operator
+from aflow_tune.operators.checks import checked_limits
 from aflow_tune.operators.fields import Field, Kind
 from aflow_tune.operators.outcome import READ_OUTCOMES, OperatorResult, Outcome
 from aflow_tune.operators.prompts import Prompt
@@ -32,7 +33,9 @@ class Test(Operator):
         tests: where its tests come from: `TestCases`, or asserts by entry point. None: those of
             the context, see `test_cases.use_test_cases`.
         limits: of one round of tests.
-        policy: of the sandbox, as `run_program` takes it.
+
+    Which wall they run behind is the run's configuration, never an argument: an operator may be
+    built by a graph that somebody's model wrote.
     """
 
     __test__ = False  # for pytest: no test class
@@ -54,14 +57,13 @@ class Test(Operator):
         prompts: Any = None,
         tests: TestCases | Mapping[str, Sequence[str]] | None = None,
         limits: Limits | None = None,
-        policy: str = "auto",
         **settings: Any,
     ) -> None:
         super().__init__(llm, name, prompts, **settings)
         if tests is not None and not isinstance(tests, TestCases):
             rows = [{"entry_point": key, "test": list(value)} for key, value in tests.items()]
             tests = TestCases.of_rows(rows, f"{self.caller}: tests")
-        self.tests, self.limits, self.policy = tests, limits or Limits(), policy
+        self.tests, self.limits = tests, checked_limits(limits, self.caller)
 
     async def run(
         self, problem: str, solution: str, entry_point: str, test_loop: int = 3
@@ -86,7 +88,6 @@ class Test(Operator):
                 entry_point,
                 helpers=helpers,
                 limits=self.limits,
-                policy=self.policy,
             )
             if verdict.passed is None:
                 return _result(False, solution, Outcome.UNDECIDED, verdict.reason)
