@@ -141,9 +141,10 @@ def _run(options: argparse.Namespace) -> int:
 
     quiet()
     from aflow_tune.evaluation.columns import Wanted
-    from aflow_tune.evaluation.evaluate import JSON_NAME, Request, evaluate
+    from aflow_tune.evaluation.evaluate import JSON_NAME, evaluate
     from aflow_tune.evaluation.page import PAGE_NAME
     from aflow_tune.evaluation.progress import EvalProgress
+    from aflow_tune.evaluation.sources import Request
     from aflow_tune.evaluation.text import print_result
 
     request = Request(

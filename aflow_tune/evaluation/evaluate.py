@@ -1,9 +1,8 @@
 """One evaluation from a command line to its result: what follows what.
 
 Every column keeps its records in a folder of its own, named after everything that decides them
-(weights, functions, settings, tasks). The same command therefore goes on where it was stopped,
-and another one that shares a column measures only what is new. What a function does beyond its
-own files, such as a server it asks, is not seen: delete the column's folder to measure again.
+(`sources.py`). The same command therefore goes on where it was stopped, and another one that
+shares a column measures only what is new.
 """
 
 from __future__ import annotations
@@ -11,24 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import functools
-import hashlib
-import inspect
-import json
-import re
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import transformers.utils.logging
 
 from aflow_tune.config import ModelSettings
-from aflow_tune.engines.local.saved_weights import fingerprint
 from aflow_tune.engines.trinity.accounting import books_of
+from aflow_tune.engines.trinity.arguments import adapter_arguments
 from aflow_tune.engines.trinity.config import AflowConfig, load_config
 from aflow_tune.engines.trinity.endpoint import base_url, check_endpoint
 from aflow_tune.engines.trinity.eval_settings import lay_out_tasksets, prepare_evaluation
@@ -42,17 +35,16 @@ from aflow_tune.engines.trinity.evaluating import (
 )
 from aflow_tune.engines.trinity.quiet import log_to
 from aflow_tune.engines.trinity.run_state import locked, write_json
-from aflow_tune.engines.trinity.ship import import_folders, ship_by_value
 from aflow_tune.engines.trinity.validate import resolve_functions
-from aflow_tune.errors import BadInput, BudgetReached, Interrupted, RunFailed
-from aflow_tune.evaluation.columns import Column, Plan, Side, Wanted, make_plan
+from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
+from aflow_tune.evaluation.columns import Column, Plan, make_plan
 from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page
 from aflow_tune.evaluation.progress import EvalProgress
-from aflow_tune.evaluation.prompts import as_graph, with_prompts
+from aflow_tune.evaluation.prompts import with_prompts
 from aflow_tune.evaluation.results import Result, build
+from aflow_tune.evaluation.sources import Request, Source, column_folder, make_sources
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
-from aflow_tune.plugins import resolve
 from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
 from aflow_tune.report.usage import Price
 from aflow_tune.signature import check_functions
@@ -61,43 +53,6 @@ from aflow_tune.trace import POLICY
 JSON_NAME = "eval.json"
 OUT_NAME = "eval"
 """The folder below the run folder that an evaluation is kept in if none is named."""
-
-Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asked for. `out` None is `eval` in the run folder."""
-
-    config: Path
-    overrides: Sequence[str] = ()
-    wanted: Wanted = field(default_factory=Wanted)
-    samples: int = 1
-    limit: int | None = None
-    endpoint: str | None = None
-    key_variable: str | None = None
-    out: Path | None = None
-    solved_at: float = 1.0
-    again: bool = False
-    """Whether runs that failed in an earlier command are made again."""
-
-
-@dataclass
-class _Source:
-    """A configuration with its functions and tasks; columns are measured from one."""
-
-    config: AflowConfig
-    workflow: Function
-    judge: Function | None
-    tasks: dict[str, Sequence[Any]] = field(default_factory=dict)
-
-    @functools.cached_property
-    def functions(self) -> dict[str, Any]:
-        """Digests of the user's code, as it is now."""
-        return {
-            "workflow": _sources_of(self.workflow),
-            "judge": _sources_of(self.judge) if self.judge else None,
-        }
 
 
 def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
@@ -121,7 +76,7 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
         names = [column.side.served_model for column in plan.columns]
         served = list(dict.fromkeys(name for name in names if name))
         check_endpoint(request.endpoint, served, request.key_variable)
-    sources = _sources(plan, untouched, _Source(config, workflow, judge), request)
+    sources = make_sources(plan, untouched, Source(config, workflow, judge), request)
     for column in plan.columns:
         with_prompts(sources[column].workflow, column.prompts)  # refused before anything runs
     out = (request.out or run_dir / OUT_NAME).absolute()
@@ -144,7 +99,7 @@ class _Evaluation:
         self,
         request: Request,
         plan: Plan,
-        sources: Mapping[Column, _Source],
+        sources: Mapping[Column, Source],
         out: Path,
         progress: EvalProgress,
     ) -> None:
@@ -195,7 +150,13 @@ class _Evaluation:
         batch = Batch(
             model=None,
             auxiliary=[],
-            arguments=_arguments(source, column),
+            arguments=adapter_arguments(
+                config,
+                with_prompts(source.workflow, column.prompts),
+                source.judge,
+                books_of(config),
+                folder / FOLDER,
+            ),
             folder=folder / FOLDER,
             step=column.side.step,
             sampling=dict(column.sampling),
@@ -235,145 +196,10 @@ def limited(tasks: TaskSets, limit: int | None) -> dict[str, Sequence[Any]]:
     return {name: of_set[:limit] for name, of_set in tasks.items()}
 
 
-def column_folder(out: Path, column: Column, source: _Source, request: Request) -> Path:
-    """Where the column's records are: named after all that decides them, which it also holds."""
-    identity = _identity(column, source, request)
-    text = json.dumps(identity, sort_keys=True, default=str)
-    slug = re.sub(r"[^A-Za-z0-9.=_-]+", "-", column.name).strip("-")[:60] or "column"
-    folder = out / "columns" / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    if not (folder / "column.json").exists():
-        write_json(folder / "column.json", json.loads(text))
-    return folder
-
-
-def _identity(column: Column, source: _Source, request: Request) -> dict[str, Any]:
-    config, side = source.config, column.side
-    model = config.explorer.rollout_model
-    sizes = ("max_model_len", "max_prompt_tokens", "max_response_tokens", "enable_thinking")
-    local = {"dtype": config.local.dtype, "deterministic": config.deterministic}
-    return {
-        "model": side.served_model or config.model.model_path,
-        "endpoint": base_url(request.endpoint) if request.endpoint else None,
-        "local": None if request.endpoint else local,
-        "weights": [str(side.weights), fingerprint(side.weights)] if side.weights else None,
-        "model_settings": {name: getattr(model, name) for name in sizes},
-        "chat_template": model.chat_template,
-        "sampling": dict(column.sampling),
-        **source.functions,
-        "prompts": _digest(column.prompts.read_bytes()) if column.prompts else None,
-        "system_prompt": config.rollout.system_prompt,
-        "run_timeout": config.rollout.run_timeout,
-        "score": config.report.score,
-        "seed": config.seed,
-        "auxiliary": [auxiliary.model_path for auxiliary in config.explorer.auxiliary_models],
-        "tasks": {
-            name: [
-                _digest(json.dumps([t.raw_task for t in tasks], default=str).encode()),
-                repr(tasks[0].rollout_args) if tasks else "",
-            ]
-            for name, tasks in source.tasks.items()
-        },
-    }
-
-
-def _sources_of(function: Function) -> dict[str, str]:
-    """Digests of the files that a function of the user's consists of, by module; an operator
-    graph is its own text."""
-    flow = as_graph(function)
-    if flow is not None:
-        texts = [sorted(flow.graph.sources.items()), sorted(flow.graph.prompts.items())]
-        settings = [flow.benchmark, flow.problem, flow.entry_point, flow.limits, flow.sandbox]
-        score = _sources_of(flow.score) if flow.score else {}
-        return {
-            "graph": _digest(repr([texts, settings, sorted(flow.models.items())]).encode()),
-            **score,
-        }
-    plain = inspect.unwrap(getattr(function, "func", function))
-    names = {*ship_by_value([function]), getattr(plain, "__module__", "")}
-    found = {"": getattr(plain, "__qualname__", type(plain).__name__)}
-    for name in sorted(names):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file and Path(file).is_file():
-            found[name] = _digest(Path(file).read_bytes())
-    return found
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _arguments(source: _Source, column: Column) -> dict[str, Any]:
-    """What the adapter is told, as `Run` tells it in training."""
-    config = source.config
-    return {
-        "workflow_func": with_prompts(source.workflow, column.prompts),
-        "judge_func": source.judge,
-        "books": books_of(config),
-        "import_folders": import_folders(),
-        "run_timeout": config.rollout.run_timeout,
-        "system_prompt": config.rollout.system_prompt,
-        "seed": config.seed,
-        "score": config.report.score,
-        "transcripts": config.report.transcripts,
-    }
-
-
-def _sources(
-    plan: Plan, untouched: AflowConfig, first: _Source, request: Request
-) -> dict[Column, _Source]:
-    """What every column is measured from; each configuration and function is loaded once.
-
-    Raises:
-        BadInput: a workflow or configuration that a column names cannot be used.
-    """
-    made: dict[tuple[Any, ...], _Source] = {(None, None, None): first}
-    found = {}
-    for column in plan.columns:
-        side = column.side
-        key = (side.workflow, side.config, side.graph)
-        if key not in made:
-            if side.config is not None:
-                made[key] = _other_config(side.config, untouched, request)
-            else:
-                workflow = _other_workflow(side, untouched, request)
-                check_functions(workflow, first.judge)
-                made[key] = replace(first, workflow=workflow)
-        found[column] = made[key]
-    return found
-
-
-def _other_workflow(side: Side, untouched: AflowConfig, request: Request) -> Function:
-    """A function, or an operator graph with the settings of the configuration's own graph."""
-    if side.graph is None:
-        workflow: Function = resolve(side.workflow or "", request.config.parent)
-        return workflow
-    config = copy.deepcopy(untouched)
-    config.workflow, config.graph.path = None, str(side.graph)
-    return resolve_functions(config, request.config)[0]
-
-
-def _other_config(path: Path, untouched: AflowConfig, request: Request) -> _Source:
-    """Another configuration on the held-out tasks of the first one."""
-    config = load_config(path)
-    workflow, judge = resolve_functions(config, path)
-    check_functions(workflow, judge)
-    config.buffer.explorer_input.eval_tasksets = copy.deepcopy(
-        untouched.buffer.explorer_input.eval_tasksets
-    )
-    for taskset in config.buffer.explorer_input.eval_tasksets:
-        own = request.config.parent / str(taskset.path)
-        if not Path(str(taskset.path)).exists() and own.exists():
-            taskset.path = str(own)
-    config.report.score = untouched.report.score
-    functions = [workflow, *([judge] if judge else [])]
-    prepare_evaluation(config, functions, local_model=request.endpoint is None)
-    return _Source(config, workflow, judge)
-
-
 def _result(
     request: Request,
     plan: Plan,
-    sources: Mapping[Column, _Source],
+    sources: Mapping[Column, Source],
     out: Path,
     config: AflowConfig,
 ) -> Result:
@@ -456,6 +282,3 @@ def _signals_cancel() -> Iterator[None]:
     finally:
         for number in added:
             loop.remove_signal_handler(number)
-
-
-__all__ = ["BadInput", "Request", "column_folder", "evaluate"]

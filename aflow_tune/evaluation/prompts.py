@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-
-if TYPE_CHECKING:
-    from aflow_tune.graph.workflow import GraphWorkflow
 
 Workflow = Callable[..., Any]
 
@@ -40,10 +36,10 @@ def with_prompts(workflow: Workflow, path: Path | None) -> Workflow:
     return _under(workflow, prompts)
 
 
-def as_graph(workflow: Workflow) -> GraphWorkflow | None:
-    """`workflow` if it is an operator graph; the graph room is not imported to find out."""
-    room = sys.modules.get("aflow_tune.graph.workflow")
-    return workflow if room is not None and isinstance(workflow, room.GraphWorkflow) else None
+def as_graph(workflow: Workflow) -> Any:
+    """`workflow` if it is an operator graph, else None; the graph room, which is not needed for
+    anything else, is not imported to find out."""
+    return workflow if type(workflow).__module__ == "aflow_tune.graph.workflow" else None
 
 
 def read_prompts(path: Path) -> Mapping[str, Any]:

@@ -223,7 +223,7 @@ class Batch:
 
     def _task(self, task: Task, batch_id: str, number: int, run: int, samples: int) -> Task:
         """A task object of its own for one run, numbered as a run's evaluation numbers it."""
-        arguments = {**task.workflow_args, **self.arguments, "eval_dir": str(self.folder)}
+        arguments = {**task.workflow_args, **self.arguments}
         return replace(
             task,
             batch_id=batch_id,

@@ -19,6 +19,7 @@ from trinity.buffer import get_buffer_reader
 
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
 from aflow_tune.engines.trinity.accounting import books_of
+from aflow_tune.engines.trinity.arguments import adapter_arguments
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.mixes import merge_mix
 from aflow_tune.engines.trinity.quiet import log_to
@@ -31,7 +32,7 @@ from aflow_tune.engines.trinity.run_state import (
     write_state,
 )
 from aflow_tune.engines.trinity.sampler_host import give_engine_settings
-from aflow_tune.engines.trinity.ship import import_folders, ship_by_value
+from aflow_tune.engines.trinity.ship import ship_by_value
 from aflow_tune.engines.trinity.validate import check_data
 from aflow_tune.engines.trinity.validators import (
     Change,
@@ -197,20 +198,9 @@ class Run:
         """Give the adapter the functions and what it needs to know about the run."""
         ship_by_value([self.workflow_func, self.judge_func])
         config = self.config
-        arguments = {
-            "workflow_func": self.workflow_func,
-            "judge_func": self.judge_func,
-            "import_folders": import_folders(),
-            "run_timeout": config.rollout.run_timeout,
-            "system_prompt": config.rollout.system_prompt,
-            "rewards": config.rewards,
-            "sandbox": config.sandbox,
-            "books": self.books,
-            "seed": config.seed,
-            "score": config.report.score,
-            "transcripts": config.report.transcripts,
-            "eval_dir": str(self.run_dir / "evaluations"),
-        }
+        arguments = adapter_arguments(
+            config, self.workflow_func, self.judge_func, self.books, self.run_dir / "evaluations"
+        )
         inputs = config.buffer.explorer_input
         for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:
             taskset.workflow_args.update(arguments)

@@ -1,0 +1,40 @@
+"""What the adapter is told about a run, by training and by evaluation alike.
+
+One place, so that a workflow is run and scored in the same way wherever it is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aflow_tune.engines.trinity.ship import import_folders
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.trinity.config import AflowConfig
+    from aflow_tune.models.books import Books
+
+
+def adapter_arguments(
+    config: AflowConfig,
+    workflow: Callable[..., Any],
+    judge: Callable[..., Any] | None,
+    books: Books,
+    eval_dir: Path,
+) -> dict[str, Any]:
+    """The adapter's `workflow_args`. `eval_dir` gets the records of evaluations."""
+    return {
+        "workflow_func": workflow,
+        "judge_func": judge,
+        "import_folders": import_folders(),
+        "run_timeout": config.rollout.run_timeout,
+        "system_prompt": config.rollout.system_prompt,
+        "rewards": config.rewards,
+        "sandbox": config.sandbox,
+        "books": books,
+        "seed": config.seed,
+        "score": config.report.score,
+        "transcripts": config.report.transcripts,
+        "eval_dir": str(eval_dir),
+    }
