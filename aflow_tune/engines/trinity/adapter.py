@@ -6,7 +6,8 @@ that Trinity neither drops the group nor runs it again, and `RunFilter` takes it
 advantages are computed. What such a run had asked the model is not trained.
 
 Left to others: recording calls (`recording.py`), threads and time-outs (`run_thread.py`),
-what counts as a reward or a failure (`outcome.py`).
+what counts as a reward or a failure (`outcome.py`), what a record tells of a run
+(`run_summary.py`).
 """
 
 from __future__ import annotations
@@ -37,13 +38,20 @@ from aflow_tune.engines.trinity.recording import (
     recording_client,
     shared_client,
 )
+from aflow_tune.engines.trinity.run_summary import (
+    call_summaries,
+    final_answer,
+    operator_summaries,
+    response_length,
+    transcript_entry,
+)
 from aflow_tune.engines.trinity.run_thread import RunThread
 from aflow_tune.engines.trinity.ship import see_import_folders
 from aflow_tune.models.books import Books
-from aflow_tune.report.answers import answer_key
+from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.records import EvalRecord, append_record
 from aflow_tune.sandbox.policy import use_policy
-from aflow_tune.trace import OperatorCall, Trace
+from aflow_tune.trace import Trace
 from aflow_tune.types import Failure
 
 FAILURE_KEY = "aflow/failure"
@@ -115,7 +123,10 @@ class WorkflowAdapter(Workflow):
             generate_kwargs=self._generate_kwargs(),
         )
         try:
-            with use_policy(self.arguments.get("sandbox", "auto")):
+            with (
+                use_policy(self.arguments.get("sandbox", "auto")),
+                use_prompts(self.arguments.get("prompts", {})),
+            ):
                 outcome = await self._outcome(context, recorder)
         finally:
             calls = recorder.close()
@@ -272,19 +283,11 @@ class WorkflowAdapter(Workflow):
             reward=outcome.reward,
             failure=outcome.failure.value if outcome.failure else None,
             metrics=dict(outcome.metrics),
-            transcript=[_transcript(call) for call in calls] if wanted else [],
+            transcript=[transcript_entry(call) for call in calls] if wanted else [],
             seconds=round(seconds, 3),
-            calls=_call_summaries(context, calls),
-            operators=[
-                {
-                    "operator": use.operator,
-                    "instance": use.instance,
-                    "outcome": use.outcome,
-                    "attempts": use.attempts,
-                }
-                for use in self._trace.of(OperatorCall)
-            ],
-            answer=_answer(self._response, calls),
+            calls=call_summaries(context, calls),
+            operators=operator_summaries(self._trace),
+            answer=final_answer(self._response, calls),
         )
         try:
             append_record(Path(directory), record)
@@ -326,7 +329,7 @@ def _metrics(outcome: Outcome, calls: list[RecordedCall], untrained: int) -> dic
         "reward": float(outcome.reward or 0.0),
         "calls": float(len(calls)),
         "untrained_calls": float(untrained),
-        "response_tokens": float(sum(_response_length(answer) for answer in answers)),
+        "response_tokens": float(sum(response_length(answer) for answer in answers)),
         "response_truncated": float(sum(answer.truncate_status is not None for answer in answers)),
     }
 
@@ -369,51 +372,3 @@ def _is_output(value: Any) -> bool:
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def _response_length(experience: Experience) -> int:
-    return len(experience.tokens) - experience.prompt_length
-
-
-def _call_summaries(context: RunContext, calls: list[RecordedCall]) -> list[dict[str, Any]]:
-    """What `EvalRecord.calls` holds: all calls of the run, those without an answer included."""
-    answered = {call.note.index: call for call in calls}
-    summaries = []
-    for note in list(context.calls):
-        call = answered.get(note.index)
-        summary: dict[str, Any] = {"caller": note.caller, "prompt_tokens": None, "tokens": None}
-        if call is None:
-            summary["failed"] = True
-        else:
-            if call.counted:
-                summary["prompt_tokens"] = call.experiences[0].prompt_length
-                summary["tokens"] = sum(map(_response_length, call.experiences))
-            if any(choice.truncate_status is not None for choice in call.experiences):
-                summary["truncated"] = True
-            if call.tools:
-                summary["tools"] = call.tools
-        summaries.append(summary)
-    return summaries
-
-
-def _answer(response: Any, calls: list[RecordedCall]) -> str | None:
-    """What the run ended with: the response that the workflow returned, else the last call's."""
-    if callable(getattr(response, "get_text_content", None)):  # a message of AgentScope's
-        response = response.get_text_content()
-    if isinstance(response, str):
-        return answer_key(response)
-    if not calls:
-        return None
-    last = calls[-1]
-    tools = [f"{tool['name']}({tool['arguments']})" for tool in last.tools]
-    return answer_key("\n".join([last.experiences[0].response_text or "", *tools]))
-
-
-def _transcript(call: RecordedCall) -> dict[str, Any]:
-    first = call.experiences[0]
-    return {
-        "caller": call.note.caller,
-        "messages": call.messages,
-        "response": first.response_text or "",
-        "tokens": _response_length(first),
-    }
