@@ -207,8 +207,6 @@ class RewardsSection:
     benchmark: str | None = None
     """The benchmark of rows that name none: gsm8k, math, humaneval, mbpp, hotpotqa, drop or
     reasoning_gym:TASK."""
-    sandbox: str = _one_of("auto", "auto", "unsafe_subprocess")
-    """unsafe_subprocess: score programs without a wall where none can be built."""
     five_part: FivePartSection = field(default_factory=FivePartSection)
     agent: AgentRewardSection = field(default_factory=AgentRewardSection)
 

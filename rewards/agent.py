@@ -60,7 +60,6 @@ async def _completion(task: dict, response: Mapping[str, Any]) -> float:
     if "completion" in response:
         return float(response["completion"])
     answer = str(response.get("answer") or "")
-    settings = reward_settings()
-    if task.get("benchmark") or settings.benchmark:
-        return scored(await score_answer(benchmark_of(task), task, answer, policy=settings.sandbox))
+    if task.get("benchmark") or reward_settings().benchmark:
+        return scored(await score_answer(benchmark_of(task), task, answer))
     return scored(hotpotqa_strict(answer, str(task["answer"])))

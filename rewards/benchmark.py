@@ -11,7 +11,7 @@ from typing import Any
 
 from aflow_tune import JudgeOutput
 from aflow_tune.scoring import score_both
-from aflow_tune.scoring.rewards import benchmark_of, logged, reward_settings, scored, text_of
+from aflow_tune.scoring.rewards import benchmark_of, logged, scored, text_of
 
 
 async def benchmark_judge(task: dict, response: Any) -> JudgeOutput:
@@ -21,7 +21,5 @@ async def benchmark_judge(task: dict, response: Any) -> JudgeOutput:
         BadInput: no benchmark is named, or the row is not one of its.
         Unscored: the strict rule found no verdict; the run counts as failed, not as wrong.
     """
-    scores = await score_both(
-        benchmark_of(task), task, text_of(response), policy=reward_settings().sandbox
-    )
+    scores = await score_both(benchmark_of(task), task, text_of(response))
     return JudgeOutput(reward=scored(scores["strict"]), metrics=logged(scores))

@@ -26,7 +26,7 @@ async def five_part_judge(task: dict, response: Any) -> JudgeOutput:
     """
     settings, benchmark, answer = reward_settings(), benchmark_of(task), text_of(response)
     usage = Usage.of(current_trace() or Trace())  # before scoring, which notes its own programs
-    scores = await score_both(benchmark, task, answer, policy=settings.sandbox)
+    scores = await score_both(benchmark, task, answer)
     form = FORMS.get(benchmark.name, r"\S")
     result = five_part(scored(scores["strict"]), answer, usage, settings.five_part, form)
     return JudgeOutput(reward=result.reward, metrics={**logged(scores), **result.metrics()})

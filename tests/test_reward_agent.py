@@ -133,5 +133,8 @@ def test_the_judge() -> None:
     assert verdict.metrics["agent/completion"] == 1
     told = asyncio.run(agent_judge(row, {"tool_calls": ["add"], "completion": 0.5}))
     assert told.metrics["agent/completion"] == 0.5
+    scored = {**row, "benchmark": "gsm8k", "question": "?"}
+    wrong = asyncio.run(agent_judge(scored, {"tool_calls": ["add"], "answer": "41 or 42"}))
+    assert wrong.metrics["agent/completion"] == 0
     with pytest.raises(TypeError, match="agent_judge wants a response such as"):
         asyncio.run(agent_judge(row, "42"))

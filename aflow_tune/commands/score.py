@@ -60,8 +60,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--sandbox",
         default="auto",
-        choices=("auto", "unsafe_subprocess"),
-        help="unsafe_subprocess: run programs without a wall where none can be built",
+        choices=("auto", "bubblewrap", "landlock", "unsafe_subprocess"),
+        help="what programs run behind; unsafe_subprocess is no wall (default: the strongest)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(action=_score)
