@@ -233,6 +233,9 @@ class AflowSections:
     graph: GraphSection = field(default_factory=GraphSection)
     operators: dict[str, str] = field(default_factory=dict)
     """Operators of yours that the graph may name: `Name: path/file.py:Name`."""
+    prompts: dict[str, Any] = field(default_factory=dict)
+    """Prompts of operators for the whole run, by the operator or `Operator.instance`: a text, or
+    texts by the prompt's name. A graph's and an instance's own win over them."""
     engine: str = _one_of("auto", *ENGINES)
     """auto: Trinity's vLLM and verl where they can run, else the local engine."""
     inline: bool = False

@@ -24,7 +24,6 @@ from aflow_tune.operators import (
     Prompt,
     Review,
     ScEnsemble,
-    add_operators,
     check_prompts,
     load_operators,
     use_prompts,
@@ -209,6 +208,22 @@ def test_experiences_of_a_tuned_run_carry_the_operator() -> None:
     assert {exp.reward for exp in experiences} == {1.0}
 
 
+def test_a_tuned_run_uses_the_prompts_of_its_configuration() -> None:
+    from scripted_server import ScriptedModel as RecordedModel
+    from scripted_server import ScriptedRunner, ScriptedServer, make_task
+
+    async def workflow(task: dict, model: Any) -> float:
+        return float(len((await Custom(model)("2 + 2?"))["response"]))
+
+    with ScriptedServer(lambda request: request["messages"][-1]["content"]) as server:
+        runner = ScriptedRunner(RecordedModel(server.url))
+        task = make_task(workflow, prompts={"Custom": "RUN {input}"})
+        status, _ = asyncio.run(runner.run_task(task, "1", repeat_times=1))
+        assert status.ok, status.message
+        (request,) = server.requests
+    assert request["messages"][-1]["content"] == "RUN 2 + 2?"
+
+
 class Summarise(Operator):
     """Shortens a text.
 
@@ -373,6 +388,25 @@ def test_a_runs_prompts_are_checked_together() -> None:
         run(OPERATORS["Revise"](ScriptedModel([]))("p", "s", "f"))
 
 
+def test_a_configurations_prompts_are_checked_before_anything_starts(tmp_path: Any) -> None:
+    import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
+    from aflow_tune.engines.trinity.validate import validate
+
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "prompts:\n"
+        "  Review: 'Judge {solution} and {more}'\n"
+        "  Custom.first: {main: '{instruction}'}\n"
+        "  Format: '{solution} {form}'\n"
+        "  Summary: text\n"
+    )
+    told = {fault.where: fault for fault in validate(path).faults}
+    assert told[f"{path}:2: prompts.Review.main"].found == "unknown `{more}`"
+    assert "`{input}` is missing" in told[f"{path}:3: prompts.Custom.first.main"].found
+    assert f"{path}:5: prompts.Summary" in told
+    assert not any("Format" in where for where in told)
+
+
 def test_every_shipped_prompt_fits_its_operator() -> None:
     from aflow_tune.operators.prompts import FORM_PROMPTS, shipped
 
@@ -414,16 +448,11 @@ def test_operators_are_added_by_class_and_by_path(tmp_path: Any) -> None:
     spec = f"{tmp_path}/mine.py:Shout"
     found = load_operators({"Shout": spec, "Summarise": Summarise})
     assert set(found) == {"Shout", "Summarise"}
-    assert "Shout" not in OPERATORS
-    try:
-        assert set(add_operators([spec])) == {"Shout"}
-        add_operators({"Shout": spec})  # the same again is no conflict
-        check_prompts({"Shout": "{input}"})
-        kind = OPERATORS["Shout"]
-        model = ScriptedModel(["hey"])
-        assert run(kind(model, prompts="{input}")("x"))[0] == {"response": "HEY"}
-    finally:
-        OPERATORS.pop("Shout", None)
+    assert set(load_operators([spec, Summarise])) == {"Shout", "Summarise"}
+    assert set(OPERATORS) == BUILT_IN
+    check_prompts({"Shout": "{input}"}, operators=found)
+    result = run(found["Shout"](ScriptedModel(["hey"]), prompts="{input}")("x"))[0]
+    assert result == {"response": "HEY"}
 
 
 def test_what_is_no_operator_is_refused_with_everything_wrong() -> None:

@@ -18,7 +18,6 @@ from aflow_tune.operators.prompts import Prompt, use_prompts
 from aflow_tune.operators.reading import Form
 from aflow_tune.operators.registry import (
     OPERATORS,
-    add_operators,
     check_prompts,
     load_operators,
 )
@@ -47,7 +46,6 @@ __all__ = [
     "ScEnsemble",
     "Test",
     "TestCases",
-    "add_operators",
     "check_prompts",
     "load_operators",
     "use_prompts",

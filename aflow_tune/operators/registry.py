@@ -8,6 +8,7 @@ has to be registered. For graphs, which know operators by name, name it in the c
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,38 +87,27 @@ def load_operators(
     return found
 
 
-def add_operators(
-    named: Mapping[str, Any] | Sequence[Any], base_dir: Path | None = None
-) -> dict[str, type[Operator]]:
-    """Load operators and put them into OPERATORS, in this process. Returns those added.
-
-    Raises:
-        BadInput: as `load_operators`; nothing is added then.
-    """
-    found = load_operators(named, base_dir)
-    OPERATORS.update(found)
-    return found
-
-
-def check_prompts(prompts: Mapping[str, Any], where: str = "prompts") -> None:
+def check_prompts(
+    prompts: Mapping[str, Any],
+    where: str = "prompts",
+    operators: Mapping[str, type[Operator]] = OPERATORS,
+) -> None:
     """Check the prompts of a run: by operator, by `Operator.instance`, and under `forms`.
 
     Raises:
         BadInput: with every name that no operator has, and every text that does not fit.
     """
-    import difflib
-
     faults: list[Fault] = []
     for key, texts in prompts.items():
         name = str(key).partition(".")[0]
         if name == FORMS:
             faults += checked(texts, FORM_PROMPTS, f"{where}.{key}")[1]
-        elif name in OPERATORS:
-            faults += checked(texts, OPERATORS[name].asks, f"{where}.{key}")[1]
+        elif name in operators:
+            faults += checked(texts, operators[name].asks, f"{where}.{key}")[1]
         else:
-            near = difflib.get_close_matches(name, [*OPERATORS, FORMS], 1)
+            near = difflib.get_close_matches(name, [*operators, FORMS], 1)
             cure = f"did you mean {near[0]}?" if near else "name the operator, or Operator.instance"
-            expected = "one of " + ", ".join([*OPERATORS, FORMS])
+            expected = "one of " + ", ".join([*operators, FORMS])
             faults.append(Fault(f"{where}.{key}", expected, name, cure))
     if faults:
         raise BadInput("The prompts do not fit the operators.", faults)

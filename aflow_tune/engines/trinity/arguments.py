@@ -32,6 +32,7 @@ def adapter_arguments(
         "system_prompt": config.rollout.system_prompt,
         "rewards": config.rewards,
         "sandbox": config.sandbox,
+        "prompts": config.prompts,
         "books": books,
         "seed": config.seed,
         "score": config.report.score,

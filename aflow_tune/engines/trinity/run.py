@@ -33,7 +33,7 @@ from aflow_tune.engines.trinity.run_state import (
 )
 from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.ship import ship_by_value
-from aflow_tune.engines.trinity.validate import check_data
+from aflow_tune.engines.trinity.validate import check_data, check_run_prompts
 from aflow_tune.engines.trinity.validators import (
     Change,
     choose_engine,
@@ -93,6 +93,7 @@ class Run:
             BadInput: with every fault of the functions, of the settings or of the data.
         """
         check_functions(self.workflow_func, self.judge_func)
+        check_run_prompts(self.config, self.config.positions.file)
         engine, reason = choose_engine(self.config)
         print(f"engine: {engine} ({reason})", flush=True)
         self.changes = prepare(self.config, workflow_func=self.workflow_func)

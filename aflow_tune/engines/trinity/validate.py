@@ -9,7 +9,7 @@ be changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,10 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
         return report
     report.config, report.faults = config, list(faults)
     workflow, judge = _functions(config, path, report)
+    try:
+        check_run_prompts(config, path)
+    except BadInput as error:
+        report.faults += [fault for fault in error.faults if fault not in report.faults]
     if not faults:
         _settings(config, workflow, report)
     report.warnings += config.warnings
@@ -119,6 +123,26 @@ def resolve_functions(
     if config.judge:
         judge = _resolve(config, "judge", config.judge, config_path)
     return workflow, judge
+
+
+def check_run_prompts(config: AflowConfig, config_path: str | Path | None) -> None:
+    """Hold the run's `prompts:` against the operators that there are.
+
+    Raises:
+        BadInput: with every prompt that does not fit.
+    """
+    if not config.prompts:
+        return
+    from aflow_tune.operators import OPERATORS, check_prompts, load_operators
+
+    base = Path(config_path).parent if config_path is not None else None
+    own = load_operators(config.operators, base)
+    try:
+        check_prompts(config.prompts, operators={**OPERATORS, **own})
+    except BadInput as error:
+        where = config.positions.where
+        faults = [replace(fault, where=where(fault.where)) for fault in error.faults]
+        raise BadInput(error.title, faults) from None
 
 
 def check_data(
