@@ -101,8 +101,8 @@ def _print_table(name: str, scores: Scores) -> None:
             table.add_row(str(number), _shown(strict.value), _shown(published.value), reason)
     if table.row_count:
         console.print(table)
-    published = [value for value in scores.values("published") if value is not None]
-    means = (scores.mean, sum(published) / len(published) if published else None)
+    known = [value for value in scores.values("published") if value is not None]
+    means = (scores.mean, sum(known) / len(known) if known else None)
     console.print(
         f"{name}: {len(scores.rows)} answers, mean strict {_shown(means[0])}, "
         f"mean published {_shown(means[1])}, unscored {scores.unscored}"
