@@ -34,7 +34,7 @@ what a checkpoint may be:
   or the folder of an operator graph (with the base model), and another YAML (its workflow and
   base model).
 
-exit codes: 0 measured, 1 failed, 2 bad input, 3 interrupted, 4 budget.wall_seconds reached.
+exit codes: 0 measured, 1 failed, 2 bad input, 3 interrupted, 4 a limit of budget reached.
 """
 
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
