@@ -144,6 +144,14 @@ def test_prompts_of_operators_are_columns(
         "base, marked.yaml",
     ]
     assert (plain["score"]["mean"], marked["score"]["mean"]) == (0.0, 0.5)
+    # Prompts of the configuration lie below those of the files.
+    code, result = evaluate(
+        *("--limit", "4", f"workflow={tmp_path}/by_operator.py:by_operator"),
+        'prompts={Custom: "MARK {instruction} {input}"}',
+        *("--checkpoint", "base", "--prompts", str(tmp_path / "plain.yaml")),
+    )
+    assert code == 0
+    assert result["columns"][0]["tasksets"]["held_out"]["score"]["mean"] == 0.0
     (use,) = marked["callers"]
     assert (use["caller"], use["outcomes"]) == ("Custom.solve", {"answered": 4})
 

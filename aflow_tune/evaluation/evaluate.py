@@ -35,7 +35,7 @@ from aflow_tune.engines.trinity.evaluating import (
 )
 from aflow_tune.engines.trinity.quiet import log_to
 from aflow_tune.engines.trinity.run_state import locked, write_json
-from aflow_tune.engines.trinity.validate import resolve_functions
+from aflow_tune.engines.trinity.validate import check_run_prompts, resolve_functions
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
 from aflow_tune.evaluation.columns import Column, Plan, make_plan
 from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page
@@ -78,7 +78,9 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
         check_endpoint(request.endpoint, served, request.key_variable)
     sources = make_sources(plan, untouched, Source(config, workflow, judge), request)
     for column in plan.columns:
-        with_prompts(sources[column].workflow, column.prompts)  # refused before anything runs
+        source = sources[column]
+        check_run_prompts(source.config, source.config.positions.file)
+        with_prompts(source.workflow, column.prompts, source.config)  # faults before anything runs
     out = (request.out or run_dir / OUT_NAME).absolute()
     transformers.utils.logging.disable_progress_bar()
     with locked(out):
@@ -147,16 +149,16 @@ class _Evaluation:
         tasks = limited(source.tasks, self.request.limit)
         config, samples = source.config, self.request.samples
         folder = column_folder(self.out, column, source, self.request)
+        workflow, prompts = with_prompts(source.workflow, column.prompts, config)
         batch = Batch(
             model=None,
             auxiliary=[],
-            arguments=adapter_arguments(
-                config,
-                with_prompts(source.workflow, column.prompts),
-                source.judge,
-                books_of(config),
-                folder / FOLDER,
-            ),
+            arguments={
+                **adapter_arguments(
+                    config, workflow, source.judge, books_of(config), folder / FOLDER
+                ),
+                "prompts": prompts,
+            },
             folder=folder / FOLDER,
             step=column.side.step,
             sampling=dict(column.sampling),

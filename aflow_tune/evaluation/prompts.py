@@ -8,32 +8,40 @@ key `prompts:`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aflow_tune.errors import BadInput, Fault
 
+if TYPE_CHECKING:
+    from aflow_tune.engines.trinity.config import AflowConfig
+
 Workflow = Callable[..., Any]
+Prompts = Mapping[str, Any]
 
 
-def with_prompts(workflow: Workflow, path: Path | None) -> Workflow:
-    """`workflow` under the prompts of a file; itself where there is none.
+def with_prompts(
+    workflow: Workflow, path: Path | None, config: AflowConfig
+) -> tuple[Workflow, Prompts]:
+    """The workflow, and the run's prompts, with those of a file on top; as they are without one.
 
     Raises:
         BadInput: the file is no YAML mapping, or a prompt fits no operator or graph.
     """
     if path is None:
-        return workflow
+        return workflow, config.prompts
     prompts = read_prompts(path)
     graph = as_graph(workflow)
     if graph is not None:
-        return dataclasses.replace(graph, graph=graph.graph.with_prompts(prompts))
-    from aflow_tune.operators.registry import check_prompts
+        changed = dataclasses.replace(graph, graph=graph.graph.with_prompts(prompts))
+        return changed, config.prompts
+    from aflow_tune.operators import OPERATORS, check_prompts, load_operators
 
-    check_prompts(prompts, str(path))
-    return _under(workflow, prompts)
+    base = Path(config.positions.file).parent if config.positions.file else None
+    known = {**OPERATORS, **load_operators(config.operators, base)}
+    check_prompts(prompts, str(path), known)
+    return workflow, _on_top(config.prompts, prompts)
 
 
 def as_graph(workflow: Workflow) -> Any:
@@ -61,20 +69,15 @@ def read_prompts(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _under(workflow: Workflow, prompts: Mapping[str, Any]) -> Workflow:
-    """The workflow with these prompts in its context; its signature stays what it was."""
-    if isinstance(workflow, functools.partial):
-        inner = _under(workflow.func, prompts)
-        return functools.partial(inner, *workflow.args, **workflow.keywords)
-
-    from aflow_tune.operators.prompts import use_prompts
-
-    @functools.wraps(workflow)
-    async def under(*args: Any, **kwargs: Any) -> Any:
-        with use_prompts(prompts):
-            return await workflow(*args, **kwargs)
-
-    return under
+def _on_top(below: Prompts, above: Prompts) -> Prompts:
+    """Both, where a text of `above` wins over the same prompt's of `below`."""
+    merged = dict(below)
+    for key, texts in above.items():
+        under = merged.get(key)
+        if isinstance(texts, Mapping) and isinstance(under, Mapping):
+            texts = {**under, **texts}
+        merged[key] = texts
+    return merged
 
 
 def _refused(path: Path, found: str) -> BadInput:

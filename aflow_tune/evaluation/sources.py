@@ -148,6 +148,7 @@ def _identity(column: Column, source: Source, request: Request) -> dict[str, Any
         "sampling": dict(column.sampling),
         **source.functions,
         "prompts": _digest(column.prompts.read_bytes()) if column.prompts else None,
+        "run_prompts": config.prompts,
         "system_prompt": config.rollout.system_prompt,
         "run_timeout": config.rollout.run_timeout,
         "rewards": repr(config.rewards),
