@@ -9,7 +9,11 @@ from __future__ import annotations
 import json
 import os
 import threading
-from typing import Any
+
+# `typing` takes longer to import than a small program runs.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 fd = 3
 """The socket, for programs that wait for several things at once."""

@@ -1,8 +1,8 @@
 """A conversation with a running program: JSON values, one a line, over a private socket.
 
 The program finds its end as the module `aflow_channel` (`_channel_inside.py`). Here nothing it
-says is trusted: a line that is no JSON, null, or longer than the program's output limit ends it, and
-nothing is read ahead, so a program that talks more than is listened to has to wait.
+says is trusted: a line that is no JSON, null, or longer than the program's output limit ends it,
+and nothing is read ahead, so a program that talks more than is listened to has to wait.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+from aflow_tune.sandbox.job import WallFailed
 from aflow_tune.sandbox.levels import Levels
-from aflow_tune.sandbox.process import Sandbox, WallFailed
+from aflow_tune.sandbox.process import Sandbox
 from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class Engine:
         Raises:
             SandboxUnavailable: no wall that the policy accepts can be built.
         """
-        level = await self.levels.choose(policy, self.first)
+        level = await self.levels.choose(policy, self)
         sandbox = await self._take((level, disk_mb))
         try:
             yield sandbox
@@ -99,6 +100,11 @@ class Engine:
         """A sandbox for finding out whether a wall stands."""
         return await self.start(level, Limits().disk_mb)
 
+    def keep(self, sandbox: Sandbox) -> None:
+        """Let one of those wait for a program; until there is one, not for long."""
+        self._waiting[sandbox.level, Limits().disk_mb].append(sandbox)
+        self._rest_later()
+
     async def _take(self, kind: _Kind) -> Sandbox:
         self._served += 1
         waiting = self._waiting[kind]
@@ -121,9 +127,7 @@ class Engine:
         return found
 
     def _refill(self, kind: _Kind) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
+        self._rest_later()
         coming = self._coming[kind]
         for _ in range(self._keep - len(self._waiting[kind]) - len(coming)):
             task = self._loop.create_task(self._add(kind))
@@ -138,6 +142,11 @@ class Engine:
                 await _discard(sandbox)
             else:
                 self._waiting[kind].append(sandbox)
+
+    def _rest_later(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
 
     def _rest(self) -> None:
         """Nothing ran for a while: end those that wait."""

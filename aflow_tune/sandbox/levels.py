@@ -13,18 +13,27 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from aflow_tune.sandbox import _confine, seccomp, staging, walls
-from aflow_tune.sandbox.process import Job, Sandbox, WallFailed, code_of
+from aflow_tune.sandbox.job import Job, WallFailed, code_of
+from aflow_tune.sandbox.process import Sandbox
 from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
 
 OLDEST_LANDLOCK = 3
 """The first version that covers truncation; Linux 6.2."""
 
-Starter = Callable[[Level], Awaitable[Sandbox]]
+
+class Home(Protocol):
+    """Who starts sandboxes (`engine.py`), as far as finding a wall needs it."""
+
+    async def first(self, level: Level) -> Sandbox:
+        """A new sandbox. WallFailed: its wall does not stand."""
+
+    def keep(self, sandbox: Sandbox) -> None:
+        """Take back one that has run nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,9 @@ class Levels:
         self._numbers = itertools.count()
         self._warned = False
 
-    async def choose(self, policy: str, start: Starter) -> Level:
+    async def choose(self, policy: str, home: Home) -> Level:
         """The level for a policy. SandboxUnavailable: there is none."""
-        found = await self.detect(policy, start)
+        found = await self.detect(policy, home)
         if found.level is None:
             raise SandboxUnavailable(unavailable(policy, found))
         if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
@@ -61,14 +70,14 @@ class Levels:
             print(unsafe_warning(), file=sys.stderr, flush=True)
         return found.level
 
-    async def detect(self, policy: str, start: Starter) -> Detection:
+    async def detect(self, policy: str, home: Home) -> Detection:
         """As `choose`, with reasons instead of a refusal."""
         async with self._lock:
             if policy not in self._found:
-                self._found[policy] = await self._detect(policy, start)
+                self._found[policy] = await self._detect(policy, home)
             return self._found[policy]
 
-    async def _detect(self, policy: str, start: Starter) -> Detection:
+    async def _detect(self, policy: str, home: Home) -> Detection:
         reasons: dict[str, str] = {}
         if policy == Level.UNSAFE_SUBPROCESS:
             return Detection(Level.UNSAFE_SUBPROCESS, {policy: "asked for; there is no wall"})
@@ -76,11 +85,11 @@ class Levels:
         for level in order:
             try:
                 self._preconditions(level)
-                await self._prove(level, start)
+                await self._prove(level, home)
             except (WallFailed, OSError) as error:
                 reasons[level.value] = str(error)
             else:
-                reasons[level.value] = "a program was started behind it and the wall was seen"
+                reasons[level.value] = "a sandbox was started and its wall seen to stand"
                 return Detection(level, reasons)
         return Detection(None, reasons)
 
@@ -104,11 +113,13 @@ class Levels:
                 ) from error
             self._is_staged = True
 
-    async def _prove(self, level: Level, start: Starter) -> None:
-        sandbox = await start(level)
+    async def _prove(self, level: Level, home: Home) -> None:
+        sandbox = await home.first(level)
+        if level is Level.BUBBLEWRAP:
+            home.keep(sandbox)
+            return
         try:
-            if level is Level.LANDLOCK:
-                await _attack(sandbox)
+            await _attack(sandbox)
         finally:
             await sandbox.close()
             sandbox.channel.close()

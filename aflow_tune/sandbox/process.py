@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import importlib.util
-import marshal
 import os
-import re
 import signal
 import socket
 import subprocess
 import time
 from dataclasses import dataclass, field
-from types import CodeType
-from typing import Any
 
+from aflow_tune.sandbox.ending import execution_of
+from aflow_tune.sandbox.job import Job, WallFailed, framed, inside_code
 from aflow_tune.sandbox.paths import system_paths
-from aflow_tune.sandbox.types import Ending, Execution, Level, Limits
+from aflow_tune.sandbox.types import Execution, Level
 from aflow_tune.sandbox.walls import FILTER, Launch
 
 START_SECONDS = 20.0
@@ -38,65 +34,10 @@ END_SECONDS = 10.0
 _STUB = (
     "import sys,_socket,marshal\n"
     "control=_socket.socket(fileno=int(sys.argv[1]))\n"
-    "exec(marshal.loads(control.recv(int(sys.argv[3]),_socket.MSG_WAITALL)))\n"
+    "for code in marshal.loads(control.recv(int(sys.argv[3]),_socket.MSG_WAITALL)):exec(code)\n"
     "main(control,int(sys.argv[2]))"
 )
 _NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
-
-
-class WallFailed(Exception):
-    """The wall does not stand, so no program was run. The text says why."""
-
-
-@functools.cache
-def code_of(name: str) -> CodeType:
-    """The compiled code of a module of this package, from its cache where there is one."""
-    spec = importlib.util.find_spec(f"aflow_tune.sandbox.{name}")
-    code = spec.loader.get_code(spec.name) if spec and spec.loader else None  # type: ignore
-    if not isinstance(code, CodeType):
-        raise WallFailed(f"the code of {name} is missing from this installation")
-    return code
-
-
-@functools.cache
-def marshalled(name: str) -> bytes:
-    """The same, as bytes for an interpreter of the same version."""
-    return marshal.dumps(code_of(name))
-
-
-@dataclass
-class Job:
-    """One program and what it may use."""
-
-    source: str
-    stdin: str
-    limits: Limits
-    files: dict[str, str]
-    channel: bool
-
-    def message(self) -> dict[str, Any]:
-        """What the inside is told."""
-        limits = self.limits
-        cpu = limits.cpu_seconds if limits.cpu_seconds is not None else limits.seconds
-        files = {**self.files, "main.py": self.source}
-        return {
-            "files": {name: _bytes(text) for name, text in files.items()},
-            "stdin": _bytes(self.stdin),
-            "channel": code_of("_channel_inside") if self.channel else None,
-            "limits": {
-                "seconds": limits.seconds,
-                "cpu_seconds": max(1, int(-(-cpu // 1))),
-                "memory_mb": limits.memory_mb,
-                "disk_mb": limits.disk_mb,
-                "processes": limits.processes,
-                "open_files": limits.open_files,
-            },
-        }
-
-
-def _bytes(text: str) -> bytes:
-    # A model's text may hold half a surrogate pair; the program's reader is to complain.
-    return text.encode("utf-8", "surrogatepass")
 
 
 @dataclass
@@ -106,7 +47,6 @@ class _Output:
     descriptor: int
     limit: int = 0
     data: bytearray = field(default_factory=bytearray)
-    too_much: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -124,7 +64,7 @@ class Sandbox:
         channel, inside = socket.socketpair()
         outputs = [os.pipe(), os.pipe()]
         filters: list[int] = []
-        code = marshalled("_inside")
+        code = inside_code()
         try:
             command = list(launch.command)
             if launch.filter_program is not None:
@@ -169,7 +109,7 @@ class Sandbox:
         else:  # no descriptors for processes (macOS)
             waiting = self._loop.run_in_executor(None, self._process.wait)
             waiting.add_done_callback(lambda _: self._exited.set())
-        self._setup = code + _framed(launch.setup)
+        self._setup = code + framed(launch.setup)
         self._outputs = [_Output(read) for read, _ in outputs]
         for output in self._outputs:
             os.set_blocking(output.descriptor, False)
@@ -209,7 +149,7 @@ class Sandbox:
         try:
             async with asyncio.timeout(START_SECONDS) as deadline:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    await self._loop.sock_sendall(self.control, _framed(job.message()))
+                    await self._loop.sock_sendall(self.control, framed(job.message()))
                 first = await self._line()
                 if first.startswith("refused"):
                     raise WallFailed(first)
@@ -224,7 +164,8 @@ class Sandbox:
         if not report:
             await self.end()
         await self._drain()
-        return self._execution(report, seconds)
+        stdout, stderr = (bytes(output.data) for output in self._outputs)
+        return execution_of(report, self._killed_for, (stdout, stderr), self.level, seconds)
 
     def stop(self, limit: str) -> None:
         """End the program because it passed this limit, which somebody else keeps."""
@@ -352,7 +293,6 @@ class Sandbox:
         room = output.limit - len(output.data)
         output.data += piece[: max(0, room)]
         if len(piece) > room:
-            output.too_much = True
             self._kill_for("output_kb")
         if not piece:
             self._stop_reading(output)
@@ -379,64 +319,3 @@ class Sandbox:
     def _complaint(self) -> str:
         text = self._outputs[1].data.decode("utf-8", "replace").strip()
         return text.splitlines()[-1][:300] if text else ""
-
-    def _execution(self, report: list[str], seconds: float) -> Execution:
-        code, reason, hits = _parse(report)
-        stdout, stderr = (bytes(o.data).decode("utf-8", "replace") for o in self._outputs)
-        if any(output.too_much for output in self._outputs):
-            reason = "output_kb"
-        elif self._killed_for is not None:
-            reason = self._killed_for
-        if reason == "itself" and code == -24:  # SIGXCPU
-            reason = "cpu_seconds"
-        if reason == "itself" and code == 1:
-            if _LAST_LINE_MEMORY.match(_last_line(stderr)):
-                reason = "memory_mb"
-            elif _LAST_LINE_DISK.search(_last_line(stderr)):
-                hits.add("disk_mb")
-        if reason in _KNOWN:
-            hits.add(reason)
-        by_reason = {
-            "seconds": Ending.TIMED_OUT,
-            "cpu_seconds": Ending.TIMED_OUT,
-            "memory_mb": Ending.OUT_OF_MEMORY,
-            "output_kb": Ending.TOO_MUCH_OUTPUT,
-        }
-        well = Ending.FINISHED if (reason, code) == ("itself", 0) else Ending.FAILED
-        ending = by_reason.get(reason, well)
-        return Execution(
-            ending=ending,
-            exit_code=code,
-            stdout=stdout,
-            stderr=stderr,
-            level=self.level,
-            seconds=seconds,
-            limits_hit=tuple(sorted(hits)),
-        )
-
-
-def _framed(message: dict[str, Any]) -> bytes:
-    body = marshal.dumps(message)
-    return len(body).to_bytes(4, "big") + body
-
-
-_KNOWN = frozenset(Limits.__dataclass_fields__)
-
-
-def _parse(report: list[str]) -> tuple[int | None, str, set[str]]:
-    """(exit code, reason, limits hit); 'lost' where the supervisor ended without a report."""
-    if len(report) != 4 or report[0] != "ended":
-        return None, "lost", set()
-    code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
-    reason = report[2] if report[2] in _KNOWN | {"itself", "parent"} else "lost"
-    return code, reason, set(report[3].split(",")) & _KNOWN
-
-
-# How a traceback of Python ends where an allocation or a write was refused: MemoryError, and
-# EFBIG, ENOSPC, EDQUOT as the kernel numbers them.
-_LAST_LINE_MEMORY = re.compile(r"(\w+\.)*MemoryError\b")
-_LAST_LINE_DISK = re.compile(r"\[Errno (27|28|122)\]")
-
-
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.sandbox.engine import Engine, engine
+from aflow_tune.sandbox.job import Job, WallFailed
 from aflow_tune.sandbox.levels import Detection
 from aflow_tune.sandbox.policy import meant
-from aflow_tune.sandbox.process import Job, Sandbox, WallFailed
+from aflow_tune.sandbox.process import Sandbox
 from aflow_tune.sandbox.types import Execution, Limits, SandboxUnavailable
 from aflow_tune.trace import ProgramRun, note
 
@@ -77,7 +78,7 @@ def run_program_sync(
 def detect(policy: str = "auto") -> Detection:
     """The wall that programs of this process run behind, proved by starting one; remembered."""
     home, policy = engine(), meant(policy)
-    return home.submit(home.levels.detect(policy, home.first)).result()
+    return home.submit(home.levels.detect(policy, home)).result()
 
 
 async def _run(home: Engine, job: Job, policy: str) -> Execution:
@@ -156,6 +157,13 @@ def checked_job(
             faults.append(
                 Fault(f"files[{name!r}]", "a relative path, not main.py", repr(name), "rename it")
             )
+    size = sum(len(text) for text in (source, *files.values())) / (1 << 20)
+    if not faults and size > limits.disk_mb:
+        faults.append(
+            Fault(
+                "files", f"at most limits.disk_mb ({limits.disk_mb})", f"{size:.1f} MB", "shorten"
+            )
+        )
     if faults:
         raise BadInput("a program cannot be run like that", faults)
     return Job(source, stdin, limits, dict(files), channel)

@@ -9,26 +9,19 @@ namespace ends with whoever holds its descriptor.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from aflow_tune.sandbox.paths import closed_folder_above, readable_by_others, system_paths
 
-_SCRIPT = """
-set -e
-mount --bind "$1" "$3"
-mount -t tmpfs -o mode=755,size=1m,nosuid,nodev none "$2"
-mkdir -p "$1"
-mount --move "$3" "$1"
-mount -o remount,bind,ro,nosuid,nodev "$1"
-mount -o remount,ro,mode=755 "$2"
-echo made
-read -r _
-"""
+_CLONE_NEWNS = 0x0002_0000
+_RDONLY, _NOSUID, _NODEV, _REMOUNT = 1, 2, 4, 32
+_BIND, _MOVE, _REC, _PRIVATE = 4096, 8192, 16384, 1 << 18
 
 
 class StagingFailed(Exception):
@@ -52,28 +45,49 @@ def stage() -> int:
     closed = closed_folder_above(system_paths().python)
     if closed is None:
         raise StagingFailed(f"{system_paths().python} is not readable by other users")
-    unshare, shell = shutil.which("unshare"), shutil.which("sh")
-    if unshare is None or shell is None or shutil.which("nsenter") is None:
-        raise StagingFailed("unshare and nsenter (Debian package util-linux) are not there")
+    if shutil.which("nsenter") is None:
+        raise StagingFailed("nsenter (Debian package util-linux) is not there")
+    made: list[int] = []
+    errors: list[OSError] = []
+
+    def make() -> None:
+        try:
+            made.append(_make(os.path.realpath(sys.base_prefix), closed))
+        except OSError as error:
+            errors.append(error)
+
+    # A mount namespace is a thread's own; this one enters it and ends.
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if errors:
+        raise StagingFailed(f"Python lies in {closed}, which others may not enter: {errors[0]}")
+    return made[0]
+
+
+def _make(prefix: str, closed: str) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+        words = [word.encode() for word in (source, target, kind)]
+        if libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None) != 0:
+            raise OSError(ctypes.get_errno(), f"mount on {target} is refused")
+
     meanwhile = tempfile.mkdtemp(prefix="aflow-tune-stage-")
-    # A separate process enters a namespace of its own; this one stays where it is.
-    maker = subprocess.Popen(
-        [
-            *(unshare, "--mount", "--propagation", "private", shell, "-c", _SCRIPT, "sh"),
-            *(os.path.realpath(sys.base_prefix), closed, meanwhile),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"},
-        start_new_session=True,
-    )
     try:
-        if maker.stdout is None or maker.stdout.readline() != "made\n":
-            reason = maker.stderr.read() if maker.stderr else ""
-            raise StagingFailed(f"Python lies in {closed}, and {reason.strip()[-300:]}")
-        return os.open(f"/proc/{maker.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        if libc.unshare(_CLONE_NEWNS) != 0:
+            raise OSError(ctypes.get_errno(), "a mount namespace is refused")
+        mount("none", "/", "", _REC | _PRIVATE)
+        mount(prefix, meanwhile, "", _BIND)
+        mount("none", closed, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
+        place = Path(closed)
+        for part in Path(prefix).relative_to(closed).parts:
+            place /= part
+            place.mkdir()
+            place.chmod(0o755)
+        mount(meanwhile, prefix, "", _MOVE)
+        mount("none", prefix, "", _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+        mount("none", closed, "", _REMOUNT | _RDONLY | _NOSUID | _NODEV, "mode=755")
+        return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        maker.communicate()
         Path(meanwhile).rmdir()

@@ -41,13 +41,17 @@ class Limits:
     seconds: float = 15.0
     """Wall-clock time, after which the whole tree of processes is killed."""
     cpu_seconds: float | None = None
-    """Processor time. None: as many seconds as of wall clock, rounded up."""
+    """Processor time of each process, in whole seconds, rounded up. None: a second more than of
+    wall clock."""
     memory_mb: int = 512
+    """Of all its processes together, what they share counted once; also what each may map, and
+    64 MB more for the interpreter's own."""
     disk_mb: int = 64
-    """What it may write to its private /tmp."""
+    """What it may write to its private folder, its own text included."""
     output_kb: int = 1024
-    """Of stdout and of stderr, each."""
+    """Of stdout, of stderr and of a channel's message, each."""
     processes: int = 32
+    """Processes and threads at once, its first included."""
     open_files: int = 64
 
 
