@@ -336,6 +336,9 @@ def test_prompts_of_instance_run_and_operator_have_an_order() -> None:
         own = await asked()
         with use_prompts(run_level):
             by_operator, by_instance = await asked(), await asked(name="strict")
+            with use_prompts({"Review": "inner {solution}", "Custom": "{input}"}):
+                assert await asked() == "inner the solution"
+                assert await asked(name="strict") == by_instance
             by_argument = await asked(name="strict", prompts="A {solution} {problem}")
         return [own, by_operator, by_instance, by_argument, await asked()]
 
@@ -343,6 +346,18 @@ def test_prompts_of_instance_run_and_operator_have_an_order() -> None:
     assert rest == ["R the solution", "S the solution", "A the solution the problem"]
     assert own == after
     assert "examiner" in own
+
+
+def test_a_bare_text_of_a_run_is_the_only_prompt_of_an_operator() -> None:
+    model = ScriptedModel(["```python\ndef f(): return 1\n```"])
+    tests = {"f": ["assert candidate() == 1"]}
+
+    async def work() -> OperatorResult:
+        with use_prompts({"Test": "MEND {solution} {failure}"}):
+            return await OPERATORS["Test"](model, tests=tests)("p", "def f(): return 2", "f")
+
+    assert run(work())[0]["result"] is True
+    assert texts(model)[0].startswith("MEND def f(): return 2 AssertionError: assert candidate()")
 
 
 def test_values_with_braces_and_the_place_of_the_form() -> None:
@@ -493,3 +508,26 @@ def test_a_reply_object_with_tool_calls_only_is_empty() -> None:
     model = ScriptedModel([Reply("", "m", tool_calls=({"id": "1"},)), "fine"])
     result, _ = run(Custom(model)("in", "do"))
     assert (result, result.outcome) == ({"response": "fine"}, "repaired")
+
+
+def test_the_documentation_names_every_operator_outcome_and_runs() -> None:
+    from pathlib import Path
+
+    text = (Path(__file__).parent.parent / "docs" / "operators.md").read_text(encoding="utf-8")
+    for name in BUILT_IN:
+        assert f"\n| {name} | `(" in text
+    for outcome in Outcome:
+        assert f"`{outcome.value}`" in text
+    first, own = (block.split("```")[0] for block in text.split("```python\n")[1:])
+    space: dict[str, Any] = {}
+    exec(first, space)
+    exec(own, space)
+    replies = [
+        "<answer>41</answer>",
+        "<review_result>No</review_result>",
+        "<solution>42</solution>",
+    ]
+    solved = run(space["solve"]({"question": "6 * 7?"}, ScriptedModel(replies)))[0]
+    assert solved == "42"
+    short = run(space["Summarise"](ScriptedModel(["<summary>s</summary>"]))("long"))[0]
+    assert short == {"summary": "s"}

@@ -187,7 +187,7 @@ class Operator:
         use = _use.get() or _Use()
         fields = self.fields if fields is None else fields
         form = self._form_for(fields, mode)
-        template = text_of(type(self).__name__, self.name, prompt, self.asks[prompt], self._prompts)
+        template = text_of(type(self).__name__, self.name, prompt, self.asks, self._prompts)
         text = prompt_with_form(template, values, described(fields, form))
         schema = schema_of(fields) if form is Form.JSON else None
         messages: list[dict[str, str]] = [{"role": "user", "content": text}]

@@ -40,7 +40,7 @@ _FALSE = frozenset({"false", "no", "incorrect", "wrong", "0"})
 _INT = re.compile(r"(?<![\w.])[-+]?\d{1,18}(?![\w]|\.\d)")
 _WORDS = re.compile(r"[A-Za-z0-9_]+")
 _MARKED = re.compile(
-    r"(?:solution|option|answer|choice|letter|candidate)\s{0,3}(?:is|:|=|-)?\s{0,3}"
+    r"(?:(answer)|solution|option|choice|letter|candidate)\s{0,3}(?:is|:|=|-)?\s{0,3}"
     r"[*_`\"'(\[]{0,4}([A-Za-z0-9]{1,8})\b",
     re.IGNORECASE,
 )
@@ -175,7 +175,7 @@ def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
         return by_word[bare], True
     if len(text) <= MAX_SHORT_TEXT:
         first = _FIRST.match(text)
-        marked = [match[1] for match in _MARKED.finditer(text)]
+        marked = [match[2] for match in _MARKED.finditer(text) if not _goes_on(match, text)]
         named = {word for word in [*marked, first[1] if first else ""] if word in choices}
         words = {word for word in _WORDS.findall(text) if word in choices}
         if not named and not words & _ENGLISH:
@@ -184,6 +184,13 @@ def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
             return named.pop(), True
     shown = ", ".join(choices[:8]) + (f", ... {choices[-1]}" if len(choices) > 8 else "")
     raise Unreadable(f"is not one of {shown}: {_shown(text)}")
+
+
+def _goes_on(match: re.Match[str], text: str) -> bool:
+    """Whether the label after 'answer' is a word of a sentence: 'answer: I would take B'."""
+    following = text[match.end() :]
+    in_sentence = following.startswith(" ") and following.lstrip()[:1].islower()
+    return bool(match[1]) and match[2] in _ENGLISH and in_sentence
 
 
 def _shown(text: str) -> str:

@@ -73,10 +73,11 @@ def shipped() -> Mapping[str, Mapping[str, str]]:
 def use_prompts(prompts: Mapping[str, Texts]) -> Iterator[None]:
     """Use these prompts in the current context and in everything it starts: the run's.
 
+    An inner block's entry for an operator or instance replaces an outer one's.
     Check them first with `registry.check_prompts`, which knows the operators; here a text is
     checked when it is used.
     """
-    token = _run.set({name: dict(_as_mapping(texts)) for name, texts in prompts.items()})
+    token = _run.set({**(_run.get() or {}), **prompts})
     try:
         yield
     finally:
@@ -84,28 +85,35 @@ def use_prompts(prompts: Mapping[str, Texts]) -> Iterator[None]:
             _run.reset(token)
 
 
-_run: ContextVar[Mapping[str, Mapping[str, str]] | None] = ContextVar(
-    "aflow_tune_prompts", default=None
-)
+_run: ContextVar[Mapping[str, Texts] | None] = ContextVar("aflow_tune_prompts", default=None)
 
 
 def text_of(
-    operator: str, instance: str, name: str, prompt: Prompt, given: Mapping[str, str]
+    operator: str,
+    instance: str,
+    name: str,
+    slots: Mapping[str, Prompt],
+    given: Mapping[str, str],
 ) -> str:
     """The text of one prompt, by the order in this module's description.
 
+    Args:
+        slots: the operator's prompts.
+        given: the instance's own texts, checked.
+
     Raises:
-        BadInput: it does not fit the prompt.
+        BadInput: a text of the run does not fit its prompt.
     """
-    run = _run.get() or {}
     if name in given:
         return given[name]
+    run = _run.get() or {}
     for key in (f"{operator}.{instance}", operator):
-        text = run.get(key, {}).get(name)
-        if text is not None:
-            raise_faults(_faults_of(f"prompts.{key}.{name}", prompt, text))
-            return text
-    return own_text(operator, name, prompt)
+        if key in run:
+            texts, faults = checked(run[key], slots, f"prompts.{key}")
+            raise_faults(faults)
+            if name in texts:
+                return texts[name]
+    return own_text(operator, name, slots[name])
 
 
 def own_text(operator: str, name: str, prompt: Prompt) -> str:
@@ -115,7 +123,7 @@ def own_text(operator: str, name: str, prompt: Prompt) -> str:
 
 def form_text(name: str, values: Mapping[str, Any]) -> str:
     """One of the sentences that ask for a form, filled in."""
-    return fill(text_of(FORMS, "", name, FORM_PROMPTS[name], {}), values)
+    return fill(text_of(FORMS, "", name, FORM_PROMPTS, {}), values)
 
 
 def checked(
