@@ -103,6 +103,8 @@ class Levels:
                 f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
                 "(Linux 6.2) is needed"
             )
+        if os.geteuid() == 0 and not walls.is_mapped(walls.NOBODY):
+            raise WallFailed("root of a namespace without other users: nobody to run programs as")
         if not self._is_staged:
             try:
                 self._staged = staging.stage() if staging.needs_staging() else None
@@ -175,6 +177,11 @@ def unavailable(policy: str, found: Detection) -> str:
     """What to tell when there is no wall."""
     reasons = "\n".join(f"    {name}: {reason}" for name, reason in found.reasons.items())
     cure = f"install bubblewrap: {walls.INSTALL}"
+    if walls.find_tool("bwrap") is not None:
+        cure = (
+            "allow user namespaces to bwrap (sysctl user.max_user_namespaces above 0; on Ubuntu "
+            "24.04 and later an AppArmor profile for bwrap), or use a kernel with Landlock (6.2)"
+        )
     if sys.platform != "linux":
         cure = "use a Linux machine or container, where it can be built"
     return (

@@ -215,12 +215,14 @@ def unsafe(folder: str) -> Launch:
 def own_id(number: int) -> int:
     """A user id that nobody else has; the common one where this container has few."""
     wanted = _UNUSED_IDS[(os.getpid() * 997 + number) % len(_UNUSED_IDS)]
+    return wanted if is_mapped(wanted) else NOBODY
+
+
+def is_mapped(user: int) -> bool:
+    """Whether this user id exists in our user namespace."""
     with open("/proc/self/uid_map") as file:
-        for line in file:
-            first, _, count = (int(word) for word in line.split())
-            if first <= wanted < first + count:
-                return wanted
-    return NOBODY
+        ranges = [[int(word) for word in line.split()] for line in file]
+    return any(first <= user < first + count for first, _, count in ranges)
 
 
 def _as_nobody(staged: int | None) -> list[str]:
