@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer
 from trinity.common.experience import Experience
 
 from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.graph.graph import load_graph
+from aflow_tune.graph.run import GraphEnding
+from aflow_tune.models import ScriptedModel as ScriptedReplies
 from aflow_tune.plugins import resolve
 
 # isort: split
@@ -92,3 +97,23 @@ def test_shipped_functions_reach_a_process_that_does_not_know_their_files(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [1.0, 1.0]
+
+
+def _adds(messages: Sequence[Mapping[str, Any]]) -> str:
+    first, second = re.findall(r"\d+", str(messages[-1]["content"]))
+    return f"The answer is {int(first) + int(second)}."
+
+
+def _lies(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "The answer is 99."
+
+
+@pytest.mark.parametrize(("answers", "reward"), [(_adds, 1.0), (_lies, 0.0)])
+def test_the_shipped_graph_adds_in_two_calls(answers: Any, reward: float) -> None:
+    folder = ROOT / "workflows/graphs/three_terms"
+    score = resolve(f"{folder}/score.py:score")
+    rows = (ROOT / "workflows/data/three_terms/held_out.jsonl").read_text().splitlines()
+    task = json.loads(rows[0])
+    run = asyncio.run(load_graph(folder).run(task["question"], model=ScriptedReplies(answers)))
+    assert (run.ending, run.calls) == (GraphEnding.ANSWERED, 2)
+    assert score(task, run.answer) == reward
