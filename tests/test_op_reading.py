@@ -117,6 +117,14 @@ def test_tags_inside_code_and_cdata_are_text() -> None:
     assert values(reply)["answer"] == "</answer><answer>7</answer>"
 
 
+def test_an_element_outside_of_the_others_counts_before_one_inside() -> None:
+    reply = "<answer>2</answer><thought>x<thought>y</thought> or <answer>1</answer>?</thought>"
+    assert values(reply) == {
+        "thought": "x<thought>y</thought> or <answer>1</answer>?",
+        "answer": "2",
+    }
+
+
 def test_what_cannot_be_read_is_named_and_gets_no_value() -> None:
     assert faults("") == "the reply is empty"
     assert faults(" \n\t") == "the reply is empty"
@@ -323,6 +331,8 @@ def test_faulty_json_is_repaired_up_to_a_size() -> None:
         '```json\n{"thought": "x"\n "answer": "it"}\n```',
     ):
         assert values(reply, form=Form.JSON) == {"thought": "x", "answer": "it"}, reply
+    for costly in ("{answer: 'it', b: " + "[" * 30, "{answer: 'it', b: " + "'x' " * 200):
+        assert faults(costly, (ANSWER,), Form.JSON) == "there is no answer"
     long = "{answer: '" + "x" * MAX_REPAIRED + "'}"
     assert faults(long, (ANSWER,), Form.JSON) == "there is no answer"
 
