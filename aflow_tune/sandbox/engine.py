@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from aflow_tune.sandbox.job import WallFailed
 from aflow_tune.sandbox.levels import Levels
-from aflow_tune.sandbox.process import Sandbox
+from aflow_tune.sandbox.process import Sandbox, ends
 from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
 
 T = TypeVar("T")
@@ -194,6 +194,8 @@ def _forget() -> None:
     # The lock may have been held by a thread that does not exist in the child.
     global _lock, _engine
     _lock, _engine = threading.Lock(), None
+    for end in list(ends):
+        end.close()
 
 
 if hasattr(os, "register_at_fork"):

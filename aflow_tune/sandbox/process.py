@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import time
+import weakref
 from dataclasses import dataclass, field
 
 from aflow_tune.sandbox.ending import execution_of
@@ -37,6 +38,9 @@ _STUB = (
     "for code in marshal.loads(control.recv(int(sys.argv[3]),_socket.MSG_WAITALL)):exec(code)\n"
     "main(control,int(sys.argv[2]))"
 )
+ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Our ends of all sockets. A fork of this process has to close them: a sandbox whose parent was
+killed notices that by their end (`engine.py`)."""
 _NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
 
 
@@ -62,6 +66,7 @@ class Sandbox:
         self._inner_pid = 0
         mine, control = socket.socketpair()
         channel, inside = socket.socketpair()
+        ends.update((mine, channel))
         outputs = [os.pipe(), os.pipe()]
         filters: list[int] = []
         code = inside_code()
