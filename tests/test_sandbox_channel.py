@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
 from sandbox_outside import WALLS, commands, need
 
 from aflow_tune.sandbox import Ending, Limits, ProgramEnded, SandboxUnavailable, open_channel
+from aflow_tune.sandbox._inside import TOLD
 from aflow_tune.trace import ProgramRun, Trace
 
 
@@ -52,6 +54,26 @@ print("to stdout")
         asyncio.run(main())
     (noted,) = trace.of(ProgramRun)
     assert (noted.level, noted.outcome) == (level, "finished")
+
+
+@pytest.mark.parametrize("first_free", range(TOLD - 5, TOLD + 2))
+def test_the_channel_may_have_any_number_in_the_parent(level: str, first_free: int) -> None:
+    """A busy process holds many descriptors; the inside has numbers of its own for some."""
+    program = "import aflow_channel\naflow_channel.send(aflow_channel.receive())"
+
+    async def main() -> Any:
+        held = [os.open(os.devnull, os.O_RDONLY)]
+        try:
+            while held[-1] < first_free:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+            async with open_channel(program, policy=level) as channel:
+                await channel.send("hello")
+                return await channel.receive()
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+
+    assert asyncio.run(main()) == "hello"
 
 
 def test_what_was_sent_before_the_end_arrives(level: str) -> None:

@@ -72,9 +72,11 @@ def main(control: _socket.socket, channel: int) -> None:
                 supervise(control, watch, told_read, wake_read, stdin_write)
     if child != 0:
         leave(setup, child)
+    # The channel first: the parent chose its number, which may be TOLD.
+    os.dup2(channel, TOLD + 1)
     os.dup2(told_write, TOLD)
     try:
-        prepare(setup, job, stdin_read, channel)
+        prepare(setup, job, stdin_read)
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}".encode("ascii", "replace")[:500]
         os.write(TOLD, reason.replace(b"\n", b" "))
@@ -144,9 +146,8 @@ def call_prctl(option: int, value: int) -> None:
         raise OSError(f"prctl({option}, {value}) failed")
 
 
-def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int, channel: int) -> None:
+def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
     """In the child: descriptors, limits, the inner wall, the program's files."""
-    os.dup2(channel, TOLD + 1)
     _signal.set_wakeup_fd(-1)
     _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     os.setsid()
