@@ -17,10 +17,10 @@ FIRST_EVALUATION, STEP = 4 * 2, 2 * 4 * 2
 """Calls: four held-out items, then two tasks by four runs; two calls each."""
 SWALLOWS = WORKFLOW.replace(
     'with caller("second"):\n        second = await model(',
-    'try:\n        second = await model(',
+    "try:\n        second = await model(",
 ).replace(
     '    text += second.content[0]["text"]',
-    "    except Exception:\n        return 1.0\n    text += second.content[0][\"text\"]",
+    '    except Exception:\n        return 1.0\n    text += second.content[0]["text"]',
 )
 """Makes a reward of a call that the budget refused."""
 
