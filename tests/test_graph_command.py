@@ -10,6 +10,7 @@ from graph_samples import MATH, MATH_PROMPTS, own_form, simple, write_round
 
 from aflow_tune.cli import main
 from aflow_tune.errors import ExitCode
+from aflow_tune.report.records import EvalRecord, append_record
 
 
 @pytest.fixture
@@ -47,6 +48,48 @@ def test_draw(math: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
     assert main(["graph", "draw", str(math), "--svg", str(svg), "--mermaid"]) == ExitCode.DONE
     assert "flowchart TD" in capsys.readouterr().out
+
+
+def test_draw_with_the_numbers_of_a_run(
+    math: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def record(item: int, reward: float | None) -> EvalRecord:
+        chosen = [{"caller": "ScEnsemble.sc_ensemble", "prompt_tokens": 30, "tokens": 5}]
+        lost = {"caller": "Custom.custom", "prompt_tokens": None, "tokens": None, "failed": True}
+        drafts = [{"caller": "Custom.custom", "prompt_tokens": 10, "tokens": 20}] * 3
+        return EvalRecord(
+            step=4,
+            taskset="held_out",
+            item=item,
+            run=0,
+            score=reward,
+            reward=reward,
+            calls=[*drafts, *chosen] if reward is not None else [lost],
+            operators=[
+                {
+                    "operator": "Custom",
+                    "instance": "custom",
+                    "outcome": "answered" if reward is not None else "model_failed",
+                    "attempts": 1,
+                }
+            ],
+        )
+
+    for item, reward in enumerate([1.0, 0.0, None]):
+        append_record(tmp_path / "run" / "evaluations", record(item, reward))
+    command = ["graph", "draw", str(math), "--run", str(tmp_path / "run")]
+    assert main(command) == ExitCode.DONE
+    drawn = capsys.readouterr().out
+    custom = next(line for line in drawn.splitlines() if "custom: Custom" in line)
+    ensemble = next(line for line in drawn.splitlines() if "sc_ensemble: ScEnsemble" in line)
+    assert "180 tokens" in custom  # two runs of three drafts, thirty tokens each
+    assert "75#37; of the reward" in custom
+    assert "1 failures" in custom
+    assert "70 tokens" in ensemble
+    assert "25#37; of the reward" in ensemble
+
+    assert main([*command[:-1], str(tmp_path / "nowhere")]) == ExitCode.BAD_INPUT
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

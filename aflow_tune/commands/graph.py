@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from aflow_tune.errors import BadInput, ExitCode
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+if TYPE_CHECKING:
+    from aflow_tune.graph.measure import Measured
 
 _EPILOG = """\
 A graph is a folder with graph.py and prompts.json, or a round_N folder of AFlow. None of these
@@ -17,6 +21,7 @@ commands runs its code.
 examples:
   aflow-tune graph show workspace/GSM8K/workflows/round_5
   aflow-tune graph draw my_graph --svg my_graph.svg
+  aflow-tune graph draw my_graph --svg my_graph.svg --run runs/my_project/my_run
   aflow-tune graph export my_graph --round workspace/GSM8K/workflows/round_21
 """
 
@@ -48,6 +53,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     draw.add_argument("path", type=Path, metavar="PATH", help="the graph's folder")
     draw.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture there")
+    draw.add_argument(
+        "--run",
+        type=Path,
+        metavar="FOLDER",
+        help="write into it what the newest evaluation of this run folder counted: calls, "
+        "tokens, share of the reward, failures",
+    )
     draw.add_argument("--mermaid", action="store_true", help="print Mermaid, also beside --svg")
     draw.set_defaults(action=_draw)
 
@@ -86,15 +98,44 @@ def _draw(options: argparse.Namespace) -> int:
     if not graph.flow.nodes:
         title = f"There is nothing to draw in {options.path}: no call of an operator was found."
         raise BadInput(title, graph.shape.faults)
+    measured = None if options.run is None else _measured(options.run)
     if options.svg is not None:
+        picture = to_svg(graph.flow, measured, title=options.path.resolve().name)
         try:
-            options.svg.write_text(to_svg(graph.flow, title=options.path.name), encoding="utf-8")
+            options.svg.write_text(picture, encoding="utf-8")
         except OSError as error:
             raise BadInput(f"{options.svg} cannot be written: {error}") from error
         print(options.svg)
     if options.mermaid or options.svg is None:
-        print(to_mermaid(graph.flow), end="")
+        print(to_mermaid(graph.flow, measured), end="")
     return ExitCode.DONE
+
+
+def _measured(run_dir: Path) -> dict[str, Measured]:
+    """Numbers by caller, from the newest evaluation of every task set of a run."""
+    from aflow_tune.graph.measure import measure
+    from aflow_tune.report.evaluation import load_evaluations
+    from aflow_tune.report.traces import traces_of
+
+    try:
+        evaluations = load_evaluations(run_dir)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    newest = [list(steps.values())[-1] for steps in evaluations.values()]
+    records = [record for evaluation in newest for record in evaluation.records]
+    if not records:
+        raise BadInput(
+            "There are no numbers to draw.",
+            [
+                Fault(
+                    str(run_dir),
+                    "a run folder with evaluations",
+                    "no evaluation" if run_dir.is_dir() else "no such folder",
+                    "name the folder that the run printed as its run folder",
+                )
+            ],
+        )
+    return measure(traces_of(records))
 
 
 def _export(options: argparse.Namespace) -> int:

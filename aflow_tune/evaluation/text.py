@@ -24,6 +24,10 @@ def print_result(result: Result, console: Any) -> None:
             table.add_row(row.label, *(value.replace("[", "\\[") for value in row.values))
         console.print(table)
         _print_callers(result, taskset, console)
+        for cell in cells:
+            reason = next((r.reason for r in cell.evaluation.records if r.reason), None)
+            if reason is not None:
+                _say(console, f"{cell.column.name}: the first failed run says: {reason}")
     for sentence in sentences(result):
         _say(console, sentence)
 

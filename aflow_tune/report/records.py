@@ -12,13 +12,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+MAX_REASON = 600
+"""Characters that are kept of the reason why a run failed."""
+
 
 @dataclass(frozen=True)
 class EvalRecord:
     """How one run on one held-out item went.
 
-    `score` is None where nothing could be scored; `failure` then says why. `item` is the
-    row of the data set. `transcript` lists the calls: caller, messages, response, tokens.
+    `score` is None where nothing could be scored; `failure` then says why in a word and `reason`
+    in words (their end, at most `MAX_REASON` characters). `item` is the row of the data set.
+    `transcript` lists the calls: caller, messages, response, tokens.
 
     `calls` lists every call of the tuned model in the order of their start: `caller`,
     `prompt_tokens` and `tokens` (drawn; both None where the server did not count them), and only
@@ -41,6 +45,7 @@ class EvalRecord:
     calls: list[dict[str, Any]] = field(default_factory=list)
     operators: list[dict[str, Any]] = field(default_factory=list)
     answer: str | None = None
+    reason: str = ""
 
     def to_line(self) -> bytes:
         """The record as one line of JSON with its line end."""

@@ -49,7 +49,7 @@ from aflow_tune.engines.trinity.run_thread import RunThread
 from aflow_tune.engines.trinity.ship import see_import_folders
 from aflow_tune.models.books import Books
 from aflow_tune.operators.prompts import use_prompts
-from aflow_tune.report.records import EvalRecord, append_record
+from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
 from aflow_tune.sandbox.policy import use_policy
 from aflow_tune.trace import Trace
 from aflow_tune.types import Failure
@@ -282,6 +282,7 @@ class WorkflowAdapter(Workflow):
             score=score,
             reward=outcome.reward,
             failure=outcome.failure.value if outcome.failure else None,
+            reason=outcome.detail[-MAX_REASON:],
             metrics=dict(outcome.metrics),
             transcript=[transcript_entry(call) for call in calls] if wanted else [],
             seconds=round(seconds, 3),
