@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from fixed_server import completion, serve_fixed
 
 TARGET_MS = 1.0
 MESSAGES = [
@@ -34,41 +35,11 @@ def serve(port_to: Connection, tokens: int) -> None:
     """Answer every request with the same bytes."""
     scores = [{"token": "7", "logprob": -0.5, "bytes": [55], "top_logprobs": []}] * tokens
     choice = {
-        "index": 0,
-        "finish_reason": "stop",
         "message": {"role": "assistant", "content": "7" * tokens},
         "logprobs": {"content": scores},
         "token_ids": list(range(tokens)),
     }
-    answer = {
-        "id": "fixed",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "scripted",
-        "prompt_token_ids": list(range(50)),
-        "choices": [choice],
-        "usage": {"prompt_tokens": 50, "completion_tokens": tokens, "total_tokens": 50 + tokens},
-    }
-    body = json.dumps(answer).encode()
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    reply = head.encode() + b"\r\n\r\n" + body
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                header = (await reader.readuntil(b"\r\n\r\n")).lower()
-                length = header.partition(b"content-length:")[2].partition(b"\r\n")[0]
-                await reader.readexactly(int(length))
-                writer.write(reply)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
-
-    async def main() -> None:
-        server = await asyncio.start_server(talk, "127.0.0.1", 0)
-        port_to.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    asyncio.run(main())
+    serve_fixed(port_to, completion(choice, tokens, prompt_token_ids=list(range(50))))
 
 
 Cost = tuple[float, float]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import resource
 import statistics
@@ -27,6 +26,8 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from fixed_server import completion, serve_fixed
 
 MESSAGES = [
     {"role": "system", "content": "You solve small problems. " * 8},
@@ -39,34 +40,7 @@ Cost = tuple[float, float]
 def serve(port_to: Connection, tokens: int) -> None:
     """Answer every request with the same bytes."""
     message = {"role": "assistant", "content": "7 " * tokens}
-    answer = {
-        "id": "fixed",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "scripted",
-        "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-        "usage": {"prompt_tokens": 50, "completion_tokens": tokens, "total_tokens": 50 + tokens},
-    }
-    body = json.dumps(answer).encode()
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    reply = head.encode() + b"\r\n\r\n" + body
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                header = (await reader.readuntil(b"\r\n\r\n")).lower()
-                length = header.partition(b"content-length:")[2].partition(b"\r\n")[0]
-                await reader.readexactly(int(length))
-                writer.write(reply)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
-
-    async def main() -> None:
-        server = await asyncio.start_server(talk, "127.0.0.1", 0, backlog=2048)
-        port_to.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    asyncio.run(main())
+    serve_fixed(port_to, completion({"message": message}, tokens))
 
 
 async def timed(call: Callable[[], Awaitable[Any]], calls: int, at_once: int) -> Cost:

@@ -1,0 +1,45 @@
+"""A server that answers every request with the same bytes, as fast as it can; for benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def completion(choice: dict[str, Any], tokens: int, **more: Any) -> dict[str, Any]:
+    """The body of a chat completion with one choice of `tokens` tokens."""
+    return {
+        "id": "fixed",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "scripted",
+        "choices": [{"index": 0, "finish_reason": "stop", **choice}],
+        "usage": {"prompt_tokens": 50, "completion_tokens": tokens, "total_tokens": 50 + tokens},
+        **more,
+    }
+
+
+def serve_fixed(port_to: Connection, answer: dict[str, Any]) -> None:
+    """Send the port, then answer every request with `answer` as JSON, for ever."""
+    body = json.dumps(answer).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    reply = head.encode() + b"\r\n\r\n" + body
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                header = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = header.partition(b"content-length:")[2].partition(b"\r\n")[0]
+                await reader.readexactly(int(length))
+                writer.write(reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(talk, "127.0.0.1", 0, backlog=2048)
+        port_to.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(main())
