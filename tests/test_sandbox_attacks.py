@@ -270,6 +270,17 @@ for _ in range(3):
 x = bytearray(b"x") * 100_000_000
 time.sleep(120)
 """,
+    "behind first threads that ended": """
+import ctypes, os, threading, time
+for _ in range(3):
+    os.fork()
+def grow():
+    time.sleep(0.2)
+    x = bytearray(b"x") * 100_000_000
+    time.sleep(120)
+threading.Thread(target=grow).start()
+ctypes.CDLL(None).syscall(60, 0)
+""",
     "shared and handed on": """
 import mmap, os
 while True:
@@ -341,6 +352,38 @@ while True:
     os.write(fd, b"x" * 5_000_000)
     libc.mmap(None, 4096, 1, mmap.MAP_SHARED, fd, 0)
     os.close(fd)
+""",
+    "mapped behind many other mappings": """
+import ctypes, mmap, os
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+for n in range(1000):
+    libc.mmap(0x100000000 + n * 8192, 4096, 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+n = 0
+while True:
+    n += 1
+    fd = os.open("big", os.O_RDWR | os.O_CREAT)
+    os.unlink("big")
+    os.write(fd, b"x" * 5_000_000)
+    libc.mmap(0x7ffe00000000 + n * 8192, 4096, 1, mmap.MAP_SHARED, fd, 0)
+    os.close(fd)
+""",
+    "behind a first thread that ended": """
+import ctypes, os, threading, time
+kept = []
+def write():
+    time.sleep(0.2)
+    try:
+        while True:
+            kept.append(os.open("big", os.O_RDWR | os.O_CREAT))
+            os.unlink("big")
+            os.write(kept[-1], b"x" * 5_000_000)
+    except OSError:  # behind bubblewrap, where a full disk is noted and no more
+        time.sleep(0.5)
+        os._exit(1)
+threading.Thread(target=write).start()
+ctypes.CDLL(None).syscall(60, 0)
 """,
     "names": """
 n = 0

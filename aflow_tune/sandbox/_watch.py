@@ -119,7 +119,7 @@ class Watch:
         resident, tasks = 0, 0
         for pid in pids:
             try:
-                resident += int(read(f"/proc/{pid}/statm").split()[1]) * self.page
+                resident += int(read(f"{place_of(pid)}/statm").split()[1]) * self.page
                 tasks += len(os.listdir(f"/proc/{pid}/task"))
             except (OSError, IndexError):
                 continue
@@ -151,24 +151,44 @@ class Watch:
 
 
 def read(path: str) -> bytes:
-    """A small file of /proc."""
+    """A file of /proc, which gives no more than a page at a time."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return os.read(descriptor, 65536)
+        text = b""
+        while piece := os.read(descriptor, 65536):
+            text += piece
+        return text
     finally:
         os.close(descriptor)
 
 
+def place_of(pid: int) -> str:
+    """Where /proc tells of a process.
+
+    Once its first thread has ended, its own place shows an empty process, whatever the other
+    threads go on with; theirs show it as it is.
+    """
+    place = f"/proc/{pid}"
+    with Ignored():
+        if read(f"{place}/statm").startswith(b"0 "):
+            for task in os.listdir(f"{place}/task"):
+                with Ignored():
+                    if not read(f"{place}/task/{task}/statm").startswith(b"0 "):
+                        return f"{place}/task/{task}"
+    return place
+
+
 def proportional(pid: int, page: int) -> int:
     """Bytes of memory of a process, shared pages divided among those who share them."""
+    place = place_of(pid)
     try:
-        for line in read(f"/proc/{pid}/smaps_rollup").splitlines():
+        for line in read(f"{place}/smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
     try:
-        return int(read(f"/proc/{pid}/statm").split()[1]) * page
+        return int(read(f"{place}/statm").split()[1]) * page
     except (OSError, IndexError):
         return 0
 
@@ -234,12 +254,15 @@ def unlinked_size(pids: list[int], at_most: int) -> int:
     sizes: dict[tuple[int, int], int] = {}
     mapped = 0
     for pid in pids:
+        place = place_of(pid)
         try:
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                about = os.stat(f"/proc/{pid}/fd/{name}")
-                if about.st_nlink == 0:
-                    sizes[about.st_dev, about.st_ino] = about.st_blocks * 512
-            for line in read(f"/proc/{pid}/maps").splitlines():
+            for name in os.listdir(f"{place}/fd"):
+                # One that was closed meanwhile says nothing about the others.
+                with Ignored():
+                    about = os.stat(f"{place}/fd/{name}")
+                    if about.st_nlink == 0:
+                        sizes[about.st_dev, about.st_ino] = about.st_blocks * 512
+            for line in read(f"{place}/maps").splitlines():
                 # "/dev/zero" is how shared anonymous memory is shown; memory counts it.
                 if line.endswith(b" (deleted)") and b" /dev/zero" not in line:
                     words = line.split()
