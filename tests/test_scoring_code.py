@@ -79,6 +79,41 @@ ATTACKS = {
 }
 
 
+RAW = """
+import os, time
+def raw(text):
+    text = text.encode() + b"\\n"
+    while text:
+        text = text[os.write(3, text):]
+"""
+FORGED = {
+    "names that are none": 'raw(\'{"names": {"f": 5}}\')\ntime.sleep(9)',
+    "a name of the tests' own": 'raw(\'{"names": {"f": {"call": true}, \'\n'
+    '    \'"candidate": {"value": {"no": 1}}}}\')',
+    "a module that is none": 'raw(\'{"names": {"f": {"call": true}, \'\n'
+    '    \'"limit": {"module": "json.none"}}}\')\ntime.sleep(9)',
+    "longer as it is sent on": "def f(x): raw('{\"value\": \"' + 'é' * 3_000_000 + '\"}')",
+    "names longer as they are sent on": "raw('{\"names\": {\"é\": \"' + 'é' * 3_000_000 + '\"}}')",
+    "deep as a failure": "raw('{\"failed\": {\"names\": [' + '[' * 950 + ']' * 950 + ']}}')",
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_a_program_forges_is_wrong_and_not_unscored(name: str) -> None:
+    tests = TESTS + "    assert candidate(limit) == 4\n"
+    assert _check(RAW + FORGED[name], tests).passed is False
+
+
+@pytest.mark.parametrize("reply", ['"value": {"no": 1}', '"raised": 5', '"changed": {"7": 1}'])
+def test_a_forged_reply_is_no_exception_that_tests_can_swallow(reply: str) -> None:
+    swallows = (
+        "def check(candidate):\n    assert True\n    try:\n        assert candidate(1) == 2\n"
+        "    except Exception:\n        pass"
+    )
+    forges = f"def f(x):\n    raw('{{\"number\": 1, {reply}}}')\n    time.sleep(9)"
+    assert _check(RAW + forges, swallows).passed is False
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_attack_passes(attack: str) -> None:
     verdict = _check(ATTACKS[attack])

@@ -19,6 +19,10 @@ class SolutionEnded(BaseException):
     """The solution's process ended, or a call tried to end it: no test may catch that."""
 
 
+class Forged(BaseException):
+    """The solution's process sent what no call results in: no test may catch that either."""
+
+
 class Solution:
     """The other process, as the tests may use it."""
 
@@ -43,11 +47,21 @@ class Solution:
             raise SolutionEnded("the solution's process ended during a call")
         if "ended" in reply:
             raise SolutionEnded(described(reply["ended"]))
+        try:
+            error, value = self.result(args, reply)
+        except Exception as unusable:
+            raise Forged(f"{type(unusable).__name__}: {unusable}") from None
+        if error is not None:
+            raise error
+        return value
+
+    def result(self, args: tuple, reply: dict) -> tuple:
+        """What a call raised, or None, and what it returned; `args` are changed in place."""
         for place, changed in dict(reply.get("changed") or {}).items():
             aflow_values.overwrite(args[int(place)], aflow_values.decode(changed, handle))
         if "raised" in reply:
-            raise self.exception(reply["raised"])
-        return aflow_values.decode(reply.get("value"), handle)
+            return self.exception(reply["raised"]), None
+        return None, aflow_values.decode(reply.get("value"), handle)
 
     def exception(self, failure: Any) -> Exception:
         """The nearest builtin exception; the same text."""
@@ -101,9 +115,12 @@ def run(solution: Solution, names: dict, entry_point: str, tests: str, helpers: 
         exec(compile(helpers, "helpers.py", "exec"), space)
     except Exception as error:
         return {"passed": None, "reason": f"the helpers fail: {type(error).__name__}: {error}"}
-    if "call" not in names.get(entry_point, {}):
-        return {"passed": False, "reason": f"the program defines no function {entry_point}"}
-    offer(solution, names, tree, space)
+    try:
+        if "call" not in names.get(entry_point, {}):
+            return {"passed": False, "reason": f"the program defines no function {entry_point}"}
+        offer(solution, names, tree, space)
+    except BaseException as error:  # of what the solution says that it defines
+        return {"passed": False, "reason": f"its names: {type(error).__name__}: {error}"[:500]}
     space["candidate"] = space[entry_point] = solution.function(entry_point)
     try:
         exec(code, space)
@@ -114,6 +131,8 @@ def run(solution: Solution, names: dict, entry_point: str, tests: str, helpers: 
         return {"passed": None, "reason": str(error)}
     except SolutionEnded as error:
         return {"passed": False, "reason": f"a call ended the program: {error}"}
+    except Forged as error:
+        return {"passed": False, "reason": f"a call gave no value: {error}"[:500]}
     except BaseException as error:
         return {"passed": False, "reason": f"{type(error).__name__}: {error}"[:500]}
     if not solution.calls or not reached:
@@ -127,7 +146,7 @@ def run(solution: Solution, names: dict, entry_point: str, tests: str, helpers: 
 def offer(solution: Solution, names: dict, tree: ast.AST, space: dict) -> None:
     """Names that the tests use and only the solution defines."""
     wanted = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    for name in wanted - space.keys() - vars(builtins).keys():
+    for name in wanted - space.keys() - vars(builtins).keys() - {"candidate"}:
         found = names.get(name, {})
         if "call" in found:
             space[name] = solution.function(name)

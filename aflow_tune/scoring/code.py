@@ -98,8 +98,8 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
         return _ended(graded, "ended while it was loaded")
     if not isinstance(loaded, dict) or not isinstance(loaded.get("names"), dict):
         return CodeVerdict(False, f"the program does not load: {_failure(loaded)}")
-    with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
-        await grader.send([entry_point, loaded["names"]])
+    if not await _handed_on(grader, [entry_point, loaded["names"]]):
+        return _UNUSABLE
     calls = 0
     while True:
         message = await grader.receive()
@@ -116,8 +116,21 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
             reply = None
         if reply is None:
             return _ended(graded, "ended during a call")
-        with contextlib.suppress(ProgramEnded):
-            await grader.send(reply)
+        if not await _handed_on(grader, reply):
+            return _UNUSABLE
+
+
+_UNUSABLE = CodeVerdict(False, "the program sent a value that is too large or too deep")
+
+
+async def _handed_on(grader: Channel, message: Any) -> bool:
+    """Whether what the solution sent can be sent on: other bytes may have made it shorter."""
+    with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
+        try:
+            await grader.send(message)
+        except (ValueError, RecursionError):
+            return False
+    return True
 
 
 def _ended(channel: Channel, what: str) -> CodeVerdict:
@@ -139,7 +152,7 @@ def _grader_ended(channel: Channel, calls: int) -> CodeVerdict:
 def _failure(loaded: Any) -> str:
     try:
         return f"{loaded['failed']['names'][0]}: {loaded['failed']['message']}"[:500]
-    except (TypeError, KeyError, IndexError):
+    except (TypeError, KeyError, IndexError, RecursionError):
         return "it sent something else"
 
 
