@@ -58,7 +58,6 @@ def test_the_corpus_would_pass_if_it_were_honest(tmp_path: Path) -> None:
     [
         3,
         [1],
-        None,
         {},
         {**CALL, "id": "1"},
         {**CALL, "id": True},
@@ -90,6 +89,15 @@ def test_forged_messages_end_the_run(tmp_path: Path, message: object) -> None:
     ran, _ = run(tmp_path, sends(message))
     assert ran.ending is GraphEnding.FORGED
     assert ran.answer is None
+
+
+def test_a_bare_null_is_no_message(tmp_path: Path) -> None:
+    """`aflow_channel.send` refuses it; written past it, it ends the program."""
+    written = "import os, time\nos.write(aflow_channel.fd, b'null\\n')\ntime.sleep(5)"
+    ran, _ = run(tmp_path, f"{CHANNEL}{written}\nreturn 'x'")
+    assert ran.ending in (GraphEnding.FORGED, GraphEnding.DIED)
+    assert ran.answer is None
+    assert ran.seconds < 5
 
 
 def test_a_number_is_used_once(tmp_path: Path) -> None:
