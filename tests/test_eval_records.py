@@ -15,6 +15,11 @@ from agentscope.model import TrinityChatModel
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 
 from aflow_tune import WorkflowOutput, caller, record_metrics
+from aflow_tune.models.ask import Ask
+from aflow_tune.models.client import BaseClient
+from aflow_tune.models.ledger import Call
+from aflow_tune.models.types import Reply as ModelReply
+from aflow_tune.models.types import Usage
 from aflow_tune.report.records import EvalRecord, read_records
 from aflow_tune.trace import ModelCall, OperatorCall, ProgramRun, note
 
@@ -161,3 +166,42 @@ def test_runs_do_not_share_a_trace_and_may_start_at_any_number(
         assert record.run == arguments.get("first_run", 0)
         seeds.append(server.requests[0]["seed"])
     assert seeds[0] != seeds[1] == seeds[2]
+
+
+class CountingJudge(BaseClient):
+    """A judge behind an address of its own, whose answers may be kept."""
+
+    asked = 0
+
+    def _endpoint(self) -> dict[str, str]:
+        return {"provider": "openai", "base_url": "https://judge.example/v1", "model": self.model}
+
+    async def _answer(self, ask: Ask, call: Call) -> ModelReply:
+        self.asked += 1
+        async with call.attempt(1, 1) as attempt:
+            attempt.settle(Usage(1, 1))
+        return ModelReply(text=f"verdict {self.asked}", model=self.model)
+
+
+def test_an_evaluation_may_keep_the_answers_of_other_models(
+    server: ScriptedServer, tmp_path: Path
+) -> None:
+    judge = CountingJudge("judge", "judge-1")
+
+    async def judged(task: dict, model: TrinityChatModel) -> float:
+        await model(ask("hello"))
+        verdicts = [await judge.complete(ask("is it right?")) for _ in range(2)]
+        return float(verdicts[0].text != verdicts[1].text)
+
+    def evaluate(name: str, **arguments: Any) -> float | None:
+        return record_of(server, tmp_path / name, judged, **arguments).reward
+
+    kept = {"cache": str(tmp_path / "cache")}
+    asked_policy = len(server.requests)
+    assert evaluate("first", **kept) == 1.0
+    assert judge.asked == 2  # one question asked twice has two answers
+    assert evaluate("again", **kept) == 1.0
+    assert judge.asked == 2
+    assert len(server.requests) - asked_policy == 2  # the measured model is always asked
+    assert evaluate("without") == 1.0
+    assert judge.asked == 4

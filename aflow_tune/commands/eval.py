@@ -38,7 +38,7 @@ exit codes: 0 measured, 1 failed, 2 bad input, 3 interrupted, 4 a limit of budge
 """
 
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
-_SINGLE_VALUED = ("--vary", "--endpoint", "--out", "--key-variable")
+_SINGLE_VALUED = ("--vary", "--endpoint", "--out", "--cache", "--key-variable")
 """Options whose value may look like a setting."""
 _LOG_WIDTH = 200
 """Characters of a line where nobody says how many fit."""
@@ -110,6 +110,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--retry-failed", action="store_true", help="make runs that failed before once more"
     )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="keep the answers of executors and judges here and use them again; never those of "
+        "the model that is measured",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: eval in the run folder")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(action=_run)
@@ -164,6 +171,7 @@ def _run(options: argparse.Namespace) -> int:
         out=options.out,
         solved_at=options.solved_at,
         again=options.retry_failed,
+        cache=options.cache,
     )
     with EvalProgress(Console(stderr=options.json)) as progress:
         result, out = evaluate(request, progress)

@@ -158,6 +158,7 @@ class _Evaluation:
                     config, workflow, source.judge, books_of(config), folder / FOLDER
                 ),
                 "prompts": prompts,
+                "cache": None if self.request.cache is None else str(self.request.cache),
             },
             folder=folder / FOLDER,
             step=column.side.step,

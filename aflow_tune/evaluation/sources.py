@@ -50,6 +50,8 @@ class Request:
     solved_at: float = 1.0
     again: bool = False
     """Whether runs that failed in an earlier command are made again."""
+    cache: Path | None = None
+    """Where answers of executors and judges are kept for the next evaluation; None: nowhere."""
 
 
 @dataclass

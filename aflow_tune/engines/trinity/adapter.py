@@ -48,6 +48,7 @@ from aflow_tune.engines.trinity.run_summary import (
 from aflow_tune.engines.trinity.run_thread import RunThread
 from aflow_tune.engines.trinity.ship import see_import_folders
 from aflow_tune.models.books import Books
+from aflow_tune.models.cache import ResponseCache
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
 from aflow_tune.sandbox.policy import use_policy
@@ -126,6 +127,7 @@ class WorkflowAdapter(Workflow):
             with (
                 use_policy(self.arguments.get("sandbox", "auto")),
                 use_prompts(self.arguments.get("prompts", {})),
+                self._cached_answers(),
             ):
                 outcome = await self._outcome(context, recorder)
         finally:
@@ -173,6 +175,13 @@ class WorkflowAdapter(Workflow):
             return replace(failed(error), metrics=self._trace.metrics())
         own = {**context.metrics, **metrics}
         return Outcome(reward=reward, metrics={**own, **self._trace.metrics(), **own})
+
+    def _cached_answers(self) -> contextlib.AbstractContextManager[Any]:
+        """Answers of other models that evaluations keep: each repetition has its own."""
+        folder = self.arguments.get("cache")
+        if folder is None or not self.task.is_eval:
+            return contextlib.nullcontext()
+        return ResponseCache(folder).activate(sample=self.run_index)
 
     async def _call_user(
         self, context: RunContext, recorder: RunRecorder
