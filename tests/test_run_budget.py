@@ -30,9 +30,10 @@ def _account(root: Path) -> Account:
 
 
 @pytest.mark.parametrize(
-    "inline", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["inline", "ray"]
+    ("inline", "workflow"),
+    [(True, WORKFLOW), (True, SWALLOWS), pytest.param(False, SWALLOWS, marks=pytest.mark.slow)],
+    ids=["raises", "swallows", "swallows-ray"],
 )
-@pytest.mark.parametrize("workflow", [WORKFLOW, SWALLOWS], ids=["raises", "swallows"])
 def test_a_limit_on_calls_is_kept_to_the_call(
     tmp_path: Path, tiny_model_dir: Path, inline: bool, workflow: str
 ) -> None:
