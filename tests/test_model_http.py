@@ -83,6 +83,8 @@ PASSING = {
     "409": Step(status=409),
     "500": Step(status=500),
     "500 that is no JSON": Step(status=500, body=b"<html>oops</html>"),
+    "500 with deep JSON": Step(status=500, body=b"[" * 200_000),
+    "429 with deep JSON": Step(status=429, body=b'{"error":' * 100_000),
     "503": Step(status=503),
     "529": Step(status=529),
     "cut before the head": Step(kind="cut"),
@@ -186,7 +188,19 @@ def test_every_reply_that_reports_usage_is_counted_once(
     assert tally.cost == pytest.approx(0.0006)
 
 
-@pytest.mark.parametrize("told", [None, {"prompt_tokens": "7", "completion_tokens": -1}, 3])
+BEYOND = dict.fromkeys(("prompt_tokens", "input_tokens"), 10**30)
+"""More tokens than the account's file can count."""
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        {"prompt_tokens": "7", "completion_tokens": -1},
+        3,
+        {**BEYOND, "completion_tokens": 1, "output_tokens": 1},
+    ],
+)
 def test_a_reply_without_usage_is_unknown_not_free(
     make: Callable[..., HttpClient], told: Any, provider: str
 ) -> None:

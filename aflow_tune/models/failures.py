@@ -124,7 +124,7 @@ def _told(body: bytes) -> str:
     """The reason in an error's body: OpenAI's and Anthropic's form, or the text itself."""
     try:
         content: Any = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body.decode(errors="replace")
     error = content.get("error", content) if isinstance(content, Mapping) else content
     if isinstance(error, Mapping) and isinstance(error.get("message"), str):
@@ -135,7 +135,7 @@ def _told(body: bytes) -> str:
 def _code(body: bytes) -> Any:
     try:
         return json.loads(body)["error"]["code"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

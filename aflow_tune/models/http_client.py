@@ -46,6 +46,8 @@ CONNECTIONS_A_POOL = 16
 """The HTTP library looks at every connection of its pool for every request."""
 LONGEST_BACKOFF = 30.0
 """Seconds between two attempts, unless the server asks for more."""
+MOST_TOKENS = 10**9
+"""A reply that claims to have used more is not believed: no model has such a context."""
 _random = random.Random()
 
 
@@ -278,8 +280,8 @@ def body_limit(body: Mapping[str, Any]) -> int | None:
 
 
 def count_of(value: Any) -> int | None:
-    """A count of tokens from a reply; None where it is none."""
-    return value if type(value) is int and value >= 0 else None
+    """A count of tokens from a reply; None where it is none, or no number that can be true."""
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
 
 
 def _unsendable(error: Exception) -> Problem:
