@@ -214,6 +214,11 @@ def test_operators_of_the_users_are_known_to_the_graph(tmp_path: Path) -> None:
         ("{path: mine}", "", ["graph.benchmark"]),
         ("{path: mine, benchmark: gsm9k}", "", ["graph.benchmark"]),
         (
+            "{path: mine, benchmark: gsm8k, timeout: -1, max_calls: 0}",
+            "",
+            ["graph.timeout", "graph.max_calls"],
+        ),
+        (
             "{path: mine, benchmark: gsm8k, models: {Custom: judge, Review: policy}}",
             "",
             ["graph.models.Custom", "graph.models.Review"],

@@ -9,6 +9,7 @@ operators may use other models of the configuration by role.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -197,6 +198,13 @@ def workflow_from_config(
         )
         expected = "one that scores: a benchmark, a score function or a judge"
         faults.append(Fault(where("graph.benchmark"), expected, found, cure))
+    if not 0 < section.timeout < math.inf:
+        cure = "graph: {timeout: 180}"
+        found = f"{section.timeout:g}"
+        faults.append(Fault(where("graph.timeout"), "seconds above 0", found, cure))
+    if section.max_calls < 1:
+        cure = "graph: {max_calls: 100}"
+        faults.append(Fault(where("graph.max_calls"), "1 or more", str(section.max_calls), cure))
     names = {*graph.shape.instances, *graph.shape.instances.values()}
     for name, role in section.models.items():
         if role not in settings and role != "policy":
