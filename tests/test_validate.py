@@ -461,3 +461,11 @@ def test_a_system_prompt_that_the_function_needs_is_asked_for(
     assert len(wanted) == refused
     configured = validate(project / "config.yaml", ["rollout.system_prompt=Think."])
     assert configured.faults == []
+
+
+@pytest.mark.parametrize("named", ["flow.py:missing", "flow.py:two_calls", "nowhere.py:X"])
+def test_operators_are_loaded_even_where_no_prompts_and_no_graph_need_them(
+    project: Path, named: str
+) -> None:
+    report = validate(project / "config.yaml", [f"operators.X={project}/{named}"])
+    assert [fault.where.partition(":")[0] for fault in report.faults] == ["command line"]

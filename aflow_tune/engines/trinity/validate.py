@@ -126,22 +126,26 @@ def resolve_functions(
 
 
 def check_run_prompts(config: AflowConfig, config_path: str | Path | None) -> None:
-    """Hold the run's `prompts:` against the operators that there are.
+    """Load the run's `operators:`, and hold its `prompts:` against them.
 
     Raises:
-        BadInput: with every prompt that does not fit.
+        BadInput: with every operator that is none, or every prompt that does not fit.
     """
-    if not config.prompts:
+    if not config.prompts and not config.operators:
         return
     from aflow_tune.operators import OPERATORS, check_prompts, load_operators
 
     base = Path(config_path).parent if config_path is not None else None
-    own = load_operators(config.operators, base)
+    keys = {spec: f"operators.{name}" for name, spec in config.operators.items()}
     try:
+        own = load_operators(config.operators, base)
         check_prompts(config.prompts, operators={**OPERATORS, **own})
     except BadInput as error:
         where = config.positions.where
-        faults = [replace(fault, where=where(fault.where)) for fault in error.faults]
+        faults = [
+            replace(fault, where=where(keys.get(fault.where, fault.where)))
+            for fault in error.faults
+        ]
         raise BadInput(error.title, faults) from None
 
 
