@@ -238,6 +238,7 @@ def test_faults_of_the_section_name_their_keys(
     found = [fault.where for fault in refused.value.faults]
     assert len(found) == len(places)
     assert all(where.endswith(place) for where, place in zip(found, places, strict=True))
+    assert all(where.startswith(f"{path}:") for where in found)
 
 
 def test_the_fields_of_the_rows_are_checked_before_a_run(tmp_path: Path) -> None:

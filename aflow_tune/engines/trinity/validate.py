@@ -237,16 +237,25 @@ def _graph_workflow(config: AflowConfig, config_path: str | Path | None) -> Func
     if section.score:
         score = _resolve(config, "graph.score", section.score, config_path)
     base = Path(config_path).parent if config_path is not None else None
-    return workflow_from_config(
-        section,
-        config.models,
-        path=_here_or_beside(str(section.path), base),
-        test_cases=_here_or_beside(section.test_cases, base) if section.test_cases else None,
-        operators=load_operators(config.operators, base),
-        score=score,
-        judged=bool(config.judge),
-        where=config.positions.where,
-    )
+    path = _here_or_beside(str(section.path), base)
+    try:
+        return workflow_from_config(
+            section,
+            config.models,
+            path=path,
+            test_cases=_here_or_beside(section.test_cases, base) if section.test_cases else None,
+            operators=load_operators(config.operators, base),
+            score=score,
+            judged=bool(config.judge),
+            where=config.positions.where,
+        )
+    except BadInput as error:
+        key = config.positions.where("graph.path")
+        faults = [
+            replace(fault, where=f"{key}: {fault.where}") if fault.where == str(path) else fault
+            for fault in error.faults
+        ]
+        raise BadInput(error.title, faults) from error
 
 
 def _here_or_beside(name: str, base: Path | None) -> Path:
