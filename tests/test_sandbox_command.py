@@ -45,6 +45,16 @@ def test_it_runs_one_program(wall: str, tmp_path: Path, capsys: pytest.CaptureFi
     }
 
 
+def test_a_terminal_obeys_nothing_that_a_program_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need(WALLS[0])
+    file = tmp_path / "program.py"
+    file.write_text("print('\\x1b[2Jcleared\\rhidden \\x9b1A ünï')")
+    assert main(["sandbox", "run", str(file)]) == 0
+    assert "stdout:\n\\x1b[2Jcleared\\rhidden \\x9b1A ünï\n" in capsys.readouterr().out
+
+
 def test_limits_and_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need("auto")
     program = tmp_path / "program.py"

@@ -62,3 +62,17 @@ def test_bad_answers(files: list[str], capsys: pytest.CaptureFixture[str]) -> No
     path.write_text('{"answer": "1"}\n')
     assert main(files) == 2
     assert "1 answers" in capsys.readouterr().err
+
+
+def test_answers_and_rows_that_a_terminal_or_json_could_stumble_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    rows.write_text(json.dumps({"question": "q", "answer": "#### 3"}) + "\n")
+    answers.write_text(json.dumps({"answer": "[/red] 7"}) + "\n")
+    command = ["score", "--benchmark", "gsm8k", "--data", str(rows), "--answers", str(answers)]
+    assert main(command) == 0
+    assert "7 is not 3" in capsys.readouterr().out
+    answers.write_text('{"answer": ' + "9" * 5000 + "}\n")
+    assert main(command) == 2
+    assert f"{answers}:1" in capsys.readouterr().err

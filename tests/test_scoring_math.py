@@ -173,3 +173,9 @@ def test_a_comparison_without_end_is_undecided() -> None:
     with pytest.raises(Undecided, match="SymPy found no verdict within 10 s of processor time"):
         published_equal("9^{9^{9^{9}}}", "8")
     assert published_equal(r"\frac{6}{4}", "1.5")
+
+
+def test_many_boxes_are_refused_without_comparing_them_all() -> None:
+    boxes = " ".join(f"\\boxed{{x_{{{n}}}+1}}" for n in range(100_000))
+    scored = mathematics.score_strict(boxes, "\\boxed{7}")
+    assert (scored.value, scored.reason) == (0.0, "several boxed answers that differ")

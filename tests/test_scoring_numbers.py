@@ -94,3 +94,18 @@ def test_a_reference_without_a_number_scores_nothing(score) -> None:
 def test_numbers_too_long_for_a_float_are_compared_without_an_error() -> None:
     assert published_number("9" * 500) == float("inf")
     assert score_published("9" * 500, "9" * 500).value == 0  # inf - inf is no number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "answer" + ":" * 200_000,
+        "answer is 3 " * 50_000,
+        "1" + " " * 200_000 + "2",
+        "3 or " * 50_000,
+    ],
+    ids=["colons", "declarations", "blanks", "choices"],
+)
+def test_hostile_lengths_are_read_in_time(text: str) -> None:
+    """With steps that grow as the square of the length each would take longer than a test may."""
+    assert score_strict(text, "#### 9").value == 0.0

@@ -127,6 +127,14 @@ def _run(options: argparse.Namespace) -> int:
         print(f"limits hit: {hit}")
         print(f"seconds:    {execution.seconds:.3f}")
         for name in ("stdout", "stderr"):
-            if text := getattr(execution, name):
+            if text := _harmless(getattr(execution, name)):
                 print(f"{name}:\n{text}", end="" if text.endswith("\n") else "\n")
     return ExitCode.DONE if execution.ok else ExitCode.FAILED
+
+
+def _harmless(text: str) -> str:
+    """The text without what a terminal would obey, such as the codes that move its cursor."""
+    return "".join(
+        character if character in "\n\t" or character.isprintable() else repr(character)[1:-1]
+        for character in text
+    )

@@ -90,6 +90,7 @@ def _score(options: argparse.Namespace) -> int:
 
 def _print_table(name: str, scores: Scores) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -98,7 +99,8 @@ def _print_table(name: str, scores: Scores) -> None:
         if any(score.value != 1 for score in row.values()):
             strict, published = row["strict"], row["published"]
             reason = strict.reason or published.reason
-            table.add_row(str(number), _shown(strict.value), _shown(published.value), reason)
+            values = (_shown(strict.value), _shown(published.value))
+            table.add_row(str(number), *values, escape(reason))
     if table.row_count:
         console.print(table)
     known = [value for value in scores.values("published") if value is not None]

@@ -159,7 +159,6 @@ class Sandbox:
                 if first.startswith("refused"):
                     raise WallFailed(first)
                 if first == "started":
-                    started = time.monotonic()
                     last = self._loop.time() + job.limits.seconds + GRACE_SECONDS
                     deadline.reschedule(last)
                     report = (await self._line()).split()

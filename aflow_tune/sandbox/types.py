@@ -66,6 +66,7 @@ class Execution:
     stderr: str
     level: Level
     seconds: float
+    """From the moment that the sandbox got the program until it ended."""
     limits_hit: tuple[str, ...] = ()
     """Names of fields of `Limits`."""
 

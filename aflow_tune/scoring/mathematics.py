@@ -20,6 +20,8 @@ from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
 MAX_ANSWER_CHARACTERS = 400
 """What is longer is no final answer."""
+MAX_BOXES = 20
+"""More boxes that differ as texts are several answers, whatever they are worth."""
 _SENTENCE_END = re.compile(r"(?<!\d)[.!?]\s+")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|,\\!|\\,|\s)(?=\d{3}(?!\d))")
 _THIN = re.compile(r"(?<=\d)\\[,!](?=\d{3}(?!\d))")
@@ -76,6 +78,8 @@ def score_strict(answer: str, solution: str) -> Score:
         return wrong("no boxed answer")
     if max(map(len, given)) > MAX_ANSWER_CHARACTERS:
         return wrong("too long for a final answer")
+    if len(set(given)) > MAX_BOXES:
+        return wrong("several boxed answers that differ")
     given = _distinct([_THIN.sub("", box).strip().rstrip(".").rstrip() for box in given])
     joined, truth = ", ".join(given), ", ".join(expected)
     if len(expected) == 1:

@@ -22,10 +22,12 @@ _PUBLISHED = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 )
-_OPENING = r"[\s:=*_$\\({\[]*(?P<number>" + _NUMBER.pattern + ")"
+# Repetitions that could take each other's characters have bounds: no text takes long to read.
+_OPENING = r"[\s:=*_$\\({\[]{0,40}(?P<number>" + _NUMBER.pattern + ")"
 _MARKED = re.compile("####" + _OPENING)
 _DECLARED = re.compile(
-    r"\banswer\b(?:\s+(?:is|are|was|equals|would\s+be|should\s+be)\b|\s*[*_]*[:=])+" + _OPENING,
+    r"\banswer\b(?:\s+(?:is|are|was|equals|would\s+be|should\s+be)\b|\s{0,40}[*_]{0,8}[:=]){1,8}"
+    + _OPENING,
     re.IGNORECASE,
 )
 _DENIED = re.compile(r"\b(?:not|never|isn't|cannot\s+be)[^\w\n#]+$", re.IGNORECASE)
@@ -35,7 +37,9 @@ _DOUBT = re.compile(
     re.IGNORECASE,
 )
 # Between the entries of a list of candidates; an operator or an = makes it a calculation.
-_BETWEEN_ENTRIES = re.compile(r"[\s,;|/&*•_$()\[\]{}'\"-]*(?:\b(?:and|or)\b)?[\s*$\d.):-]*")
+_BETWEEN_ENTRIES = re.compile(
+    r"[\s,;|/&*•_$()\[\]{}'\"-]{0,200}(?:\b(?:and|or)\b)?[\s*$\d.):-]{0,200}"
+)
 _SENTENCE_END = re.compile(r"(?<=[^\d\s])[.!?](?:\s+|$)|(?<=\d)[.!?](?:\s+|$)|\n\s*\n")
 _SEPARATOR = re.compile(r"[,;|/]|\b(?:and|or)\b")
 
@@ -117,7 +121,7 @@ def _declared(text: str) -> set[float]:
         _value(match["number"])
         for match in _DECLARED.finditer(text)
         # 'the answer is 5 * 3 = 15' declares what stands at its end.
-        if "=" not in _SENTENCE_END.split(text[match.end() :], maxsplit=1)[0]
+        if "=" not in _SENTENCE_END.split(text[match.end() : match.end() + 500], maxsplit=1)[0]
     }
 
 

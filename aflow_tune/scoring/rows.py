@@ -88,7 +88,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
         expected, cure = "one JSON object in a line", "correct or remove this line"
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: also a number too long
             yield place, Fault(place, expected, str(error), cure)
             continue
         if not isinstance(row, dict):
