@@ -84,3 +84,21 @@ def test_models_and_limits_are_checked_before_anything_starts(
         "command line: models.judge.api_key_env=NO_SUCH_KEY",
     }
     assert not (run_dir(tmp_path) / "run.json").exists()
+
+
+def test_a_limit_on_money_asks_for_every_price_before_anything_starts(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "sk-0")
+    config = write_project(tmp_path, tiny_model_dir)
+    judges = [
+        "models.listed.model=gpt-4o-mini",
+        "models.listed.api_key_env=SOME_KEY",
+        "models.own.model=mine",
+        "models.own.base_url=http://127.0.0.1:1/v1",
+    ]
+    with pytest.raises(BadInput) as caught:
+        run_config(config, ["budget.usd=1", *judges], inline=True)
+    cures = [fault.cure for fault in caught.value.faults]
+    assert [cure.split(":")[1].strip(" {") for cure in cures] == ["policy", "own"]
+    assert not (run_dir(tmp_path) / "run.json").exists()

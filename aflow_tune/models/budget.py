@@ -99,7 +99,8 @@ class Budget:
         """
         limits = self.limits
         if limits.usd is not None and price is None:
-            raise _unpriced(role, model)
+            fault = unpriced(role, model)
+            raise BadInput("A budget of money needs the price of every model.", [fault])
         worst = Usage(prompt_tokens, completion_tokens or 0)
         pico = 0 if price is None else picodollars(price.cost(worst))
         pause = 0.005
@@ -174,16 +175,12 @@ def check_budget(limits: BudgetSection) -> list[Fault]:
     return faults
 
 
-def _unpriced(role: str, model: str) -> BadInput:
-    return BadInput(
-        "A budget of money needs the price of every model.",
-        [
-            Fault(
-                f"models.{role}.prices",
-                f"what {model} costs, since budget.usd is set",
-                "no price, neither in the configuration nor in the list",
-                f"models: {{{role}: {{prices: {{input: ..., output: ...}}}}}} in US dollars for "
-                "a million tokens; 0 for a model of your own; or limit budget.tokens instead",
-            )
-        ],
+def unpriced(role: str, model: str) -> Fault:
+    """What is wrong with a limit on money where this model's price is not known."""
+    return Fault(
+        f"models.{role}.prices",
+        f"what {model} costs, since budget.usd is set",
+        "no price, neither in the configuration nor in the list",
+        f"models: {{{role}: {{prices: {{input: ..., output: ...}}}}}} in US dollars for "
+        "a million tokens; 0 for a model of your own; or limit budget.tokens instead",
     )

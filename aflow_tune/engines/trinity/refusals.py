@@ -20,6 +20,7 @@ from aflow_tune.annotations import Names, read
 from aflow_tune.config import KeyPositions, display
 from aflow_tune.data.checks import Findings
 from aflow_tune.data.fields import most_calls
+from aflow_tune.engines.trinity.accounting import check_books
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.mixes import check_mix
 from aflow_tune.engines.trinity.model_checks import check_model
@@ -32,8 +33,6 @@ from aflow_tune.engines.trinity.tasksets import (
     user_tasksets,
 )
 from aflow_tune.errors import Fault
-from aflow_tune.models.budget import check_budget
-from aflow_tune.models.settings import check_models
 from aflow_tune.schema_names import nearest
 from aflow_tune.scoring.rewards import reward_faults
 
@@ -119,7 +118,7 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
         _needed_switches,
         _tasksets,
         check_mix,
-        _models,
+        check_books,
         _rewards,
         _lengths,
         _folders,
@@ -412,11 +411,6 @@ def _advantage(config: AflowConfig) -> Iterable[Fault]:
             repr(algorithm.advantage_fn),
             "remove advantage_fn: the algorithm brings its own",
         )
-
-
-def _models(config: AflowConfig) -> Iterable[Fault]:
-    for fault in [*check_models(config.models), *check_budget(config.budget)]:
-        yield replace(fault, where=config.positions.where(fault.where))
 
 
 def _batches(config: AflowConfig) -> Iterable[Fault]:
