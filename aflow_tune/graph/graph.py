@@ -23,6 +23,7 @@ from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import OPERATORS, Operator
 from aflow_tune.operators.prompts import checked
+from aflow_tune.trace import POLICY
 
 DEFAULT_DATASET = "custom"
 
@@ -140,7 +141,7 @@ class Graph:
                 without a client.
         """
         policy = as_client(model)
-        offered = {"policy": policy, **(clients or {})}
+        offered = {POLICY: policy, **(clients or {})}
         unknown = sorted(set((models or {}).values()) - set(offered))
         if unknown:
             raise BadInput(f"{self.label}: no client for the role {', '.join(unknown)}")

@@ -25,6 +25,7 @@ from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, TooManyCalls, 
 from aflow_tune.sandbox import detect, open_channel
 from aflow_tune.sandbox.channel import Channel, ProgramEnded
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
+from aflow_tune.trace import POLICY
 
 if TYPE_CHECKING:
     from aflow_tune.graph.graph import Graph
@@ -108,7 +109,7 @@ async def run_graph(
         },
         "prompts": graph.constants,
         "dataset": dataset,
-        "model": "policy",
+        "model": POLICY,
         "arguments": list(arguments),
         "files": sorted(graph.sources),
     }

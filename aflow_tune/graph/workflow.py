@@ -28,6 +28,7 @@ from aflow_tune.operators import Operator, TestCases, use_test_cases
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find, score_both
 from aflow_tune.scoring.rewards import logged, scored
+from aflow_tune.trace import POLICY
 from aflow_tune.types import WorkflowOutput
 
 if TYPE_CHECKING:
@@ -207,14 +208,14 @@ def workflow_from_config(
         faults.append(Fault(where("graph.max_calls"), "1 or more", str(section.max_calls), cure))
     names = {*graph.shape.instances, *graph.shape.instances.values()}
     for name, role in section.models.items():
-        if role not in settings and role != "policy":
+        if role not in settings and role != POLICY:
             expected = f"a role of `models:` ({', '.join(settings) or 'none is there'})"
             key = f"graph.models.{name}"
             faults.append(Fault(where(key), expected, role, "add it under `models:`"))
         if name[:1].isupper() and name not in names:
             expected = f"an operator of the graph ({', '.join(sorted(names))})"
             faults.append(Fault(where(f"graph.models.{name}"), expected, name, "name one of them"))
-    roles = set(section.models.values()) - {"policy"}
+    roles = set(section.models.values()) - {POLICY}
     if not faults:
         faults += check_models({role: settings[role] for role in roles})
     if faults:

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity.buffer import get_buffer_reader
-from trinity.common.config import InferenceModelConfig, TasksetConfig
+from trinity.common.config import InferenceModelConfig
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows import Task
 
 from aflow_tune.engines.local.saved_weights import Kind, kind_of, read_weights
 from aflow_tune.engines.trinity.endpoint import EndpointModel
+from aflow_tune.engines.trinity.readers import read_all
 from aflow_tune.engines.trinity.sampler_host import InlineModel, SamplerHost
 from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.report.records import drop_torn_line, read_records, record_path
@@ -126,18 +126,9 @@ def endpoint_model(
 async def read_tasks(config: AflowConfig) -> dict[str, list[Task]]:
     """All tasks of every held-out task set."""
     return {
-        taskset.name: await _read(taskset) for taskset in config.buffer.explorer_input.eval_tasksets
+        taskset.name: await read_all(taskset)
+        for taskset in config.buffer.explorer_input.eval_tasksets
     }
-
-
-async def _read(taskset: TasksetConfig) -> list[Task]:
-    reader = get_buffer_reader(taskset)
-    tasks: list[Task] = []
-    while True:
-        try:
-            tasks += await reader.read()
-        except StopAsyncIteration:
-            return tasks
 
 
 @dataclass

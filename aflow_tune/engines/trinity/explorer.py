@@ -38,7 +38,11 @@ from aflow_tune.engines.trinity.accounting import stop_at_limit
 from aflow_tune.engines.trinity.mixes import quick_tasksets
 from aflow_tune.engines.trinity.operators import StepStamp
 from aflow_tune.engines.trinity.rollout_model import LocalRolloutModel
-from aflow_tune.engines.trinity.run_state import is_evaluated, save_taskset_state
+from aflow_tune.engines.trinity.run_state import (
+    forget_evaluation,
+    is_evaluated,
+    save_taskset_state,
+)
 from aflow_tune.engines.trinity.sampler_host import sampling_speed
 from aflow_tune.errors import BudgetReached
 
@@ -284,9 +288,7 @@ class LocalExplorer(Explorer):
         """Evaluate the current weights on the held-out task sets and wait for the result."""
         step, inputs = self.explore_step_num, self.config.buffer.explorer_input
         for taskset in inputs.eval_tasksets:
-            directory = taskset.workflow_args.get("eval_dir")
-            if directory:
-                (Path(directory) / taskset.name / f"step_{step}.jsonl").unlink(missing_ok=True)
+            forget_evaluation(taskset, step)
         whole = inputs.eval_tasksets
         inputs.eval_tasksets = quick_tasksets(self.config, step)
         try:

@@ -18,11 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trinity.buffer import get_buffer_reader
 from trinity.buffer.operators.experience_operator import create_operators
 from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
 from trinity.buffer.task_scheduler import get_taskset_scheduler
-from trinity.common.config import TasksetConfig
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows import Task
@@ -37,7 +35,12 @@ from trinity.utils.monitor import MONITOR
 from aflow_tune.engines.trinity.accounting import stop_at_limit
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.mixes import quick_tasksets
-from aflow_tune.engines.trinity.run_state import is_evaluated, save_taskset_state
+from aflow_tune.engines.trinity.readers import read_all
+from aflow_tune.engines.trinity.run_state import (
+    forget_evaluation,
+    is_evaluated,
+    save_taskset_state,
+)
 from aflow_tune.engines.trinity.sampler_host import InlineModel, SamplerHost, sampling_speed
 from aflow_tune.engines.trinity.train_engine import LocalTrainEngine
 from aflow_tune.errors import BudgetReached, RunFailed
@@ -244,10 +247,8 @@ class InlineRun:
         started = time.time()
         for taskset in quick_tasksets(self.config, step):
             self.phase(f"evaluating on {taskset.name}")
-            directory = taskset.workflow_args.get("eval_dir")
-            if directory:
-                (Path(directory) / taskset.name / f"step_{step}.jsonl").unlink(missing_ok=True)
-            tasks = await _read_all(taskset)
+            forget_evaluation(taskset, step)
+            tasks = await read_all(taskset)
             batch_id = f"{step}/{taskset.name}"
             results = await self._run_tasks(tasks, batch_id, taskset.repeat_times)
             metrics.update(
@@ -300,16 +301,6 @@ class InlineRun:
         await asyncio.to_thread(self.engine.close)
         for host in self._hosts:
             await asyncio.to_thread(host.close)
-
-
-async def _read_all(taskset: TasksetConfig) -> list[Task]:
-    reader = get_buffer_reader(taskset)
-    tasks: list[Task] = []
-    while True:
-        try:
-            tasks.extend(await reader.read())
-        except StopAsyncIteration:
-            return tasks
 
 
 def _explorer_state(run_dir: Path, explorer_name: str) -> dict[str, Any]:

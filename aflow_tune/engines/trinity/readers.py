@@ -19,13 +19,24 @@ from trinity.buffer import get_buffer_reader
 from trinity.buffer.reader.file_reader import FileReader, TaskFileReader, _HFBatchReader
 from trinity.buffer.schema import FORMATTER
 from trinity.buffer.selector import BaseSelector
-from trinity.common.config import DataSelectorConfig, StorageConfig
+from trinity.common.config import DataSelectorConfig, StorageConfig, TasksetConfig
 from trinity.common.workflows import Task
 
 from aflow_tune.data.checks import source_of
 from aflow_tune.data.mix import Mix, sample
 from aflow_tune.data.rows import read_table, with_source
 from aflow_tune.errors import BadInput
+
+
+async def read_all(taskset: TasksetConfig) -> list[Task]:
+    """Every task of a task set, by whichever reader it names."""
+    reader = get_buffer_reader(taskset)
+    tasks: list[Task] = []
+    while True:
+        try:
+            tasks += await reader.read()
+        except StopAsyncIteration:
+            return tasks
 
 
 class RowsReader(FileReader):

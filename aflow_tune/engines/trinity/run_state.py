@@ -25,9 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trinity.common.config import TasksetConfig
+
 from aflow_tune.errors import AlreadyFinished, BadInput, Fault
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
+from aflow_tune.report.records import record_path
 from aflow_tune.types import Checkpoint
 
 RUN_FILE = "run.json"
@@ -119,6 +122,13 @@ def is_evaluated(run_dir: Path, step: int, tasksets: Iterable[str]) -> bool:
     lines = (line for line in read_metrics(run_dir) if line.step == step)
     done = {name for line in lines for name in finished_evaluations(line.metrics)}
     return done.issuperset(tasksets)
+
+
+def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
+    """Remove what an earlier, broken-off evaluation of these weights left, before a new one."""
+    directory = taskset.workflow_args.get("eval_dir")
+    if directory:
+        record_path(Path(directory), taskset.name, step).unlink(missing_ok=True)
 
 
 def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
