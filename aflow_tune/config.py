@@ -147,6 +147,50 @@ class GraphSection:
 
 
 @dataclass
+class WriterSection:
+    """The policy writes a workflow for each problem, in place of `workflow` and `graph`.
+
+    A frozen executor runs what it writes. Setting `executor` turns this on.
+    """
+
+    executor: str | None = None
+    """The model that the operators of a written graph call: a role of `models`, or the name of
+    one of `explorer.auxiliary_models`."""
+    models: dict[str, str] = field(default_factory=dict)
+    """Which other role an operator uses, by its name, such as {Review: judge}."""
+    operators: list[str] = field(default_factory=list)
+    """Operators that a graph may use. Empty: all, those under `operators` included."""
+    problem_type: str | None = field(default=None, metadata={"choices": ("math", "code", "qa")})
+    """Of rows that do not say it in a field `problem_type`. None: by their benchmark."""
+    benchmark: str | None = None
+    """The benchmark of rows that name none in a field `benchmark`; gives question and scoring."""
+    score: str | None = None
+    """Instead of a benchmark: a function of the row and the answer that returns from 0 to 1, as
+    `path/file.py:function` or `module:function`."""
+    problem: str | None = None
+    """The field with the question. None: the benchmark's own text, or else question, problem
+    or prompt."""
+    entry_point: str = "entry_point"
+    """The field with the name of the function to write, for problems of code."""
+    test_cases: str | None = None
+    """A file of public tests for the operator Test, as in `graph.test_cases`."""
+    prompt: str | None = None
+    """A file with the policy's own prompt, in place of the shipped template."""
+    turns: int = 1
+    """How often the policy may write: after the first time it sees what became of its graph."""
+    timeout: float = 180.0
+    """Seconds that one run of a graph may take, calls of models included."""
+    max_calls: int = 20
+    """Calls of models that a graph could make at worst; one that could make more is refused."""
+    max_tokens: int | None = None
+    """The same for prompt and completion tokens together. None: no limit."""
+    max_usd: float | None = None
+    """The same in US dollars, which needs known prices. None: no limit."""
+    retries: int = 0
+    """How often an operator of a written graph asks again for an answer that it cannot read."""
+
+
+@dataclass
 class ReportSection:
     """What is counted as the held-out score, and what the report shows."""
 
@@ -231,6 +275,7 @@ class AflowSections:
     judge: str | None = None
     """A function that scores what the workflow returned, in the same form. None: no judge."""
     graph: GraphSection = field(default_factory=GraphSection)
+    writer: WriterSection = field(default_factory=WriterSection)
     operators: dict[str, str] = field(default_factory=dict)
     """Operators of yours that the graph may name: `Name: path/file.py:Name`."""
     prompts: dict[str, Any] = field(default_factory=dict)

@@ -78,6 +78,8 @@ class RunContext:
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: Any = None
     """The run's `config.RewardsSection`, for the rewards of the package. None: the defaults."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What the workflow wants kept beside its reward, by name: see `keep`."""
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[RunContext]:
@@ -254,6 +256,21 @@ def record_metrics(**metrics: float) -> None:
     run = current_run()
     if run is not None:
         run.metrics.update(numbers)
+
+
+def keep(name: str, value: Any) -> None:
+    """Keep plain data (texts, numbers, lists, objects) about this run beside its reward.
+
+    It stands under `kept` in the record of the run: in `rollouts/` for training, in
+    `evaluations/` for held-out tasks. A name kept twice keeps its last value.
+
+    Raises:
+        ValueError: the name is not a text, or is empty.
+    """
+    _text("a name to keep something under", name)
+    run = current_run()
+    if run is not None:
+        run.kept[name] = value
 
 
 def _go_back(token: Token[_Place]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ class EvalRecord:
     where there is something to tell `truncated`, `failed` (no answer came) and `tools` (the
     tool calls of the answer: `name` and `arguments`). `operators` lists the uses of operators:
     `operator`, `instance`, `outcome`, `attempts`. `answer` is what `answers.py` makes of the
-    last response: "" for an empty one, None where there is none.
+    last response: "" for an empty one, None where there is none. `kept` is what the workflow kept
+    with `aflow_tune.context.keep`.
     """
 
     step: int
@@ -46,12 +48,11 @@ class EvalRecord:
     operators: list[dict[str, Any]] = field(default_factory=list)
     answer: str | None = None
     reason: str = ""
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def to_line(self) -> bytes:
         """The record as one line of JSON with its line end."""
-        text = json.dumps(asdict(self), ensure_ascii=False, default=str)
-        # Half of a surrogate pair, which a model can write, becomes JSON's escape of it.
-        return text.encode(errors="backslashreplace") + b"\n"
+        return as_line(asdict(self))
 
     @classmethod
     def from_line(cls, line: bytes) -> EvalRecord:
@@ -81,9 +82,23 @@ def append_record(eval_dir: Path, record: EvalRecord) -> None:
     Raises:
         OSError: the line could not be written whole.
     """
-    path = record_path(eval_dir, record.taskset, record.step)
+    append_line(record_path(eval_dir, record.taskset, record.step), record.to_line())
+
+
+def as_line(entry: Mapping[str, Any]) -> bytes:
+    """An object as one line of JSON with its line end."""
+    text = json.dumps(entry, ensure_ascii=False, default=str)
+    # Half of a surrogate pair, which a model can write, becomes JSON's escape of it.
+    return text.encode(errors="backslashreplace") + b"\n"
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append in one write, so that concurrent writers never mix; makes the folder.
+
+    Raises:
+        OSError: the line could not be written whole.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = record.to_line()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         written = os.write(descriptor, line)

@@ -51,6 +51,7 @@ from aflow_tune.models.books import Books
 from aflow_tune.models.cache import ResponseCache
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
+from aflow_tune.report.rollouts import Rollout, append_rollout
 from aflow_tune.sandbox.policy import use_policy
 from aflow_tune.trace import Trace
 from aflow_tune.types import Failure
@@ -77,7 +78,8 @@ class WorkflowAdapter(Workflow):
     """Gives the function a recording model, a time-out and a thread of its own.
 
     `task.workflow_args` holds: `workflow_func`, `judge_func`, `run_timeout` (seconds), `seed`,
-    `system_prompt`, `import_folders`, `books` (the run's models and budget), and for evaluation
+    `system_prompt`, `import_folders`, `books` (the run's models and budget), `run_dir` (for what
+    workflows keep of training runs), and for evaluation
     `eval_dir`, `score`, `transcripts` (how many items of a task set keep theirs) and `first_run`
     (the number of the first run that is made from this task object; 0 if left out).
 
@@ -153,6 +155,8 @@ class WorkflowAdapter(Workflow):
         if self.task.is_eval:
             self._keep_record(outcome, context, calls, time.monotonic() - started)
             trained = calls
+        elif context.kept:
+            self._keep_rollout(outcome, context)
         if outcome.failure is not None or outcome.reward is None:
             return [_placeholder(outcome)]
         experiences = _experiences(trained, outcome.reward)
@@ -298,6 +302,7 @@ class WorkflowAdapter(Workflow):
             calls=call_summaries(context, calls),
             operators=operator_summaries(self._trace),
             answer=final_answer(self._response, calls),
+            kept=dict(context.kept),
         )
         try:
             append_record(Path(directory), record)
@@ -305,6 +310,24 @@ class WorkflowAdapter(Workflow):
             self._say_once(
                 "records", f"Evaluation records cannot be written, the report lacks them: {error}"
             )
+
+    def _keep_rollout(self, outcome: Outcome, context: RunContext) -> None:
+        """Append what the workflow kept of a training run; a full disk must not cost the run."""
+        directory = self.arguments.get("run_dir")
+        if not directory:
+            return
+        rollout = Rollout(
+            step=int(self.task.batch_id),
+            task=int(self.task.task_id),
+            run=self.run_index,
+            reward=outcome.reward,
+            failure=outcome.failure.value if outcome.failure else None,
+            kept=dict(context.kept),
+        )
+        try:
+            append_rollout(Path(directory), rollout)
+        except OSError as error:
+            self._say_once("rollouts", f"Rollouts cannot be kept, the report lacks them: {error}")
 
     def _say_once(self, topic: str, message: str) -> None:
         if topic not in _said:

@@ -22,8 +22,10 @@ def adapter_arguments(
     judge: Callable[..., Any] | None,
     books: Books,
     eval_dir: Path,
+    run_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """The adapter's `workflow_args`. `eval_dir` gets the records of evaluations."""
+    """The adapter's `workflow_args`. `eval_dir` gets the records of evaluations, `run_dir` those
+    of training runs."""
     return {
         "workflow_func": workflow,
         "judge_func": judge,
@@ -38,4 +40,5 @@ def adapter_arguments(
         "score": config.report.score,
         "transcripts": config.report.transcripts,
         "eval_dir": str(eval_dir),
+        "run_dir": None if run_dir is None else str(run_dir),
     }

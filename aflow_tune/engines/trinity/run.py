@@ -69,7 +69,15 @@ _FREE_KEYS = (
     "report.",
     "rollout.run_timeout",
 )
-_PRIVATE = ("workflow_func", "judge_func", "total_epochs", "total_steps", "batch_size", "eval_dir")
+_PRIVATE = (
+    "workflow_func",
+    "judge_func",
+    "total_epochs",
+    "total_steps",
+    "batch_size",
+    "eval_dir",
+    "run_dir",
+)
 
 
 class Run:
@@ -200,7 +208,12 @@ class Run:
         ship_by_value([self.workflow_func, self.judge_func])
         config = self.config
         arguments = adapter_arguments(
-            config, self.workflow_func, self.judge_func, self.books, self.run_dir / "evaluations"
+            config,
+            self.workflow_func,
+            self.judge_func,
+            self.books,
+            self.run_dir / "evaluations",
+            self.run_dir,
         )
         inputs = config.buffer.explorer_input
         for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:

@@ -6,7 +6,7 @@
       resolved.yaml              the configuration as it was run
       global_step_N/             checkpoints, each written atomically
       taskset_state/step_N.json  position in the task sets after batch N was read
-      metrics.jsonl, evaluations/, monitor/, log/
+      metrics.jsonl, evaluations/, rollouts/, monitor/, log/
 
 A checkpoint of step N is the only truth on resume: the explorer's position, the metrics and
 the evaluations are taken back to N before anything starts, so that work done after N is done
@@ -31,6 +31,7 @@ from aflow_tune.errors import AlreadyFinished, BadInput, Fault
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.report.records import record_path
+from aflow_tune.report.rollouts import forget_rollouts
 from aflow_tune.types import Checkpoint
 
 RUN_FILE = "run.json"
@@ -159,6 +160,7 @@ def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
     for path in run_dir.glob("evaluations/*/step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > step:
             path.unlink()
+    forget_rollouts(run_dir, step)
     # The queue's copy on disk is only a log; a stale one would mix two attempts.
     shutil.rmtree(run_dir / "buffer", ignore_errors=True)
 

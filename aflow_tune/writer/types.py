@@ -1,0 +1,162 @@
+"""What the writer's room speaks of: a written workflow, what is refused of it, and its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from aflow_tune.graph.graph import Graph
+
+ProblemType = Literal["math", "code", "qa"]
+PROBLEM_TYPES: tuple[ProblemType, ...] = ("math", "code", "qa")
+
+
+class WrittenForm(StrEnum):
+    """How a workflow was read from the policy's text."""
+
+    HYBRID = "hybrid"
+    """One JSON object with `prompts` and `graph_code`."""
+    REPAIRED = "repaired"
+    """The same, after its JSON was mended or dug out of other text."""
+    CODE = "code"
+    """Python alone: a workflow without prompts of its own."""
+
+
+class RefusalKind(StrEnum):
+    """Why a graph is refused. The value is its word in records and metrics."""
+
+    UNREADABLE = "unreadable"
+    """Neither the JSON object nor Python code was found."""
+    SYNTAX = "syntax"
+    SHAPE = "shape"
+    """It is no workflow: no class, no `__call__`, wrong parameters."""
+    NOT_ALLOWED = "not_allowed"
+    """Python that a written graph may not contain."""
+    UNKNOWN_OPERATOR = "unknown_operator"
+    UNKNOWN_NAME = "unknown_name"
+    PROMPT = "prompt"
+    """A prompt that is missing, not used, or does not fit its operator."""
+    ARGUMENTS = "arguments"
+    """A call that does not fit the operator's signature."""
+    UNBOUNDED = "unbounded"
+    """A loop or a recursion whose number of turns cannot be told."""
+    OVER_BUDGET = "over_budget"
+    TOO_LARGE = "too_large"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that is wrong with a graph, as a sentence to learn from."""
+
+    kind: RefusalKind
+    message: str
+    """What is wrong, and what to write instead."""
+    line: int = 0
+    """In the graph code, from 1; 0 where it is not in the code."""
+    column: int = 0
+    """From 1; 0 as for `line`."""
+
+    def __str__(self) -> str:
+        return (
+            f"line {self.line}, column {self.column}: {self.message}"
+            if self.line
+            else (self.message)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "kind": self.kind.value,
+            "message": self.message,
+            "line": self.line,
+            "column": self.column,
+        }
+
+
+@dataclass(frozen=True)
+class Written:
+    """A workflow as the policy wrote it."""
+
+    code: str
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Instruction by operator instance."""
+    form: WrittenForm = WrittenForm.HYBRID
+    notes: tuple[str, ...] = ()
+    """What was mended while reading it."""
+
+
+@dataclass(frozen=True)
+class CheckLimits:
+    """What a graph may use at worst, and what one call of a model may."""
+
+    model_calls: int = 20
+    tokens: int | None = None
+    """Prompt and completion together; None: no limit."""
+    usd: float | None = None
+    retries: int = 0
+    """How often an operator asks again for an answer that it cannot read."""
+    call_prompt_tokens: int = 4096
+    """Of one call. Running enforces it."""
+    call_completion_tokens: int = 1024
+    """Of one call: the executor's own limit."""
+    usd_per_prompt_token: float | None = None
+    """Highest price among the models that may be called; None: not known."""
+    usd_per_completion_token: float | None = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a graph can use at worst, retries of operators included."""
+
+    operator_calls: int
+    """Calls of operators and direct calls of the model."""
+    model_calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    usd: float | None
+    """US dollars; None where a price is not known."""
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check found. A graph that may run has no refusals."""
+
+    written: Written | None
+    """None where nothing could be read."""
+    graph: Graph | None
+    """The graph with its prompts; None where its code is no Python."""
+    refusals: tuple[Refusal, ...] = ()
+    bound: Bound | None = None
+    """None where it could not be computed."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the graph may run as it was written."""
+        return self.graph is not None and not self.refusals
+
+    @property
+    def code_ok(self) -> bool:
+        """Whether its code may run, if with other prompts."""
+        return self.graph is not None and all(
+            refusal.kind is RefusalKind.PROMPT for refusal in self.refusals
+        )
+
+
+class Level(IntEnum):
+    """Which workflow gave the answer: the written one, or a fallback."""
+
+    CLEAN = 0
+    DEFAULT_PROMPTS = 1
+    """The same graph with the operators' own prompts: the written one could not be built."""
+    SIMPLER = 2
+    """A straight line of the same operators: the written one failed while it ran."""
+    DEFAULT_WORKFLOW = 3
+    """The default workflow of the problem's type: nothing of what was written could be used."""
