@@ -220,6 +220,20 @@ class Operator:
         return self._form if self._form in allowed else allowed[0]
 
     @classmethod
+    def most_calls(cls, *, retries: int = RETRIES, **settings: Any) -> int:
+        """Model calls of one use at worst, for those who must know before they allow it.
+
+        This is the figure of an operator that asks once. One whose `run` may ask more often
+        declares its own; `tests/test_op_most_calls.py` holds the shipped ones against real uses.
+
+        Args:
+            retries: how often each answer is asked for again.
+            settings: what is known of the constructor's options and of the call's arguments, by
+                name. A value that is not known is None; one that is left out is the default.
+        """
+        return 1 + retries
+
+    @classmethod
     def describe(cls) -> dict[str, Any]:
         """Its interface as plain data: name, description, arguments, returns, prompts, form."""
         parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]

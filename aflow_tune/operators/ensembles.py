@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.operators.base import Operator
+from aflow_tune.operators.base import RETRIES, Operator
 from aflow_tune.operators.checks import whole_number
 from aflow_tune.operators.fields import Field, Kind, labels
 from aflow_tune.operators.outcome import READ_OUTCOMES, OperatorResult, Outcome
@@ -27,6 +27,7 @@ from aflow_tune.operators.prompts import Prompt, form_text
 
 T = TypeVar("T")
 LETTER = "solution_letter"
+VOTES = 5
 MAX_VOTES = 100
 
 
@@ -106,13 +107,20 @@ class MdEnsemble(_Ensemble):
         llm: Any,
         name: str | None = None,
         prompts: Any = None,
-        vote_count: int = 5,
+        vote_count: int = VOTES,
         seed: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__(llm, name, prompts, **settings)
         whole_number(f"{self.caller}: vote_count", vote_count, 1, MAX_VOTES)
         self.vote_count, self.seed = vote_count, seed
+
+    @classmethod
+    def most_calls(
+        cls, *, retries: int = RETRIES, vote_count: int | None = VOTES, **settings: Any
+    ) -> int:
+        """One call for each vote."""
+        return (MAX_VOTES if vote_count is None else vote_count) * (1 + retries)
 
     async def run(
         self, solutions: list[str], problem: str = "", mode: str | None = None

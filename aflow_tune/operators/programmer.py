@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.operators.base import Operator
+from aflow_tune.operators.base import RETRIES, Operator
 from aflow_tune.operators.checks import checked_limits, whole_number
 from aflow_tune.operators.fields import Field, Kind
 from aflow_tune.operators.outcome import OperatorResult, Outcome
@@ -63,6 +63,13 @@ class Programmer(Operator):
         super().__init__(llm, name, prompts, **settings)
         whole_number(f"{self.caller}: programs", programs, 1, MAX_PROGRAMS)
         self.programs, self.limits = programs, checked_limits(limits, self.caller)
+
+    @classmethod
+    def most_calls(
+        cls, *, retries: int = RETRIES, programs: int | None = PROGRAMS, **settings: Any
+    ) -> int:
+        """One call for each program."""
+        return (MAX_PROGRAMS if programs is None else programs) * (1 + retries)
 
     async def run(self, problem: str, analysis: str = "None") -> OperatorResult:
         """The program and its output.

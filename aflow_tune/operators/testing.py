@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from aflow_tune.operators.base import Operator
+from aflow_tune.operators.base import RETRIES, Operator
 from aflow_tune.operators.checks import checked_limits
 from aflow_tune.operators.fields import Field, Kind
 from aflow_tune.operators.outcome import READ_OUTCOMES, OperatorResult, Outcome
@@ -23,6 +23,7 @@ from aflow_tune.sandbox.types import Limits
 from aflow_tune.scoring.code import check_code
 from aflow_tune.scoring.programs import helpers_of
 
+LOOPS = 3
 MAX_LOOP = 20
 
 
@@ -65,8 +66,16 @@ class Test(Operator):
             tests = TestCases.of_rows(rows, f"{self.caller}: tests")
         self.tests, self.limits = tests, checked_limits(limits, self.caller)
 
+    @classmethod
+    def most_calls(
+        cls, *, retries: int = RETRIES, test_loop: int | None = LOOPS, **settings: Any
+    ) -> int:
+        """One call for each time that the program is mended."""
+        loops = MAX_LOOP if test_loop is None else min(max(0, test_loop), MAX_LOOP)
+        return loops * (1 + retries)
+
     async def run(
-        self, problem: str, solution: str, entry_point: str, test_loop: int = 3
+        self, problem: str, solution: str, entry_point: str, test_loop: int = LOOPS
     ) -> OperatorResult:
         """Test, and mend at most `test_loop` times; the last program is tested as well.
 
