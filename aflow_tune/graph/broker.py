@@ -5,8 +5,12 @@ operator must exist, the arguments must fit its signature and be plain data of b
 number of calls is bounded. Wrong arguments are answered with an error, as a call in the same
 process would be; a message that our own side of the channel can never send ends the run.
 
+An instance's instruction (`Graph.instructions`) is given to its operator here: as the argument
+`instruction` where its call has one and the graph leaves it empty, else in front of its prompt.
+
 Models, operators and keys are here and only here. Not covered: what an operator does with its
-arguments, which is its room's concern, and how messages travel (`run.py`).
+arguments, which is its room's concern; how messages travel (`run.py`); what the models of a run
+may use (`limits.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ from typing import Any
 
 from aflow_tune.context import caller
 from aflow_tune.errors import BudgetReached
-from aflow_tune.models.types import Message, ModelClient, ModelError, Reply
+from aflow_tune.graph.limits import GraphLimits, Meter, Metered, Spent, TooManyCalls
+from aflow_tune.models.types import ModelClient, ModelError
 from aflow_tune.operators import OPERATORS, READ_OUTCOMES, Operator
-from aflow_tune.operators.prompts import MAIN
+from aflow_tune.operators.prompts import MAIN, use_instruction
 from aflow_tune.sandbox.types import SandboxUnavailable
 
 MODEL_CALLER = "llm"
@@ -42,72 +47,8 @@ class ForgedMessage(Exception):
     """A message that our side of the channel cannot have sent."""
 
 
-class TooManyCalls(Exception):
-    """The graph made more calls than it may."""
-
-
 FATAL = (ForgedMessage, TooManyCalls, BudgetReached, SandboxUnavailable)
 """What ends the run instead of being an answer to the call."""
-
-
-@dataclass(frozen=True)
-class GraphLimits:
-    """What one run of a graph may use."""
-
-    seconds: float = 180.0
-    """Wall-clock time, calls of models included."""
-    cpu_seconds: float = 30.0
-    """Processor time of the graph's own code, where it runs in the sandbox."""
-    calls: int = 100
-    """Calls of operators and of the model that the graph may make."""
-    concurrent: int = 32
-    """Of them at the same time; more wait."""
-    argument_chars: int = 500_000
-    """Characters of all the texts in one call's arguments."""
-    memory_mb: int = 256
-
-
-@dataclass
-class Spent:
-    """What the calls of a run have cost. `cost` is None once one price was unknown."""
-
-    calls: int = 0
-    """Of models."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float | None = 0.0
-
-    def add(self, reply: Reply) -> None:
-        """Count one answer of a model."""
-        self.calls += 1
-        if reply.usage is not None:
-            self.prompt_tokens += reply.usage.prompt_tokens
-            self.completion_tokens += reply.usage.completion_tokens
-        if self.cost is not None:
-            self.cost = None if reply.cost is None else self.cost + reply.cost
-
-    def to_json(self) -> dict[str, Any]:
-        """As `inside.Usage` adds it up."""
-        return {
-            "calls": self.calls,
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "cost": self.cost,
-        }
-
-
-class _Counting:
-    """A model client that adds what it spends to a purse as well."""
-
-    def __init__(self, client: ModelClient, purses: Sequence[Spent]) -> None:
-        self._client, self._purses = client, purses
-        self.role, self.model = client.role, client.model
-
-    async def complete(self, messages: Sequence[Message], **settings: Any) -> Reply:
-        reply = await self._client.complete(messages, **settings)
-        for purse in self._purses:
-            purse.add(reply)
-        return reply
 
 
 @dataclass
@@ -116,7 +57,7 @@ class Broker:
 
     `clients` holds a model for each role, 'policy' among them; `roles` says by instance,
     operator or model name which role other than 'policy' is used. `prompts` gives the prompts
-    of an operator by operator name, instance and both.
+    of an operator by operator name, instance and both; `instructions` those of instances.
     """
 
     clients: Mapping[str, ModelClient]
@@ -124,15 +65,27 @@ class Broker:
     prompts: Mapping[str, Any] = field(default_factory=dict)
     operators: Mapping[str, type[Operator]] = field(default_factory=lambda: OPERATORS)
     limits: GraphLimits = field(default_factory=GraphLimits)
-    spent: Spent = field(default_factory=Spent)
+    instructions: Mapping[str, str] = field(default_factory=dict)
     calls: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     """Failed calls, by their operator's outcome or the name of their exception."""
+    built: bool = False
+    """Whether the graph's side has said that the workflow was constructed."""
 
     def __post_init__(self) -> None:
+        self._meter = Meter(self.limits)
         self._turns = asyncio.Semaphore(self.limits.concurrent)
         self._seen: set[int] = set()
         self._instances: set[str] = set()
+
+    @property
+    def spent(self) -> Spent:
+        """What the models of the run have cost so far."""
+        return self._meter.spent
+
+    def note_built(self) -> None:
+        """The workflow was constructed."""
+        self.built = True
 
     def check(self, message: Any) -> None:
         """Whether a message from the channel is one of ours.
@@ -156,7 +109,7 @@ class Broker:
         """Count a call. Raises `TooManyCalls`."""
         self.calls += 1
         if self.calls > self.limits.calls:
-            raise TooManyCalls(f"more than {self.limits.calls} calls")
+            self._meter.stop(f"more than {self.limits.calls} calls (limit calls)")
 
     async def serve(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Make a call that `check` has let through.
@@ -166,7 +119,7 @@ class Broker:
 
         Raises:
             ForgedMessage: an argument that our side cannot have sent.
-            TooManyCalls: too many different operators.
+            TooManyCalls: too many different operators, or a limit of the models' is passed.
             BudgetReached: the run's budget does not allow it.
             SandboxUnavailable: an operator has to run a program and may not.
         """
@@ -178,9 +131,11 @@ class Broker:
                     result: Any = await self._ask(message, purse)
                 else:
                     result = await self._operate(message, purse)
+            self._meter.check()  # an operator may have caught it
         except FATAL:
             raise
         except Exception as error:
+            self._meter.check()
             kind = error.failure.value if isinstance(error, ModelError) else type(error).__name__
             self.failures[kind] += 1
             return {"error": [type(error).__name__, str(error)[:2000]], "usage": purse.to_json()}
@@ -215,7 +170,13 @@ class Broker:
         client = self._client([instance, name, _name(message["model"])], purse)
         operator = self._build(kind, client, name, instance, options)
         arguments = bind(kind, args, kwargs)
-        result = await operator(*arguments.args, **arguments.kwargs)
+        instruction = self.instructions.get(instance, "")
+        if "instruction" in arguments.signature.parameters:
+            if not arguments.arguments.get("instruction"):
+                arguments.arguments["instruction"] = instruction
+            instruction = ""
+        with use_instruction(name, instance, instruction):
+            result = await operator(*arguments.args, **arguments.kwargs)
         check_plain(result)
         if result.outcome not in READ_OUTCOMES:
             self.failures[result.outcome.value] += 1
@@ -237,7 +198,11 @@ class Broker:
         prompts = given[-1] if given else None
         if len(given) > 1:
             prompts = {key: text for texts in given for key, text in _as_mapping(texts).items()}
-        return kind(client, name=instance, prompts=prompts, **options)
+        operator = kind(client, name=instance, prompts=prompts, **options)
+        if self.limits.retries is not None:
+            most = self.limits.retries
+            operator.retries = min(operator.retries, most) if "retries" in options else most
+        return operator
 
     def _client(self, names: Sequence[str], purse: Spent) -> ModelClient:
         """The model of the first name that has a role; the last is the graph's own name for it."""
@@ -248,7 +213,7 @@ class Broker:
             raise LookupError(
                 f"the graph asks for the model {names[-1]!r}: give it a role under graph.models"
             )
-        return _Counting(self.clients[role], (purse, self.spent))
+        return Metered(self.clients[role], self._meter, purse)
 
 
 def bind(

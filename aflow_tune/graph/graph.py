@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.graph.broker import Broker, GraphLimits
+from aflow_tune.graph.broker import Broker
 from aflow_tune.graph.files import PromptText, check_prompts, read_files
 from aflow_tune.graph.flow import Flow, trace_flow
+from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphRun, run_graph
 from aflow_tune.graph.shape import Shape, examine
 from aflow_tune.models import as_client
@@ -44,6 +45,11 @@ class Graph:
     """True: its code runs in this process, with your rights."""
     operators: Mapping[str, type[Operator]] = field(default_factory=dict)
     """Operators of the user's that it may name, besides those of the registry."""
+    instructions: Mapping[str, str] = field(default_factory=dict)
+    """Words for an operator's instance, without placeholders: see `aflow_tune.writer`. Its code
+    reads them as `self.prompts["name"]`, which gives an empty text for a name that lacks, and as
+    `prompt_custom.name`. An operator gets them as its argument `instruction` where its call has
+    one and the code leaves it empty; else they stand in front of its main prompt."""
 
     @property
     def known(self) -> dict[str, type[Operator]]:
@@ -54,7 +60,8 @@ class Graph:
     def shape(self) -> Shape:
         """What its source says about it."""
         files = dict(self.sources)
-        return examine(files, sorted(self.known), self.prompts, self.label)
+        named = {*self.prompts, *self.instructions}
+        return examine(files, sorted(self.known), named, self.label)
 
     @functools.cached_property
     def flow(self) -> Flow:
@@ -156,6 +163,7 @@ class Graph:
             operators=self.known,
             prompts=self.operator_prompts,
             limits=limits or GraphLimits(),
+            instructions=self.instructions,
         )
         name = dataset or self.dataset or DEFAULT_DATASET
         return await run_graph(self, arguments, broker, name, sandbox)

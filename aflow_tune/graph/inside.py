@@ -192,6 +192,29 @@ class Operator:
         return reply["result"]
 
 
+class Instructions(dict[str, str]):
+    """A workflow's `self.prompts`: instruction by operator instance.
+
+    A name without one gives an empty text: the same code runs with and without instructions.
+    """
+
+    def __missing__(self, name: Any) -> str:
+        return ""
+
+
+def instruct(workflow: Any, given: dict[str, str]) -> None:
+    """Put the instructions into `prompts` of a workflow, or of its class.
+
+    What its code has put there under other names stays; what is no dict is left alone.
+    """
+    own = getattr(workflow, "prompts", None)
+    if own is None or (given and isinstance(own, dict)):
+        try:
+            workflow.prompts = Instructions({**(own or {}), **given})
+        except (AttributeError, TypeError):
+            return  # a class that takes no attributes can read none
+
+
 class _Log:
     """Stands for AFlow's logger: a graph's log goes nowhere."""
 
@@ -317,6 +340,8 @@ class Modules:
         prompts = self._module("prompt")
         if PROMPT_FILE in sources:
             prompts = self._load(PROMPT_FILE)
+        for name, text in setup["instructions"].items():
+            vars(prompts).setdefault(name, text)
         vars(prompts).update(setup["prompts"])
         self._shims["prompt"] = prompts
         # AFlow's optimizer promises these names without an import.
@@ -360,14 +385,18 @@ class Modules:
         return self._module("operator", **kinds)
 
 
-async def run(setup: dict[str, Any], sources: dict[str, str], send: Any) -> dict[str, Any]:
+async def run(
+    setup: dict[str, Any], sources: dict[str, str], send: Any, built: Any
+) -> dict[str, Any]:
     """Build the graph and run it once.
 
     Args:
         setup: `operators` (names), `sites`, `prompts` (constants that win over prompt.py),
-            `dataset`, `model` and `arguments`, which are passed in order.
+            `instructions` (by instance), `dataset`, `model` and `arguments`, which are passed
+            in order.
         sources: graph.py, and prompt.py and op_prompt.py where there are any.
         send: takes a message, returns the reply.
+        built: called when the workflow has been constructed.
 
     Returns:
         `{"end": "answer", "answer": ...}`, or `{"end": "raised", "kind", "text", "place"}`
@@ -377,9 +406,11 @@ async def run(setup: dict[str, Any], sources: dict[str, str], send: Any) -> dict
     try:
         modules = Modules(setup, sources, send)
         config = LLMConfig({"model": setup["model"]})
-        workflow = modules.graph.Workflow(
-            name=setup["dataset"], llm_config=config, dataset=setup["dataset"]
-        )
+        kind = modules.graph.Workflow
+        instruct(kind, setup["instructions"])  # its constructor may read them
+        workflow = kind(name=setup["dataset"], llm_config=config, dataset=setup["dataset"])
+        instruct(workflow, setup["instructions"])
+        built()
         returned = await workflow(*setup["arguments"])
     except (Exception, SystemExit) as error:
         return _raised(error)
@@ -449,7 +480,7 @@ async def _over_channel(setup: dict[str, Any], sources: dict[str, str], channel:
         return await waiting[number]
 
     threading.Thread(target=listen, daemon=True).start()
-    return await run(setup, sources, send)
+    return await run(setup, sources, send, lambda: channel.send({"built": True}))
 
 
 def plain(value: Any) -> Any:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.graph import inside
-from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, TooManyCalls, check_size
+from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, check_size
+from aflow_tune.graph.limits import TooManyCalls
 from aflow_tune.sandbox import detect, open_channel
 from aflow_tune.sandbox.channel import Channel, ProgramEnded
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
@@ -50,6 +51,7 @@ class GraphEnding(StrEnum):
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     TOO_MANY_CALLS = "too_many_calls"
+    """A limit of `GraphLimits` on calls or tokens is passed; the reason names it."""
     DIED = "died"
     """Its process ended without an answer."""
     FORGED = "forged_message"
@@ -79,6 +81,10 @@ class GraphRun:
     level: str = ""
     """The wall that the graph ran behind, or 'trusted'; empty where it was not run."""
     seconds: float = 0.0
+    built: bool = False
+    """Whether the workflow's constructor came to its end, by the word of the graph's side. Code
+    that works against the channel may lie about it, to its own loss only: no score, limit or
+    wall depends on it."""
 
     @property
     def ok(self) -> bool:
@@ -108,6 +114,7 @@ async def run_graph(
             f"{built.line}:{built.column}": built.instance for built in graph.shape.operators
         },
         "prompts": graph.constants,
+        "instructions": dict(graph.instructions),
         "dataset": dataset,
         "model": POLICY,
         "arguments": list(arguments),
@@ -142,6 +149,7 @@ async def run_graph(
         failures=dict(broker.failures),
         level=level,
         seconds=time.monotonic() - started,
+        built=broker.built,
     )
 
 
@@ -156,7 +164,7 @@ async def _trusted(graph: Graph, setup: dict[str, Any], broker: Broker) -> Graph
             ended.append(error)
             raise
 
-    end = await inside.run(setup, dict(graph.sources), send)
+    end = await inside.run(setup, dict(graph.sources), send, broker.note_built)
     if ended:  # the graph may have caught it
         raise ended[0]
     return _ended(graph, end)
@@ -230,6 +238,10 @@ async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
                 return None
             if isinstance(message, dict) and "end" in message:
                 return _checked_end(message)
+            if message == {"built": True} and not broker.built:
+                broker.note_built()
+                receiving = asyncio.ensure_future(channel.receive())
+                continue
             broker.check(message)
             task = asyncio.create_task(serve(message))
             serving.add(task)

@@ -19,8 +19,8 @@ from aflow_tune.config import GraphSection, ModelSettings
 from aflow_tune.context import record_metrics
 from aflow_tune.data.fields import FieldRead
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph, load_graph
+from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models.settings import check_models, make_client
 from aflow_tune.models.types import ModelClient

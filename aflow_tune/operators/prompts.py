@@ -12,6 +12,10 @@ that has one wins:
 A value is a mapping from the names of the operator's prompts to texts, or one text for an
 operator that has one prompt (or for its prompt `main`). A placeholder is `{name}`; `{{name}}`
 is the literal text `{name}`; every other brace is text, so JSON and code need no escapes.
+
+A graph may also have an *instruction* for an instance (`use_instruction`): words without
+placeholders that come in front of the operator's main prompt, whichever of the four that is. An
+instruction that mentions every placeholder which the prompt needs is taken as the whole prompt.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ FORM = "form"
 FORMS = "forms"
 """Under this name stand the sentences that ask for a form; a run may replace them too."""
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+_ONE_BRACE = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,24 @@ def use_prompts(prompts: Mapping[str, Texts]) -> Iterator[None]:
 _run: ContextVar[Mapping[str, Texts] | None] = ContextVar("aflow_tune_prompts", default=None)
 
 
+@contextlib.contextmanager
+def use_instruction(operator: str, instance: str, text: str) -> Iterator[None]:
+    """Put these words in front of the main prompt of one instance, in the current context and
+    in everything it starts. No words: nothing changes.
+    """
+    token = _instruction.set((operator, instance, text))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # closed by the collector, in another context
+            _instruction.reset(token)
+
+
+_instruction: ContextVar[tuple[str, str, str]] = ContextVar(
+    "aflow_tune_instruction", default=("", "", "")
+)
+
+
 def text_of(
     operator: str,
     instance: str,
@@ -104,6 +127,32 @@ def text_of(
     Raises:
         BadInput: a text of the run does not fit its prompt.
     """
+    text = _chosen(operator, instance, name, slots, given)
+    whose, which, instruction = _instruction.get()
+    main = MAIN if MAIN in slots else next(iter(slots), MAIN)
+    if (whose, which, name) != (operator, instance, main) or not instruction.strip():
+        return text
+    return with_instruction(text, instruction, slots[name])
+
+
+def with_instruction(text: str, instruction: str, prompt: Prompt) -> str:
+    """A prompt's text with an instruction in front of it, or replaced by it.
+
+    Braces of an instruction that comes in front are text, not placeholders.
+    """
+    if prompt.needs and placeholders(instruction) >= set(prompt.needs):
+        return instruction
+    as_text = _ONE_BRACE.sub(r"{{\1}}", instruction.strip())
+    return f"{as_text}\n\n{text}"
+
+
+def _chosen(
+    operator: str,
+    instance: str,
+    name: str,
+    slots: Mapping[str, Prompt],
+    given: Mapping[str, str],
+) -> str:
     if name in given:
         return given[name]
     run = _run.get() or {}
