@@ -191,6 +191,31 @@ class WriterSection:
 
 
 @dataclass
+class HarvestSection:
+    """Pairs of a problem and a graph that solves it, for the writer's supervised warm start."""
+
+    sources: list[str] = field(default_factory=lambda: ["templates"])
+    """Where graphs come from: templates, teacher, runs."""
+    templates: str | None = None
+    """A folder of templates of yours in place of the shipped ones: files of the hybrid form."""
+    teacher: str | None = None
+    """The role of `models` that is asked to write graphs, with the policy's own prompt."""
+    teacher_tries: int = 1
+    """How often the teacher is asked about each problem."""
+    runs: list[str] = field(default_factory=list)
+    """Run folders of the writer, whose best rollouts are tried again."""
+    min_score: float = 1.0
+    """A graph whose answer scores less is no example."""
+    per_problem: int = 1
+    """Most pairs of one problem, each of another structure."""
+    per_structure: float | None = 0.5
+    """Most of one structure among all pairs, as a share, so that no graph is learned by heart.
+    None: no limit; the cheapest graph that solves a problem wins."""
+    limit: int | None = None
+    """So many problems, drawn by `seed`. None: all of the training task set."""
+
+
+@dataclass
 class ReportSection:
     """What is counted as the held-out score, and what the report shows."""
 
@@ -276,6 +301,7 @@ class AflowSections:
     """A function that scores what the workflow returned, in the same form. None: no judge."""
     graph: GraphSection = field(default_factory=GraphSection)
     writer: WriterSection = field(default_factory=WriterSection)
+    harvest: HarvestSection = field(default_factory=HarvestSection)
     operators: dict[str, str] = field(default_factory=dict)
     """Operators of yours that the graph may name: `Name: path/file.py:Name`."""
     prompts: dict[str, Any] = field(default_factory=dict)
