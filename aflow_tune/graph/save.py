@@ -4,7 +4,7 @@ The code keeps its text; only the import lines that AFlow's files begin with are
 for the data set and round that the folder is meant for. Changed prompt constants are written
 into prompt.py. AFlow reads prompts of operators from its own template and nowhere else: such
 prompts are kept beside it in prompts.json, which we read and AFlow does not, and are named in
-what `save_round` returns.
+what `save_round` returns. Instructions become constants: see `save_instructions.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
 from aflow_tune.graph.files import PROMPTS_FILE
 from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.save_instructions import Edit, instructed
 from aflow_tune.graph.shape import parse
 
 AFLOW, METAGPT = "aflow", "metagpt"
@@ -54,7 +55,7 @@ class SavedRound:
     folder: Path
     files: tuple[Path, ...]
     only_here: tuple[str, ...]
-    """Prompts of operators, by name: we read them from the folder, AFlow does not."""
+    """Prompts and instructions of operators, by name, that AFlow does not read."""
 
 
 def save_round(
@@ -86,15 +87,16 @@ def save_round(
     source = graph.sources[inside.GRAPH_FILE]
     form = METAGPT if re.search(r"^\s*(from|import)\s+metagpt\.", source, re.M) else AFLOW
     header = _HEADERS[form].format(dataset=dataset, round=round_number)
-    body, future = _body(source, folder)
+    given = instructed(graph, _USUAL["prompt"])
+    body, future = _body(source, folder, given.edits)
     texts = {
         inside.GRAPH_FILE: f"{future}{header}\n{body}",
         inside.PROMPT_FILE: _prompt_source(
-            graph.sources.get(inside.PROMPT_FILE, ""), graph.constants
+            graph.sources.get(inside.PROMPT_FILE, ""), {**given.constants, **graph.constants}
         ),
         "__init__.py": "",
     }
-    own = graph.operator_prompts
+    own = {**given.prompts, **graph.operator_prompts}
     if own:
         texts[PROMPTS_FILE] = json.dumps(own, ensure_ascii=False, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ def save_round(
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
         written.append(path)
-    return SavedRound(folder, tuple(written), tuple(sorted(own)))
+    return SavedRound(folder, tuple(written), tuple(sorted({*own, *given.lost})))
 
 
 def _refuse(folder: Path, dataset: str | None, round_number: int | None) -> None:
@@ -123,12 +125,13 @@ def _refuse(folder: Path, dataset: str | None, round_number: int | None) -> None
         raise BadInput("The graph cannot be written there.", faults)
 
 
-def _body(source: str, folder: Path) -> tuple[str, str]:
-    """graph.py without what the header brings, and the `__future__` lines that go before it."""
+def _body(source: str, folder: Path, edits: Sequence[Edit]) -> tuple[str, str]:
+    """graph.py with these edits and without what the header brings, and the `__future__` lines
+    that go before it."""
     tree, faults = parse(source, inside.GRAPH_FILE)
     if tree is None:
         raise BadInput(f"The graph for {folder} cannot be read.", faults)
-    edits: list[tuple[ast.stmt | ast.expr, str]] = []
+    edits = list(edits)
     future = []
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     for node in imports:
@@ -181,7 +184,7 @@ def _assigns_dataset_type(node: ast.stmt) -> bool:
     )
 
 
-def _edited(source: str, edits: Sequence[tuple[ast.stmt | ast.expr, str]]) -> str:
+def _edited(source: str, edits: Sequence[Edit]) -> str:
     """The source with other texts in the places of these nodes."""
     # Columns of the parser count bytes, and only these ends of lines are ends for it.
     lines = source.encode().splitlines(keepends=True)
@@ -202,7 +205,7 @@ def _prompt_source(source: str, constants: Mapping[str, str]) -> str:
     if tree is None:
         raise BadInput("prompt.py cannot be read.", faults)
     left = dict(constants)
-    edits: list[tuple[ast.stmt | ast.expr, str]] = []
+    edits: list[Edit] = []
     for node in reversed(tree.body):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue

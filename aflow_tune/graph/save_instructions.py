@@ -1,0 +1,164 @@
+"""A graph's instructions as AFlow can hold them: constants of prompt.py, and the code to use them.
+
+AFlow knows no instructions. Their texts become constants under their own names (under
+`NAME_INSTRUCTION` where prompt.py has that name), `self.prompts` is filled from them as the
+first thing that the constructor does, and a call that leaves its `instruction` to be filled in
+gets it as an argument. What is left are operators whose call has no such argument: in front of
+their own prompt AFlow puts nothing. Those are named, for whoever writes the folder.
+
+Only texts are made here; `save.py` writes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import keyword
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from aflow_tune.graph import inside
+from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.shape import Function, Shape, workflow_methods
+from aflow_tune.operators.prompts import MAIN, own_text, with_instruction
+
+Edit = tuple[ast.stmt | ast.expr, str]
+"""A node of graph.py, and the text that takes its place."""
+
+
+@dataclass
+class Instructed:
+    """What the instructions of a graph become."""
+
+    constants: dict[str, str] = field(default_factory=dict)
+    """For prompt.py."""
+    edits: list[Edit] = field(default_factory=list)
+    """For graph.py; of two at one place the first comes first in the text."""
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict)
+    """For prompts.json: whole prompts of instances, which we read and AFlow does not."""
+    lost: list[str] = field(default_factory=list)
+    """Instances whose calls could not be told, so that their instruction may not reach them."""
+
+
+def instructed(graph: Graph, prompts_module: str) -> Instructed:
+    """The changes that keep a graph's instructions without `Graph.instructions`.
+
+    Args:
+        prompts_module: what graph.py calls the module of its prompts.
+    """
+    made = Instructed()
+    if not graph.instructions:
+        return made
+    taken = {*graph.shape.constants, *graph.constants}
+    names: dict[str, str] = {}
+    for name in graph.instructions:
+        free = name if name.isidentifier() and not keyword.iskeyword(name) else "PROMPT"
+        while free in {*taken, *names.values()}:
+            free = f"{free}_INSTRUCTION"
+        names[name] = free
+    made.constants = {names[name]: text for name, text in graph.instructions.items()}
+    places = {name: f"{prompts_module}.{constant}" for name, constant in names.items()}
+    takes, others = _by_argument(graph)
+    made.edits, reached = _handed_over(graph, {name: places[name] for name in takes})
+    init = workflow_methods(graph.shape).get("__init__")
+    if init is not None:
+        made.edits.insert(0, _filled(init, places, graph.sources[inside.GRAPH_FILE]))
+    used = reached | _named(graph.shape)
+    made.lost = [name for name in takes if name not in used or init is None]
+    for name in others:
+        kind = graph.known[graph.shape.instances[name]]
+        main = MAIN if MAIN in kind.asks else next(iter(kind.asks), "")
+        if main and graph.instructions[name].strip():
+            text = own_text(kind.__name__, main, kind.asks[main])
+            whole = with_instruction(text, graph.instructions[name], kind.asks[main])
+            made.prompts[name] = {main: whole}
+    return made
+
+
+def _by_argument(graph: Graph) -> tuple[list[str], list[str]]:
+    """Instances with an instruction: whose call has an argument for it, and the others."""
+    takes: list[str] = []
+    others: list[str] = []
+    for name, operator in graph.shape.instances.items():
+        if name in graph.instructions and operator in graph.known:
+            parameters = inspect.signature(graph.known[operator].__call__).parameters
+            (takes if "instruction" in parameters else others).append(name)
+    return takes, others
+
+
+def _filled(init: Function, places: Mapping[str, str], source: str) -> Edit:
+    """`self.prompts` in front of the constructor's first statement."""
+    body = init.body
+    first = body[1] if len(body) > 1 and _is_docstring(body[0]) else body[0]
+    own = init.args.args[0].arg if init.args.args else "self"
+    entries = ", ".join(f"{name!r}: {place}" for name, place in places.items())
+    indent = source.encode().splitlines()[first.lineno - 1][: first.col_offset].decode()
+    joint = "; " if indent.strip() else f"\n{indent}"
+    here = {"lineno": first.lineno, "col_offset": first.col_offset}
+    nothing = ast.Pass(**here, end_lineno=first.lineno, end_col_offset=first.col_offset)
+    return nothing, f"{own}.prompts = {{{entries}}}{joint}"
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _named(shape: Shape) -> set[str]:
+    """Names that the code reads itself, as `self.prompts["name"]` or `prompt_custom.name`."""
+    assert shape.tree is not None
+    names = set()
+    for node in ast.walk(shape.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            names.add(str(node.slice.value))
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and shape.modules.get(node.value.id) == "prompt"
+        ):
+            names.add(node.attr)
+    return names
+
+
+def _handed_over(graph: Graph, places: Mapping[str, str]) -> tuple[list[Edit], set[str]]:
+    """Edits that add `instruction=` to calls that leave it out; and whose calls were found."""
+    tree = ast.parse(graph.sources[inside.GRAPH_FILE])  # of our own: it is changed
+    sites = {(site.line, site.column): site.instance for site in graph.shape.operators}
+    reached, changed = set(), set()
+    for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+        name = _instance(call.func, sites)
+        if name not in places:
+            continue
+        open_ended = any(isinstance(item, ast.Starred) for item in call.args) or any(
+            word.arg is None for word in call.keywords
+        )
+        kind = graph.known[graph.shape.instances[name]]
+        before = list(inspect.signature(kind.__call__).parameters)[1:].index("instruction")
+        if open_ended:
+            continue
+        reached.add(name)
+        given = len(call.args) > before or any(item.arg == "instruction" for item in call.keywords)
+        if not given:
+            place = ast.parse(places[name], mode="eval").body
+            call.keywords.append(ast.keyword("instruction", place))
+            changed.add(id(call))
+    return list(_outermost(tree, changed)), reached
+
+
+def _instance(called: ast.expr, sites: Mapping[tuple[int, int], str]) -> str:
+    """The instance that an expression calls, as `self.solve`, `solve` or where it is built."""
+    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+        return called.attr
+    if isinstance(called, ast.Name):
+        return called.id
+    return sites.get((called.lineno, called.col_offset), "")
+
+
+def _outermost(node: ast.AST, changed: Collection[int]) -> Iterator[Edit]:
+    for child in ast.iter_child_nodes(node):
+        # Inside of an f-string the parser of Python 3.11 gives no columns.
+        if isinstance(child, (ast.Call, ast.JoinedStr)) and any(
+            id(part) in changed for part in ast.walk(child)
+        ):
+            yield child, ast.unparse(child)
+        else:
+            yield from _outermost(child, changed)
