@@ -1,0 +1,309 @@
+"""The hybrid form: what the policy writes, read from its reply and written in one way.
+
+A workflow is one JSON object `{"prompts": {instance: instruction}, "graph_code": "class
+Workflow: ..."}`. A reply may bring it in a fence, after reasoning or among prose, with damage
+that can be mended, or as Python alone; `Written.form` and `Written.notes` say which, because
+the reward does not treat them alike. Whether the code is a graph is for `check.py`; nothing is
+run here. Time is about linear in the reply, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aflow_tune.operators.objects import objects_in, repaired_object, whole_object
+from aflow_tune.operators.python_code import fenced_blocks, program_in
+from aflow_tune.writer.mending import mended, text_after, unescaped
+from aflow_tune.writer.types import Refusal, RefusalKind, Written, WrittenForm
+
+MAX_TEXT_CHARS = 200_000
+"""Of a reply. A longer one is not read."""
+MAX_PROMPTS = 64
+PROMPTS, CODE = "prompts", "graph_code"
+
+HYBRID_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        PROMPTS: {
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+            "maxProperties": MAX_PROMPTS,
+            "description": "an instruction for each operator instance of the graph",
+        },
+        CODE: {
+            "type": "string",
+            "minLength": 1,
+            "description": "Python: `class Workflow` over the operators",
+        },
+    },
+    "required": [PROMPTS, CODE],
+    "additionalProperties": False,
+}
+"""The hybrid form as JSON schema."""
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_CLASS = re.compile(r"^[ \t]*class[ \t]+\w+", re.MULTILINE)
+_CODE_LINE = re.compile(
+    r"^[ \t]{0,16}(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|class[ \t]+\w|def[ \t]+\w"
+    r"|async[ \t]+def\b|@\w|#|[\"']{3}|\w+[ \t]{0,4}(?::[^=\n]{0,80})?=)",
+    re.MULTILINE,
+)
+_OBJECT = re.compile(r"\{\s{0,50}[\"'`\u201c]{0,3}(?:prompts|graph_code)", re.IGNORECASE)
+
+
+class Unreadable(ValueError):
+    """There is no workflow in a text. `refusal` says why."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+
+    def __str__(self) -> str:
+        return str(self.refusal)
+
+
+def as_text(prompts: Mapping[str, str], code: str) -> str:
+    """A workflow in the hybrid form, as `read_written` reads it without a note."""
+    text = json.dumps({PROMPTS: dict(prompts), CODE: code}, ensure_ascii=False)
+    return _NO_TEXT.sub("\ufffd", text)
+
+
+def read_written(text: str) -> Written:
+    """The workflow in a reply. Prompts that are no texts are left out, with a note.
+
+    Raises:
+        Unreadable: there is none, or the reply is too long.
+    """
+    return read_with_refusals(text)[0]
+
+
+def read_with_refusals(text: str) -> tuple[Written, tuple[Refusal, ...]]:
+    """As `read_written`, and what is refused of its prompts.
+
+    Raises:
+        Unreadable: there is none, or the reply is too long.
+    """
+    if len(text) > MAX_TEXT_CHARS:
+        message = f"the reply has {len(text):,} characters; write at most {MAX_TEXT_CHARS:,}"
+        raise Unreadable(Refusal(RefusalKind.TOO_LARGE, message))
+    clean = _NO_TEXT.sub("\ufffd", text)
+    for part in _parts(clean):
+        found = _object(part) or _python(part)
+        if found is not None:
+            if clean != text:
+                found.notes.append("characters that no text can hold were replaced")
+            return found.written()
+    raise Unreadable(Refusal(RefusalKind.UNREADABLE, _why_unreadable(clean)))
+
+
+def _why_unreadable(text: str) -> str:
+    form = f'{{"{PROMPTS}": {{...}}, "{CODE}": "class Workflow: ..."}}'
+    if not text.strip():
+        return f"the reply is empty; write one JSON object {form}"
+    if _OBJECT.search(text):
+        return f"the JSON object holds no `{CODE}` that can be read; write {form}"
+    return f"there is neither a JSON object nor Python with `class Workflow`; write {form}"
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Where to look: what follows the reasoning, then everything."""
+    _, ended, answer = text.rpartition("</think>")
+    if ended and answer.strip():
+        yield answer.strip()
+    yield text.strip()
+
+
+@dataclass
+class _Found:
+    prompts: Any
+    code: str
+    form: WrittenForm
+    notes: list[str]
+
+    def written(self) -> tuple[Written, tuple[Refusal, ...]]:
+        prompts, refusals = self._prompts()
+        code = self._code()
+        return Written(code, prompts, self.form, tuple(self.notes)), refusals
+
+    def _mended(self, note: str) -> None:
+        self.notes.append(note)
+        if self.form is WrittenForm.HYBRID:
+            self.form = WrittenForm.REPAIRED
+
+    def _code(self) -> str:
+        code = self.code
+        blocks = [block for block in fenced_blocks(code) if _CLASS.search(block.code)]
+        if blocks and not _CLASS.search(code[: blocks[-1].start]):
+            code = blocks[-1].code
+            self._mended("the code stood in a fence of its own")
+        if "\n" not in code.strip() and "\\n" in code and not _parses(code):
+            code = unescaped(code)
+            self._mended("the code was escaped twice")
+        if code[:1] in (" ", "\t", "\n"):
+            dedented = textwrap.dedent(code).lstrip("\n")
+            if dedented != code.lstrip("\n"):
+                self._mended("the code was indented as a whole")
+            code = dedented
+        return code
+
+    def _prompts(self) -> tuple[dict[str, str], tuple[Refusal, ...]]:
+        given = self.prompts
+        if given is None:
+            if self.form is not WrittenForm.CODE:
+                self._mended(f"there is no `{PROMPTS}`")
+            return {}, ()
+        if not isinstance(given, Mapping):
+            what = f"`{PROMPTS}` is {_named(given)}; write an object from instances to texts"
+            self.notes.append(f"`{PROMPTS}` was left out")
+            return {}, (Refusal(RefusalKind.PROMPT, what),)
+        prompts: dict[str, str] = {}
+        refusals = []
+        for name, value in given.items():
+            if isinstance(value, str):
+                prompts[str(name)] = value
+                continue
+            what = f"the prompt of {name!r:.60} is {_named(value)}; write its text"
+            refusals.append(Refusal(RefusalKind.PROMPT, what))
+        if len(given) > MAX_PROMPTS:
+            what = f"there are {len(given)} prompts; write at most {MAX_PROMPTS}"
+            refusals = [*refusals[:MAX_PROMPTS], Refusal(RefusalKind.PROMPT, what)]
+            prompts = dict(list(prompts.items())[:MAX_PROMPTS])
+        if len(prompts) < len(given):
+            self.notes.append(f"{len(given) - len(prompts)} prompts were left out")
+        return prompts, tuple(refusals)
+
+
+def _named(value: Any) -> str:
+    names = {dict: "an object", list: "a list", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else "a text")
+
+
+def _parses(code: str) -> bool:
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _object(text: str) -> _Found | None:
+    """The JSON object of a reply: as it is, among other text, mended."""
+    whole = whole_object(_unfenced(text))
+    found = _with_code(whole)
+    if found is not None:
+        form, notes = WrittenForm.HYBRID, []
+        if found is not whole:
+            form, notes = WrittenForm.REPAIRED, ["the object stood inside another"]
+        return _from(found, form, notes)
+    inner = [item for value in objects_in(text) if (item := _with_code(value))]
+    if inner:
+        return _from(inner[-1], WrittenForm.REPAIRED, ["the object stood among other text"])
+    starts = [match.start() for match in _OBJECT.finditer(text)]
+    for start in dict.fromkeys((*starts[-1:], *starts[:1])):
+        found = _with_code(mended(text[start:]))
+        if found is not None and _CLASS.search(_code_of(found)):
+            return _from(found, WrittenForm.REPAIRED, ["the JSON was mended"])
+    if not starts:
+        return None
+    taken = text_after(text[starts[0] :], CODE)
+    if taken is None:
+        return _apart(text, starts)
+    code, rest = taken
+    if not _CLASS.search(code):
+        return None
+    prompts = _prompts_in(mended(rest))
+    if prompts is None:
+        prompts = _prompts_in(repaired_object(rest, [PROMPTS, CODE]))
+    return _Found(prompts, code, WrittenForm.REPAIRED, ["quotes inside the code were not escaped"])
+
+
+def _apart(text: str, starts: list[int]) -> _Found | None:
+    """Prompts in an object, and the code beside it."""
+    code = _python(text)
+    prompts = next((item for value in objects_in(text) if (item := _prompts_in(value))), None)
+    if prompts is None:
+        prompts = _prompts_in(mended(text[starts[-1] :]))
+    if code is None or prompts is None:
+        return None
+    return _Found(prompts, code.code, WrittenForm.REPAIRED, ["the code stood beside the object"])
+
+
+def _unfenced(text: str) -> str:
+    """The inside of a reply that is one fenced block and nothing else."""
+    if not text.startswith("```"):
+        return text
+    blocks = list(fenced_blocks(text))
+    whole = len(blocks) == 1 and blocks[0].start == 0 and blocks[0].end == len(text)
+    return blocks[0].code if whole else text
+
+
+def _key(name: Any) -> str:
+    return re.sub(r"[\s_-]", "", str(name)).casefold()
+
+
+def _with_code(value: Any) -> Mapping[str, Any] | None:
+    """The object with the code: the value, or the one object in it."""
+    if isinstance(value, list):
+        return next((item for part in reversed(value) if (item := _with_code(part))), None)
+    if not isinstance(value, Mapping):
+        return None
+    if any(_key(name) == _key(CODE) for name in value):
+        return value if _code_of(value).strip() else None
+    inner = [item for item in value.values() if isinstance(item, Mapping)]
+    if len(inner) == 1 and PROMPTS not in value:
+        return _with_code(inner[0])
+    return None
+
+
+def _code_of(value: Mapping[str, Any]) -> str:
+    code = next(item for name, item in value.items() if _key(name) == _key(CODE))
+    if isinstance(code, list) and all(isinstance(line, str) for line in code):
+        return "\n".join(line.rstrip("\n") for line in code)
+    return code if isinstance(code, str) else ""
+
+
+def _prompts_in(value: Any) -> Any:
+    if isinstance(value, list):
+        return next((item for part in reversed(value) if (item := _prompts_in(part))), None)
+    if not isinstance(value, Mapping):
+        return None
+    return next((item for name, item in value.items() if _key(name) == PROMPTS), None)
+
+
+def _from(value: Mapping[str, Any], form: WrittenForm, notes: list[str]) -> _Found:
+    found = _Found(_prompts_in(value), _code_of(value), form, notes)
+    keys = list(value)
+    if any(_key(name) in (PROMPTS, _key(CODE)) and name not in (PROMPTS, CODE) for name in keys):
+        found._mended(f"the keys are `{PROMPTS}` and `{CODE}`")
+    if any(isinstance(item, list) for name, item in value.items() if _key(name) == _key(CODE)):
+        found._mended("the code was a list of lines")
+    other = [str(name) for name in keys if _key(name) not in (PROMPTS, _key(CODE))]
+    if other:
+        shown = ", ".join(f"{name:.40}" for name in other[:5])
+        found.notes.append(f"passed over: {shown}")
+    return found
+
+
+def _python(text: str) -> _Found | None:
+    """Python alone: a block or the text itself, readable or not, that has a class."""
+    among = ["the code stood among other text"]
+    blocks = [block.code for block in fenced_blocks(text) if _CLASS.search(block.code)]
+    if not blocks and (not _CLASS.search(text) or text.startswith("{")):
+        return None
+    try:
+        code, _ = program_in(text if blocks else _from_code_on(text), "Workflow")
+    except ValueError:  # no Python: the check says where
+        code = blocks[-1] if blocks else _from_code_on(text)
+    return _Found(None, code, WrittenForm.CODE, [] if code == text else among)
+
+
+def _from_code_on(text: str) -> str:
+    """The text from its first line of code on: a word alone would be Python too."""
+    first = _CODE_LINE.search(text)
+    return text[first.start() :] if first else text
