@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
 
 RUN_FILTER = "aflow_tune.engines.trinity.operators.RunFilter"
+ANCHOR_RATE = "aflow_tune.engines.trinity.anchors.AnchorRate"
 SAMPLE_STRATEGY = "aflow_tune.engines.trinity.sampling.WholeStepSampleStrategy"
+GIGPO = "gigpo"
 COUNTING_STRATEGIES = ("default", "warmup")
 """Trinity's strategies that take a number of calls, which a workflow does not fix."""
 
@@ -63,6 +65,9 @@ def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
     if not any(operator.name == RUN_FILTER for operator in operators):
         arguments = {"max_failed_fraction": config.rollout.max_failed_fraction}
         operators.insert(0, OperatorConfig(name=RUN_FILTER, args=arguments))
+    names = [operator.name for operator in operators]
+    if _compares_states(config) and ANCHOR_RATE not in names:
+        operators.insert(names.index(RUN_FILTER) + 1, OperatorConfig(name=ANCHOR_RATE))
     if config.monitor.monitor_type == "tensorboard":
         config.monitor.monitor_type = MONITOR
     if config.algorithm.algorithm_type == "raft" and config.algorithm.advantage_fn is None:
@@ -127,6 +132,12 @@ def _counts_calls(config: AflowConfig) -> bool:
 
     own = ALGORITHM_TYPE.get(config.algorithm.algorithm_type).default_config()
     return own.get("sample_strategy", "warmup") in COUNTING_STRATEGIES
+
+
+def _compares_states(config: AflowConfig) -> bool:
+    """Whether GiGPO computes the advantages, as the algorithm or by name."""
+    algorithm = config.algorithm
+    return (algorithm.advantage_fn or algorithm.algorithm_type) == GIGPO
 
 
 def _settle_temperature(config: AflowConfig) -> None:
