@@ -213,10 +213,10 @@ def groups_without_variance(lines: Sequence[MetricsLine]) -> Finding | None:
     )
 
 
-def describe(warnings: Sequence[Finding]) -> list[str]:
-    """Lines for the end of a run: each warning, or that none was found."""
+def describe(warnings: Sequence[Finding], checks: Sequence[str] = CHECKS) -> list[str]:
+    """Lines for the end of a run: each warning, or that none was found by these checks."""
     if not warnings:
-        return [f"Audit: nothing found ({', '.join(CHECKS)})."]
+        return [f"Audit: nothing found ({', '.join(checks)})."]
     return [f"Audit: {warning}" for warning in warnings]
 
 

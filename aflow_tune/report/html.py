@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.report.audit import CHECKS, audit_run, describe
+from aflow_tune.report.audit import CHECKS, Finding, audit_run, describe
 from aflow_tune.report.charts import interval_strip
 from aflow_tune.report.curves import charts
 from aflow_tune.report.evaluation import (
@@ -29,6 +29,10 @@ from aflow_tune.report.metrics import MetricsLine, read_metrics
 from aflow_tune.report.page import render, write_page
 from aflow_tune.report.quantities import TRACE_METRICS, failure_counts, is_training
 from aflow_tune.report.transcripts import pairs, plain_text
+from aflow_tune.report.writer_audit import WRITER_CHECKS, audit_writer
+from aflow_tune.report.writer_charts import LEVEL_NAMES
+from aflow_tune.report.writer_records import WriterRecords, load_writer
+from aflow_tune.report.writer_section import summary_lines, writer_section
 
 REPORT_NAME = "report.html"
 
@@ -82,6 +86,7 @@ def write_report(
 
     lines = read_metrics(run_dir)
     evaluations, damage = _evaluations(run_dir)
+    written = load_writer(run_dir, evaluations)
     verdicts = [
         Verdict(
             name, comparison, Markup(interval_strip(comparison.difference)), _measures(comparison)
@@ -103,8 +108,11 @@ def write_report(
         evaluations=[evaluation for steps in evaluations.values() for evaluation in steps.values()],
         charts=[(chart, Markup(chart.svg)) for chart in charts(lines, evaluations)],
         failures=training_failures(lines),
-        findings=audit_run(lines, evaluations),
-        checks=CHECKS,
+        findings=_findings(lines, evaluations, written),
+        checks=_checks(written),
+        writer=writer_section(written) if written else None,
+        level_names=LEVEL_NAMES,
+        plain=plain_text,
         transcripts=[(verdict.taskset, pairs(verdict.comparison)) for verdict in verdicts],
         changes=changes,
         settings=sorted(settings.items()),
@@ -127,7 +135,10 @@ def summary_text(run_dir: Path, report: Path) -> str:
     if failures:
         listed = ", ".join(f"{count:.0f} {kind}" for kind, count in failures.items())
         sentences.append(f"Failed runs in training: {listed}.")
-    sentences += describe(audit_run(lines, evaluations))
+    written = load_writer(run_dir, evaluations)
+    if written is not None:
+        sentences += summary_lines(written)
+    sentences += describe(_findings(lines, evaluations, written), _checks(written))
     places = [("report", str(report)), *_places(run_dir)]
     places.append(("curves", f"tensorboard --logdir {_quoted(run_dir / 'monitor')}"))
     return "\n".join([*sentences, "", *(f"{label + ':':<12}{text}" for label, text in places)])
@@ -189,6 +200,20 @@ def _evaluations(run_dir: Path) -> tuple[dict[str, dict[int, Evaluation]], list[
         return load_evaluations(run_dir), []
     except ValueError as error:
         return {}, [f"The evaluation records cannot be read: {error}"]
+
+
+def _findings(
+    lines: Sequence[MetricsLine],
+    evaluations: Mapping[str, Mapping[int, Evaluation]],
+    written: WriterRecords | None,
+) -> list[Finding]:
+    found = audit_run(lines, evaluations)
+    return found + audit_writer(written, evaluations) if written else found
+
+
+def _checks(written: WriterRecords | None) -> tuple[str, ...]:
+    """What the audit looked for."""
+    return (*CHECKS, *WRITER_CHECKS) if written else CHECKS
 
 
 def _nothing(evaluations: Mapping[str, Mapping[int, Evaluation]]) -> str:

@@ -172,6 +172,8 @@ class Panel:
         reward = _reward(progress.reward, progress.health)
         trend = "" if self.console.options.ascii_only else _sparkline(progress.rewards)
         table.add_row("reward", Text(f"{reward}  {trend}".rstrip()))
+        if progress.valid_graphs is not None:
+            table.add_row("valid graphs", f"{progress.valid_graphs:.0%}")
         for name, points in progress.held_out.items():
             table.add_row("held-out", Text(f"{_held_out(points)}  [{name}]"))
         if progress.failures:
@@ -205,6 +207,8 @@ class Panel:
         parts = [f"step {state.step}/{progress.total}"]
         if state.reward is not None:
             parts.append(f"reward {_reward(state.reward, state.health)}")
+        if state.valid_graphs is not None:
+            parts.append(f"valid graphs {state.valid_graphs:.0%}")
         parts += [f"held-out {_held_out(p)}" for p in progress.held_out.values() if p]
         if state.failures:
             parts.append(f"failed {_failures(state.failures)}")

@@ -16,6 +16,7 @@ from aflow_tune.report.metrics import FILE_NAME, MetricsLine, parse_line
 from aflow_tune.report.quantities import (
     GROUP_HEALTH,
     REWARD,
+    VALID_GRAPHS,
     failure_counts,
     finished_evaluations,
     is_training,
@@ -41,13 +42,15 @@ class StepState:
     health: dict[str, float]
     tokens_per_second: float | None
     failures: dict[str, float]
+    valid_graphs: float | None = None
 
 
 @dataclass
 class Progress:
     """The state of a run.
 
-    `health` holds the shares of groups of the last rollout, `failures` the runs that failed in
+    `health` holds the shares of groups of the last rollout, `valid_graphs` the share of its runs
+    that wrote a valid graph (None where none are written), `failures` the runs that failed in
     training by kind, `held_out` the mean score of each finished evaluation by task set.
     `evaluated_now` of `evaluated_of` items are done of the evaluation under way (0 of None: none
     is under way; of None: it is the first, its size is not known).
@@ -59,6 +62,7 @@ class Progress:
     reward: float | None = None
     rewards: dict[int, float] = field(default_factory=dict)
     health: dict[str, float] = field(default_factory=dict)
+    valid_graphs: float | None = None
     tokens_per_second: float | None = None
     failures: dict[str, float] = field(default_factory=dict)
     held_out: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -154,6 +158,7 @@ class RunFollower:
             state.rolled_out = max(state.rolled_out, line.step)
         health = {kind: metrics[key] for kind, key in GROUP_HEALTH.items() if key in metrics}
         state.health = health or state.health
+        state.valid_graphs = metrics.get(VALID_GRAPHS, state.valid_graphs)
         speed = sampling_speed(metrics)
         state.tokens_per_second = state.tokens_per_second if speed is None else speed
         if is_training(line) and line.step > 0:
@@ -166,6 +171,7 @@ class RunFollower:
                     state.health,
                     state.tokens_per_second,
                     self._failures_by_step.get(line.step, {}),
+                    state.valid_graphs,
                 )
             )
 

@@ -27,6 +27,11 @@ LEARNING_RATE = ("actor/lr",)
 _FAILURE = "rollout/failure/"
 _EVALUATION = "eval/"
 _FINISHED = "/finished_task_count"
+WRITER_METRICS = "writer/"
+"""How the names of what the writer's workflow records about its graphs begin; they have a section
+of the report of their own."""
+VALID_GRAPHS = f"rollout/{WRITER_METRICS}valid/mean"
+"""Share of the runs of a step whose policy wrote a valid graph."""
 TRACE_METRICS = ("operator/", "sandbox/", "cost/", "unpriced_calls/")
 """How the names of what a run's trace counts begin; not recorded by the workflow itself."""
 _OWN_ROLLOUT_METRICS = (
@@ -99,7 +104,7 @@ def workflow_metrics(lines: list[MetricsLine]) -> list[str]:
             if (
                 key == f"rollout/{name}/mean"
                 and name not in _OWN_ROLLOUT_METRICS
-                and not name.startswith(("time/", "failure/", *TRACE_METRICS))
+                and not name.startswith(("time/", "failure/", WRITER_METRICS, *TRACE_METRICS))
             ):
                 names[name] = None
     return list(names)

@@ -46,22 +46,36 @@ def append_rollout(run_dir: Path, rollout: Rollout) -> None:
 
 
 def read_rollouts(run_dir: Path) -> Iterator[Rollout]:
-    """All runs by step. A step that was begun twice has the later attempt's runs; torn lines,
-    left by a writer that was killed, are passed over."""
-    files = (run_dir / FOLDER).glob("step_*.jsonl")
-    for path in sorted(files, key=lambda path: int(path.stem.removeprefix("step_"))):
+    """All runs by step. A step that was begun twice has the later attempt's runs; lines that are
+    torn, as a writer that was killed leaves them, or damaged otherwise are passed over."""
+    for _, path in sorted(_files(run_dir)):
         runs: dict[tuple[int, int], Rollout] = {}
         for line in path.read_bytes().split(b"\n"):
-            try:
-                rollout = Rollout(**json.loads(line))
-            except (ValueError, TypeError):
-                continue
-            runs[rollout.task, rollout.run] = rollout
+            rollout = _rollout(line)
+            if rollout is not None:
+                runs[rollout.task, rollout.run] = rollout
         yield from (runs[key] for key in sorted(runs))
 
 
 def forget_rollouts(run_dir: Path, after: int) -> None:
     """Remove the files of the steps behind `after`, before they are done again."""
-    for path in (run_dir / FOLDER).glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) > after:
+    for step, path in _files(run_dir):
+        if step > after:
             path.unlink()
+
+
+def _files(run_dir: Path) -> list[tuple[int, Path]]:
+    """The files with their steps; what has no number for a name is not ours."""
+    found = [
+        (path.stem.removeprefix("step_"), path) for path in (run_dir / FOLDER).glob("step_*.jsonl")
+    ]
+    return [(int(number), path) for number, path in found if number.isdecimal()]
+
+
+def _rollout(line: bytes) -> Rollout | None:
+    try:
+        rollout = Rollout(**json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    counted = all(type(n) is int for n in (rollout.step, rollout.task, rollout.run))
+    return rollout if counted and isinstance(rollout.kept, dict) else None
