@@ -91,9 +91,9 @@ UNREADABLE = {
 }
 
 
-def record(structure: str | None = "Custom", **changes: Any) -> dict[str, Any]:
+def record(structure: str | None = "Custom", /, **changes: Any) -> dict[str, Any]:
     """What one run keeps: a clean run of a graph; `changes` win over it."""
-    code, operators = GRAPHS[structure] if structure in GRAPHS else ("", {})
+    code, operators = GRAPHS.get(structure or "", ("", {}))
     return {
         "problem": "What is 17 + 25?",
         "problem_type": "math",
@@ -122,7 +122,7 @@ def record(structure: str | None = "Custom", **changes: Any) -> dict[str, Any]:
     }
 
 
-def refused(refusal: dict[str, Any] = UNKNOWN, **changes: Any) -> dict[str, Any]:
+def refused(refusal: dict[str, Any] = UNKNOWN, /, **changes: Any) -> dict[str, Any]:
     """What a run keeps whose graph was refused and answered by the default workflow."""
     code = "" if refusal is UNREADABLE else REFUSED
     return record(
@@ -141,9 +141,9 @@ def refused(refusal: dict[str, Any] = UNKNOWN, **changes: Any) -> dict[str, Any]
 
 def reward_of(kept: dict[str, Any]) -> float:
     """A reward that keeps clean runs and fallbacks apart, from -10 to 10."""
-    if kept["level"]:
+    if kept.get("level"):
         return -8.0 - 0.5 * kept["level"]
-    return -8.0 + 18.0 * (kept["score"] or 0.0)
+    return -8.0 + 18.0 * (kept.get("score") or 0.0)
 
 
 def rollouts(run_dir: Path, step: int, runs: Sequence[tuple[Any, float | None]]) -> None:

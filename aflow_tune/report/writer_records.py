@@ -1,4 +1,4 @@
-"""The records of a policy that writes workflows, and what is counted of them.
+"""The records of a policy that writes workflows, read from a run folder.
 
 The writer's workflow keeps one record a run under `writer` (`aflow_tune.context.keep`): in
 `rollouts/` for training, in the evaluation records for held-out tasks. Here they are read.
