@@ -92,10 +92,10 @@ def run_config(
     def work(stop: Callable[[], bool]) -> TuneResult:
         _quiet()
         from aflow_tune.engines.trinity.config import load_config
-        from aflow_tune.engines.trinity.validate import resolve_functions
+        from aflow_tune.engines.trinity.validate import functions_of
 
         config = load_config(config_path, overrides)
-        workflow_func, judge_func = resolve_functions(config, config_path)
+        workflow_func, judge_func = functions_of(config, config_path)
         return _execute(config, workflow_func, judge_func, inline, stop)
 
     return _with_stop(work)
@@ -117,16 +117,16 @@ def _quiet() -> None:
 
 def _execute(
     config: AflowConfig,
-    workflow_func: Callable[..., Any],
+    workflow_func: Callable[..., Any] | None,
     judge_func: Callable[..., Any] | None,
     inline: bool | None,
     stop: Callable[[], bool],
 ) -> TuneResult:
-    from aflow_tune.engines.trinity.run import Run
+    from aflow_tune.engines.trinity.run_modes import make_run
 
     if inline is not None:
         config.inline = inline
-    run = Run(config, workflow_func, judge_func)
+    run = make_run(config, workflow_func, judge_func)
     run.prepare()
     with run.claimed():
         return run.execute(stop)

@@ -181,7 +181,7 @@ def test_switches_are_set_when_left_out_and_refused_when_off(project: Path, name
         ("algorithm.repeat_times=0", "repeat_times: 8"),
         ("algorithm.algorithm_type=grp", "algorithm_type: grpo"),
         ("algorithm.algorithm_type=ppo", "multi_step_grpo"),
-        ("algorithm.algorithm_type=sft", "engine: trinity"),
+        ("algorithm.algorithm_type=sft", "mode: train"),
         ("algorithm.algorithm_type=mix", "engine: trinity"),
         ("algorithm.algorithm_type=jsd", "engine: trinity"),
         ("algorithm.advantage_fn=rloo", "remove advantage_fn"),
@@ -238,7 +238,6 @@ def test_switches_are_set_when_left_out_and_refused_when_off(project: Path, name
         ("buffer.explorer_input.eval_tasksets.0.repeat_times=0", "repeat_times: 1"),
         ("buffer.explorer_input.eval_tasksets.0.name=a/b", "name: held_out"),
         ("data_processor.experience_pipeline.operators=[{name: reward_filtr}]", "reward_filter"),
-        ("stages=[{stage_name: warm}]", "one configuration after the other"),
     ],
 )
 def test_settings_that_cannot_train(project: Path, override: str, cure: str) -> None:

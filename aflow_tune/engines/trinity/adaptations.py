@@ -96,7 +96,8 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
     for auxiliary in explorer.auxiliary_models:
         auxiliary.engine_num = auxiliary.tensor_parallel_size = 1
         auxiliary.data_parallel_size = auxiliary.pipeline_parallel_size = 1
-    if config.algorithm.sample_strategy is None and _counts_calls(config):
+    trains_on_rollouts = config.mode == "both"
+    if trains_on_rollouts and config.algorithm.sample_strategy is None and _counts_calls(config):
         config.algorithm.sample_strategy = SAMPLE_STRATEGY
     pipeline = config.data_processor.experience_pipeline
     if not given("data_processor.experience_pipeline.save_input"):

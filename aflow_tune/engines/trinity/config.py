@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from trinity.common.config import Config
 
 from aflow_tune.config import AflowSections, KeyPositions, canonical, display
 from aflow_tune.engines.trinity.agentscope_args import apply_agentscope_args
+from aflow_tune.engines.trinity.stages import StageSection, check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.schema_walk import SchemaWalk, fields_of, strip_optional, suggest
 
@@ -38,6 +39,9 @@ class AflowConfig(Config, AflowSections):
     Attributes that start with an underscore are no settings: they say where the settings came
     from and what was found about them, and are left out of `flatten()` and of saved files.
     """
+
+    stages: list[StageSection] = field(default_factory=list)
+    """Several runs, one after the other; see `stages.py`."""
 
     @property
     def positions(self) -> KeyPositions:
@@ -111,8 +115,9 @@ def read_config(
         if fault:
             faults.append(fault)
             _cut(content, key)
-    if faults:
-        merged = OmegaConf.merge(OmegaConf.structured(AflowConfig), OmegaConf.create(content))
+    faults += check_stages(content, positions)
+    merge_stages(content)
+    merged = OmegaConf.merge(OmegaConf.structured(AflowConfig), OmegaConf.create(content))
     try:
         config: AflowConfig = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:

@@ -18,6 +18,7 @@ from aflow_tune.engines.trinity.adaptations import adapt
 from aflow_tune.engines.trinity.model_checks import check_model
 from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.tasksets import (
+    fill_held_out,
     locate,
     materialise_tasksets,
     read_taskset,
@@ -30,11 +31,7 @@ from aflow_tune.errors import BadInput, Fault
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trinity.common.config import TasksetConfig
-
     from aflow_tune.engines.trinity.config import AflowConfig
-
-_ROLLOUT_ARGS = ("temperature", "top_p", "top_k", "logprobs")
 
 
 def prepare_evaluation(
@@ -64,7 +61,7 @@ def prepare_evaluation(
         run_validator(validator, config)
     give_engine_settings(config)
     for taskset in inputs.eval_tasksets:
-        _fill(config, taskset)
+        fill_held_out(config, taskset)
     return Path(config.get_checkpoint_job_dir())
 
 
@@ -102,14 +99,3 @@ def _data_faults(config: AflowConfig, functions: list[Callable[..., Any]]) -> li
             found.add(check_fields(reads, table))
     config.warnings.extend(found.warnings)
     return list({fault.where: fault for fault in found.faults}.values())
-
-
-def _fill(config: AflowConfig, taskset: TasksetConfig) -> None:
-    """What Trinity's `BufferConfigValidator` fills into a held-out task set, which would also
-    make folders and ask for training data."""
-    taskset.is_eval = True
-    taskset.batch_size = config.buffer.batch_size
-    for name in _ROLLOUT_ARGS:
-        upstream.set_if_none(taskset.rollout_args, name, getattr(config.model, name))
-    upstream.set_if_none(taskset.rollout_args, "max_tokens", config.model.max_response_tokens)
-    upstream.set_if_none(taskset.format, "chat_template", config.model.custom_chat_template)

@@ -22,7 +22,9 @@ from aflow_tune.data.checks import Findings
 from aflow_tune.data.fields import most_calls
 from aflow_tune.engines.trinity.accounting import check_books
 from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.experience_checks import check_experiences
 from aflow_tune.engines.trinity.mixes import check_mix
+from aflow_tune.engines.trinity.mode_rules import WITHOUT_TASKS, check_mode
 from aflow_tune.engines.trinity.model_checks import check_model
 from aflow_tune.engines.trinity.refusals_local import check_local
 from aflow_tune.engines.trinity.tasksets import (
@@ -50,7 +52,7 @@ _BY_GROUP = {
 }
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("both", "explore", "train", "bench", "serve", "colocate"),
+    "mode": ("both", "explore", "train", "bench", "harvest", "serve", "colocate"),
     "explorer.concurrent_mode": ("asynchronous", "sequential", "multi-threading"),
     "trainer.trainer_type": ("verl", "tinker"),
     "trainer.save_hf_checkpoint": ("last", "always", "never"),
@@ -116,6 +118,8 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
         _ranges,
         _choices,
         _needed_switches,
+        check_mode,
+        check_experiences,
         _tasksets,
         check_mix,
         check_books,
@@ -362,10 +366,11 @@ def _monitor(config: AflowConfig) -> Iterable[Fault]:
 def _together(config: AflowConfig, workflow: Callable[..., Any] | None) -> Findings:
     """Rules over several settings; only asked when each of them is sound."""
     found = Findings()
-    found.faults += _group(config)
-    found.faults += _advantage(config)
-    found.faults += _batches(config)
-    found.add(_train_batch(config, workflow))
+    if config.mode not in WITHOUT_TASKS:
+        found.faults += _group(config)
+        found.faults += _advantage(config)
+        found.faults += _batches(config)
+        found.add(_train_batch(config, workflow))
     found.add(_evaluation(config))
     found.add(_warmup(config))
     kind = config.monitor.monitor_type
@@ -428,7 +433,7 @@ def _train_batch(config: AflowConfig, workflow: Callable[..., Any] | None) -> Fi
     found = Findings()
     size = config.buffer.train_batch_size
     runs = config.buffer.batch_size * config.algorithm.repeat_times
-    if not size or config.mode == "train":
+    if not size:
         return found
     known = most_calls(workflow) if workflow is not None else None
     most = runs * (known if known is not None else MOST_CALLS)
@@ -456,7 +461,7 @@ def _evaluation(config: AflowConfig) -> Findings:
     found = Findings()
     steps, interval = total_steps(config), config.explorer.eval_interval
     given = config.positions.given("explorer.eval_interval")
-    if given and steps is not None and interval > steps:
+    if given and steps is not None and interval > steps and config.mode in ("both", "colocate"):
         found.faults.append(
             Fault(
                 config.positions.where("explorer.eval_interval"),
@@ -465,7 +470,7 @@ def _evaluation(config: AflowConfig) -> Findings:
                 f"eval_interval: {max(1, steps // 4)}",
             )
         )
-    if steps == 0:
+    if steps == 0 and config.mode != "train":
         found.faults.append(
             Fault(
                 config.positions.where("buffer.batch_size"),

@@ -18,7 +18,7 @@ from aflow_tune.errors import Fault
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
 
-_FROM_DATA = ("sft", "cpt", "dpo")
+_MODES = ("both", "train", "bench", "harvest")
 _NEEDS_MORE = {
     "mix": "expert data beside the rollouts",
     "mix_chord": "expert data beside the rollouts",
@@ -78,7 +78,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "null: set it in the model's config.json",
         "rope_theta: null",
     ),
-    ("stages", bool, "one stage a run", "remove stages; run one configuration after the other"),
     (
         "data_processor.task_pipeline",
         lambda v: v is not None,
@@ -146,13 +145,15 @@ def _algorithm(config: AflowConfig) -> Iterable[Fault]:
     from trinity.algorithm import ALGORITHM_TYPE
 
     kind, where = config.algorithm.algorithm_type, config.positions.where
-    if kind in _FROM_DATA:
+    if config.mode not in _MODES:
         yield Fault(
-            where("algorithm.algorithm_type"),
-            "an algorithm that learns from rollouts of the workflow",
-            f"{kind!r}, which learns from a data set alone",
-            "algorithm_type: multi_step_grpo, or engine: trinity",
+            where("mode"),
+            f"one of {', '.join(_MODES)} (engine: local)",
+            repr(config.mode),
+            "mode: both, or engine: trinity",
         )
+        return
+    if config.mode != "both":
         return
     if kind in _NEEDS_MORE:
         yield Fault(
@@ -171,13 +172,6 @@ def _algorithm(config: AflowConfig) -> Iterable[Fault]:
             repr(kind) + ("" if given else " (the default)"),
             "algorithm_type: multi_step_grpo",
         )
-    if config.mode != "both" and not (config.mode == "train" and kind in _FROM_DATA):
-        yield Fault(
-            where("mode"),
-            "both: the local engine rolls out and trains",
-            repr(config.mode),
-            "mode: both, or engine: trinity",
-        )
 
 
 def _settings(config: AflowConfig) -> Iterable[Fault]:
@@ -186,8 +180,7 @@ def _settings(config: AflowConfig) -> Iterable[Fault]:
     for key, refused, expected, cure in _REFUSED:
         value = value_of(config, key)
         if refused(value):
-            shown = getattr(value, "value", value)
-            shown = f"{len(value)} stages" if key == "stages" else str(shown)
+            shown = str(getattr(value, "value", value))
             yield Fault(config.positions.where(key), f"{expected} (engine: local)", shown, cure)
     buffer = config.buffer.trainer_input.experience_buffer
     if buffer is not None and buffer.replay_buffer and buffer.replay_buffer.enable:
@@ -304,7 +297,11 @@ def _warnings(config: AflowConfig) -> Iterable[str]:
     if unread:
         names = ", ".join(display(key) for key in unread)
         yield f"not read by the local engine: {names}"
-    if config.algorithm.sample_strategy is None and config.buffer.train_batch_size:
+    if (
+        config.mode == "both"
+        and config.algorithm.sample_strategy is None
+        and config.buffer.train_batch_size
+    ):
         yield (
             f"{positions.where('buffer.train_batch_size')}: not used by the local engine, which "
             "trains on whole steps however many calls their runs made"

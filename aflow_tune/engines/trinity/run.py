@@ -2,7 +2,8 @@
 
 Prepares the configuration for the chosen engine, injects the user's functions, claims the run
 folder, runs on the engine, and calls the result a success only if the trainer reached its
-target and the last checkpoint loads.
+target and the last checkpoint loads. `Run` trains on rollouts; what other modes do instead is in
+`run_modes.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from aflow_tune.engines.local.checkpoint import verify_checkpoint
 from aflow_tune.engines.trinity.accounting import books_of
 from aflow_tune.engines.trinity.arguments import adapter_arguments
 from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.fingerprint import fingerprint_of
 from aflow_tune.engines.trinity.mixes import merge_mix
+from aflow_tune.engines.trinity.mode_rules import needs_workflow
 from aflow_tune.engines.trinity.quiet import log_to
 from aflow_tune.engines.trinity.run_state import (
     RunState,
     check_restart,
     checkpoints,
     locked,
+    refuse_chain,
     rewind,
     write_state,
 )
@@ -49,44 +53,17 @@ from aflow_tune.report.panel import Panel
 from aflow_tune.signature import check_functions
 from aflow_tune.types import TuneResult
 
-# A resumed run may differ in these: they change how long, how often or where, not what is
-# learned.
-_FREE_KEYS = (
-    "budget.",
-    "buffer.total_steps",
-    "buffer.total_epochs",
-    "trainer.total_steps",
-    "trainer.save_interval",
-    "trainer.max_checkpoints_to_keep",
-    "explorer.eval_interval",
-    "explorer.max_timeout",
-    "inline",
-    "local.threads",
-    "local.max_batch",
-    "log.",
-    "monitor.",
-    "quick_eval",
-    "report.",
-    "rollout.run_timeout",
-)
-_PRIVATE = (
-    "workflow_func",
-    "judge_func",
-    "total_epochs",
-    "total_steps",
-    "batch_size",
-    "eval_dir",
-    "run_dir",
-)
-
 
 class Run:
-    """One run of one configuration."""
+    """One run of one configuration.
+
+    `workflow_func` is None only where the mode calls none (`mode_rules.needs_workflow`).
+    """
 
     def __init__(
         self,
         config: AflowConfig,
-        workflow_func: Callable[..., Any],
+        workflow_func: Callable[..., Any] | None,
         judge_func: Callable[..., Any] | None,
     ) -> None:
         self.config = config
@@ -100,7 +77,8 @@ class Run:
         Raises:
             BadInput: with every fault of the functions, of the settings or of the data.
         """
-        check_functions(self.workflow_func, self.judge_func)
+        if self.workflow_func is not None and needs_workflow(self.config):
+            check_functions(self.workflow_func, self.judge_func)
         check_run_prompts(self.config, self.config.positions.file)
         engine, reason = choose_engine(self.config)
         print(f"engine: {engine} ({reason})", flush=True)
@@ -122,24 +100,29 @@ class Run:
             AlreadyFinished: the folder holds this very run, finished.
         """
         with locked(self.run_dir):
+            refuse_chain(self.run_dir)
             self.log_file = log_to(self.run_dir / "log")
             materialise_tasksets(self.config)
+            fingerprint = fingerprint_of(self.config)
             self.target = self._target()
-            self.config.trainer.total_steps = self.target
-            fingerprint = _fingerprint(self.config)
+            self.config.trainer.total_steps = self.target or None
             earlier = check_restart(self.run_dir, fingerprint, self.target)
             done = checkpoints(self.run_dir)
             self.start = done[-1].step if done else 0
             if earlier is not None:
-                rewind(self.run_dir, self.start, self.config.explorer.name)
-                rewind_metrics(self.run_dir, self.start)
-                print(f"resuming {self.run_dir} from step {self.start} of {self.target}")
+                self._rewind()
             else:
                 print(f"run folder: {self.run_dir}")
             self.state = RunState("running", self.start, self.target, fingerprint)
             write_state(self.run_dir, self.state)
             save_resolved(self.config, self.changes, self.run_dir / "resolved.yaml")
             yield
+
+    def _rewind(self) -> None:
+        """Take the folder back to the checkpoint of `self.start`."""
+        rewind(self.run_dir, self.start, self.config.explorer.name)
+        rewind_metrics(self.run_dir, self.start)
+        print(f"resuming {self.run_dir} from step {self.start} of {self.target}")
 
     def execute(self, stop: Callable[[], bool]) -> TuneResult:
         """Run to the target on the chosen engine, and report.
@@ -194,6 +177,9 @@ class Run:
             from aflow_tune.engines.trinity.cluster import run_cluster
 
             return run_cluster(self.config, self.target, phase)
+        return self._local(phase, stop)
+
+    def _local(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
         if self.config.inline:
             from aflow_tune.engines.trinity.inline import InlineRun
 
@@ -205,6 +191,10 @@ class Run:
 
     def _inject(self) -> None:
         """Give the adapter the functions and what it needs to know about the run."""
+        if self.config.engine == "local":
+            give_engine_settings(self.config)
+        if self.workflow_func is None:
+            return
         ship_by_value([self.workflow_func, self.judge_func])
         config = self.config
         arguments = adapter_arguments(
@@ -219,8 +209,12 @@ class Run:
         for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:
             taskset.workflow_args.update(arguments)
         merge_mix(config, self.run_dir)
-        if config.engine == "local":
-            give_engine_settings(config)
+
+    def _rows(self) -> tuple[int, int, str]:
+        """Rows to train on, rows a step, and the setting of the latter."""
+        tasksets = self.config.buffer.explorer_input.tasksets
+        rows = sum(len(get_buffer_reader(taskset)) for taskset in tasksets)
+        return rows, self.config.buffer.batch_size, "buffer.batch_size"
 
     def _target(self) -> int:
         """The step at which the run is done.
@@ -228,26 +222,22 @@ class Run:
         Raises:
             BadInput: the data set is smaller than one batch.
         """
-        config = self.config
-        bounds = []
-        if config.trainer.total_steps:
-            bounds.append(config.trainer.total_steps)
+        config, size, key = self.config, 0, ""
+        bounds = [config.trainer.total_steps] if config.trainer.total_steps else []
         if config.buffer.total_steps:
             bounds.append(config.buffer.total_steps)
         else:
-            rows = sum(
-                len(get_buffer_reader(taskset)) for taskset in config.buffer.explorer_input.tasksets
-            )
-            bounds.append(rows * config.buffer.total_epochs // config.buffer.batch_size)
+            rows, size, key = self._rows()
+            bounds.append(rows * config.buffer.total_epochs // size)
         if min(bounds) < 1:
             raise BadInput(
                 "This run would not train a single step.",
                 [
                     Fault(
-                        "buffer.batch_size",
-                        "at least one full batch in the task set",
-                        f"{config.buffer.batch_size} tasks a batch",
-                        "lower buffer.batch_size, add rows, or raise buffer.total_epochs",
+                        config.positions.where(key),
+                        "at least one full batch in the data",
+                        f"{size} rows a batch",
+                        f"lower {key}, add rows, or raise buffer.total_epochs",
                     )
                 ],
             )
@@ -279,15 +269,6 @@ class Run:
         self.state.status = status
         self.state.step = saved[-1].step if saved else 0
         write_state(self.run_dir, self.state)
-
-
-def _fingerprint(config: AflowConfig) -> dict[str, Any]:
-    """What a resumed run must have in common with its beginning, as plain JSON values."""
-    return {
-        key: value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
-        for key, value in config.flatten().items()
-        if not key.startswith(_FREE_KEYS) and not key.endswith(_PRIVATE)
-    }
 
 
 def _last_metrics(run_dir: Path) -> dict[str, float]:

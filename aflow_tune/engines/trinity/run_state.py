@@ -35,6 +35,8 @@ from aflow_tune.report.rollouts import forget_rollouts
 from aflow_tune.types import Checkpoint
 
 RUN_FILE = "run.json"
+CHAIN_FILE = "chain.json"
+"""In the folder of a chain of stages, in place of `run.json`; see `stage_chain.py`."""
 STEP_PREFIX = "global_step_"
 
 
@@ -96,6 +98,16 @@ def locked(run_dir: Path) -> Iterator[None]:
                 ],
             ) from None
         yield
+
+
+def refuse_chain(run_dir: Path) -> None:
+    """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
+    if (run_dir / CHAIN_FILE).exists():
+        found, cure = "a chain of stages", "give this run another `name=`"
+        raise BadInput(
+            "This folder belongs to a configuration with `stages`.",
+            [Fault(str(run_dir), "the folder of a single run, or a new one", found, cure)],
+        )
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
@@ -177,7 +189,26 @@ def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> Ru
     state = read_state(run_dir)
     if state is None:
         return None
-    changed = [
+    changed = changed_keys(run_dir, state, fingerprint)
+    if changed:
+        raise BadInput("This run folder belongs to a run with another configuration.", changed)
+    if state.status == "finished" and target == 0:  # a mode without steps
+        raise AlreadyFinished(
+            f"The run in {run_dir} is finished. Nothing was started. For a new run give another "
+            "`name=`."
+        )
+    if state.status == "finished" and state.step >= target:
+        raise AlreadyFinished(
+            f"The run in {run_dir} already reached step {state.step} of {target}. Nothing was "
+            "started. For more steps raise `buffer.total_steps` or `buffer.total_epochs`; for a "
+            "new run give another `name=`."
+        )
+    return state
+
+
+def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) -> list[Fault]:
+    """Every setting in which `fingerprint` differs from the run of `state`, by its key."""
+    return [
         Fault(
             key,
             f"{state.fingerprint.get(key)!r} (as the run in {run_dir} was started)",
@@ -187,12 +218,3 @@ def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> Ru
         for key in sorted(state.fingerprint.keys() | fingerprint.keys())
         if state.fingerprint.get(key) != fingerprint.get(key)
     ]
-    if changed:
-        raise BadInput("This run folder belongs to a run with another configuration.", changed)
-    if state.status == "finished" and state.step >= target:
-        raise AlreadyFinished(
-            f"The run in {run_dir} already reached step {state.step} of {target}. Nothing was "
-            "started. For more steps raise `buffer.total_steps` or `buffer.total_epochs`; for a "
-            "new run give another `name=`."
-        )
-    return state

@@ -22,13 +22,14 @@ from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.errors import Fault
 
 if TYPE_CHECKING:
-    from trinity.common.config import TasksetConfig
+    from trinity.common.config import ExperienceBufferConfig, TasksetConfig
 
     from aflow_tune.engines.trinity.config import AflowConfig
 
 ROWS_READER = "aflow_tune.engines.trinity.readers.RowsReader"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _FILE_SPLIT = "train"
+_ROLLOUT_ARGS = ("temperature", "top_p", "top_k", "logprobs")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
 # The words by which `datasets` tells splits apart in the names of a folder's files.
 _SPLIT_WORDS = {
@@ -62,12 +63,17 @@ def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
     return found
 
 
-def is_file(taskset: TasksetConfig) -> bool:
+def experience_buffer(config: AflowConfig) -> ExperienceBufferConfig | None:
+    """The data that `mode: train` learns from; None in every other mode."""
+    return config.buffer.trainer_input.experience_buffer if config.mode == "train" else None
+
+
+def is_file(taskset: TasksetConfig | ExperienceBufferConfig) -> bool:
     """Whether a task set is read from files, by Trinity's reader or by ours."""
     return taskset.storage_type == ROWS_READER or str(taskset.storage_type).lower() == "file"
 
 
-def locate(config: AflowConfig, taskset: TasksetConfig) -> Located:
+def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
     """Find a task set's files. Relative paths: from here, else from the YAML's folder."""
     name = str(taskset.path or "")
     if not is_file(taskset):
@@ -94,7 +100,9 @@ def looks_local(config: AflowConfig, name: str) -> bool:
     return bool(slash) and any((base / first).is_dir() for base in _bases(config))
 
 
-def read_taskset(config: AflowConfig, taskset: TasksetConfig) -> Table | None:
+def read_taskset(
+    config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
+) -> Table | None:
     """The rows of a task set, read once per configuration; None where none are on disk."""
     tables: dict[tuple[str, str], Table | None] = config.__dict__.setdefault("_tables", {})
     key = (str(taskset.path), taskset.split)
@@ -105,11 +113,16 @@ def read_taskset(config: AflowConfig, taskset: TasksetConfig) -> Table | None:
 
 
 def training_rows(config: AflowConfig) -> int | None:
-    """Rows of all training task sets together; None if not all are on disk."""
+    """Rows of all training data together; None if not all are on disk."""
+    sets: list[TasksetConfig | ExperienceBufferConfig]
+    sets = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
+    if config.mode == "train":
+        buffer = experience_buffer(config)
+        sets = [buffer] if buffer is not None and buffer.path else []
+        if not sets:
+            return None
     total = 0
-    for _, taskset, held_out in user_tasksets(config):
-        if held_out:
-            continue
+    for taskset in sets:
         table = read_taskset(config, taskset)
         if table is None or table.faults:
             return None
@@ -119,19 +132,29 @@ def training_rows(config: AflowConfig) -> int | None:
 
 def total_steps(config: AflowConfig) -> int | None:
     """The training steps that the settings come to; None if the rows are not known."""
+    if config.mode == "bench":
+        return None
     bounds = [steps for steps in (config.trainer.total_steps, config.buffer.total_steps) if steps]
     if not config.buffer.total_steps:
-        rows = training_rows(config)
-        if rows is not None and config.buffer.batch_size > 0:
-            bounds.append(rows * config.buffer.total_epochs // config.buffer.batch_size)
+        rows, size = training_rows(config), rows_a_step(config)
+        if rows is not None and size > 0:
+            bounds.append(rows * config.buffer.total_epochs // size)
         elif not bounds:
             return None
     return min(bounds)
 
 
+def rows_a_step(config: AflowConfig) -> int:
+    """Rows of the training data that one step takes."""
+    return config.buffer.train_batch_size if config.mode == "train" else config.buffer.batch_size
+
+
 def settle_paths(config: AflowConfig) -> None:
     """Make the paths of files and folders absolute: workers start in other folders."""
-    for _, taskset, _ in user_tasksets(config):
+    sets: list[TasksetConfig | ExperienceBufferConfig]
+    sets = [taskset for _, taskset, _ in user_tasksets(config)]
+    buffer = experience_buffer(config)
+    for taskset in sets if buffer is None else [*sets, buffer]:
         found = locate(config, taskset)
         if found.path is not None and found.fault is None:
             tables = config.__dict__.setdefault("_tables", {})
@@ -164,15 +187,35 @@ def materialise_tasksets(config: AflowConfig) -> None:
             files = [source]
         else:
             continue
-        folder.mkdir(parents=True, exist_ok=True)
-        for number, file in enumerate(files):
-            name = f"{_FILE_SPLIT}-{number:05d}" if len(files) > 1 else _FILE_SPLIT
-            link = folder / f"{name}{''.join(_data_suffixes(file))}"
-            temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-            temporary.symlink_to(file)
-            temporary.rename(link)
+        link_files(files, folder)
         taskset.path = str(folder)
         taskset.split, taskset.subset_name = _FILE_SPLIT, None
+
+
+def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
+    """What Trinity's `BufferConfigValidator` fills into a held-out task set, where that is not
+    asked: it would also make folders and want training data."""
+    taskset.is_eval = True
+    taskset.batch_size = config.buffer.batch_size
+    arguments = taskset.rollout_args
+    for name in _ROLLOUT_ARGS:
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, getattr(config.model, name))
+    if arguments.max_tokens is None:
+        arguments.max_tokens = config.model.max_response_tokens
+    if taskset.format.chat_template is None:
+        taskset.format.chat_template = config.model.custom_chat_template
+
+
+def link_files(files: list[Path], folder: Path) -> None:
+    """Make `folder` hold these files as the split `train` of one data set."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, file in enumerate(files):
+        name = f"{_FILE_SPLIT}-{number:05d}" if len(files) > 1 else _FILE_SPLIT
+        link = folder / f"{name}{''.join(_data_suffixes(file))}"
+        temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+        temporary.symlink_to(file)
+        temporary.rename(link)
 
 
 def _own_files(config: AflowConfig, taskset: TasksetConfig, held_out: bool) -> list[Path]:
@@ -202,7 +245,7 @@ def _locate_file(path: Path) -> Located:
     return Located("file", path, [path])
 
 
-def _locate_folder(path: Path, taskset: TasksetConfig) -> Located:
+def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         cure = "save it with to_json or to_parquet instead of save_to_disk"
         return Located("folder", path, fault="a folder written by `save_to_disk`", cure=cure)
@@ -238,7 +281,7 @@ def _locate_folder(path: Path, taskset: TasksetConfig) -> Located:
     return Located("folder", path, chosen)
 
 
-def _locate_hub(name: str, taskset: TasksetConfig) -> Located:
+def _locate_hub(name: str, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     datasets = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
     prepared = datasets / name.replace("/", "___")
@@ -292,7 +335,9 @@ def _head(path: Path) -> str:
         return file.read(4000)
 
 
-def taskset_fault(config: AflowConfig, key: str, taskset: TasksetConfig) -> Fault | None:
+def taskset_fault(
+    config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
+) -> Fault | None:
     """The fault of a path under which nothing can be read, or None."""
     found = locate(config, taskset)
     if found.fault is None:

@@ -19,7 +19,9 @@ from aflow_tune.data.rows import Table
 from aflow_tune.engines.trinity.changes import Change, render_changes
 from aflow_tune.engines.trinity.config import AflowConfig, read_config
 from aflow_tune.engines.trinity.engine_choice import choose_engine
+from aflow_tune.engines.trinity.experience_checks import check_experience_rows
 from aflow_tune.engines.trinity.mixes import fields_of_mix
+from aflow_tune.engines.trinity.mode_rules import needs_workflow
 from aflow_tune.engines.trinity.tasksets import locate, read_taskset, user_tasksets
 from aflow_tune.engines.trinity.validators import prepare
 from aflow_tune.errors import BadInput, Fault
@@ -72,7 +74,10 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
         report.add(error)
         return report
     report.config, report.faults = config, list(faults)
-    workflow, judge = _functions(config, path, report)
+    workflow: Function | None = None
+    judge: Function | None = None
+    if needs_workflow(config):
+        workflow, judge = _functions(config, path, report)
     try:
         check_run_prompts(config, path)
     except BadInput as error:
@@ -85,6 +90,15 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     report.faults += [fault for fault in found.faults if fault.where not in known]
     report.warnings += found.warnings
     return report
+
+
+def functions_of(
+    config: AflowConfig, config_path: str | Path | None
+) -> tuple[Function | None, Function | None]:
+    """As `resolve_functions`; (None, None) where no function is called."""
+    if not needs_workflow(config):
+        return None, None
+    return resolve_functions(config, config_path)
 
 
 def resolve_functions(
@@ -186,6 +200,7 @@ def check_data(
         found.faults += [fault for fault in fields.faults if fault.where not in reported]
         found.warnings += [text for text in fields.warnings if text not in found.warnings]
     found.add(check_overlap(training, held_out))
+    found.add(check_experience_rows(config))
     return found
 
 

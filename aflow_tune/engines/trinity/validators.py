@@ -20,8 +20,9 @@ from aflow_tune.engines.trinity.adaptations import adapt, adapt_local
 from aflow_tune.engines.trinity.changes import Change, differences, render_changes, save_resolved
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.engine_choice import choose_engine
+from aflow_tune.engines.trinity.mode_rules import settle_mode
 from aflow_tune.engines.trinity.refusals import refusals
-from aflow_tune.engines.trinity.tasksets import materialise_tasksets
+from aflow_tune.engines.trinity.tasksets import fill_held_out, materialise_tasksets
 from aflow_tune.errors import BadInput, Fault
 
 __all__ = [
@@ -114,6 +115,7 @@ def prepare(
     done: list[Change] | None = config.__dict__.get("_changes")
     if done is not None:
         return done
+    settle_mode(config)
     before = config.flatten()
     engine = choose_engine(config)
     config.engine = engine[0]
@@ -127,6 +129,9 @@ def prepare(
         adapt_local(config, reasons)
     for validator in _validators(config, dry):
         run_validator(validator, config)
+    if config.mode == "train":  # Trinity leaves the held-out task sets of this mode unread
+        for taskset in config.buffer.explorer_input.eval_tasksets:
+            fill_held_out(config, taskset)
     config.__dict__["_engine"] = engine
     config.__dict__["_changes"] = differences(before, config.flatten(), reasons)
     changes: list[Change] = config.__dict__["_changes"]
