@@ -179,9 +179,7 @@ class _Running:
     ) -> None:
         """Attempt after attempt until one has an answer, or none is left."""
         names_entry = self._entry_point is not None
-        default = default_graph(problem_type, allowed)
-        if default.shape.needs_entry_point and not names_entry:
-            default = straight_line(list(allowed), allowed, problem_type, False) or default
+        default = default_graph(problem_type, allowed, names_entry)
         graph = verdict.graph
         if graph is not None and verdict.code_ok:
             run = await self._attempt(Level.CLEAN, graph) if verdict.ok else None

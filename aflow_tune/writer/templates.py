@@ -29,6 +29,8 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "qa": ("extract_then_answer", "answer", "one_call"),
 }
 """By problem type, what is the default workflow if its operators are allowed: the first."""
+_SECOND_THOUGHTS = ("Review", "Revise")
+"""What a default workflow does without."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,28 @@ def templates_for(
     ]
 
 
-def default_graph(problem_type: str, operators: Mapping[str, type[Operator]] = OPERATORS) -> Graph:
+def default_graph(
+    problem_type: str,
+    operators: Mapping[str, type[Operator]] = OPERATORS,
+    entry_point: bool = True,
+) -> Graph:
     """The default workflow of a type of problem, of the allowed operators only.
 
     Where none of the fixed ones fits them, it is a straight line of what is allowed.
+
+    Args:
+        entry_point: whether the problem, if it is one of code, names the function to write.
 
     Raises:
         BadInput: no operator that is allowed can answer a problem.
     """
     for name in _DEFAULTS[problem_type]:
-        if set(TEMPLATES[name].operators) <= set(operators):
-            return TEMPLATES[name].graph
-    line = straight_line(list(operators), operators, problem_type, problem_type == "code")
+        template = TEMPLATES[name]
+        asks_too_much = template.graph.shape.needs_entry_point and not entry_point
+        if set(template.operators) <= set(operators) and not asks_too_much:
+            return template.graph
+    named = [name for name in operators if name not in _SECOND_THOUGHTS]
+    line = straight_line(named, operators, problem_type, entry_point and problem_type == "code")
     if line is None:
         expected = "an operator that answers a problem, such as Custom or AnswerGenerate"
         found = ", ".join(sorted(operators)) or "none"

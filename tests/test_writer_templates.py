@@ -1,0 +1,184 @@
+"""The shipped workflows: each can be read, passes the check, runs, and needs what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from aflow_tune.errors import BadInput
+from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.run import GraphEnding
+from aflow_tune.models import ScriptedModel
+from aflow_tune.operators import OPERATORS, Field, Operator
+from aflow_tune.writer.form import as_text, read_written
+from aflow_tune.writer.simpler import straight_line
+from aflow_tune.writer.templates import TEMPLATES, default_graph, templates_for
+from aflow_tune.writer.types import PROBLEM_TYPES, WrittenForm
+
+PROGRAM = "```python\ndef solve():\n    return 42\n\ndef twice(x):\n    return 2 * x\n```"
+NEW = {
+    "review_result": "<review_result>no</review_result><feedback>wrong</feedback>",
+    "solution_letter": "<solution_letter>A</solution_letter>",
+    "<solution>": "<solution>mended</solution>",
+    "<answer>": "<answer>short</answer>",
+    "```python": PROGRAM,
+}
+"""What the model says to a prompt that mentions this."""
+# Instances, model calls on that model, and the answer.
+RUNS = {
+    "analyse_then_program": (("analyse", "compute"), 2, "42"),
+    "answer": (("answer",), 1, "short"),
+    "code_choice": (("plain", "clever", "choose"), 5, PROGRAM[10:-4]),
+    "code_once": (("write",), 1, PROGRAM[10:-4]),
+    "code_with_tests": (("write",), 1, PROGRAM[10:-4]),
+    "decompose_then_solve": (("split", "solve", "shorten"), 3, "plain text"),
+    "extract_then_answer": (("extract", "answer", "shorten"), 3, "plain text"),
+    "one_call": (("solve",), 1, "plain text"),
+    "program": (("compute",), 1, "42"),
+    "program_or_answer": (("compute",), 1, "42"),
+    "review_then_revise": (("draft", "review", "revise"), 3, "mended"),
+    "self_consistency": (("solve", "vote"), 4, "plain text"),
+}
+
+
+def say(messages: Sequence[Any]) -> str:
+    asked = messages[-1]["content"]
+    return next((reply for sign, reply in NEW.items() if sign in asked), "plain text")
+
+
+def run(graph: Graph, model: ScriptedModel) -> Any:
+    return asyncio.run(graph.run("How many?", "twice", model=model))
+
+
+def test_the_list_is_whole() -> None:
+    assert set(RUNS) == set(TEMPLATES)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_runs_and_its_prompts_reach_the_model(name: str) -> None:
+    template = TEMPLATES[name]
+    instances, calls, answer = RUNS[name]
+    model = ScriptedModel(say)
+    ran = run(template.graph, model)
+    assert (ran.ending, ran.answer, ran.model_calls) == (GraphEnding.ANSWERED, answer, calls)
+    said = [str(ask.messages[0]["content"]) for ask in model.asked]
+    for instance in instances:
+        assert any(template.prompts[instance] in text for text in said), instance
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_has_a_prompt_for_every_instance_and_no_other(name: str) -> None:
+    template = TEMPLATES[name]
+    assert set(template.prompts) == set(template.graph.shape.instances)
+    assert template.graph.shape.faults == []
+    assert set(template.operators) <= set(OPERATORS)
+    assert template.about
+    assert template.problem_types
+    assert template.graph.shape.needs_entry_point is (template.problem_types == ("code",))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_is_read_from_its_own_text_without_a_note(name: str) -> None:
+    template = TEMPLATES[name]
+    written = read_written(as_text(template.prompts, template.code))
+    assert (written.code, dict(written.prompts)) == (template.code, dict(template.prompts))
+    assert (written.form, written.notes) == (WrittenForm.HYBRID, ())
+
+
+def test_their_choice() -> None:
+    names = [template.name for template in templates_for("qa", ["AnswerGenerate", "Custom"])]
+    assert names == ["answer", "one_call"]
+    assert templates_for("code", ["Custom"]) == []
+    assert len(templates_for()) == len(TEMPLATES)
+    for problem_type in PROBLEM_TYPES:
+        assert len(templates_for(problem_type)) >= 3
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "allowed", "label"),
+    [
+        ("math", list(OPERATORS), "template program_or_answer"),
+        ("math", ["Programmer", "Custom"], "template program"),
+        ("math", ["Custom", "ScEnsemble"], "template self_consistency"),
+        ("math", ["Custom", "Review"], "template one_call"),
+        ("code", list(OPERATORS), "template code_with_tests"),
+        ("code", ["CustomCodeGenerate", "Review"], "template code_once"),
+        ("code", ["Custom"], "a straight line of Custom"),
+        ("qa", list(OPERATORS), "template extract_then_answer"),
+        ("qa", ["Programmer", "Format"], "a straight line of Programmer, Format"),
+    ],
+)
+def test_the_default_workflow_uses_what_is_allowed(
+    problem_type: str, allowed: list[str], label: str
+) -> None:
+    operators = {name: OPERATORS[name] for name in allowed}
+    graph = default_graph(problem_type, operators)
+    assert graph.label == label
+    assert set(graph.shape.instances.values()) <= set(allowed)
+    assert run(graph, ScriptedModel(say)).ok
+
+
+@pytest.mark.parametrize("allowed", [[], ["Review", "ScEnsemble", "Test"]])
+def test_no_default_workflow_of_operators_that_cannot_answer(allowed: list[str]) -> None:
+    with pytest.raises(BadInput, match="an operator that answers a problem"):
+        default_graph("math", {name: OPERATORS[name] for name in allowed})
+
+
+# -- the straight line
+
+
+def test_a_straight_line_calls_each_of_its_operators_once() -> None:
+    named = ["ScEnsemble", "Revise", "Custom", "Review", "Format", "AnswerGenerate", "Nothing"]
+    graph = straight_line(named, OPERATORS, "qa", False)
+    assert graph is not None
+    assert list(graph.shape.instances) == ["answergenerate", "review", "revise", "format"]
+    model = ScriptedModel(say)
+    ran = run(graph, model)
+    assert (ran.answer, ran.model_calls) == ("plain text", 4)
+    assert "short" in model.asked[1].messages[0]["content"]
+    assert "wrong" in model.asked[2].messages[0]["content"]
+    assert "mended" in model.asked[3].messages[0]["content"]
+
+
+def test_a_straight_line_of_code_is_tested_where_there_is_an_entry_point() -> None:
+    named = ["Test", "Format", "CustomCodeGenerate"]
+    graph = straight_line(named, OPERATORS, "code", True)
+    assert graph is not None
+    assert list(graph.shape.instances) == ["customcodegenerate", "test"]
+    model = ScriptedModel(say)
+    assert run(graph, model).answer == PROGRAM[10:-4]
+    assert "Write the Python function" in model.asked[0].messages[0]["content"]
+    without = straight_line(named, OPERATORS, "code", False)
+    assert without is not None
+    assert list(without.shape.instances) == ["customcodegenerate"]
+
+
+def test_a_straight_line_takes_part_of_what_users_have_added() -> None:
+    class Import(Operator):
+        """Answers a question, with a name that is none in Python."""
+
+        fields = (Field("note"), Field("answer"))
+
+        async def run(self, question: str, style: str = "short") -> dict[str, str]:
+            reply = await self.llm.complete([{"role": "user", "content": question + style}])
+            return {"note": "", "answer": reply.text}
+
+    class Needy(Operator):
+        """Needs what nobody has."""
+
+        fields = (Field("answer"),)
+
+        async def run(self, problem: str, key: str) -> dict[str, str]:
+            return {"answer": key}
+
+    own: dict[str, type[Operator]] = {"Needy": Needy, "Import": Import}
+    graph = straight_line(["Needy", "Import"], own, "math", False)
+    assert graph is not None
+    model = ScriptedModel(say)
+    assert run(graph, model).answer == "plain text"
+    assert model.asked[0].messages[0]["content"] == "How many?short"
+    assert straight_line(["Needy"], own, "math", False) is None
+    assert straight_line([], OPERATORS, "math", False) is None
