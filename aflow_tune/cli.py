@@ -14,7 +14,16 @@ from pathlib import Path
 
 from aflow_tune.errors import AflowTuneError, BadInput, ExitCode
 
-_COMMAND_MODULES: tuple[str, ...] = ("eval", "score", "data", "graph", "sandbox")
+_COMMAND_MODULES: tuple[str, ...] = (
+    "eval",
+    "infer",
+    "serve",
+    "export",
+    "score",
+    "data",
+    "graph",
+    "sandbox",
+)
 """Modules of `aflow_tune.commands`, in the order in which `--help` lists them."""
 _CONFIG_COMMANDS = ("run", "validate")
 _COMMANDS = (*_CONFIG_COMMANDS, "init", *_COMMAND_MODULES)

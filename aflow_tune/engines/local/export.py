@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aflow_tune.engines.local.checkpoint import write_atomically
-from aflow_tune.engines.local.lora import LoraSpec, merge_into
+from aflow_tune.engines.local.lora import LoraSpec, inject, load_adapter_state, merge_into
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -51,6 +51,16 @@ def write_peft(model: PeftModel, model_path: Path, target: Path) -> None:
         _copy_tokenizer(model_path, folder)
 
     write_atomically(target, write)
+
+
+def write_adapter(
+    model_path: Path, weights: Mapping[str, Tensor], spec: LoraSpec, target: Path
+) -> None:
+    """Write an adapter state (see `lora.py`) as `write_peft` writes the adapter of a model."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto")
+    peft = inject(model, spec, seed=0)
+    load_adapter_state(peft, weights)
+    write_peft(peft, model_path, target)
 
 
 def write_merged(

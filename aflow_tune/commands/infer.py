@@ -1,0 +1,194 @@
+"""`aflow-tune infer`: ask what was trained one problem, or a file of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aflow_tune.commands.trained_model import (
+    WHAT_IS_A_CHECKPOINT,
+    add_model_options,
+    inferer_of,
+)
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.trinity.inferring import Inferer
+    from aflow_tune.engines.trinity.solved import Problem, Solved
+
+_DESCRIPTION = """\
+Let the trained policy write a workflow for a problem, and the frozen executor run it. Prints the
+workflow with its graph, the verdict of the check, the answer and which workflow gave it, what it
+took, and, where the right answer is given, the reward by part.
+"""
+
+_EPILOG = f"""\
+examples:
+  aflow-tune infer --checkpoint runs/my_project/my_run --type math --problem "What is 17 * 23?"
+  aflow-tune infer --checkpoint my_run/global_step_40 --type math --problem "..." --truth 391
+  aflow-tune infer --checkpoint my_run --type code --problem "Write add(a, b)." \\
+    --entry-point add --truth tests.py
+  aflow-tune infer --checkpoint my_run --batch problems.jsonl --out results.jsonl
+
+{WHAT_IS_A_CHECKPOINT}
+how --truth is compared:
+  math by the strict rule of GSM8K for a number and of MATH for anything else; qa by that of
+  HotpotQA; code by running the tests in the file that --truth names (in --batch: the tests
+  themselves). docs/scoring.md has the rules.
+
+rows of --batch:
+  {{"problem": "...", "type": "math", "truth": "391", "entry_point": null, "id": "any"}}
+  With --out the same command goes on where it was stopped.
+
+exit codes: 0 an answer came (of every row), 1 none came, 2 bad input.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `infer` to the command line."""
+    parser = commands.add_parser(
+        "infer",
+        help="let a trained policy write a workflow for a problem, and run it",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser)
+    parser.add_argument("--problem", metavar="TEXT", help="the problem; - reads it from here")
+    parser.add_argument("--type", choices=("math", "code", "qa"), help="of the problem")
+    parser.add_argument(
+        "--truth", metavar="TEXT", help="the right answer; for code a file of tests"
+    )
+    parser.add_argument("--entry-point", metavar="NAME", help="the function to write, for code")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="how often to ask")
+    parser.add_argument("--batch", type=Path, metavar="FILE", help="a JSONL file of problems")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where results of --batch go")
+    parser.add_argument(
+        "--at-once", type=int, default=8, metavar="N", help="rows of --batch worked on together"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the workflow's graph there")
+    parser.set_defaults(action=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
+    from aflow_tune.engines.trinity.quiet import quiet
+
+    quiet()
+    problem = None if options.batch else _problem(options)
+    inferer = inferer_of(options)
+    for warning in inferer.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if problem is not None:
+        return asyncio.run(_one(inferer, problem, options))
+    return asyncio.run(_many(inferer, options))
+
+
+async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) -> int:
+    from aflow_tune.using.text import solved_text
+
+    async with inferer:
+        tasks = [inferer.solve(problem, sample) for sample in range(options.samples)]
+        found: list[Solved] = await asyncio.gather(*tasks)
+    if options.svg is not None:
+        _write_svg(options.svg, found[0])
+    if options.json:
+        plain: Any = [solved.to_json() for solved in found]
+        json.dump(plain[0] if options.samples == 1 else plain, sys.stdout, indent=1)
+        print()
+    else:
+        for number, solved in enumerate(found, 1):
+            if options.samples > 1:
+                print(f"--- sample {number} of {options.samples}")
+            print(solved_text(solved, drawing=options.svg is None), end="")
+    return ExitCode.DONE if any(solved.answered for solved in found) else ExitCode.FAILED
+
+
+async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
+    from aflow_tune.using.batch import read_rows, run_batch
+
+    rows = read_rows(options.batch, inferer.make, options.type)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    async with inferer:
+        tally = await run_batch(
+            inferer,
+            rows,
+            samples=options.samples,
+            at_once=options.at_once,
+            out=options.out,
+            say=say,
+        )
+    say(f"{tally.answered} of {tally.rows} rows have an answer")
+    return ExitCode.DONE if tally.answered == tally.rows else ExitCode.FAILED
+
+
+def _problem(options: argparse.Namespace) -> Problem:
+    from aflow_tune.engines.trinity.solved import Problem
+
+    truth = options.truth
+    if truth is not None and options.type == "code":
+        try:
+            truth = Path(truth).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            fault = Fault(f"--truth {truth}", "a file of tests", str(error), "name the file")
+            raise BadInput("The tests cannot be read.", [fault]) from None
+    text = sys.stdin.read() if options.problem == "-" else options.problem
+    row = {
+        "problem": text,
+        "type": options.type,
+        "truth": truth,
+        "entry_point": options.entry_point,
+    }
+    return Problem.of(row, "the command line")
+
+
+def _write_svg(file: Path, solved: Solved) -> None:
+    if not solved.svg:
+        print("there is no graph to draw: the code could not be read", file=sys.stderr)
+        return
+    try:
+        file.write_text(solved.svg, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written: {error}") from error
+    print(file, file=sys.stderr)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Options that do not fit together.
+
+    Raises:
+        BadInput: with every one of them.
+    """
+    faults = []
+    one = {
+        "--problem": options.problem,
+        "--truth": options.truth,
+        "--entry-point": options.entry_point,
+        "--svg": options.svg,
+    }
+    if options.batch is None:
+        if options.problem is None:
+            cure = '--problem "What is 2 + 3?", or --batch FILE'
+            faults.append(Fault("--problem", "a problem", "none", cure))
+        if options.problem is not None and options.type is None:
+            faults.append(Fault("--type", "math, code or qa", "none", "--type math"))
+        if options.out is not None:
+            faults.append(Fault("--out", "--batch FILE beside it", "it alone", "remove it"))
+    else:
+        for name, value in one.items():
+            if value is not None:
+                cure = f"remove it, or --batch; rows have `{name[2:].replace('-', '_')}`"
+                faults.append(Fault(name, "either it or --batch", "both", cure))
+    for name, value in (("--samples", options.samples), ("--at-once", options.at_once)):
+        if value < 1:
+            faults.append(Fault(f"{name} {value}", "1 or more", str(value), f"{name} 4"))
+    if faults:
+        raise BadInput("Nothing was asked.", faults)

@@ -1,0 +1,111 @@
+"""`aflow-tune serve`: problem in, workflow and answer out, over HTTP on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from aflow_tune.commands.trained_model import (
+    WHAT_IS_A_CHECKPOINT,
+    add_model_options,
+    inferer_of,
+)
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+_DESCRIPTION = """\
+Serve a trained policy with its executor: POST /solve takes a problem as JSON and gives what
+`aflow-tune infer --json` prints; the page at / shows problem, graph, calls and cost. Listens on
+loopback. Ctrl-C ends it.
+"""
+
+_EPILOG = f"""\
+examples:
+  aflow-tune serve --checkpoint runs/my_project/my_run
+  curl -s localhost:8080/solve -H 'content-type: application/json' \\
+    -d '{{"problem": "What is 17 * 23?", "type": "math"}}'
+  MY_TOKEN=$(openssl rand -hex 24) aflow-tune serve --checkpoint my_run --host 0.0.0.0 \\
+    --token-env MY_TOKEN            then: -H "authorization: Bearer $MY_TOKEN"
+
+{WHAT_IS_A_CHECKPOINT}"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `serve` to the command line."""
+    parser = commands.add_parser(
+        "serve",
+        help="offer a trained policy over HTTP on loopback, with a page",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_options(parser)
+    parser.add_argument("--port", type=int, default=8080, metavar="N", help="0: a free one")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="to listen on; any but loopback needs --token-env",
+    )
+    parser.add_argument(
+        "--token-env", metavar="NAME", help="environment variable with the token that callers send"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=4,
+        metavar="N",
+        help="problems worked on together; one more is told 429",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="for one problem; default: rollout.run_timeout of the configuration",
+    )
+    parser.set_defaults(action=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check(options)
+    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.using.guard import token_for
+
+    token = token_for(options.host, options.token_env)
+    quiet()
+    return asyncio.run(_serve(options, token))
+
+
+async def _serve(options: argparse.Namespace, token: str | None) -> int:
+    from aflow_tune.using.server import Bounds, SolveServer
+
+    inferer = inferer_of(options)
+    for warning in inferer.warnings:
+        print(f"warning: {warning}", flush=True)
+    seconds = options.timeout or inferer.config.rollout.run_timeout
+    server = SolveServer(
+        inferer,
+        inferer.title,
+        host=options.host,
+        port=options.port,
+        bounds=Bounds(options.at_once, seconds),
+        token=token,
+    )
+    address = server.listen()
+    print(f"loading {inferer.title}", flush=True)
+    async with inferer:
+        print(f"serving on {address} (Ctrl-C ends it)", flush=True)
+        await server.run()
+    print("stopped", flush=True)
+    return ExitCode.DONE
+
+
+def _check(options: argparse.Namespace) -> None:
+    faults = []
+    if not 0 <= options.port <= 65535:
+        faults.append(Fault("--port", "0 to 65535", str(options.port), "--port 8080"))
+    if options.at_once < 1:
+        faults.append(Fault("--at-once", "1 or more", str(options.at_once), "--at-once 4"))
+    if options.timeout is not None and not 0 < options.timeout < float("inf"):
+        faults.append(Fault("--timeout", "seconds above 0", f"{options.timeout}", "--timeout 300"))
+    if faults:
+        raise BadInput("Nothing is served.", faults)

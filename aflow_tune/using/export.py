@@ -1,0 +1,194 @@
+"""What a run has to give to other tools: its adapter, the merged model, the best workflows.
+
+`adapter` and `merged` come from any checkpoint; the base model is the one that the run's
+configuration names. `workflows` come from the records of the run and are written as AFlow keeps
+its rounds: `round_1` is the best, `results.json` beside them has AFlow's columns, and
+`index.json` says what AFlow has no column for.
+
+Nothing that exists is written over.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.engines.trinity.config import load_config
+from aflow_tune.engines.trinity.run_state import checkpoints, write_json
+from aflow_tune.engines.trinity.trained import Found, config_file, find_run, of_checkpoint
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.evaluation.columns import best_step
+from aflow_tune.graph import inside
+from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.save import save_round
+from aflow_tune.using.best import Best, Use, best_of, uses_in
+
+ADAPTER, MERGED, WORKFLOWS = "adapter", "merged", "workflows"
+WHAT = (ADAPTER, MERGED, WORKFLOWS)
+RESULTS, INDEX = "results.json", "index.json"
+DATASETS = {"math": "MATH", "code": "HumanEval", "qa": "HotpotQA"}
+"""What AFlow calls a data set of each type, where neither the folder nor the run says it."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What an export wrote, and what is to be known about it."""
+
+    paths: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+
+
+def find_checkpoint(run: Path, which: str) -> Found:
+    """The checkpoint that `which` means: last, best (by the run's own evaluations), or a step.
+
+    Raises:
+        BadInput: there is none.
+    """
+    run_dir = find_run(run.expanduser().resolve())
+    if run_dir is None:
+        found = "no checkpoint" if run.is_dir() else "no such folder"
+        cure = "name the folder that training printed as its run folder"
+        fault = Fault(f"--run {run}", "a run folder with checkpoints", found, cure)
+        raise BadInput("There is nothing to export.", [fault])
+    saved = {checkpoint.step: checkpoint for checkpoint in checkpoints(run_dir)}
+    step: int | None = max(saved)
+    found = "no such checkpoint"
+    if which == "best":
+        step = best_step(run_dir, list(saved))
+        found = "no checkpoint of the run was evaluated"
+    elif which != "last":
+        step = int(which) if which.isdigit() and int(which) in saved else None
+    if step is None:
+        expected = f"last, best, or a step: {', '.join(map(str, saved))}"
+        fault = Fault(f"--checkpoint {which}", expected, found, "--checkpoint last")
+        raise BadInput("There is no such checkpoint.", [fault])
+    return of_checkpoint(run_dir, saved[step])
+
+
+def export_weights(found: Found, what: str, out: Path, *, config: Path | None = None) -> Written:
+    """Write the adapter or the merged model of a checkpoint into the new folder `out`.
+
+    Raises:
+        BadInput: `out` exists, full weights have no adapter, or the base model cannot be found.
+        CheckpointError: the checkpoint is damaged.
+    """
+    from aflow_tune.engines.local.export import write_adapter, write_merged
+    from aflow_tune.engines.local.models import resolve_model
+    from aflow_tune.engines.local.saved_weights import read_weights
+
+    _refuse_existing(out)
+    name = load_config(config_file(found, config)).model.model_path
+    weights, spec = read_weights(found.weights)
+    if what == ADAPTER and spec is None:
+        expected = "a run that trained an adapter (model.lora_configs)"
+        cure = "--what merged, which writes the whole model"
+        fault = Fault(str(found.weights), expected, "full weights", cure)
+        raise BadInput("This run has no adapter.", [fault])
+    base = resolve_model(name)
+    if what == ADAPTER and spec is not None:
+        write_adapter(base, weights, spec, out)
+    else:
+        write_merged(base, weights, spec, out)
+    return Written((out,), (f"from {found.name}, over the base model {name}",))
+
+
+def export_workflows(
+    run: Path, out: Path, *, top: int, least_uses: int, dataset: str | None = None
+) -> Written:
+    """Write the best workflows of a run, or of all stages of a chain, as rounds of AFlow.
+
+    Args:
+        out: gets `round_1` ... and the two lists; AFlow looks for it at
+            `workspace/DATASET/workflows`.
+        dataset: None for the one of that path, of the run's `writer.benchmark`, or a usual one
+            for the type of problem.
+
+    Raises:
+        BadInput: `out` holds rounds or lists already, or the run has no such workflow.
+    """
+    for name in (RESULTS, INDEX):
+        _refuse_existing(out / name)
+    if out.is_dir():
+        for there in sorted(out.glob("round_*")):
+            _refuse_existing(there)
+    chosen = best_of(_all_uses(run), least_uses=least_uses, top=top)
+    if not chosen:
+        expected = f"a structure with {least_uses} or more rewarded runs of a valid workflow"
+        cure = "train longer, or ask for fewer: --least-uses 1"
+        fault = Fault(f"--run {run}", expected, "none in its rollouts and evaluations", cure)
+        raise BadInput("There is no workflow to export.", [fault])
+    paths: list[Path] = []
+    notes: list[str] = []
+    results, index = [], []
+    named = dataset or _dataset_of_path(out) or _dataset_of_run(run)
+    for best in chosen:
+        number = len(paths) + 1
+        graph = Graph(f"round_{number}", {inside.GRAPH_FILE: best.code}, instructions=best.prompts)
+        try:
+            saved = save_round(
+                graph,
+                out / f"round_{number}",
+                dataset=named or DATASETS.get(best.problem_type, best.problem_type),
+                round_number=number,
+            )
+        except BadInput as error:
+            notes.append(f"left out: {best.structure} ({best.problem_type}): {error}")
+            continue
+        if saved.only_here:
+            names = ", ".join(saved.only_here)
+            notes.append(
+                f"round_{number}: AFlow takes prompts of operators from its own template; it "
+                f"will not read those of {names} in prompts.json"
+            )
+        paths.append(saved.folder)
+        results.append(_result(best, number))
+        index.append({"round": number, **best.to_json()})
+    write_json(out / RESULTS, results)
+    write_json(out / INDEX, {"run": run.resolve().name, "workflows": index})
+    return Written((*paths, out / RESULTS, out / INDEX), tuple(notes))
+
+
+def _result(best: Best, number: int) -> dict[str, Any]:
+    """A line of AFlow's results.json. An unknown cost is null, as no number would be true."""
+    total = None if best.usd is None else best.usd * best.uses
+    return {
+        "round": number,
+        "score": best.score,
+        "avg_cost": best.usd,
+        "total_cost": total,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _all_uses(run: Path) -> Sequence[Use]:
+    """The uses in a run folder and in those of its stages."""
+    if not run.is_dir():
+        cure = "name the folder that training printed as its run folder"
+        fault = Fault(f"--run {run}", "a run folder", "no such folder", cure)
+        raise BadInput("There is nothing to export.", [fault])
+    folders = [run, *(inner for inner in sorted(run.iterdir()) if inner.is_dir())]
+    try:
+        return [use for folder in folders for use in uses_in(folder)]
+    except ValueError as error:
+        raise BadInput(f"The records of this run cannot be read: {error}") from error
+
+
+def _dataset_of_path(out: Path) -> str | None:
+    place = out.expanduser().resolve()
+    fits = place.name.startswith("workflows") and re.fullmatch(r"[A-Za-z_]\w*", place.parent.name)
+    return place.parent.name if fits else None
+
+
+def _dataset_of_run(run: Path) -> str | None:
+    file = run / "resolved.yaml"
+    return load_config(file).writer.benchmark if file.is_file() else None
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        fault = Fault(str(path), "a new name", "it exists", "name another folder: --out NEW")
+        raise BadInput("Nothing is written over.", [fault])
