@@ -29,6 +29,7 @@ from aflow_tune.models import (
     make_client,
 )
 from aflow_tune.models.ask import Ask
+from aflow_tune.models.books import Books
 from aflow_tune.models.prices import FixedPrice, ListedPrice, price_of
 from aflow_tune.trace import ModelCall, Trace
 
@@ -416,6 +417,18 @@ def test_an_account_goes_on_where_an_earlier_command_stopped(tmp_path: Path) -> 
         asyncio.run(call_until_reached(ledger, scripted()))
         account.close()
     assert Account(path).spent().calls == 5
+
+
+def test_a_run_whose_folder_was_deleted_counts_anew_in_the_same_process(tmp_path: Path) -> None:
+    path = tmp_path / "account.sqlite"
+    books = Books(str(path), BudgetSection(calls=2))
+    for _ in range(2):
+        path.unlink(missing_ok=True)
+        books.start()
+        with books.open():
+            ledger = current_ledger()
+        asyncio.run(call_until_reached(ledger, scripted()))
+        assert Account(path).spent().calls == 2
 
 
 def test_an_account_travels_by_its_path(tmp_path: Path) -> None:

@@ -57,7 +57,11 @@ class Books:
         return Account(self.account).reached() if self.limited else None
 
     def start(self) -> None:
-        """Forget what a killed command had under way. For the start of a run."""
+        """Forget what a killed command had under way, and what this process knows of an earlier
+        run with the same account, whose file may be gone. For the start of a run."""
+        with _lock:
+            for key in [key for key in _made if key[0] == self.account]:
+                del _made[key]
         if self.limited:
             Account(self.account).release_all()
 
@@ -104,14 +108,14 @@ def client_for(role: str) -> ModelClient:
 
 
 _lock = threading.Lock()
-_made: dict[str, tuple[Ledger, Mapping[str, ModelClient]]] = {}
-"""By what the books say. Clients share their limits on concurrency between all runs of a
+_made: dict[tuple[str, str], tuple[Ledger, Mapping[str, ModelClient]]] = {}
+"""By the account and by what the books say. Clients share their limits on concurrency between all runs of a
 process, and the ledger sums over them: so a process has one of each."""
 
 
 def _open(books: Books) -> tuple[Ledger, Mapping[str, ModelClient]]:
     models = {name: asdict(settings) for name, settings in books.models.items()}
-    key = repr((books.account, asdict(books.limits), models))
+    key = books.account, repr((asdict(books.limits), models))
     with _lock:
         if key not in _made:
             _made[key] = _make(books)
