@@ -109,8 +109,8 @@ def client_for(role: str) -> ModelClient:
 
 _lock = threading.Lock()
 _made: dict[tuple[str, str], tuple[Ledger, Mapping[str, ModelClient]]] = {}
-"""By the account and by what the books say. Clients share their limits on concurrency between all runs of a
-process, and the ledger sums over them: so a process has one of each."""
+"""By the account and by what the books say. Clients share their limits on concurrency between
+all runs of a process, and the ledger sums over them: so a process has one of each."""
 
 
 def _open(books: Books) -> tuple[Ledger, Mapping[str, ModelClient]]:
