@@ -19,7 +19,14 @@ from typing import Any
 
 from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.engines.trinity.run_state import checkpoints, write_json
-from aflow_tune.engines.trinity.trained import Found, config_file, find_run, of_checkpoint
+from aflow_tune.engines.trinity.trained import (
+    RESOLVED,
+    Found,
+    config_source,
+    find_run,
+    of_checkpoint,
+    stage_folders,
+)
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.evaluation.columns import best_step
 from aflow_tune.graph import inside
@@ -81,7 +88,7 @@ def export_weights(found: Found, what: str, out: Path, *, config: Path | None = 
     from aflow_tune.engines.local.saved_weights import read_weights
 
     _refuse_existing(out)
-    name = load_config(config_file(found, config)).model.model_path
+    name = load_config(config_source(found, config).file).model.model_path
     weights, spec = read_weights(found.weights)
     if what == ADAPTER and spec is None:
         expected = "a run that trained an adapter (model.lora_configs)"
@@ -170,7 +177,7 @@ def _all_uses(run: Path) -> Sequence[Use]:
         cure = "name the folder that training printed as its run folder"
         fault = Fault(f"--run {run}", "a run folder", "no such folder", cure)
         raise BadInput("There is nothing to export.", [fault])
-    folders = [run, *(inner for inner in sorted(run.iterdir()) if inner.is_dir())]
+    folders = [run, *stage_folders(run)]
     try:
         return [use for folder in folders for use in uses_in(folder)]
     except ValueError as error:
@@ -184,8 +191,9 @@ def _dataset_of_path(out: Path) -> str | None:
 
 
 def _dataset_of_run(run: Path) -> str | None:
-    file = run / "resolved.yaml"
-    return load_config(file).writer.benchmark if file.is_file() else None
+    files = [folder / RESOLVED for folder in [run, *stage_folders(run)]]
+    there = [file for file in files if file.is_file()]
+    return load_config(there[-1]).writer.benchmark if there else None
 
 
 def _refuse_existing(path: Path) -> None:

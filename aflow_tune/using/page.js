@@ -58,7 +58,8 @@ function called(call) {
   if (call.kind === "operator") return call.operator + "  " + call.instance;
   if (call.kind === "program") return "program in the sandbox";
   const name = call.role === "policy" ? "the policy writes" : call.role + ": " + call.model;
-  return call.retries ? name + " (" + call.retries + " retries)" : name;
+  if (!call.retries) return name;
+  return name + " (" + call.retries + (call.retries === 1 ? " retry)" : " retries)");
 }
 
 function callRow(call) {

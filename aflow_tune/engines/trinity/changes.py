@@ -8,6 +8,7 @@ others and nobody can act on them. Every other difference is listed with its rea
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,9 @@ HIDDEN = (
     "model.lora_configs.*.is_dummy",
 )
 """Key patterns that the table leaves out: filled in for Trinity's own use."""
+
+READ_FROM = "# read from: "
+"""In a saved configuration, before the file (as JSON) that its relative paths may go out from."""
 
 LOCAL_WHY = {
     "explorer.concurrent_mode": "runs of one task go on side by side",
@@ -199,11 +203,28 @@ def save_resolved(config: AflowConfig, changes: Sequence[Change], path: Path) ->
     header = "".join(
         f"# {display(c.key)}: {_short(c.before)} -> {_short(c.after)} ({c.why})\n" for c in changes
     )
+    if config.positions.file:
+        header += f"{READ_FROM}{json.dumps(os.path.abspath(config.positions.file))}\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write("# The configuration as it was run. Changed since it was loaded:\n" + header)
         yaml.safe_dump(content, file, sort_keys=False, allow_unicode=True)
     temporary.rename(path)
+
+
+def original_of(path: Path) -> Path | None:
+    """The file that a saved configuration was read from; None where it does not say."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if not line.startswith("#"):
+                return None
+            if line.startswith(READ_FROM):
+                try:
+                    name = json.loads(line.removeprefix(READ_FROM))
+                except ValueError:
+                    return None
+                return Path(name) if isinstance(name, str) else None
+    return None
 
 
 def masked(key: str, value: Any) -> Any:

@@ -35,7 +35,7 @@ from aflow_tune.engines.trinity.recording import (
 )
 from aflow_tune.engines.trinity.solved import Problem, Solved, call_entries, totals
 from aflow_tune.engines.trinity.trained import (
-    config_file,
+    config_source,
     find_weights,
     read_ready,
     sampling_of,
@@ -89,15 +89,15 @@ def open_trained(
     found = None
     if checkpoint is not None and (endpoint is None or config is None):
         found = find_weights(checkpoint)
-    file = config_file(found, config)
+    source = config_source(found, config)
     weights = found.weights if found is not None and endpoint is None else None
-    ready = read_ready(file, overrides, weights=weights, local_model=endpoint is None)
+    ready = read_ready(source.file, overrides, weights=weights, local_model=endpoint is None)
     if endpoint is not None:
         check_endpoint(endpoint, [served_model or ""], key_variable)
     return Inferer(
         ready,
         weights,
-        workflow=_writer_of(ready, file),
+        workflow=_writer_of(ready, source.base),
         title=served_model or (found.name if found else Path(ready.model.model_path).name),
         endpoint=endpoint,
         served_model=served_model,
@@ -344,7 +344,7 @@ def _drawable(graph: Graph | None) -> bool:
     return graph is not None and 0 < len(graph.flow.nodes) <= MAX_DRAWN
 
 
-def _writer_of(config: AflowConfig, file: Path) -> WriterWorkflow:
+def _writer_of(config: AflowConfig, base: Path) -> WriterWorkflow:
     """The workflow of the configuration's `writer:` section.
 
     Raises:
@@ -359,12 +359,12 @@ def _writer_of(config: AflowConfig, file: Path) -> WriterWorkflow:
                     config.positions.where("writer.executor"),
                     "`writer: {executor: ROLE}`: the policy writes, the executor runs",
                     str(found),
-                    f"measure it with `aflow-tune eval {file.name}`, or name another --config",
+                    f"measure it with `aflow-tune eval {base.name}`, or name another --config",
                 )
             ],
         )
-    check_run_prompts(config, file)
-    workflow, _ = resolve_functions(config, file)
+    check_run_prompts(config, base)
+    workflow, _ = resolve_functions(config, base)
     if not isinstance(workflow, WriterWorkflow):
-        raise BadInput(f"{file}: `writer` is not what this configuration is tuned by")
+        raise BadInput(f"{base}: `writer` is not what this configuration is tuned by")
     return workflow

@@ -10,6 +10,7 @@ Loading the weights is left to `evaluating.LocalModels`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from trinity.common.config import GenerationConfig
 
 from aflow_tune.engines.local.saved_weights import Kind, kind_of
 from aflow_tune.engines.trinity.adaptations import adapt
+from aflow_tune.engines.trinity.changes import original_of
 from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.engines.trinity.model_checks import check_model
-from aflow_tune.engines.trinity.run_state import RUN_FILE, STEP_PREFIX, checkpoints
+from aflow_tune.engines.trinity.run_state import CHAIN_FILE, STEP_PREFIX, checkpoints
 from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.validators import LocalExplorerValidator, run_validator
 from aflow_tune.errors import BadInput, Fault
@@ -83,22 +85,26 @@ def of_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> Found:
 def find_run(folder: Path) -> Path | None:
     """The run folder with checkpoints that `folder` is, or, for a chain of stages, holds.
 
-    Of a chain it is the stage whose weights were saved last. None where no run has checkpoints.
+    Of a chain it is the last stage that trained. None where no run has checkpoints.
     """
     if checkpoints(folder):
         return folder
-    if not folder.is_dir():
-        return None
-    stages = [
-        inner
-        for inner in folder.iterdir()
-        if inner.is_dir() and (inner / RUN_FILE).is_file() and checkpoints(inner)
-    ]
-    return max(stages, key=_saved_at, default=None)
+    trained = [inner for inner in stage_folders(folder) if checkpoints(inner)]
+    return trained[-1] if trained else None
 
 
-def _saved_at(run_dir: Path) -> int:
-    return max(checkpoint.path.stat().st_mtime_ns for checkpoint in checkpoints(run_dir))
+def stage_folders(folder: Path) -> list[Path]:
+    """The run folders of a chain's stages, in their order; empty for any other folder."""
+    file = folder / CHAIN_FILE
+    if not file.is_file():
+        return []
+    try:
+        stages = json.loads(file.read_text(encoding="utf-8"))["stages"]
+        return [folder / str(stage["name"]) for stage in stages]
+    except (ValueError, KeyError, TypeError) as error:
+        cure = "name the folder of a stage"
+        fault = Fault(str(file), "the stages of a chain", f"{error}", cure)
+        raise BadInput("This chain cannot be read.", [fault]) from None
 
 
 def _run_of(weights: Path) -> Path | None:
@@ -114,18 +120,28 @@ def _step_of(weights: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def config_file(found: Found | None, named: Path | None) -> Path:
+@dataclass(frozen=True)
+class Source:
+    """A configuration to go by, and the file that its relative paths go out from."""
+
+    file: Path
+    base: Path
+
+
+def config_source(found: Found | None, named: Path | None) -> Source:
     """The configuration to go by: the one that was named, or else that of the run.
 
     Raises:
         BadInput: there is neither.
     """
     if named is not None:
-        return named
+        return Source(named, named)
     if found is not None and found.run_dir is not None:
         file = found.run_dir / RESOLVED
         if file.is_file():
-            return file
+            original = original_of(file)
+            here = original is not None and original.parent.is_dir()
+            return Source(file, original if here and original is not None else file)
     where = "--config" if found is None else str(found.weights)
     expected = f"a configuration: {RESOLVED} of the run that the weights come from"
     found_text = "none was named" if found is None else "weights that lie in no run folder"
