@@ -19,6 +19,7 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "infer",
     "serve",
     "export",
+    "harvest",
     "score",
     "data",
     "graph",
@@ -58,10 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = [word for word in arguments if word.startswith("-")]
         command = [words.pop(0)] if words[0] in _CONFIG_COMMANDS else ["run"]
         arguments = [*command, *flags, *words]
-    elif arguments[:1] == ["eval"]:
-        from aflow_tune.commands.eval import arrange
-
-        arguments = arrange(arguments)
+    elif arguments[:1] in (["eval"], ["harvest"]):
+        command_module = importlib.import_module(f"aflow_tune.commands.{arguments[0]}")
+        arguments = command_module.arrange(arguments)
     parser = _parser()
     if not arguments:
         parser.print_help()

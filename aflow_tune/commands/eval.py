@@ -122,11 +122,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(action=_run)
 
 
-def arrange(arguments: Sequence[str]) -> list[str]:
+def arrange(arguments: Sequence[str], single_valued: Sequence[str] = _SINGLE_VALUED) -> list[str]:
     """The arguments with every `key=value` behind CONFIG, wherever it stood among the flags.
 
     argparse takes positional arguments in one place only, and would give an override that follows
-    `--checkpoint` to that option.
+    `--checkpoint` to that option. The value of a `single_valued` option is left where it is.
     """
     command, *rest = arguments
     if not rest or rest[0].startswith("-"):
@@ -135,7 +135,7 @@ def arrange(arguments: Sequence[str]) -> list[str]:
     overrides: list[str] = []
     flags: list[str] = []
     for before, word in zip(rest, others, strict=False):
-        setting = _SETTING.match(word) and before not in _SINGLE_VALUED
+        setting = _SETTING.match(word) and before not in single_valued
         (overrides if setting else flags).append(word)
     return [command, config, *overrides, *flags]
 

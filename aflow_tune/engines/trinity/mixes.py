@@ -62,7 +62,7 @@ def fields_of_mix(config: AflowConfig) -> tuple[str, ...]:
     """The fields that every row of the training data gets from the mix."""
     if not config.mix:
         return ()
-    return ("source", "benchmark") if len(_benchmarks(config)) == len(config.mix) else ("source",)
+    return ("source", "benchmark") if len(benchmarks_of(config)) == len(config.mix) else ("source",)
 
 
 def merge_mix(config: AflowConfig, run_dir: Path) -> None:
@@ -79,7 +79,7 @@ def merge_mix(config: AflowConfig, run_dir: Path) -> None:
         {
             "seed": config.seed,
             "shares": {name: str(share) for name, share in shares_of(config).items()},
-            "benchmarks": _benchmarks(config),
+            "benchmarks": benchmarks_of(config),
             "tasksets": [
                 {
                     "name": taskset.name,
@@ -117,7 +117,7 @@ def quick_tasksets(config: AflowConfig, step: int) -> list[TasksetConfig]:
     return [replace(taskset, data_selector=selector) for taskset in tasksets]
 
 
-def _benchmarks(config: AflowConfig) -> dict[str, str]:
+def benchmarks_of(config: AflowConfig) -> dict[str, str]:
     """The benchmark of each source, where it is given or is the source's own name."""
     found = {}
     for name, source in config.mix.items():
