@@ -13,13 +13,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aflow_tune.types import TuneResult
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
+    from aflow_tune.engines.trinity.harvesting import HarvestSummary
     from aflow_tune.engines.trinity.validate import ValidationReport
+
+T = TypeVar("T")
 
 
 def tune(
@@ -109,6 +112,54 @@ def validate_config(config_path: Path, overrides: Sequence[str] = ()) -> Validat
     return validate(config_path, overrides)
 
 
+def harvest_config(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    sources: Sequence[str] | None = None,
+    runs: Sequence[Path] = (),
+    limit: int | None = None,
+    out: Path | None = None,
+    phase: Callable[[str], None] = print,
+) -> HarvestSummary:
+    """Collect pairs of a problem and a graph that solves it, with the writer of a YAML.
+
+    Args:
+        sources, runs, limit: in place of those of the section `harvest`; None or empty: as
+            there.
+        out: where the pairs go; None: `harvest/sft.jsonl` in the run folder.
+        phase: told what is going on.
+
+    Raises:
+        BadInput: the configuration, rows or models were refused.
+        Interrupted, BudgetReached: stopped; the same call goes on.
+        RunFailed: no graph solved a problem.
+    """
+
+    def work(stop: Callable[[], bool]) -> HarvestSummary:
+        _quiet()
+        from aflow_tune.engines.trinity.config import load_config
+        from aflow_tune.engines.trinity.harvest_settings import lay_out, prepare_harvest
+        from aflow_tune.engines.trinity.harvesting import run_harvest
+        from aflow_tune.engines.trinity.quiet import log_to
+        from aflow_tune.engines.trinity.run_state import locked
+
+        config = load_config(config_path, overrides)
+        section = config.harvest
+        section.sources = list(sources or section.sources)
+        section.runs = [str(path) for path in runs] or section.runs
+        section.limit = section.limit if limit is None else limit
+        workflow, folder = prepare_harvest(config)
+        for warning in config.warnings:
+            phase(f"warning: {warning}")
+        with locked(folder):
+            log_to(folder / "log")
+            lay_out(config, folder)
+            return run_harvest(config, folder, stop, phase, workflow, out=out)
+
+    return _with_stop(work)
+
+
 def _quiet() -> None:
     from aflow_tune.engines.trinity.quiet import quiet
 
@@ -123,16 +174,19 @@ def _execute(
     stop: Callable[[], bool],
 ) -> TuneResult:
     from aflow_tune.engines.trinity.run_modes import make_run
+    from aflow_tune.engines.trinity.stage_chain import run_chain
 
     if inline is not None:
         config.inline = inline
+    if config.stages:
+        return run_chain(config, workflow_func, judge_func, stop)
     run = make_run(config, workflow_func, judge_func)
     run.prepare()
     with run.claimed():
         return run.execute(stop)
 
 
-def _with_stop(work: Callable[[Callable[[], bool]], TuneResult]) -> TuneResult:
+def _with_stop(work: Callable[[Callable[[], bool]], T]) -> T:
     """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once.
 
     Inside a running event loop (a notebook) the work gets a thread of its own, because it
@@ -159,7 +213,8 @@ def _with_stop(work: Callable[[Callable[[], bool]], TuneResult]) -> TuneResult:
             asked.set()
     if "error" in outcome:
         raise outcome["error"]
-    return outcome["result"]
+    result: T = outcome["result"]
+    return result
 
 
 def _loop_is_running() -> bool:

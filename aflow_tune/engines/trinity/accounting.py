@@ -21,12 +21,12 @@ from aflow_tune.models.settings import check_models
 from aflow_tune.trace import POLICY
 
 ACCOUNT_FILE = "account.sqlite"
-"""In the run folder: what the run has spent so far."""
+"""In the run folder, or in that of its chain: what was spent so far."""
 
 
 def books_of(config: AflowConfig) -> Books:
     """The books of a prepared configuration's run."""
-    account = str(Path(config.checkpoint_job_dir) / ACCOUNT_FILE)
+    account = str(Path(config.account_folder) / ACCOUNT_FILE)
     return Books(account, config.budget, config.models)
 
 

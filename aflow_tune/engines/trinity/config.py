@@ -55,6 +55,11 @@ class AflowConfig(Config, AflowSections):
         found: list[str] = self.__dict__.setdefault("_warnings", [])
         return found
 
+    @property
+    def account_folder(self) -> str:
+        """The folder whose books this run writes into: its own, or that of its whole chain."""
+        return str(self.__dict__.get("_account_folder", self.checkpoint_job_dir))
+
     def check_and_update(self) -> AflowConfig:
         """Settle the engine, refuse what cannot train, fill in the rest. Starts nothing.
 

@@ -26,9 +26,7 @@ TRAINING = ("both", "train")
 
 def needs_workflow(config: AflowConfig) -> bool:
     """Whether a run of this mode calls the workflow function."""
-    if config.mode in ("train", "harvest"):
-        return config.mode == "train" and bool(config.buffer.explorer_input.eval_tasksets)
-    return True
+    return config.mode != "train" or bool(config.buffer.explorer_input.eval_tasksets)
 
 
 def settle_mode(config: AflowConfig) -> None:

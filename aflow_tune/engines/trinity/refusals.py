@@ -366,7 +366,7 @@ def _monitor(config: AflowConfig) -> Iterable[Fault]:
 def _together(config: AflowConfig, workflow: Callable[..., Any] | None) -> Findings:
     """Rules over several settings; only asked when each of them is sound."""
     found = Findings()
-    if config.mode not in WITHOUT_TASKS:
+    if config.mode not in (*WITHOUT_TASKS, "harvest"):
         found.faults += _group(config)
         found.faults += _advantage(config)
         found.faults += _batches(config)

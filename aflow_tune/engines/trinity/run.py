@@ -70,6 +70,8 @@ class Run:
         self.workflow_func = workflow_func
         self.judge_func = judge_func
         self.changes: list[Change] = []
+        self.built_upon: str | None = None
+        """The stage that began from this run's result, which therefore must stay as it is."""
 
     def prepare(self) -> None:
         """Check the functions, settle the engine and every setting, and print both.
@@ -107,6 +109,8 @@ class Run:
             self.target = self._target()
             self.config.trainer.total_steps = self.target or None
             earlier = check_restart(self.run_dir, fingerprint, self.target)
+            if self.built_upon is not None:
+                raise self._no_longer_extended(self.built_upon)
             done = checkpoints(self.run_dir)
             self.start = done[-1].step if done else 0
             if earlier is not None:
@@ -117,6 +121,19 @@ class Run:
             write_state(self.run_dir, self.state)
             save_resolved(self.config, self.changes, self.run_dir / "resolved.yaml")
             yield
+
+    def _no_longer_extended(self, later: str) -> BadInput:
+        return BadInput(
+            "A finished stage cannot go on once a later one began from its result.",
+            [
+                Fault(
+                    str(self.run_dir),
+                    f"the target it was finished with: stage {later!r} began from it",
+                    f"{self.target} steps",
+                    "set the steps back, or give the chain another `name=`",
+                )
+            ],
+        )
 
     def _rewind(self) -> None:
         """Take the folder back to the checkpoint of `self.start`."""
@@ -157,7 +174,7 @@ class Run:
         return TuneResult(
             run_dir=self.run_dir,
             steps_done=reached,
-            metrics=_last_metrics(self.run_dir),
+            metrics=last_metrics(self.run_dir),
             checkpoints=tuple(checkpoints(self.run_dir)),
             report=report,
         )
@@ -271,7 +288,7 @@ class Run:
         write_state(self.run_dir, self.state)
 
 
-def _last_metrics(run_dir: Path) -> dict[str, float]:
+def last_metrics(run_dir: Path) -> dict[str, float]:
     last: dict[str, float] = {}
     for line in read_metrics(run_dir):
         last.update(line.metrics)

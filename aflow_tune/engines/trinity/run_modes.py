@@ -19,6 +19,7 @@ from aflow_tune.engines.trinity.experience_reader import (
     open_experiences,
 )
 from aflow_tune.engines.trinity.run import Run
+from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.errors import BadInput, Fault
 
 
@@ -66,10 +67,22 @@ class HarvestRun(Run):
     def _rewind(self) -> None:
         print(f"resuming {self.run_dir}")
 
+    def _inject(self) -> None:
+        """The harvest runs graphs itself; only the auxiliary models' samplers need settings."""
+        give_engine_settings(self.config)
+
     def _engine(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
         from aflow_tune.engines.trinity.harvesting import run_harvest
+        from aflow_tune.writer.workflow import WriterWorkflow
 
-        run_harvest(self.config, self.run_dir, stop, phase)
+        if not isinstance(self.workflow_func, WriterWorkflow):
+            where = self.config.positions.where("writer.executor")
+            found, cure = "another workflow function", "writer: {executor: NAME}, and no `workflow`"
+            raise BadInput(
+                "Only written workflows are harvested.",
+                [Fault(where, "the writer as the workflow", found, cure)],
+            )
+        run_harvest(self.config, self.run_dir, stop, phase, self.workflow_func)
         return 0
 
     def _prove(self, reached: int, stopped: bool, spent: bool) -> None:

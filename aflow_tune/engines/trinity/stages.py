@@ -122,6 +122,19 @@ def stage_configs(config: AflowConfig) -> list[AflowConfig]:
     return found
 
 
+def parts_of(config: AflowConfig) -> tuple[list[tuple[str, AflowConfig]], list[Fault]]:
+    """What a configuration runs, by name: itself under no name, or its stages.
+
+    Also the faults of `stage://` paths; all others are found when the parts are prepared.
+    """
+    if not config.stages:
+        return [("", config)], []
+    stages = stage_configs(config)
+    faults = resolve_stage_paths(config, stages)
+    names = [section.stage_name for section in config.stages]
+    return list(zip(names, stages, strict=True)), faults
+
+
 def resolve_stage_paths(config: AflowConfig, stages: list[AflowConfig]) -> list[Fault]:
     """Put folders in the place of `stage://NAME`, in every stage's experience buffer."""
     faults = []

@@ -132,7 +132,7 @@ def training_rows(config: AflowConfig) -> int | None:
 
 def total_steps(config: AflowConfig) -> int | None:
     """The training steps that the settings come to; None if the rows are not known."""
-    if config.mode == "bench":
+    if config.mode in ("bench", "harvest"):
         return None
     bounds = [steps for steps in (config.trainer.total_steps, config.buffer.total_steps) if steps]
     if not config.buffer.total_steps:

@@ -22,6 +22,7 @@ from aflow_tune.engines.trinity.engine_choice import choose_engine
 from aflow_tune.engines.trinity.experience_checks import check_experience_rows
 from aflow_tune.engines.trinity.mixes import fields_of_mix
 from aflow_tune.engines.trinity.mode_rules import needs_workflow
+from aflow_tune.engines.trinity.stages import parts_of
 from aflow_tune.engines.trinity.tasksets import locate, read_taskset, user_tasksets
 from aflow_tune.engines.trinity.validators import prepare
 from aflow_tune.errors import BadInput, Fault
@@ -39,6 +40,8 @@ class ValidationReport:
     faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+    stages: list[tuple[str, ValidationReport]] = field(default_factory=list)
+    """What was found of each stage; faults and warnings stand above as well."""
 
     def add(self, error: BadInput) -> None:
         """Take over the faults of a refusal."""
@@ -51,6 +54,9 @@ class ValidationReport:
             parts.append(f"engine: {self.engine[0]} ({self.engine[1]})")
         if self.changes:
             parts.append(render_changes(self.changes))
+        for name, stage in self.stages:
+            if stage.changes:
+                parts.append(f"stage {name}: {render_changes(stage.changes)}")
         if self.warnings:
             parts.append("\n".join(["warnings:", *(f"  - {text}" for text in self.warnings)]))
         if self.faults:
@@ -74,15 +80,44 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
         report.add(error)
         return report
     report.config, report.faults = config, list(faults)
+    parts, misplaced = parts_of(config)
+    report.faults += misplaced
     workflow: Function | None = None
     judge: Function | None = None
-    if needs_workflow(config):
+    if any(needs_workflow(part) for _, part in parts):
         workflow, judge = _functions(config, path, report)
     try:
         check_run_prompts(config, path)
     except BadInput as error:
         report.faults += [fault for fault in error.faults if fault not in report.faults]
-    if not faults:
+    for name, part in parts:
+        found = check_part(part, workflow, judge, path, settings=not faults)
+        report.engine = report.engine or found.engine
+        if name:
+            report.stages.append((name, found))
+        else:
+            report.changes = found.changes
+        known = {fault.where for fault in report.faults}
+        report.faults += [fault for fault in found.faults if fault.where not in known]
+        report.warnings += [text for text in found.warnings if text not in report.warnings]
+    return report
+
+
+def check_part(
+    config: AflowConfig,
+    workflow: Function | None,
+    judge: Function | None,
+    path: str | Path = "",
+    *,
+    settings: bool = True,
+) -> ValidationReport:
+    """Check a single run or one stage of a chain, without its functions. Starts nothing.
+
+    Args:
+        settings: whether the settings were read without a fault and can be looked at.
+    """
+    report = ValidationReport(str(path), config)
+    if settings:
         _settings(config, workflow, report)
     report.warnings += config.warnings
     found = check_data(config, workflow, judge)
@@ -95,8 +130,8 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
 def functions_of(
     config: AflowConfig, config_path: str | Path | None
 ) -> tuple[Function | None, Function | None]:
-    """As `resolve_functions`; (None, None) where no function is called."""
-    if not needs_workflow(config):
+    """As `resolve_functions`; (None, None) where no run or stage calls a function."""
+    if not any(needs_workflow(part) for _, part in parts_of(config)[0]):
         return None, None
     return resolve_functions(config, config_path)
 

@@ -8,9 +8,10 @@ are. Nothing is started and nothing is fetched here.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trinity.common import config_validator as upstream
@@ -67,6 +68,17 @@ class LocalTrainerValidator(upstream.ConfigValidator):
 
     def validate(self, config: Config) -> None:
         config.trainer.trust_remote_code = config.model.trust_remote_code
+
+
+class ModeKeepingValidator(upstream.RayClusterConfigValidator):
+    """Trinity's, which makes `colocate` of every mode on a single GPU, even of those that use it
+    alone: a data set would then be taken for a queue."""
+
+    def _set_cluster_info(self, config: Config) -> None:
+        mode = config.mode
+        super()._set_cluster_info(config)
+        if mode in ("train", "bench"):
+            config.mode = mode
 
 
 class NamespaceOnly(upstream.ConfigValidator):
@@ -127,8 +139,9 @@ def prepare(
     adapt(config, reasons)
     if config.engine == "local":
         adapt_local(config, reasons)
-    for validator in _validators(config, dry):
-        run_validator(validator, config)
+    with _mode_of_trinity(config):
+        for validator in _validators(config, dry):
+            run_validator(validator, config)
     if config.mode == "train":  # Trinity leaves the held-out task sets of this mode unread
         for taskset in config.buffer.explorer_input.eval_tasksets:
             fill_held_out(config, taskset)
@@ -136,6 +149,18 @@ def prepare(
     config.__dict__["_changes"] = differences(before, config.flatten(), reasons)
     changes: list[Change] = config.__dict__["_changes"]
     return changes
+
+
+@contextlib.contextmanager
+def _mode_of_trinity(config: AflowConfig) -> Iterator[None]:
+    """Trinity knows no `harvest`: for its validators it is a `bench`, which runs a workflow."""
+    mode = config.mode
+    config.mode = "bench" if mode == "harvest" else mode
+    try:
+        yield
+    finally:
+        if mode == "harvest":
+            config.mode = mode
 
 
 def _validators(config: AflowConfig, dry: bool) -> list[upstream.ConfigValidator]:
@@ -149,6 +174,8 @@ def _validators(config: AflowConfig, dry: bool) -> list[upstream.ConfigValidator
                 chosen.append(replacement)
         elif dry and not sized and kind is upstream.RayClusterConfigValidator:
             chosen.append(NamespaceOnly())
+        elif kind is upstream.RayClusterConfigValidator:
+            chosen.append(ModeKeepingValidator())
         elif dry and kind is upstream.ExplorerConfigValidator:
             chosen.append(LocalExplorerValidator())
         elif kind is upstream.GPUMemoryValidator and (dry or not sys.stdin.isatty()):

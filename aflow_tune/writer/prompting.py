@@ -1,0 +1,145 @@
+"""What the policy is told: the operators, the form, the grammar, the budget, the problem.
+
+The operators' lines come from their own declarations (`Operator.describe`, `most_calls`), so a
+new argument is taught from the moment it exists. The shipped text is short, since a small model
+reads it too; a file of the user's may take its place, with the same placeholders.
+
+After a turn the policy is shown what became of its graph: refusals, how the run ended, the
+answer. Nothing that the answer was scored with, neither the score nor a gold answer, is ever in
+these texts: this module is not given any.
+
+What a graph may contain is decided by `check.py` and written down in docs/graph_code.md; the few
+lines here are a summary for a reader with little room.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aflow_tune.errors import Fault
+from aflow_tune.operators import Operator
+from aflow_tune.operators.prompts import fill, placeholders
+from aflow_tune.writer.example import example_for
+from aflow_tune.writer.types import CheckLimits, ProblemType
+
+PLACEHOLDERS = ("operators", "budget", "example", "problem", "problem_type", "entry_point")
+"""What a template may mention. It has to mention the problem."""
+TEMPLATE = """\
+Write a workflow of operators for the problem below; another model runs it. Reply with one JSON \
+object only, like
+{example}
+prompts: what to tell each operator of __init__. Operators and the keys they return:
+{operators}
+In __call__: await, if, for over lists or range(n), lists, strings; no imports. {budget}
+Define __call__(self, problem, entry_point); the answer is Python that defines {entry_point}.
+Type: {problem_type}
+Problem:
+{problem}"""
+"""The shipped template. A line with a placeholder that has no value is left out."""
+KEEP = "KEEP"
+"""The word by which the policy keeps its graph; the JSON object {"keep": true} means the same."""
+_PASSED_OVER = "mode"
+"""An argument that operators take for the sake of AFlow's graphs: the form of the answer, which
+is not a matter of the workflow."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote, and what it is told about it."""
+
+    text: str
+    said: str
+
+
+def policy_messages(
+    problem: str,
+    *,
+    operators: Mapping[str, type[Operator]],
+    problem_type: ProblemType | None,
+    limits: CheckLimits,
+    entry_point: str | None = None,
+    template: str | None = None,
+    earlier: Sequence[Turn] = (),
+) -> list[dict[str, str]]:
+    """The conversation that the policy answers with a workflow.
+
+    Args:
+        operators: that a graph may use, by name.
+        entry_point: the function to write, for problems of code.
+        template: in place of the shipped one; see `template_faults`.
+        earlier: the turns so far, oldest first.
+    """
+    values = {
+        "operators": "\n".join(operator_line(kind, limits) for kind in operators.values()),
+        "budget": budget_text(limits),
+        "example": example_for(operators, problem_type, limits),
+        "problem": problem,
+        "problem_type": problem_type or "",
+        "entry_point": entry_point or "",
+    }
+    text = _filled(TEMPLATE if template is None else template, values)
+    messages = [{"role": "user", "content": text}]
+    for turn in earlier:
+        messages.append({"role": "assistant", "content": turn.text})
+        messages.append({"role": "user", "content": turn.said})
+    return messages
+
+
+def operator_line(kind: type[Operator], limits: CheckLimits) -> str:
+    """One operator: its call, the keys it returns, its most calls of the model, its purpose."""
+    about = kind.describe()
+    arguments = ", ".join(
+        _argument(argument) for argument in about["arguments"] if argument["name"] != _PASSED_OVER
+    )
+    calls = kind.most_calls(retries=limits.retries)
+    counted = "1 call" if calls == 1 else f"up to {calls} calls"
+    keys = ", ".join(about["returns"])
+    return f"- {about['name']}({arguments}) -> {keys} ({counted}). {about['description']}"
+
+
+def budget_text(limits: CheckLimits) -> str:
+    """What a graph may use at worst, in words."""
+    calls = limits.model_calls
+    most = [f"{calls} model call{'' if calls == 1 else 's'}"]
+    if limits.tokens is not None:
+        most.append(f"{limits.tokens} tokens")
+    if limits.usd is not None:
+        most.append(f"{limits.usd:g} US dollars")
+    return f"At most {' and '.join(most)}."
+
+
+def template_faults(template: str, where: str) -> list[Fault]:
+    """What is wrong with a template of the user's."""
+    found = placeholders(template)
+    faults = []
+    for name in sorted(found - set(PLACEHOLDERS)):
+        near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
+        cure = f"did you mean {{{near[0]}}}? " if near else ""
+        cure += f"for braces that are text write {{{{{name}}}}}"
+        expected = "one of " + ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
+        faults.append(Fault(where, expected, f"{{{name}}}", cure))
+    if "problem" not in found:
+        cure = "put {problem} where the problem belongs, at the end"
+        faults.append(Fault(where, "a text with {problem}", "none", cure))
+    return faults
+
+
+def _argument(argument: Mapping[str, Any]) -> str:
+    text = str(argument["name"])
+    if argument["type"] not in ("str", "Any"):
+        text += f": {argument['type']}"
+    if "default" in argument:
+        default = argument["default"]
+        text += f'="{default}"' if isinstance(default, str) else f"={default!r}"
+    return text
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """The template with its values; lines that would show an empty one are left out, except
+    that of the problem."""
+    empty = {name for name, value in values.items() if not value and name != "problem"}
+    kept = [line for line in template.split("\n") if not placeholders(line) & empty]
+    return fill("\n".join(kept), values)
