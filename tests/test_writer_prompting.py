@@ -45,8 +45,9 @@ def test_it_says_operators_form_grammar_budget_and_last_the_problem() -> None:
     assert text.endswith("What is 1+2?")
     assert "entry_point" not in text
     code = text_of("CustomCodeGenerate", kind="code", entry_point="add")
-    assert "Define __call__(self, problem, entry_point); the answer is Python that defines add." in (
-        code
+    assert (
+        "Define __call__(self, problem, entry_point); the answer is Python that defines add."
+        in (code)
     )
 
 
@@ -121,7 +122,9 @@ def test_the_example_keeps_to_a_small_budget() -> None:
 
 
 def test_a_template_of_the_users_takes_the_place(tmp_path: Path) -> None:
-    template = "{{x}} {operators}\nBudget: {budget}\nWrite {entry_point}.\n{problem} [{problem_type}]"
+    template = (
+        "{{x}} {operators}\nBudget: {budget}\nWrite {entry_point}.\n{problem} [{problem_type}]"
+    )
     text = text_of("Custom", template=template)
     line = '- Custom(input, instruction="") -> response (1 call). '
     line += "Follows an instruction on an input and returns the whole reply."

@@ -358,7 +358,9 @@ def test_nothing_of_the_gold_answer_or_the_score_is_told() -> None:
     row = {"question": "How many?", "answer": "Because of 4711 reasons.\n#### 4711"}
     for answer in ("4712", "4711"):
         policy = ScriptedModel([text(), text(RAISES), GARBAGE, KEEP])
-        ran = Ran(writer(clients={"executor": executing(lambda _, a=answer: a)}, turns=4), policy, row)
+        ran = Ran(
+            writer(clients={"executor": executing(lambda _, a=answer: a)}, turns=4), policy, row
+        )
         assert ran.error is None
         words = " ".join(str(m["content"]) for ask in policy.asked for m in ask.messages)
         assert ("4711" in words) == (answer == "4711")
@@ -375,7 +377,9 @@ def test_what_is_told_is_the_same_for_right_and_wrong_answers() -> None:
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("reply", ["KEEP", ' {"keep": true} ', "keep.", '```json\n{"keep": true}\n```'])
+@pytest.mark.parametrize(
+    "reply", ["KEEP", ' {"keep": true} ', "keep.", '```json\n{"keep": true}\n```']
+)
 def test_a_graph_is_kept(reply: str) -> None:
     assert keeps(reply)
     executor = executing(["It is 3"])
@@ -387,7 +391,14 @@ def test_a_graph_is_kept(reply: str) -> None:
 
 
 def test_what_is_no_keeping() -> None:
-    for reply in ("I keep it", '{"keep": false}', '{"keep": true, "x": 1}', text(), "", "KEEP" * 99):
+    for reply in (
+        "I keep it",
+        '{"keep": false}',
+        '{"keep": true, "x": 1}',
+        text(),
+        "",
+        "KEEP" * 99,
+    ):
         assert not keeps(reply)
     ran = run([KEEP], ["3"], turns=1)
     assert ran.record["form"] is None  # there is nothing yet that could be kept
@@ -487,12 +498,14 @@ def test_models_of_the_configuration_are_found_by_role() -> None:
 
 def test_an_operator_may_use_another_model() -> None:
     code = graph(
-        "found = await self.code(problem=problem)\nreturn found[\"output\"]",
+        'found = await self.code(problem=problem)\nreturn found["output"]',
         "self.code = operator.Programmer(self.llm)",
     )
     coder = ScriptedModel(["```python\ndef solve():\n    return 1 + 2\n```"], role="coder")
     executor = executing([])
-    workflow = writer(models={"Programmer": "coder"}, clients={"executor": executor, "coder": coder})
+    workflow = writer(
+        models={"Programmer": "coder"}, clients={"executor": executor, "coder": coder}
+    )
     ran = Ran(workflow, ScriptedModel([text(code, code="Add.")]))
     assert ran.error is None
     assert (ran.record["level"], ran.record["answer"]) == (0, "3")

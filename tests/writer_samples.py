@@ -39,7 +39,7 @@ TWO = graph(
 )
 RAISES = graph('found = await self.solve(input=problem)\nreturn int(found["response"] + "x")')
 NO_ANSWER = graph('await self.solve(input=problem)\nreturn ""')
-REFUSED = graph('import os\nreturn os.getcwd()')
+REFUSED = graph("import os\nreturn os.getcwd()")
 PROMPTS = {"solve": SOLVE}
 
 

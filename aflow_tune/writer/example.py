@@ -38,9 +38,7 @@ def _example(
 ) -> str:
     allowed = dict(operators)
     for text in _candidates(allowed, problem_type):
-        verdict = check_written(
-            text, operators=allowed, problem_type=problem_type, limits=limits
-        )
+        verdict = check_written(text, operators=allowed, problem_type=problem_type, limits=limits)
         if verdict.ok:
             return text
     return ""

@@ -293,7 +293,9 @@ class WriterWorkflow:
             benchmark = self._benchmark_of(row)
             if benchmark is not None:
                 fields = find(benchmark).fields
-                lacking = [name for name, kind in fields.items() if not isinstance(row.get(name), kind)]
+                lacking = [
+                    name for name, kind in fields.items() if not isinstance(row.get(name), kind)
+                ]
                 if lacking:
                     expected = f"the fields of {benchmark}: {', '.join(fields)}"
                     cure = "correct the row, or its field `benchmark`"

@@ -16,6 +16,7 @@ from aflow_tune.data.checks import Findings, check_fields, check_rows
 from aflow_tune.data.fields import task_reads
 from aflow_tune.engines.trinity.adaptations import adapt
 from aflow_tune.engines.trinity.model_checks import check_model
+from aflow_tune.engines.trinity.refusals_writer import check_writer_rows
 from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.tasksets import (
     fill_held_out,
@@ -94,6 +95,8 @@ def _data_faults(config: AflowConfig, functions: list[Callable[..., Any]]) -> li
             found.warnings += [warning] if warning else []
             continue
         rows = check_rows(table)
+        for function in functions:
+            rows.faults += check_writer_rows(function, table)
         found.add(rows)
         if not rows.faults:
             found.add(check_fields(reads, table))

@@ -27,6 +27,7 @@ from aflow_tune.engines.trinity.mixes import check_mix
 from aflow_tune.engines.trinity.mode_rules import WITHOUT_TASKS, check_mode
 from aflow_tune.engines.trinity.model_checks import check_model
 from aflow_tune.engines.trinity.refusals_local import check_local
+from aflow_tune.engines.trinity.refusals_writer import check_writer
 from aflow_tune.engines.trinity.tasksets import (
     is_file,
     taskset_fault,
@@ -132,6 +133,7 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
         found.faults += rule(config)
     found.faults += _system_prompt(config, workflow)
     found.add(check_model(config))
+    found.add(check_writer(config))
     if config.engine == "local":
         found.add(check_local(config))
     if not found.faults:

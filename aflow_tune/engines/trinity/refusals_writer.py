@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 from aflow_tune.data.checks import Findings
 from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
-from aflow_tune.writer.settings import AuxiliaryModel
-from aflow_tune.writer.workflow import WriterWorkflow
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
+    from aflow_tune.writer.settings import AuxiliaryModel
 
 OVER_TURNS = ("multi_step_grpo", "gigpo")
 """Algorithms whose advantage compares runs of several calls."""
@@ -30,6 +29,8 @@ _SHOWN = 3
 
 def auxiliary_models(config: AflowConfig) -> dict[str, AuxiliaryModel]:
     """The auxiliary models by name, with the lengths that they inherit where they name none."""
+    from aflow_tune.writer.settings import AuxiliaryModel
+
     found = {}
     for auxiliary in config.explorer.auxiliary_models:
         if not auxiliary.name:
@@ -77,13 +78,14 @@ def check_writer_rows(
     Args:
         given: fields that every row gets later, from a mix.
     """
-    if not isinstance(workflow, WriterWorkflow):
+    row_faults = getattr(workflow, "row_faults", None)
+    if row_faults is None:
         return
     shown = 0
     for row, place in zip(table.rows, table.places, strict=True):
         if "benchmark" in given and not row.get("benchmark"):
             continue
-        for fault in workflow.row_faults(row):
+        for fault in row_faults(row):
             yield replace(fault, where=f"{place}: {fault.where}")
             shown += 1
         if shown >= _SHOWN:

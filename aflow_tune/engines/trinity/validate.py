@@ -23,6 +23,7 @@ from aflow_tune.engines.trinity.experience_checks import check_experience_rows
 from aflow_tune.engines.trinity.mixes import fields_of_mix
 from aflow_tune.engines.trinity.mode_rules import needs_workflow
 from aflow_tune.engines.trinity.stages import parts_of
+from aflow_tune.engines.trinity.refusals_writer import auxiliary_models, check_writer_rows
 from aflow_tune.engines.trinity.tasksets import locate, read_taskset, user_tasksets
 from aflow_tune.engines.trinity.validators import prepare
 from aflow_tune.errors import BadInput, Fault
@@ -139,34 +140,42 @@ def functions_of(
 def resolve_functions(
     config: AflowConfig, config_path: str | Path | None
 ) -> tuple[Function, Function | None]:
-    """The functions that `workflow:` (or `graph:`) and `judge:` name.
+    """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name.
 
     A path is relative to here or the YAML.
 
     Raises:
         BadInput: no workflow is named, or a name leads to no function, or a graph is faulty.
     """
-    if bool(config.workflow) == bool(config.graph.path):
-        found = "both" if config.workflow else "neither"
+    ways = {
+        "workflow": config.workflow,
+        "graph.path": config.graph.path,
+        "writer.executor": config.writer.executor,
+    }
+    named = [key for key, value in ways.items() if value]
+    if len(named) != 1:
+        expected = (
+            "`workflow: path/file.py:function`, `workflow: module:function`, "
+            "`graph: {path: FOLDER}`, or `writer: {executor: ROLE}`"
+        )
+        found, cure = "none of them", "add one of these lines, or pass the function to tune()"
+        title = "The configuration names no workflow function."
+        if named:
+            found, cure = " and ".join(named), "keep one of them"
+            title = "The configuration names more than one workflow function."
         raise BadInput(
-            "The configuration names no workflow function."
-            if found == "neither"
-            else "The configuration names a workflow function and an operator graph.",
+            title,
             [
                 Fault(
-                    config.positions.where("workflow"),
-                    "`workflow: path/file.py:function`, `workflow: module:function`, or "
-                    "`graph: {path: FOLDER}`",
-                    found,
-                    "add one of these lines, or pass the function to tune()"
-                    if found == "neither"
-                    else "remove one of them",
+                    config.positions.where(named[0] if named else "workflow"), expected, found, cure
                 )
             ],
         )
     judge = None
     if config.graph.path:
         workflow: Function = _graph_workflow(config, config_path)
+    elif config.writer.executor:
+        workflow = _writer_workflow(config, config_path)
     else:
         workflow = _resolve(config, "workflow", str(config.workflow), config_path)
     if config.judge:
@@ -221,6 +230,8 @@ def check_data(
         if table is None:
             continue
         rows = check_rows(table)
+        given = () if is_held_out else fields_of_mix(config)
+        rows.faults += check_writer_rows(workflow, table, given)
         found.add(rows)
         if not rows.faults:
             (held_out if is_held_out else training).append(table)
@@ -306,6 +317,28 @@ def _graph_workflow(config: AflowConfig, config_path: str | Path | None) -> Func
             for fault in error.faults
         ]
         raise BadInput(error.title, faults) from error
+
+
+def _writer_workflow(config: AflowConfig, config_path: str | Path | None) -> Function:
+    from aflow_tune.operators import load_operators
+    from aflow_tune.writer.settings import writer_from_config
+
+    section = config.writer
+    base = Path(config_path).parent if config_path is not None else None
+    score = None
+    if section.score:
+        score = _resolve(config, "writer.score", section.score, config_path)
+    return writer_from_config(
+        section,
+        config.models,
+        auxiliary=auxiliary_models(config),
+        operators=load_operators(config.operators, base),
+        score=score,
+        test_cases=_here_or_beside(section.test_cases, base) if section.test_cases else None,
+        prompt=_here_or_beside(section.prompt, base) if section.prompt else None,
+        sandbox=config.sandbox,
+        where=config.positions.where,
+    )
 
 
 def _here_or_beside(name: str, base: Path | None) -> Path:
