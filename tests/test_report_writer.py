@@ -361,9 +361,9 @@ def test_drawings() -> None:
     for code, why in (
         ("", "No graph could be read."),
         ("no Python at all", "Nothing to draw: its code is no Python."),
-        ("class Workflow: pass", "Nothing to draw: its code calls no operator."),
+        ("class Workflow: pass", "Nothing to draw: no call of an operator was found in its code."),
         ("x = " + "(" * 500, "Nothing to draw: its code is no Python."),
-        ("x = " + "-" * 19_000 + "1", "Nothing to draw: its code"),
+        ("x = " + "-" * 19_000 + "1", "Nothing to draw: its code is no Python."),
         (VOTE + "#" * 20_000, "Its code is too long to be drawn."),
         (VOTE + "\0", "Nothing to draw: its code is no Python."),
     ):

@@ -54,9 +54,10 @@ def draw(code: str, operators: Collection[str] = (), name: str = "graph") -> Dra
         flow = graph.flow
     except (RecursionError, MemoryError):
         return Drawing("", "Its code is nested too deeply to be drawn.")
+    if graph.shape.tree is None:
+        return Drawing("", "Nothing to draw: its code is no Python.")
     if not flow.nodes:
-        told = "calls no operator" if graph.shape.tree is not None else "is no Python"
-        return Drawing("", f"Nothing to draw: its code {told}.")
+        return Drawing("", "Nothing to draw: no call of an operator was found in its code.")
     if len(flow.nodes) > MOST_NODES:
         return Drawing("", f"Too large to be drawn: {len(flow.nodes)} calls.")
     return Drawing(_of_the_page(to_svg(flow, title=name), name))
