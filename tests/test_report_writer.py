@@ -40,6 +40,7 @@ from aflow_tune.report.writer_audit import (
     fewer_valid_held_out,
     fewer_valid_in_training,
     one_structure,
+    unrewarded_runs,
 )
 from aflow_tune.report.writer_graphs import best_and_worst, by_type, structures
 from aflow_tune.report.writer_numbers import count, steps_told, writer_summary
@@ -459,6 +460,7 @@ def test_a_failing_executor_is_told() -> None:
     assert found is not None
     assert "8 of 12 runs of the default workflow had no answer (most often: raised)" in found.found
     assert failing_defaults([read(failed)] * 9) is None
+    assert failing_defaults([read(failed, reward=None)] * 20) is None
     assert failing_defaults([read(failed)] * 2 + [read(refused())] * 10) is None
     assert failing_defaults([read(record(ending="raised"))] * 20) is None
     uses = [{"outcome": "model_failed"}] * 6 + [{"outcome": "read"}] * 14
@@ -467,6 +469,16 @@ def test_a_failing_executor_is_told() -> None:
     assert "6 of 20 uses of operators failed" in found.found
     assert failing_calls(uses[:9]) is None
     assert failing_calls([{"outcome": "read"}] * 50 + uses[:1]) is None
+
+
+def test_runs_without_a_reward_are_told() -> None:
+    found = unrewarded_runs([read(record(), reward=None)] * 5 + [read(record())] * 10)
+    assert found is not None
+    assert "At step 1 5 of 15 runs have no reward though the policy answered" in found.found
+    # 3 of 15: the lower bound is 0.07.
+    for failed, scored in ((9, 0), (3, 12), (0, 50)):
+        runs = [read(record(), reward=None)] * failed + [read(record())] * scored
+        assert unrewarded_runs(runs) is None
 
 
 def test_the_audit_of_a_run_folder(tmp_path: Path) -> None:

@@ -24,8 +24,10 @@ FAILED_DEFAULTS = 0.2
 """Share of runs of the default workflow without an answer that speaks of a failing executor."""
 FAILED_CALLS = 0.1
 """The same of the uses of operators whose model did not answer."""
+UNREWARDED = 0.1
+"""The same of the runs that wrote something and have no reward."""
 FEW = 10
-"""Fewer runs of the default workflow, or uses of operators, are not judged."""
+"""Fewer runs, runs of the default workflow, or uses of operators, are not judged."""
 
 WRITER_CHECKS = (
     "valid graphs becoming fewer",
@@ -57,6 +59,7 @@ def audit_writer(
             for name, steps in records.held_out.items()
         ),
         one_structure(records.latest),
+        unrewarded_runs(records.latest),
         failing_defaults(records.latest),
         failing_calls(
             use for evaluation in last for r in evaluation.records for use in r.operators
@@ -143,9 +146,27 @@ def one_structure(runs: Sequence[WriterRun]) -> Finding | None:
     )
 
 
+def unrewarded_runs(runs: Sequence[WriterRun]) -> Finding | None:
+    """Runs have no reward though the policy wrote something: what came behind it failed."""
+    failed = sum(run.reward is None for run in runs)
+    if len(runs) < FEW or wilson_interval(failed, len(runs))[0] <= UNREWARDED:
+        return None
+    return Finding(
+        WRITER_CHECKS[3],
+        f"At {steps_told(runs)} {failed} of {len(runs)} runs have no reward though the policy "
+        "answered: the executor did not, or the answer could not be scored.",
+        "The reasons stand in the evaluation records and in the run's log; what is left of the "
+        "tasks is no fair sample.",
+    )
+
+
 def failing_defaults(runs: Sequence[WriterRun]) -> Finding | None:
     """The default workflow, which is ours and tested, ends without an answer."""
-    defaults = [run for run in runs if run.level == Level.DEFAULT_WORKFLOW and run.ending]
+    defaults = [
+        run
+        for run in runs
+        if run.level == Level.DEFAULT_WORKFLOW and run.ending and run.reward is not None
+    ]
     failed = [run for run in defaults if run.ending != _ANSWERED]
     if len(defaults) < FEW or wilson_interval(len(failed), len(defaults))[0] <= FAILED_DEFAULTS:
         return None
