@@ -36,7 +36,7 @@ where graphs come from (--source, or harvest.sources in the YAML):
 The same command goes on where it was stopped: what was answered or executed is not done twice.
 Problems that also stand in a held-out task set are dropped.
 
-what it leaves: sft.jsonl and harvest.json in RUN_FOLDER/harvest. Train on it with
+what it leaves: sft.jsonl and harvest.json in RUN_FOLDER/harvested. Train on it with
   mode: train
   algorithm: {algorithm_type: sft}
   buffer: {trainer_input: {experience_buffer: {path: sft.jsonl, format: {prompt_type: messages}}}}

@@ -150,7 +150,10 @@ class Journal(Generic[E]):
             os.truncate(self.path, whole)
         for line in content[:whole].splitlines():
             try:
-                entry = self.kind.of_json(json.loads(line))
+                held = json.loads(line)
+                if not isinstance(held, dict):
+                    continue
+                entry = self.kind.of_json(held)
             except (ValueError, TypeError, KeyError):
                 continue  # damaged, or of another version: it is tried again
             self.entries[entry.key] = entry

@@ -34,7 +34,7 @@ from aflow_tune.writer.workflow import WriterWorkflow
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
 
-FOLDER = "harvest"
+FOLDER = "harvested"
 """Below the run folder: where a harvest is kept if no other place is named."""
 
 
