@@ -127,7 +127,7 @@ def harvest_config(
     Args:
         sources, runs, limit: in place of those of the section `harvest`; None or empty: as
             there.
-        out: where the pairs go; None: `harvest/sft.jsonl` in the run folder.
+        out: where the pairs go; None: `harvested/sft.jsonl` in the run folder.
         phase: told what is going on.
 
     Raises:
@@ -182,6 +182,7 @@ def _execute(
         return run_chain(config, workflow_func, judge_func, stop)
     run = make_run(config, workflow_func, judge_func)
     run.prepare()
+    run.announce()
     with run.claimed():
         return run.execute(stop)
 

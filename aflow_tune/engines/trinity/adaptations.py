@@ -97,6 +97,9 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
         auxiliary.engine_num = auxiliary.tensor_parallel_size = 1
         auxiliary.data_parallel_size = auxiliary.pipeline_parallel_size = 1
     trains_on_rollouts = config.mode == "both"
+    if config.mode == "train":
+        for name in ("sync_method", "sync_interval", "sync_style"):
+            reasons[f"synchronizer.{name}"] = "Trinity's for a data set; nothing is synchronised"
     if trains_on_rollouts and config.algorithm.sample_strategy is None and _counts_calls(config):
         config.algorithm.sample_strategy = SAMPLE_STRATEGY
     pipeline = config.data_processor.experience_pipeline

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from trinity.common.config import InferenceModelConfig, TasksetConfig
 
+from aflow_tune.errors import BadInput, Fault
+
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
 
@@ -81,8 +83,19 @@ def apply_agentscope_args(
 
     A configuration without a YAML gets AgentScope's defaults first. `judge_func` is not stored:
     a function is no setting, it is handed to the adapter at the start.
+
+    Raises:
+        BadInput: arguments that describe a single run, for a configuration with `stages`.
     """
     del judge_func
+    if config.stages:
+        _refuse_for_stages(
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            model=model,
+            auxiliary_models=auxiliary_models,
+            algorithm=algorithm,
+        )
     if config.positions.file is None:
         for key, value in _TEMPLATE.items():
             if not config.positions.given(key):
@@ -113,6 +126,22 @@ def apply_agentscope_args(
     ):
         if value is not None:
             _set(config, key, value, f"tune({argument}=...)")
+
+
+def _refuse_for_stages(**arguments: Any) -> None:
+    """Which stage would they be for?"""
+    faults = [
+        Fault(
+            f"tune({name}=...)",
+            "no such argument beside `stages`: each stage has its own",
+            type(value).__name__,
+            "write it into the YAML, at the top level or in the stage that it is for",
+        )
+        for name, value in arguments.items()
+        if value is not None
+    ]
+    if faults:
+        raise BadInput("These arguments describe a single run.", faults)
 
 
 def _apply_train_dataset(config: AflowConfig, dataset: Any) -> None:

@@ -63,11 +63,9 @@ def check_experiences(config: AflowConfig) -> list[Fault]:
         faults.append(Fault(place, expected, found, "train_batch_size: 16"))
     elif not faults:
         faults += _size(config)
-    never_saves = (
-        config.positions.given("trainer.save_interval") and config.trainer.save_interval == 0
-    )
-    if config.algorithm.algorithm_type == "dpo" and never_saves:
-        place, expected = where("trainer.save_interval"), "1 or more: dpo needs it in Trinity"
+    if config.positions.given("trainer.save_interval") and config.trainer.save_interval == 0:
+        # Trinity synchronises these algorithms as often as it saves.
+        place, expected = where("trainer.save_interval"), "1 or more with `mode: train`"
         faults.append(Fault(place, expected, "0", "save_interval: 10"))
     return faults
 

@@ -74,7 +74,7 @@ class Run:
         """The stage that began from this run's result, which therefore must stay as it is."""
 
     def prepare(self) -> None:
-        """Check the functions, settle the engine and every setting, and print both.
+        """Check the functions, settle the engine and every setting.
 
         Raises:
             BadInput: with every fault of the functions, of the settings or of the data.
@@ -82,15 +82,20 @@ class Run:
         if self.workflow_func is not None and needs_workflow(self.config):
             check_functions(self.workflow_func, self.judge_func)
         check_run_prompts(self.config, self.config.positions.file)
-        engine, reason = choose_engine(self.config)
-        print(f"engine: {engine} ({reason})", flush=True)
+        self.engine = choose_engine(self.config)
         self.changes = prepare(self.config, workflow_func=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
         data = check_data(self.config, self.workflow_func, self.judge_func)
-        for warning in [*self.config.warnings, *data.warnings]:
-            print(f"warning: {warning}", flush=True)
+        self.warnings = [*self.config.warnings, *data.warnings]
         if data.faults:
             raise BadInput("The data sets do not fit.", data.faults)
+
+    def announce(self) -> None:
+        """Print the engine and why, what is doubtful, and what was changed."""
+        engine, reason = self.engine
+        print(f"engine: {engine} ({reason})", flush=True)
+        for warning in self.warnings:
+            print(f"warning: {warning}", flush=True)
         print(render_changes(self.changes), flush=True)
 
     @contextlib.contextmanager

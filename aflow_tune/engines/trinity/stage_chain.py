@@ -146,12 +146,15 @@ class _Chain:
 
     def _stage(self, number: int, part: AflowConfig, stop: Callable[[], bool]) -> TuneResult:
         state = self.states[number]
-        print(f"\nstage {number + 1} of {len(self.states)}: {state.name} ({part.mode})", flush=True)
+        place = f"stage {number + 1} of {len(self.states)}: {state.name} ({part.mode})"
+        print(f"\n{place}" if state.status != "finished" else place, flush=True)
         limit = part.budget.wall_seconds
         if limit is not None:
             part.budget.wall_seconds = max(0.0, limit - (time.monotonic() - self.started))
         run = make_run(part, *self.functions)
         run.prepare()
+        if state.status != "finished":
+            run.announce()
         state.model = part.model.model_path
         run.built_upon = self._built_upon(number)
         with run.claimed():
@@ -178,7 +181,7 @@ class _Chain:
             yield
         except AlreadyFinished:
             state.status = "finished"
-            print(f"stage {state.name}: finished before", flush=True)
+            print(f"stage {state.name}: finished", flush=True)
             raise
         except BadInput as error:
             faults = [replace(fault, where=_where(part, fault)) for fault in error.faults]

@@ -1,0 +1,242 @@
+"""`mode: train` on the local engine: sft, dpo and cpt from a data set, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_project import data_dir, pair, trainer_metrics, write_data_project, write_rows
+
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached
+from aflow_tune.tuning import run_config, validate_config
+
+ANSWER = "the moon is round"
+QUESTIONS = [f"tell me {number}" for number in range(12)]
+
+
+def _sft_rows() -> list[dict[str, Any]]:
+    return [pair(question, ANSWER) for question in QUESTIONS]
+
+
+def _faults(config: Path, *overrides: str) -> list[Any]:
+    return validate_config(config, overrides).faults
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "weights.safetensors")
+
+
+def _answer(model: Path, question: str, tokens: int) -> str:
+    """What the model answers by taking the likeliest token each time."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    out = net.generate(prompt, max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
+
+
+def test_sft_learns_to_say_its_answer(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows(), steps=60)
+    result = run_config(config, ["trainer.save_interval=30"])
+
+    assert result.steps_done == 60
+    assert [point.step for point in result.checkpoints] == [30, 60]
+    metrics = trainer_metrics(data_dir(tmp_path))
+    assert metrics[60]["actor/sft_loss"] < 0.2 < metrics[1]["actor/sft_loss"] / 5
+    merged = data_dir(tmp_path) / "export" / "merged"
+    assert _answer(tiny_model_dir, "tell me 99", 18).strip() != ANSWER
+    assert _answer(merged, "tell me 99", 18).strip() == ANSWER
+    assert result.report is not None
+    assert "sft" in result.report.read_text()
+    assert any((data_dir(tmp_path) / "monitor").rglob("events.*"))
+    with pytest.raises(AlreadyFinished):
+        run_config(config, ["trainer.save_interval=30"])
+
+
+def test_only_the_last_answer_is_learned(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """By hand: ChatML, one token a byte. Prompt `<|im_start|>user\\nq<|im_end|>\\n` + `<|im_start|>
+    assistant\\n`: 1+5+1+1+1 + 1+10 = 20; answer `ok<|im_end|>\\n`: 4. A first turn `a` of the
+    assistant adds 1+10+1+1+1 = 14 and the second question again 9."""
+    messages = pair("q", "a")["messages"] + pair("q", "ok")["messages"]
+    rows = [pair("q", "ok")] * 4
+    config = write_data_project(tmp_path / "one", tiny_model_dir, rows, steps=1)
+    run_config(config)
+    (one,) = trainer_metrics(data_dir(tmp_path / "one")).values()
+    assert (one["prompt_length/mean"], one["response_length/mean"]) == (20, 4)
+
+    config = write_data_project(
+        tmp_path / "two", tiny_model_dir, [{"messages": messages}] * 4, steps=1
+    )
+    run_config(config)
+    (two,) = trainer_metrics(data_dir(tmp_path / "two")).values()
+    assert (two["prompt_length/mean"], two["response_length/mean"]) == (43, 4)
+
+
+def test_dpo_widens_the_margin(tmp_path: Path, tiny_model_dir: Path) -> None:
+    rows = [
+        {
+            "messages": [{"role": "user", "content": question}],
+            "chosen": [{"role": "assistant", "content": "yes, of course"}],
+            "rejected": [{"role": "assistant", "content": "no, never ever"}],
+        }
+        for question in QUESTIONS
+    ]
+    config = write_data_project(tmp_path, tiny_model_dir, rows, kind="dpo", steps=5, lr=0.0003)
+    assert run_config(config).steps_done == 5
+    metrics = trainer_metrics(data_dir(tmp_path))
+    # At the start policy and reference are one model: the loss of every pair is log 2.
+    assert metrics[1]["actor/dpo_loss"] == pytest.approx(0.693147, abs=1e-4)
+    margins = {
+        step: found["actor/chosen_reward"] - found["actor/rejected_reward"]
+        for step, found in metrics.items()
+    }
+    assert abs(margins[1]) < 1e-4
+    assert margins[5] > margins[4] > margins[3] > margins[2] > 0.01
+
+
+def test_cpt_learns_plain_text(tmp_path: Path, tiny_model_dir: Path) -> None:
+    rows = [{"text": f"{number} green bottles hanging on the wall"} for number in range(8)]
+    config = write_data_project(tmp_path, tiny_model_dir, rows, kind="cpt", steps=8)
+    plain = [
+        "buffer.trainer_input.experience_buffer.format={prompt_type: plaintext, prompt_key: text}"
+    ]
+    assert run_config(config, plain).steps_done == 8
+    metrics = trainer_metrics(data_dir(tmp_path))
+    assert metrics[8]["actor/final_loss"] < metrics[1]["actor/final_loss"] / 1.5
+    assert metrics[1]["prompt_length/mean"] == 1
+    first = _faults(config)[0]
+    assert first.where.endswith("experience_buffer.format.prompt_type")
+    assert "plaintext" in first.expected
+
+
+def test_epochs_make_the_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """12 rows, batches of 5, 2 epochs: 24 rows are 4 whole batches."""
+    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows())
+    overrides = ["buffer.total_steps=null", "buffer.total_epochs=2", "buffer.train_batch_size=5"]
+    assert run_config(config, overrides).steps_done == 4
+
+
+def test_too_long_rows_are_left_out_and_named(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*_sft_rows()[:5], pair("long", "x" * 300), pair("longer", "y" * 400)]
+    config = write_data_project(tmp_path, tiny_model_dir, rows)
+    overrides = ["buffer.total_steps=null", "buffer.train_batch_size=5"]
+    assert run_config(config, overrides).steps_done == 1
+    printed = capsys.readouterr().out
+    # 23 tokens of prompt (`long`), 300 of answer, `<|im_end|>` and the line end.
+    assert "2 of 7 rows are longer than model.max_model_len (256)" in printed
+    assert f"{tmp_path / 'rows.jsonl'}:6 (325 tokens)" in printed
+    with pytest.raises(BadInput, match="at most 5, the rows that can be learned from"):
+        run_config(config, ["buffer.train_batch_size=6", "name=six"])
+    write_rows(tmp_path / "rows.jsonl", rows[-2:])
+    with pytest.raises(BadInput, match="2 rows, all of them longer"):
+        run_config(config, ["buffer.train_batch_size=2", "name=none"])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected", "cure"),
+    [
+        ("buffer.train_batch_size=0", "rows of the data set", "train_batch_size: 16"),
+        ("trainer.save_interval=0", "1 or more with", "save_interval: 10"),
+        ("buffer.train_batch_size=13", "at most the 12 rows", "train_batch_size: 12"),
+        ("buffer.trainer_input.experience_buffer=null", "data set to learn", "path: data/sft"),
+        ("buffer.trainer_input.experience_buffer.path=rowz.jsonl", "a .jsonl", "rows.jsonl"),
+        ("buffer.trainer_input.experience_buffer.storage_type=sql", "file", "storage_type: file"),
+        (
+            "buffer.trainer_input.experience_buffer.format.messages_key=message",
+            "a field 'message' (format.messages_key)",
+            "format.messages_key: messages",
+        ),
+        ("algorithm.algorithm_type=multi_step_grpo", "one of sft, dpo, cpt", "sft"),
+        ("mode=both", "rollouts (mode: both)", "mode: train"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, override: str, expected: str, cure: str
+) -> None:
+    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows())
+    faults = [fault for fault in _faults(config, override) if expected in fault.expected]
+    assert faults, _faults(config, override)
+    assert cure in faults[0].cure
+
+
+def test_faulty_rows_are_named_with_their_lines(tmp_path: Path, tiny_model_dir: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        *_sft_rows()[:4],
+        {"messages": [{"role": "user", "content": "no answer"}]},
+        {"other": 1},
+        {"messages": []},
+    ]
+    config = write_data_project(tmp_path, tiny_model_dir, rows)
+    found = {fault.where: fault for fault in _faults(config)}
+    places = [f"{tmp_path / 'rows.jsonl'}:{line}" for line in (5, 6, 7)]
+    assert list(found) == places
+    assert found[places[0]].found == "'user' at the end"
+    assert "a field 'messages'" in found[places[1]].expected
+    assert "a list of messages" in found[places[2]].expected
+    with pytest.raises(BadInput, match="do not fit"):
+        run_config(config)
+    assert not data_dir(tmp_path).exists() or not (data_dir(tmp_path) / "run.json").exists()
+
+
+def test_a_stop_and_a_kill_resume_to_the_uninterrupted_weights(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    overrides = ["buffer.total_steps=8", "trainer.save_interval=2", "deterministic=true"]
+    whole = write_data_project(tmp_path / "whole", tiny_model_dir, _sft_rows())
+    run_config(whole, overrides)
+    parts = write_data_project(tmp_path / "parts", tiny_model_dir, _sft_rows())
+    with pytest.raises(BudgetReached, match="at step 0 of 8"):
+        run_config(parts, [*overrides, "budget.wall_seconds=0"])
+    # As a kill leaves it: two steps past the newest checkpoint are not saved.
+    run_config(parts, [*overrides, "buffer.total_steps=5"])
+    folder = data_dir(tmp_path / "parts")
+    state = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**state, "status": "running", "step": 4}))
+    for path in (folder / "global_step_5").iterdir():
+        path.unlink()
+    (folder / "global_step_5").rmdir()
+    run_config(parts, overrides)
+    first = _weights(data_dir(tmp_path / "whole") / "global_step_8")
+    second = _weights(folder / "global_step_8")
+    assert all(bool((first[name] == second[name]).all()) for name in first)
+    assert sorted(trainer_metrics(folder)) == list(range(1, 9))
+    with pytest.raises(BadInput, match="another configuration") as caught:
+        run_config(parts, [*overrides, "buffer.train_batch_size=3"])
+    assert "buffer.train_batch_size" in [fault.where for fault in caught.value.faults]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_costs_at_most_the_unsaved_steps(
+    tmp_path: Path, tiny_model_dir: Path, how: signal.Signals
+) -> None:
+    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows(), steps=160)
+    command = [sys.executable, "-m", "aflow_tune.cli", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not (data_dir(tmp_path) / "global_step_8").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == (3 if how is signal.SIGINT else -signal.SIGKILL), output
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming" in again.stdout
+    assert sorted(trainer_metrics(data_dir(tmp_path))) == list(range(1, 161))
