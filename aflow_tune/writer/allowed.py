@@ -1,0 +1,412 @@
+"""The Python that a written graph may be made of: an allow-list over its syntax tree.
+
+What is not named here is refused, with what to write instead. The list keeps graphs readable,
+bounded and without effects of their own; it is no wall: the code still runs in the sandbox.
+
+Which names mean what is for `names.py`, how much it can cost for `bound.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+
+from aflow_tune.graph import inside
+from aflow_tune.writer.refusals import Refusals, did_you_mean, listed, shown
+from aflow_tune.writer.types import RefusalKind
+
+MODULES: dict[str, frozenset[str] | None] = {
+    "asyncio": frozenset(
+        [
+            "gather",
+            "create_task",
+            "ensure_future",
+            "wait_for",
+            "shield",
+            "as_completed",
+            "sleep",
+            "timeout",
+            "Semaphore",
+            "TaskGroup",
+            "TimeoutError",
+            "CancelledError",
+        ]
+    ),
+    "ast": frozenset({"literal_eval"}),
+    "bisect": None,
+    "cmath": None,
+    "collections": frozenset({"Counter", "OrderedDict", "defaultdict", "deque"}),
+    "collections.abc": None,
+    "copy": frozenset({"copy", "deepcopy"}),
+    "datetime": None,
+    "decimal": None,
+    "difflib": None,
+    "fractions": frozenset({"Fraction"}),
+    "functools": frozenset({"reduce"}),
+    "heapq": None,
+    "html": frozenset({"escape", "unescape"}),
+    "itertools": frozenset(
+        [
+            "accumulate",
+            "chain",
+            "combinations",
+            "combinations_with_replacement",
+            "compress",
+            "dropwhile",
+            "filterfalse",
+            "groupby",
+            "islice",
+            "pairwise",
+            "permutations",
+            "product",
+            "repeat",
+            "starmap",
+            "takewhile",
+            "zip_longest",
+        ]
+    ),
+    "json": frozenset({"JSONDecodeError", "dumps", "loads"}),
+    "math": None,
+    "random": None,
+    "re": None,
+    "statistics": None,
+    "string": None,
+    "textwrap": None,
+    "time": frozenset({"monotonic", "perf_counter", "time"}),
+    "traceback": frozenset({"format_exc"}),
+    "typing": None,
+    "unicodedata": None,
+}
+"""Modules of Python, each with what may be used of it. None: all that is public."""
+BUILTINS = frozenset(
+    [
+        "abs",
+        "all",
+        "any",
+        "bool",
+        "chr",
+        "dict",
+        "divmod",
+        "enumerate",
+        "filter",
+        "float",
+        "format",
+        "frozenset",
+        "getattr",
+        "hasattr",
+        "int",
+        "isinstance",
+        "len",
+        "list",
+        "map",
+        "max",
+        "min",
+        "next",
+        "ord",
+        "print",
+        "range",
+        "repr",
+        "reversed",
+        "round",
+        "set",
+        "sorted",
+        "str",
+        "sum",
+        "super",
+        "tuple",
+        "type",
+        "zip",
+        "ArithmeticError",
+        "AssertionError",
+        "AttributeError",
+        "Exception",
+        "IndexError",
+        "KeyError",
+        "LookupError",
+        "NotImplementedError",
+        "OverflowError",
+        "RuntimeError",
+        "StopIteration",
+        "SyntaxError",
+        "TimeoutError",
+        "TypeError",
+        "UnicodeError",
+        "ValueError",
+        "ZeroDivisionError",
+    ]
+)
+"""Python's own names that a graph may use."""
+_SHIMS = frozenset({"operator", "prompt", "model", "dataset", "cost", "log"})
+_FRAMES = frozenset(
+    [
+        "ag_code",
+        "ag_frame",
+        "cr_code",
+        "cr_frame",
+        "f_back",
+        "f_builtins",
+        "f_code",
+        "f_globals",
+        "f_locals",
+        "gi_code",
+        "gi_frame",
+        "gi_yieldfrom",
+        "tb_frame",
+        "tb_next",
+        "func_globals",
+        "mro",
+    ]
+)
+_STATEMENTS = (
+    ast.AnnAssign, ast.Assert, ast.Assign, ast.AsyncFunctionDef, ast.AsyncWith, ast.AugAssign,
+    ast.Break, ast.ClassDef, ast.Continue, ast.Delete, ast.Expr, ast.For, ast.FunctionDef, ast.If,
+    ast.Import, ast.ImportFrom, ast.Match, ast.Pass, ast.Raise, ast.Return, ast.Try, ast.While,
+    ast.With,
+)  # fmt: skip
+_EXPRESSIONS = (
+    ast.Attribute, ast.Await, ast.BinOp, ast.BoolOp, ast.Call, ast.Compare, ast.Constant,
+    ast.Dict, ast.DictComp, ast.FormattedValue, ast.GeneratorExp, ast.IfExp, ast.JoinedStr,
+    ast.Lambda, ast.List, ast.ListComp, ast.Name, ast.NamedExpr, ast.Set, ast.SetComp, ast.Slice,
+    ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp,
+)  # fmt: skip
+_INSTEAD = {
+    ast.AsyncFor: "`async for` has no known number of turns; write `for` over a list",
+    ast.Global: "`global` is not allowed; hand values over as arguments or keep them on self",
+    ast.Nonlocal: "`nonlocal` is not allowed; return the value instead",
+    ast.Yield: "`yield` is not allowed; collect the values in a list and return it",
+    ast.YieldFrom: "`yield` is not allowed; collect the values in a list and return it",
+    ast.TryStar: "`except*` is not allowed; write `except Exception`",
+}
+_FORBIDDEN = {
+    "breakpoint": "it waits for a person",
+    "compile": "a graph may not make code of texts",
+    "eval": "a graph may not make code of texts; let operator.Programmer compute",
+    "exec": "a graph may not make code of texts; let operator.Programmer run a program",
+    "globals": "a graph names its values",
+    "help": "it waits for a person",
+    "input": "the problem is the argument of __call__",
+    "locals": "a graph names its values",
+    "open": "a graph has no files",
+    "setattr": "write self.name = value",
+    "delattr": "a graph names its values",
+    "vars": "a graph names its values",
+    "dir": "a graph names its values",
+    "iter": "write a loop over the list itself",
+}
+_STATIC = "staticmethod"
+
+
+def check_syntax(tree: ast.Module, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
+    """Refuse everything in a tree that is not on the list. `workflow` is its class Workflow."""
+    _Check(workflow, refusals).module(tree)
+
+
+def why_forbidden(name: str) -> str | None:
+    """Why a graph may not use one of Python's own names; None for a name that is not Python's."""
+    if name in BUILTINS or not hasattr(builtins, name):
+        return None
+    why = _FORBIDDEN.get(name, "a graph has no use for it")
+    return f"`{name}` is not allowed: {why}"
+
+
+def public(module: str, name: str) -> bool:
+    """Whether a graph may use this name of an allowed module."""
+    names = MODULES[module]
+    if names is not None:
+        return name in names
+    return not name.startswith("_") and hasattr(sys.modules.get(module) or _load(module), name)
+
+
+def _load(module: str) -> object:
+    # Only modules of the table above: Python's own, without effects.
+    return __import__(module, fromlist=["_"])
+
+
+class _Check:
+    def __init__(self, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
+        self.workflow, self.refusals = workflow, refusals
+
+    def refuse(self, message: str, node: ast.AST) -> None:
+        self.refusals.add(RefusalKind.NOT_ALLOWED, message, node)
+
+    def module(self, tree: ast.Module) -> None:
+        for statement in tree.body:
+            self._at_top(statement)
+        pending: list[ast.AST] = list(reversed(tree.body))
+        while pending:
+            node = pending.pop()
+            if self._node(node):
+                pending += reversed(list(ast.iter_child_nodes(node)))
+
+    def _at_top(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.Try):
+            for part in (*node.body, *node.orelse, *node.finalbody):
+                self._at_top(part)
+            for handler in node.handlers:
+                for part in handler.body:
+                    self._at_top(part)
+            return
+        plain = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        if isinstance(node, (*plain, ast.Pass)) or _is_constant(node):
+            return
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if all(isinstance(target, ast.Name) for target in targets):
+                return
+        message = (
+            f"`{shown(node)}` stands outside of the class; beside it only imports, constants and "
+            "functions are allowed"
+        )
+        self.refuse(message, node)
+
+    def _node(self, node: ast.AST) -> bool:
+        """Check one node; whether to look inside it."""
+        instead = _INSTEAD.get(type(node))
+        if instead is not None:
+            self.refuse(instead, node)
+            return isinstance(node, (ast.AsyncFor, ast.TryStar))
+        if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
+            self.refuse(f"`{type(node).__name__}` is not allowed in a graph", node)
+            return False
+        if isinstance(node, ast.expr) and not isinstance(node, _EXPRESSIONS):
+            self.refuse(f"`{shown(node)}` is not allowed in a graph", node)
+            return False
+        check = getattr(self, f"_{type(node).__name__}", None)
+        return True if check is None else check(node) is not False
+
+    def _ClassDef(self, node: ast.ClassDef) -> bool:
+        if node is not self.workflow:
+            self.refuse(
+                f"class {node.name} is not allowed; a graph is the one class Workflow, with "
+                "helper methods in it",
+                node,
+            )
+            return False
+        if node.keywords or any(
+            not (isinstance(base, ast.Name) and base.id == "object") for base in node.bases
+        ):
+            self.refuse("class Workflow has no bases; write `class Workflow:`", node)
+        for decorator in node.decorator_list:
+            self.refuse("a decorator is not allowed here; leave it out", decorator)
+        for member in node.body:
+            targets: list[ast.expr] = []
+            if isinstance(member, ast.Assign):
+                targets = member.targets
+            elif isinstance(member, ast.AnnAssign):
+                targets = [member.target]
+            named = bool(targets) and all(isinstance(target, ast.Name) for target in targets)
+            functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Pass)
+            if not (named or isinstance(member, functions) or _is_constant(member)):
+                message = "in the class itself only methods and constants are allowed"
+                self.refuse(message, member)
+        return True
+
+    def _FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        for decorator in node.decorator_list:
+            if not (isinstance(decorator, ast.Name) and decorator.id == _STATIC):
+                message = f"the decorator @{shown(decorator)} is not allowed; leave it out"
+                self.refuse(message, decorator)
+        own = self.workflow is not None and node in self.workflow.body
+        if node.name.startswith("__") and not (own and node.name in ("__init__", "__call__")):
+            self.refuse(
+                f"{node.name} is not allowed; Workflow has __init__, __call__ and helper methods "
+                "with names of their own",
+                node,
+            )
+
+    _AsyncFunctionDef = _FunctionDef
+
+    def _comprehension(self, node: ast.comprehension) -> None:
+        if node.is_async:
+            message = "`async for` has no known number of turns; write `for` over a list"
+            self.refuse(message, node.target)
+
+    def _GeneratorExp(self, node: ast.GeneratorExp) -> None:
+        inner = [node.elt, *(test for part in node.generators for test in part.ifs)]
+        inner += [part.iter for part in node.generators[1:]]
+        if any(isinstance(item, ast.Await) for part in inner for item in ast.walk(part)):
+            self.refuse("a generator cannot wait; write a list: [await ... for ... in ...]", node)
+
+    def _Name(self, node: ast.Name) -> None:
+        if node.id.startswith("__"):
+            self.refuse(f"`{node.id}` is not allowed; a graph keeps to names of its own", node)
+
+    def _Attribute(self, node: ast.Attribute) -> bool:
+        of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+        name = node.attr
+        if name.startswith("__") and not _is_super_init(node):
+            self.refuse(f"`.{name}` is not allowed; names with two underscores are Python's", node)
+            return False
+        if (name.startswith("_") and not of_self and not _is_super_init(node)) or name in _FRAMES:
+            self.refuse(f"`.{name}` is not allowed; it is private", node)
+            return False
+        if isinstance(node.ctx, ast.Del) or (
+            isinstance(node.ctx, ast.Store) and not of_self and name != "cost_manager"
+        ):
+            self.refuse(
+                f"`{shown(node)}` may not be set; keep values in variables or on self", node
+            )
+        elif isinstance(node.ctx, ast.Store) and of_self and name == "prompts":
+            self.refuse("self.prompts is given; write the texts under `prompts`", node)
+        return True
+
+    def _Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if inside.shim_of(alias.name) not in _SHIMS:
+                self._module(alias.name, node)
+
+    def _ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = inside.absolute(node.module or "", node.level)
+        kind = inside.shim_of(module)
+        if kind in _SHIMS or module == "__future__":
+            return
+        shims = [inside.shim_of(f"{module}.{alias.name}") for alias in node.names]
+        if all(shim in _SHIMS for shim in shims) or not self._module(module, node):
+            return
+        for alias in node.names:
+            if alias.name == "*":
+                self.refuse(f"name what you import from {module}", node)
+            elif not public(module, alias.name):
+                self.refuse(_not_offered(module, alias.name), node)
+
+    def _module(self, module: str, node: ast.stmt) -> bool:
+        if module in MODULES:
+            return True
+        if module in ("operator", "prompt_custom"):
+            message = f"leave `import {module}` out: {module} is there already"
+        elif module.partition(".")[0] in sys.stdlib_module_names:
+            message = f"importing {module} is not allowed; {_OFFERED}"
+        else:
+            message = f"there is no module {module} for a graph; {_OFFERED}"
+        self.refuse(message, node)
+        return False
+
+    def _With(self, node: ast.With | ast.AsyncWith) -> None:
+        if isinstance(node, ast.With):
+            self.refuse("`with` is not allowed; a graph opens nothing", node)
+
+
+_OFFERED = f"a graph may import {listed(sorted(MODULES), 40)}"
+
+
+def _not_offered(module: str, name: str) -> str:
+    names = MODULES[module]
+    near = did_you_mean(name, names or ())
+    return f"{module}.{name} is not allowed in a graph{near}"
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    """A docstring, or a value on a line of its own."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_super_init(node: ast.Attribute) -> bool:
+    call = node.value
+    return (
+        node.attr == "__init__"
+        and isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "super"
+        and not call.args
+    )

@@ -1,0 +1,270 @@
+"""The check before running: whether a written graph may run, and what it can cost at worst.
+
+    text -> `form.py` -> syntax -> `allowed.py`, `names.py` -> `bound.py` -> budget
+
+Each refusal is a sentence that a policy could learn from, with its place in the graph's code.
+All that is found is said at once, in the order of the code, and nothing that only follows from
+something else. Nothing of the graph is run, and no text makes the check raise, or take long.
+
+What passes is bounded and plain; it still runs in the sandbox, under limits of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+
+from aflow_tune.errors import Fault
+from aflow_tune.graph import inside
+from aflow_tune.graph.broker import GraphLimits
+from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.shape import Shape, workflow_methods
+from aflow_tune.operators import Operator
+from aflow_tune.writer.allowed import check_syntax
+from aflow_tune.writer.bound import worst_case
+from aflow_tune.writer.following.walking import TooLarge
+from aflow_tune.writer.form import Unreadable, read_with_refusals
+from aflow_tune.writer.names import Scopes
+from aflow_tune.writer.refusals import Refusals, did_you_mean, listed
+from aflow_tune.writer.types import (
+    Bound,
+    CheckLimits,
+    RefusalKind,
+    Verdict,
+    Written,
+)
+
+MAX_CODE_CHARS = 40_000
+"""Of the graph's code. A graph is a page or two."""
+MAX_NODES = 8_000
+"""Of its syntax tree."""
+MAX_DEPTH = 80
+"""Of expressions and statements inside each other."""
+MAX_PROMPT_CHARS = 20_000
+"""Of one instruction."""
+LABEL = "graph_code"
+"""How messages name the graph."""
+_CODE_PROBLEM = "code"
+
+
+def check_written(
+    text: str,
+    *,
+    operators: Mapping[str, type[Operator]],
+    problem_type: str | None = None,
+    limits: CheckLimits | None = None,
+) -> Verdict:
+    """Check what a policy wrote. Raises for no text.
+
+    Args:
+        operators: those that the graph may use, by name.
+        problem_type: math, code or qa: what the workflow will be called with. None: either.
+        limits: what it may use at worst.
+    """
+    try:
+        written, refusals = read_with_refusals(text)
+    except Unreadable as error:
+        return Verdict(None, None, (error.refusal,))
+    verdict = check_graph_of(written, operators=operators, problem_type=problem_type, limits=limits)
+    if not refusals:
+        return verdict
+    return Verdict(verdict.written, verdict.graph, (*verdict.refusals, *refusals), verdict.bound)
+
+
+def check_graph_of(
+    written: Written,
+    *,
+    operators: Mapping[str, type[Operator]],
+    problem_type: str | None = None,
+    limits: CheckLimits | None = None,
+) -> Verdict:
+    """Check a workflow that has been read. Raises for no workflow; arguments as `check_written`."""
+    check = _Check(written, operators, problem_type, limits or CheckLimits())
+    try:
+        check.all()
+    except (TooLarge, RecursionError, MemoryError):
+        check.too_large("the graph is too large to be followed; write fewer and shorter steps")
+    return Verdict(written, check.graph, check.refusals.in_order(), check.bound)
+
+
+class _Check:
+    def __init__(
+        self,
+        written: Written,
+        operators: Mapping[str, type[Operator]],
+        problem_type: str | None,
+        limits: CheckLimits,
+    ) -> None:
+        self.written, self.operators = written, operators
+        self.problem_type, self.limits = problem_type, limits
+        self.refusals = Refusals()
+        self.graph: Graph | None = None
+        self.bound: Bound | None = None
+        self.spenders: Counter[tuple[int, int, str]] = Counter()
+
+    def too_large(self, message: str) -> None:
+        self.bound = None
+        self.refusals.add(RefusalKind.TOO_LARGE, message)
+
+    def all(self) -> None:
+        """Everything that can be found. Fills in graph, bound and refusals."""
+        if not self._is_python():
+            return
+        self.graph = Graph(
+            LABEL,
+            {inside.GRAPH_FILE: self.written.code},
+            operators=dict(self.operators),
+            instructions=dict(self.written.prompts),
+        )
+        shape = self.graph.shape
+        assert shape.tree is not None
+        check_syntax(shape.tree, shape.workflow, self.refusals)
+        scopes = Scopes(shape.tree, shape.workflow)
+        scopes.check(self.refusals)
+        used: set[str] = set()
+        if shape.workflow is not None and "__call__" in workflow_methods(shape):
+            used = self._follow(shape, scopes)
+        self._shape(shape)
+        self._prompts(shape, used)
+        if self.bound is not None:
+            self._budget(self.bound)
+
+    # Syntax
+
+    def _is_python(self) -> bool:
+        code = self.written.code
+        if len(code) > MAX_CODE_CHARS:
+            message = f"the code has {len(code):,} characters; write at most {MAX_CODE_CHARS:,}"
+            self.too_large(message)
+            return False
+        if _max_nesting(code) > MAX_DEPTH:
+            self.too_large("the code is nested too deeply; split it into statements")
+            return False
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(code)
+                if self._is_small(tree):
+                    compile(tree, inside.GRAPH_FILE, "exec", dont_inherit=True)
+                    return True
+        except SyntaxError as error:
+            self._syntax(error)
+        except (ValueError, RecursionError, MemoryError):
+            self.refusals.add(RefusalKind.SYNTAX, "the code is no Python that can be read")
+        return False
+
+    def _syntax(self, error: SyntaxError) -> None:
+        lines = self.written.code.splitlines()
+        line = min(error.lineno or 0, len(lines))
+        text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        message = f"this is no Python: {error.msg}"
+        message += f", in `{text:.60}`" if text else ""
+        self.refusals.at(RefusalKind.SYNTAX, message, line, max(1, error.offset or 1))
+
+    def _is_small(self, tree: ast.Module) -> bool:
+        count, level = 0, [tree.body]
+        depth = 0
+        here: list[ast.AST] = list(level[0])
+        while here:
+            count += len(here)
+            depth += 1
+            if count > MAX_NODES or depth > MAX_DEPTH:
+                what = "has too many parts" if count > MAX_NODES else "is nested too deeply"
+                self.too_large(f"the code {what}; a graph is a page of plain steps")
+                return False
+            here = [child for node in here for child in ast.iter_child_nodes(node)]
+        return True
+
+    # What the graph does
+
+    def _follow(self, shape: Shape, scopes: Scopes) -> set[str]:
+        """Follow the graph; the names of `prompts` that its code reads."""
+        found = worst_case(
+            shape,
+            operators=self.operators,
+            prompts=self.written.prompts,
+            limits=self.limits,
+            refusals=self.refusals,
+            scopes=scopes,
+        )
+        self.bound, self.spenders = found.bound, found.spenders
+        if self.bound is not None and not self.bound.operator_calls and not self.refusals.any():
+            message = (
+                "the workflow calls no operator; build one in __init__ and call it, as in "
+                "await self.solve(input=problem)"
+            )
+            self.refusals.add(RefusalKind.SHAPE, message, workflow_methods(shape)["__call__"])
+        return set(found.used_prompts)
+
+    def _shape(self, shape: Shape) -> None:
+        """What `graph/shape.py` finds, where nothing was said about that line."""
+        for fault in shape.faults:
+            line = _line_of(fault)
+            if line and self.refusals.has_line(line):
+                continue
+            message = f"expected {fault.expected}, found {fault.found}; {fault.cure}"
+            self.refusals.at(RefusalKind.SHAPE, message, line, 1 if line else 0)
+        call = workflow_methods(shape).get("__call__")
+        other = self.problem_type not in (None, _CODE_PROBLEM)
+        if call is not None and other and shape.needs_entry_point:
+            message = (
+                f"a problem of the type {self.problem_type} has no entry point; write "
+                "async def __call__(self, problem)"
+            )
+            self.refusals.add(RefusalKind.SHAPE, message, call)
+
+    # Prompts and budget
+
+    def _prompts(self, shape: Shape, used: set[str]) -> None:
+        known = [*dict.fromkeys([*shape.instances, *sorted(used)])]
+        for name, text in self.written.prompts.items():
+            if name not in known:
+                near = did_you_mean(name, known)
+                message = (
+                    f"the prompt {name!r:.60} belongs to no operator of the graph{near}; its "
+                    f"instances are {listed(shape.instances)}"
+                )
+                self.refusals.add(RefusalKind.PROMPT, message)
+            elif len(text) > MAX_PROMPT_CHARS:
+                message = (
+                    f"the prompt {name!r:.60} has {len(text):,} characters; write at most "
+                    f"{MAX_PROMPT_CHARS:,}"
+                )
+                self.refusals.add(RefusalKind.PROMPT, message)
+
+    def _budget(self, bound: Bound) -> None:
+        limits = self.limits
+        if bound.model_calls > limits.model_calls:
+            what = f"{bound.model_calls:,} calls of models, and {limits.model_calls:,} are allowed"
+        elif limits.tokens is not None and bound.tokens > limits.tokens:
+            what = f"{bound.tokens:,} tokens, and {limits.tokens:,} are allowed"
+        elif limits.usd is not None and bound.usd is not None and bound.usd > limits.usd:
+            what = f"${bound.usd:.4f}, and ${limits.usd:.4f} are allowed"
+        elif bound.operator_calls > (most := max(GraphLimits().calls, limits.model_calls)):
+            what = f"{bound.operator_calls:,} calls of operators, and {most:,} are allowed"
+        else:
+            return
+        message = f"the graph can use {what}; write fewer calls, or fewer turns of its loops"
+        place = (0, 0)
+        if self.spenders:
+            (line, column, operator), calls = self.spenders.most_common(1)[0]
+            place = (line, column)
+            message += f" ({operator} on line {line} takes up to {calls:,})"
+        self.refusals.at(RefusalKind.OVER_BUDGET, message, *place)
+
+
+def _max_nesting(code: str) -> int:
+    """Brackets that are open at once, at most; those in texts count too, which does no harm."""
+    depth = most = 0
+    for bracket in re.findall(r"[()\[\]{}]", code):
+        depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
+        most = max(most, depth)
+    return most
+
+
+def _line_of(fault: Fault) -> int:
+    place = re.search(r":(\d+)$", fault.where)
+    return int(place[1]) if place else 0
