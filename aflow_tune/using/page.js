@@ -48,7 +48,7 @@ function refusal(one) {
 
 function outcome(call) {
   if (call.kind === "model") return call.failure ? call.failure : "answered";
-  if (call.kind === "program") {
+  if (call.kind !== "operator") {
     return call.outcome + (call.limits_hit.length ? " (" + call.limits_hit.join(", ") + ")" : "");
   }
   return call.outcome;
@@ -56,6 +56,7 @@ function outcome(call) {
 
 function called(call) {
   if (call.kind === "operator") return call.operator + "  " + call.instance;
+  if (call.kind === "workflow") return "the workflow's code runs";
   if (call.kind === "program") return "program in the sandbox";
   const name = call.role === "policy" ? "the policy writes" : call.role + ": " + call.model;
   if (!call.retries) return name;
@@ -63,8 +64,8 @@ function called(call) {
 }
 
 function callRow(call) {
-  const row = element("tr", undefined, call.kind === "operator" ? "operator" : "");
-  if (call.kind !== "operator" && call.role !== "policy") row.classList.add("inner");
+  const inner = (call.kind === "model" && call.role !== "policy") || call.kind === "program";
+  const row = element("tr", undefined, inner ? "inner" : call.kind);
   row.append(element("td", call.start.toFixed(2) + " s", "num"));
   const what = element("td", called(call));
   if (call.reason) what.append(element("span", call.reason, "soft"));

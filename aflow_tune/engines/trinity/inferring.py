@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from aflow_tune.config import BudgetSection
 from aflow_tune.context import RunContext
 from aflow_tune.engines.local.saved_weights import fingerprint
+from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.engines.trinity.endpoint import base_url, check_endpoint
 from aflow_tune.engines.trinity.evaluating import LocalModels, endpoint_model
 from aflow_tune.engines.trinity.recording import (
@@ -37,7 +38,7 @@ from aflow_tune.engines.trinity.solved import Problem, Solved, call_entries, tot
 from aflow_tune.engines.trinity.trained import (
     config_source,
     find_weights,
-    read_ready,
+    make_ready,
     sampling_of,
 )
 from aflow_tune.engines.trinity.validate import check_run_prompts, resolve_functions
@@ -91,7 +92,9 @@ def open_trained(
         found = find_weights(checkpoint)
     source = config_source(found, config)
     weights = found.weights if found is not None and endpoint is None else None
-    ready = read_ready(source.file, overrides, weights=weights, local_model=endpoint is None)
+    ready = load_config(source.file, overrides)
+    _require_writer(ready, source.file)
+    make_ready(ready, weights=weights, local_model=endpoint is None)
     if endpoint is not None:
         check_endpoint(endpoint, [served_model or ""], key_variable)
     return Inferer(
@@ -344,25 +347,29 @@ def _drawable(graph: Graph | None) -> bool:
     return graph is not None and 0 < len(graph.flow.nodes) <= MAX_DRAWN
 
 
+def _require_writer(config: AflowConfig, file: Path) -> None:
+    if config.writer.executor:
+        return
+    found = config.workflow or config.graph.path or "no workflow"
+    raise BadInput(
+        "This model was not trained to write workflows.",
+        [
+            Fault(
+                config.positions.where("writer.executor"),
+                "`writer: {executor: ROLE}`: the policy writes, the executor runs",
+                str(found),
+                f"measure it with `aflow-tune eval {file.name}`, or name another --config",
+            )
+        ],
+    )
+
+
 def _writer_of(config: AflowConfig, base: Path) -> WriterWorkflow:
-    """The workflow of the configuration's `writer:` section.
+    """The workflow of the configuration's `writer:` section; paths go out from `base`.
 
     Raises:
-        BadInput: it has none, or a faulty one.
+        BadInput: the section is faulty.
     """
-    if not config.writer.executor:
-        found = config.workflow or config.graph.path or "no workflow"
-        raise BadInput(
-            "This model was not trained to write workflows.",
-            [
-                Fault(
-                    config.positions.where("writer.executor"),
-                    "`writer: {executor: ROLE}`: the policy writes, the executor runs",
-                    str(found),
-                    f"measure it with `aflow-tune eval {base.name}`, or name another --config",
-                )
-            ],
-        )
     check_run_prompts(config, base)
     workflow, _ = resolve_functions(config, base)
     if not isinstance(workflow, WriterWorkflow):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from aflow_tune.context import DEFAULT_CALLER
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.trace import POLICY, Event, ModelCall, OperatorCall, ProgramRun, Trace
 from aflow_tune.writer.types import PROBLEM_TYPES, Bound, Level, ProblemType, Refusal
@@ -202,8 +203,9 @@ def bound_json(bound: Bound) -> dict[str, Any]:
 def call_entries(trace: Trace, origin: float) -> list[dict[str, Any]]:
     """The events of a trace by their start, as plain data.
 
-    Each has `kind` (model, operator or program), `caller`, `start` (seconds after `origin`, a
-    reading of the monotonic clock) and `seconds`; the rest depends on the kind.
+    Each has `kind` (model, operator, program, or workflow for the run of its own code),
+    `caller`, `start` (seconds after `origin`, a reading of the monotonic clock) and `seconds`;
+    the rest depends on the kind.
     """
     found = []
     for event in sorted(trace.events, key=lambda event: event.started):
@@ -238,8 +240,9 @@ def _entry(event: Event) -> dict[str, Any] | None:
             "reason": event.reason,
         }
     if isinstance(event, ProgramRun):
+        # The code of the workflow itself runs outside of any operator.
         return {
-            "kind": "program",
+            "kind": "workflow" if event.caller == DEFAULT_CALLER else "program",
             "caller": event.caller,
             "outcome": event.outcome,
             "wall": event.level,

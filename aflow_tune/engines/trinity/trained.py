@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ from trinity.common.config import GenerationConfig
 from aflow_tune.engines.local.saved_weights import Kind, kind_of
 from aflow_tune.engines.trinity.adaptations import adapt
 from aflow_tune.engines.trinity.changes import original_of
-from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.engines.trinity.model_checks import check_model
 from aflow_tune.engines.trinity.run_state import CHAIN_FILE, STEP_PREFIX, checkpoints
 from aflow_tune.engines.trinity.sampler_host import give_engine_settings
@@ -151,23 +149,18 @@ def config_source(found: Found | None, named: Path | None) -> Source:
     )
 
 
-def read_ready(
-    file: Path,
-    overrides: Sequence[str] = (),
-    *,
-    weights: Path | None = None,
-    local_model: bool = True,
-) -> AflowConfig:
-    """The configuration of `file`, filled in so that its models can be asked.
+def make_ready(
+    config: AflowConfig, *, weights: Path | None = None, local_model: bool = True
+) -> None:
+    """Fill in, in place, what it takes to ask the models of a configuration as it was loaded.
 
     Args:
         weights: those that will be loaded; a whole model needs no other.
         local_model: False where the policy is behind an endpoint.
 
     Raises:
-        BadInput: with every fault of the file and of the models.
+        BadInput: with every fault of the models.
     """
-    config = load_config(file, overrides)
     config.__dict__["_sampling"] = _held_out_sampling(config)
     if weights is not None and kind_of(weights) is Kind.MODEL:
         config.model.model_path = str(weights)
@@ -184,7 +177,6 @@ def read_ready(
     for validator in (upstream.ModelConfigValidator(), LocalExplorerValidator()):
         run_validator(validator, config)
     give_engine_settings(config)
-    return config
 
 
 def sampling_of(config: AflowConfig, temperature: float | None = None) -> dict[str, float]:
