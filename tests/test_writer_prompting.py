@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -63,8 +63,8 @@ def test_a_new_argument_of_an_operator_is_taught_without_a_change_here() -> None
     class Shout(Operator):
         """Says it loudly."""
 
-        asks = {"main": Prompt(needs=("text",), text="{text}")}
-        returns = {"loud": "the text in capitals"}
+        asks: ClassVar = {"main": Prompt(needs=("text",), text="{text}")}
+        returns: ClassVar = {"loud": "the text in capitals"}
 
         async def run(self, text: str) -> dict[str, str]:
             return {"loud": text.upper()}

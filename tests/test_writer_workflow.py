@@ -36,8 +36,8 @@ from aflow_tune.operators import OPERATORS, TestCases
 from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.signature import check_workflow
 from aflow_tune.trace import ModelCall, OperatorCall
-from aflow_tune.writer.prompting import KEEP
 from aflow_tune.writer.outcome import keeps
+from aflow_tune.writer.prompting import KEEP
 from aflow_tune.writer.types import CheckLimits, Level
 from aflow_tune.writer.workflow import ExecutorFailed, WriterWorkflow
 
@@ -131,13 +131,21 @@ def test_the_policys_own_tokens_are_no_part_of_the_reward() -> None:
     assert few.record["parts"]["efficiency"] == many.record["parts"]["efficiency"]
 
 
-def test_a_graph_that_asks_nobody_has_spent_nothing() -> None:
-    ran = run([text(graph('return "3"'), **{})], [])
-    if ran.record["level"] == 0:
-        assert ran.record["tokens"] == 0
-        assert ran.record["parts"]["efficiency"] == 1.0
-    else:  # the check refuses it
-        assert not ran.record["valid"]
+def test_a_graph_that_asks_nobody_is_refused_and_one_that_does_not_get_so_far_spent_nothing() -> (
+    None
+):
+    ran = run([text(graph('return "3"'))], lambda _: "3")
+    assert (ran.record["level"], ran.record["valid"]) == (3, False)
+    early = graph(
+        "if problem:\n"
+        '    return "3"\n'
+        "found = await self.solve(input=problem)\n"
+        'return found["response"]'
+    )
+    ran = run([text(early)], [])
+    assert (ran.record["level"], ran.record["calls"]) == (0, 0)
+    assert (ran.record["tokens"], ran.record["usd"]) == (0, 0.0)
+    assert ran.record["parts"]["efficiency"] == 1.0
 
 
 LEVELS = [
@@ -172,7 +180,8 @@ def test_each_fallback_is_counted_and_earns_less_than_any_clean_run(
 
 
 def test_no_answer_at_all_is_wrong_and_not_unscored() -> None:
-    ran = run([text(NO_ANSWER)], lambda messages: "")
+    only = {"Custom": OPERATORS["Custom"]}
+    ran = run([text(NO_ANSWER)], lambda messages: "", operators=only)
     assert ran.error is None
     assert ran.metrics["correct"] == 0.0
     assert ran.record["answer"] == ""

@@ -43,9 +43,9 @@ REFUSED = graph("import os\nreturn os.getcwd()")
 PROMPTS = {"solve": SOLVE}
 
 
-def text(code: str = ONE, **prompts: str) -> str:
+def text(source: str = ONE, /, **prompts: str) -> str:
     """A whole reply in the hybrid form."""
-    return as_text(prompts or PROMPTS, code)
+    return as_text(prompts or PROMPTS, source)
 
 
 def writer(**more: Any) -> WriterWorkflow:

@@ -217,7 +217,7 @@ def _result(
     }
     facts = {
         "config": str(request.config),
-        "workflow": config.workflow or config.graph.path,
+        "workflow": config.workflow or config.graph.path or _writer_name(config),
         "model": plan.columns[0].side.served_model or config.model.model_path,
         "endpoint": request.endpoint,
         "score": config.report.score,
@@ -235,6 +235,11 @@ def _result(
         solved_at=request.solved_at,
         warnings=config.warnings,
     )
+
+
+def _writer_name(config: AflowConfig) -> str | None:
+    executor = config.writer.executor
+    return f"written by the policy, run by {executor}" if executor else None
 
 
 def _evaluations(

@@ -33,6 +33,11 @@ from aflow_tune.plugins import resolve
 from aflow_tune.signature import check_functions
 
 Function = Callable[..., Any]
+_OURS = "aflow_tune."
+_BY_CONTENT = ("graph", "score", "operators", "clients")
+"""Fields of functions that are objects: what is in them counts, not how it is written."""
+_AUXILIARY = ("name", "temperature", "top_p", "max_response_tokens", "chat_template")
+"""What decides the answers of an auxiliary model beside its weights."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def _other_workflow(side: Side, untouched: AflowConfig, request: Request) -> Fun
         workflow: Function = resolve(side.workflow or "", request.config.parent)
         return workflow
     config = copy.deepcopy(untouched)
-    config.workflow, config.graph.path = None, str(side.graph)
+    config.workflow, config.graph.path, config.writer.executor = None, str(side.graph), None
     return resolve_functions(config, request.config)[0]
 
 
@@ -158,7 +163,10 @@ def _identity(column: Column, source: Source, request: Request) -> dict[str, Any
         "models": repr(sorted(config.models.items())),
         "score": config.report.score,
         "seed": config.seed,
-        "auxiliary": [auxiliary.model_path for auxiliary in config.explorer.auxiliary_models],
+        "auxiliary": [
+            [getattr(auxiliary, name) for name in ("model_path", *_AUXILIARY)]
+            for auxiliary in config.explorer.auxiliary_models
+        ],
         "tasks": {
             name: [
                 _digest(json.dumps([t.raw_task for t in tasks], default=str).encode()),
@@ -171,17 +179,17 @@ def _identity(column: Column, source: Source, request: Request) -> dict[str, Any
 
 def _sources_of(function: Function) -> dict[str, str]:
     """Digests of the files that a function of the user's consists of, by module; an operator
-    graph is its own text."""
-    flow = as_graph(function)
-    if flow is not None:
-        texts = [sorted(flow.graph.sources.items()), sorted(flow.graph.prompts.items())]
+    graph is its own text, a writer its settings."""
+    if dataclasses.is_dataclass(function) and type(function).__module__.startswith(_OURS):
         settings = [
-            (item.name, repr(getattr(flow, item.name)))
-            for item in dataclasses.fields(flow)
-            if item.name not in ("graph", "score", "clients")
+            (item.name, repr(getattr(function, item.name)))
+            for item in dataclasses.fields(function)
+            if item.name not in _BY_CONTENT
         ]
-        own = {"graph": _digest(repr([texts, settings]).encode())}
-        inside = {str(number): _sources_of(part) for number, part in enumerate(flow.carries)}
+        named = sorted(getattr(function, "operators", ()))
+        own = {"graph": _digest(repr([_texts_of(function), named, settings]).encode())}
+        carried = getattr(function, "carries", ())
+        inside = {str(number): _sources_of(part) for number, part in enumerate(carried)}
         return {**own, **{f"{key}/{name}": v for key, d in inside.items() for name, v in d.items()}}
     plain = inspect.unwrap(getattr(function, "func", function))
     names = {*ship_by_value([function]), getattr(plain, "__module__", "")}
@@ -191,6 +199,14 @@ def _sources_of(function: Function) -> dict[str, str]:
         if file and Path(file).is_file():
             found[name] = _digest(Path(file).read_bytes())
     return found
+
+
+def _texts_of(function: Function) -> list[Any]:
+    flow = as_graph(function)
+    if flow is None:
+        return []
+    graph = flow.graph
+    return [sorted(texts.items()) for texts in (graph.sources, graph.prompts, graph.instructions)]
 
 
 def _digest(content: bytes) -> str:

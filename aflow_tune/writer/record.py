@@ -8,13 +8,11 @@ it; `score` and `parts` are None until the answer was scored.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.writer.structure import operators_of
 from aflow_tune.writer.types import Level, Verdict
-
-if TYPE_CHECKING:
-    from aflow_tune.writer.workflow import WriterRun
+from aflow_tune.writer.written_run import WriterRun
 
 MAX_PROBLEM = 2_000
 """Characters of the problem that are kept."""

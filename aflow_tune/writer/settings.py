@@ -104,6 +104,11 @@ def writer_from_config(
         check=check_limits(section, settings, helpers),
         seconds=section.timeout,
         sandbox=sandbox,
+        limited=tuple(
+            role
+            for role in dict.fromkeys(roles)
+            if _answer_tokens(role, settings, helpers) is not None
+        ),
     )
 
 
@@ -205,8 +210,8 @@ def _operator_faults(
         return
     allowed = {name: known[name] for name in section.operators or known}
     types: Sequence[str] = [section.problem_type] if section.problem_type else PROBLEM_TYPES
-    if not section.problem_type and section.benchmark in TYPE_OF_BENCHMARK:
-        types = [TYPE_OF_BENCHMARK[section.benchmark]]
+    if not section.problem_type and (section.benchmark or "").lower() in TYPE_OF_BENCHMARK:
+        types = [TYPE_OF_BENCHMARK[(section.benchmark or "").lower()]]
     for kind in types:
         try:
             default_graph(kind, allowed)

@@ -19,32 +19,39 @@ Left to others: from a configuration to this object (`settings.py`), the record 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Dict  # noqa: UP035 (the contract's spelling)
 
 from aflow_tune.context import caller, keep, record_metrics, state_key
 from aflow_tune.data.fields import FieldRead
-from aflow_tune.errors import AflowTuneError, BadInput, Fault
+from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.workflow import DEFAULT_PROBLEM_FIELDS, ScoreFunction
 from aflow_tune.models import as_client
 from aflow_tune.models.books import client_for
-from aflow_tune.models.types import Message, ModelClient, ModelFailure
+from aflow_tune.models.types import Message, ModelClient, Reply
 from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
+from aflow_tune.operators.registry import BUILT_IN
 from aflow_tune.scoring import find, score_both
-from aflow_tune.scoring.five_part import FORMS, Usage
-from aflow_tune.scoring.rewards import Unscored, logged, reward_settings, scored
+from aflow_tune.scoring.rewards import Unscored, logged, scored
 from aflow_tune.trace import ModelCall, Trace, note
 from aflow_tune.writer.check import check_written
-from aflow_tune.writer.execute import Executed, run_written
+from aflow_tune.writer.execute import run_written
+from aflow_tune.writer.outcome import START, TurnResult, keeps
 from aflow_tune.writer.prompting import policy_messages
 from aflow_tune.writer.record import record_of, run_metrics
-from aflow_tune.writer.reward import WriterReward, writer_reward
-from aflow_tune.writer.outcome import START, TurnResult, keeps
 from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemType
+from aflow_tune.writer.written_run import (
+    ExecutorFailed,
+    WriterRun,
+    raise_if_models_failed,
+    sum_of,
+    usage_of,
+)
+
+__all__ = ["CALLER", "TYPE_OF_BENCHMARK", "ExecutorFailed", "WriterRun", "WriterWorkflow"]
 
 if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
@@ -61,57 +68,6 @@ TYPE_OF_BENCHMARK: Mapping[str, ProblemType] = {
     "hotpotqa": "qa",
     "drop": "qa",
 }
-_BLAMELESS = frozenset(failure.value for failure in ModelFailure) - {ModelFailure.REFUSED.value}
-"""Failures of a model that no workflow can be blamed for. What is refused may be too long."""
-
-
-class ExecutorFailed(AflowTuneError, RuntimeError):
-    """The executor, or another model of a graph's operators, did not answer."""
-
-
-@dataclass(frozen=True)
-class WriterRun:
-    """What the policy wrote for one problem, and what became of it."""
-
-    problem: str
-    problem_type: ProblemType
-    turns: int
-    """How often the policy was asked."""
-    last: TurnResult
-    """The workflow that counts."""
-    usage: Usage
-    """Of the executor and the other frozen models, over all turns."""
-    model_calls: int
-    """Of the same, failed ones included."""
-
-    @property
-    def level(self) -> Level:
-        """Which workflow gave the answer."""
-        return self.last.executed.level
-
-    @property
-    def answer(self) -> Any:
-        """What the workflow returned; None where none gave an answer."""
-        return self.last.executed.run.answer
-
-    @property
-    def text(self) -> str:
-        """The answer as text."""
-        return self.last.executed.run.text
-
-    def reward(self, score: float, benchmark: str | None = None) -> WriterReward:
-        """What it earns if its answer scores `score`, by the run's settings."""
-        verdict = self.last.verdict
-        return writer_reward(
-            score,
-            self.text,
-            self.usage,
-            level=self.level,
-            form=None if verdict.written is None else verdict.written.form,
-            refusals=verdict.refusals,
-            settings=reward_settings().five_part,
-            answer_form=FORMS.get(benchmark or "", r"\S"),
-        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +101,9 @@ class WriterWorkflow:
     seconds: float = 180.0
     """For running one graph, fallbacks included."""
     sandbox: str = "auto"
+    limited: tuple[str, ...] = ()
+    """Roles whose models limit the length of their answers by themselves; to all others
+    `check.call_completion_tokens` is given."""
     clients: Mapping[str, ModelClient] = field(default_factory=dict)
     """By role, where no configuration's `models:` answer. They travel without their keys."""
 
@@ -152,7 +111,7 @@ class WriterWorkflow:
     def carries(self) -> tuple[Callable[..., Any], ...]:
         """Functions and classes of the user's inside, which travel to a worker as well."""
         scores = () if self.score is None else (self.score,)
-        return (*scores, *self.operators.values())
+        return (*scores, *(kind for name, kind in self.operators.items() if name not in BUILT_IN))
 
     @property
     def reads(self) -> tuple[FieldRead, ...]:
@@ -187,7 +146,7 @@ class WriterWorkflow:
         record = record_of(run)
         keep(CALLER, record)
         record_metrics(**run_metrics(run))
-        _raise_if_models_failed(run.last)
+        raise_if_models_failed(run.last)
         score, scores = await self._score(task, run, benchmark)
         reward = run.reward(score, benchmark)
         keep(CALLER, {**record, "score": score, "parts": dict(reward.parts)})
@@ -229,7 +188,7 @@ class WriterWorkflow:
             problem_type,
             asked,
             results[-1],
-            _sum([result.usage for result in results]),
+            sum_of([result.usage for result in results]),
             sum(result.model_calls for result in results),
         )
 
@@ -368,16 +327,18 @@ class WriterWorkflow:
             for event in trace.events:
                 note(event)
         calls = trace.of(ModelCall)
-        return TurnResult(text, verdict, executed, _usage(trace, executed), len(calls))
+        return TurnResult(text, verdict, executed, usage_of(trace, executed), len(calls))
 
     def _client(self, role: str, auxiliary_models: Mapping[str, Any]) -> ModelClient:
         """A frozen model: given here, an auxiliary model, or of the configuration's `models:`."""
         if role in self.clients:
-            return self.clients[role]
-        if role in auxiliary_models:
+            client = self.clients[role]
+        elif role in auxiliary_models:
             name = EXECUTOR_ROLE if role == self.executor else role
-            return as_client(auxiliary_models[role], role=name)
-        return client_for(role)
+            client = as_client(auxiliary_models[role], role=name)
+        else:
+            client = client_for(role)
+        return client if role in self.limited else _Limited(client, self.check)
 
     def _limits(self) -> GraphLimits:
         """What the check allowed, enforced while the graph runs."""
@@ -386,7 +347,6 @@ class WriterWorkflow:
             model_calls=self.check.model_calls,
             tokens=self.check.tokens,
             call_prompt_tokens=self.check.call_prompt_tokens,
-            call_completion_tokens=self.check.call_completion_tokens,
             retries=self.check.retries,
         )
 
@@ -404,47 +364,18 @@ class WriterWorkflow:
         return scored(scores["strict"]), logged(scores)
 
 
-def _usage(trace: Trace, executed: Executed) -> Usage:
-    """What running a workflow spent: money and tokens as the models told, no calls no cost."""
-    told = Usage.of(trace)
-    if not trace.of(ModelCall):
-        told = dataclasses.replace(told, usd=0.0, tokens=0)
-    return dataclasses.replace(told, seconds=executed.seconds, operators=executed.calls)
+class _Limited:
+    """A client whose answers are as long as the check has counted with, and no longer."""
 
+    def __init__(self, client: ModelClient, limits: CheckLimits) -> None:
+        self._client, self._most = client, limits.call_completion_tokens
+        self.role, self.model = client.role, client.model
 
-def _sum(usages: list[Usage]) -> Usage:
-    """All turns together; what one of them does not know is not known."""
-    costs = [usage.usd for usage in usages if usage.usd is not None]
-    tokens = [usage.tokens for usage in usages if usage.tokens is not None]
-    return Usage(
-        usd=sum(costs) if len(costs) == len(usages) else None,
-        tokens=sum(tokens) if len(tokens) == len(usages) else None,
-        seconds=sum(usage.seconds for usage in usages),
-        operators=sum(usage.operators for usage in usages),
-    )
-
-
-def _raise_if_models_failed(result: TurnResult) -> None:
-    """Raises ExecutorFailed where the frozen models are to blame for a run without a clean end:
-    none of their calls was answered, or one failed in an attempt that came to nothing."""
-    executed = result.executed
-    if result.model_calls and not executed.model_calls:
-        kinds = {kind for attempt in executed.attempts for kind in attempt.run.failures}
-        why = ", ".join(sorted(kinds)) or "no answer in time"
-        raise ExecutorFailed(f"no call of the executor was answered: {why}; {_reason(executed)}")
-    if executed.level is Level.CLEAN:
-        return
-    for attempt in executed.failed:
-        kinds = _BLAMELESS & set(attempt.run.failures)
-        if kinds:
-            raise ExecutorFailed(
-                f"calls of the executor failed ({', '.join(sorted(kinds))}), so the workflow "
-                f"cannot be judged: {attempt.why}"
-            )
-
-
-def _reason(executed: Executed) -> str:
-    return next((attempt.why for attempt in executed.failed), "")
+    async def complete(self, messages: Sequence[Message], **settings: Any) -> Reply:
+        """As the client's."""
+        asked = settings.pop("max_tokens", None)
+        most = self._most if asked is None else min(asked, self._most)
+        return await self._client.complete(messages, max_tokens=most, **settings)
 
 
 def _as_score(value: Any) -> float:

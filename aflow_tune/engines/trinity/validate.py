@@ -22,8 +22,8 @@ from aflow_tune.engines.trinity.engine_choice import choose_engine
 from aflow_tune.engines.trinity.experience_checks import check_experience_rows
 from aflow_tune.engines.trinity.mixes import fields_of_mix
 from aflow_tune.engines.trinity.mode_rules import needs_workflow
-from aflow_tune.engines.trinity.stages import parts_of
 from aflow_tune.engines.trinity.refusals_writer import auxiliary_models, check_writer_rows
+from aflow_tune.engines.trinity.stages import parts_of
 from aflow_tune.engines.trinity.tasksets import locate, read_taskset, user_tasksets
 from aflow_tune.engines.trinity.validators import prepare
 from aflow_tune.errors import BadInput, Fault

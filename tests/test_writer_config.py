@@ -1,0 +1,344 @@
+"""The section `writer:` of a configuration: what it becomes, what is refused, and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_validate import CONFIG, project  # noqa: F401  (a fixture)
+
+import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
+from aflow_tune.engines.trinity.config import AflowConfig, load_config
+from aflow_tune.engines.trinity.refusals_writer import auxiliary_models, check_writer
+from aflow_tune.engines.trinity.validate import check_data, resolve_functions, validate
+from aflow_tune.errors import BadInput
+from aflow_tune.operators import OPERATORS
+from aflow_tune.signature import check_functions
+from aflow_tune.writer.types import CheckLimits
+from aflow_tune.writer.workflow import WriterWorkflow
+
+MODELS = (
+    "models:\n"
+    "  executor: {model: m, base_url: 'http://127.0.0.1:1/v1', max_tokens: 300,\n"
+    "    prices: {input: 2.0, output: 8.0}}\n"
+    "  judge: {model: n, base_url: 'http://127.0.0.1:1/v1', max_tokens: 200,\n"
+    "    prices: {input: 1.0, output: 9.0}}\n"
+)
+AUXILIARY = (
+    "explorer: {auxiliary_models: [{name: frozen, model_path: m, max_response_tokens: 24}]}\n"
+)
+
+
+def config_of(tmp_path: Path, section: str, more: str = MODELS) -> tuple[AflowConfig, Path]:
+    text = CONFIG.replace("workflow: {root}/flow.py:two_calls\n", "")
+    path = tmp_path / "config.yaml"
+    path.write_text(text.format(root=tmp_path, model="model") + f"writer: {section}\n{more}")
+    return load_config(path), path
+
+
+def writer_of(tmp_path: Path, section: str, more: str = MODELS) -> WriterWorkflow:
+    config, path = config_of(tmp_path, section, more)
+    workflow, judge = resolve_functions(config, path)
+    assert isinstance(workflow, WriterWorkflow)
+    assert judge is None
+    check_functions(workflow, judge)
+    return workflow
+
+
+def test_an_executor_turns_it_on(tmp_path: Path) -> None:
+    workflow = writer_of(tmp_path, "{executor: executor, benchmark: gsm8k}")
+    assert workflow.executor == "executor"
+    assert workflow.operators == OPERATORS
+    assert workflow.benchmark == "gsm8k"
+    assert (workflow.turns, workflow.seconds, workflow.template) == (1, 180.0, None)
+    assert workflow.check == CheckLimits(
+        model_calls=20,
+        call_completion_tokens=300,
+        usd_per_prompt_token=2e-6,
+        usd_per_completion_token=8e-6,
+    )
+    assert workflow.clients == {}  # they are made where it runs, from the run's `models:`
+
+
+def test_everything_of_the_section_arrives(tmp_path: Path) -> None:
+    (tmp_path / "tests.jsonl").write_text('{"entry_point": "f", "test": ["assert candidate()"]}\n')
+    (tmp_path / "prompt.txt").write_text("{operators} {problem}")
+    (tmp_path / "score.py").write_text("def score(task, answer):\n    return 1.0\n")
+    section = (
+        "{executor: executor, operators: [Custom, Test], score: score.py:score, problem: q, "
+        "problem_type: code, entry_point: name, test_cases: tests.jsonl, prompt: prompt.txt, "
+        "turns: 3, timeout: 20, max_calls: 7, max_tokens: 9000, max_usd: 0.5, retries: 1, "
+        "models: {Test: judge}}"
+    )
+    workflow = writer_of(tmp_path, section)
+    assert list(workflow.operators) == ["Custom", "Test"]
+    assert workflow.models == {"Test": "judge"}
+    assert workflow.score is not None
+    assert workflow.score({}, "x") == 1.0
+    assert (workflow.problem, workflow.entry_point, workflow.problem_type) == ("q", "name", "code")
+    assert set(workflow.test_cases.sets) == {"f"}
+    assert workflow.template == "{operators} {problem}"
+    assert (workflow.turns, workflow.seconds) == (3, 20.0)
+    # the dearer of the two models, and the longer answers
+    assert workflow.check == CheckLimits(
+        model_calls=7,
+        tokens=9000,
+        usd=0.5,
+        retries=1,
+        call_completion_tokens=300,
+        usd_per_prompt_token=2e-6,
+        usd_per_completion_token=9e-6,
+    )
+    assert workflow.limited == ("executor", "judge")
+
+
+def test_an_auxiliary_model_may_execute(tmp_path: Path) -> None:
+    config, path = config_of(tmp_path, "{executor: frozen, benchmark: gsm8k}", AUXILIARY)
+    (found,) = auxiliary_models(config).items()
+    assert (found[0], found[1].answer_tokens, found[1].prompt_tokens) == ("frozen", 24, 232)
+    workflow, _ = resolve_functions(config, path)
+    assert isinstance(workflow, WriterWorkflow)
+    assert workflow.check.call_completion_tokens == 24
+    assert workflow.check.call_prompt_tokens == 232
+    assert workflow.check.usd_per_prompt_token is None
+    assert workflow.limited == ("frozen",)
+
+
+def test_an_operator_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "writer_user_ops.py").write_text(
+        "from aflow_tune.operators import Operator\n\n\n"
+        "class Shout(Operator):\n"
+        '    """Says it loudly."""\n\n'
+        "    returns = {'response': 'the text in capitals'}\n\n"
+        "    async def run(self, problem: str) -> dict[str, str]:\n"
+        "        return {'response': problem.upper()}\n"
+    )
+    more = MODELS + "operators: {Shout: writer_user_ops.py:Shout}\n"
+    workflow = writer_of(
+        tmp_path, "{executor: executor, benchmark: gsm8k, operators: [Shout]}", more
+    )
+    assert list(workflow.operators) == ["Shout"]
+    assert [part.__name__ for part in workflow.carries] == ["Shout"]
+    assert "- Shout(problem) -> response" in workflow.messages("P", "math")[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "places", "words"),
+    [
+        ("{executor: policy, benchmark: gsm8k}", MODELS, ["writer.executor"], "frozen"),
+        ("{executor: nobody, benchmark: gsm8k}", MODELS, ["writer.executor"], "'nobody'"),
+        (
+            "{executor: executr, benchmark: gsm8k}",
+            MODELS,
+            ["writer.executor"],
+            "did you mean executor",
+        ),
+        (
+            "{executor: frozen, benchmark: gsm8k}",
+            AUXILIARY + "models: {frozen: {model: m, base_url: 'http://127.0.0.1:1/v1'}}\n",
+            ["writer.executor"],
+            "both under",
+        ),
+        (
+            "{executor: executor, benchmark: gsm8k, models: {Review: policy, Nope: judge}}",
+            MODELS,
+            ["writer.models.Review", "writer.models.Nope"],
+            "frozen",
+        ),
+        (
+            "{executor: executor, benchmark: gsm8k, operators: [Custom], models: {Review: judge}}",
+            MODELS,
+            ["writer.models.Review"],
+            "may use: Custom",
+        ),
+        (
+            "{executor: executor, benchmark: gsm8k, operators: [Custom, Custm, Xyz]}",
+            MODELS,
+            ["writer.operators", "writer.operators"],
+            "did you mean Custom",
+        ),
+        (
+            "{executor: executor, benchmark: gsm8k, operators: [ScEnsemble, Revise]}",
+            MODELS,
+            ["writer.operators"],
+            "answers a problem",
+        ),
+        ("{executor: executor, benchmark: gsm9k}", MODELS, ["writer.benchmark"], "gsm8k"),
+        (
+            "{executor: executor, benchmark: gsm8k, turns: 0, max_calls: 0, timeout: -1, "
+            "retries: 99}",
+            MODELS,
+            ["writer.turns", "writer.max_calls", "writer.retries", "writer.timeout"],
+            "1 or more",
+        ),
+        (
+            "{executor: frozen, benchmark: gsm8k, max_usd: 0.5}",
+            AUXILIARY,
+            ["writer.max_usd"],
+            "writer.max_tokens instead",
+        ),
+        (
+            "{executor: executor, benchmark: gsm8k, max_usd: 0.5}",
+            "models: {executor: {model: m, base_url: 'http://127.0.0.1:1/v1', max_tokens: 9}}\n",
+            ["models.executor.prices"],
+            "in US dollars for a million tokens",
+        ),
+        (
+            "{executor: executor, benchmark: gsm8k, max_tokens: 500}",
+            "models: {executor: {model: m, base_url: 'http://127.0.0.1:1/v1'}}\n",
+            ["models.executor.max_tokens"],
+            "from which writer.max_tokens is counted",
+        ),
+        (
+            "{executor: executor, benchmark: gsm8k, prompt: nowhere.txt}",
+            MODELS,
+            ["writer.prompt"],
+            "No such file",
+        ),
+        (
+            "{executor: executor, benchmark: gsm8k}",
+            MODELS + "workflow: a.py:f\n",
+            ["workflow"],
+            "keep one",
+        ),
+    ],
+)
+def test_faults_name_their_keys_and_cures(
+    tmp_path: Path, section: str, more: str, places: list[str], words: str
+) -> None:
+    config, path = config_of(tmp_path, section, more)
+    with pytest.raises(BadInput) as refused:
+        resolve_functions(config, path)
+    found = [fault.where for fault in refused.value.faults]
+    assert len(found) == len(places), found
+    assert all(where.endswith(place) for where, place in zip(found, places, strict=True)), found
+    assert all(where.startswith(f"{path}:") for where in found)
+    assert words in str(refused.value)
+
+
+def test_a_benchmark_and_a_score_function_are_one_too_many(tmp_path: Path) -> None:
+    (tmp_path / "score2.py").write_text("def score(task, answer):\n    return 1.0\n")
+    section = "{executor: executor, benchmark: gsm8k, score: score2.py:score}"
+    config, path = config_of(tmp_path, section)
+    with pytest.raises(BadInput, match=r"writer\.score"):
+        resolve_functions(config, path)
+
+
+def test_a_judge_has_no_use(tmp_path: Path) -> None:
+    (tmp_path / "writer_judge.py").write_text(
+        "from typing import Any, Dict\n\nfrom aflow_tune import JudgeOutput\n\n\n"
+        "async def judge(task: Dict, response: Any) -> JudgeOutput:\n"
+        "    return JudgeOutput(reward=1.0)\n"
+    )
+    section = "{executor: executor, benchmark: gsm8k}"
+    config, path = config_of(tmp_path, section, MODELS + "judge: writer_judge.py:judge\n")
+    with pytest.raises(BadInput, match="judge"):
+        check_functions(*resolve_functions(config, path))
+
+
+def test_a_faulty_template_is_refused_with_its_placeholders(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("{operator} only")
+    config, path = config_of(tmp_path, "{executor: executor, benchmark: gsm8k, prompt: prompt.txt}")
+    with pytest.raises(BadInput, match=r"did you mean \{operators\}") as refused:
+        resolve_functions(config, path)
+    assert len(refused.value.faults) == 2
+
+
+def test_rows_are_checked_before_a_run(tmp_path: Path) -> None:
+    good = {"question": "q", "answer": "#### 1"}
+    rows = [
+        {**good, "benchmark": "gsm8k"},
+        {**good, "benchmark": "gsm9k"},
+        {**good, "benchmark": "drop"},
+        {**good, "benchmark": "gsm8k", "problem_type": "poetry"},
+    ]
+    for name in ("train", "held_out"):
+        text = "".join(json.dumps({**row, "of": name}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    config, path = config_of(tmp_path, "{executor: executor}")
+    workflow, _ = resolve_functions(config, path)
+    faults = check_data(config, workflow).faults
+    assert len(faults) == 6
+    train = [fault for fault in faults if "train.jsonl" in fault.where]
+    assert [fault.where.split("train.jsonl:")[1].split(":")[0] for fault in train] == [
+        "2",
+        "3",
+        "4",
+    ]
+    assert "without context, ref_text" in train[1].found
+    assert "poetry" in train[2].found
+
+
+def test_rows_without_a_benchmark_are_refused_unless_a_mix_gives_it(tmp_path: Path) -> None:
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps({"question": name, "answer": "1"}) + "\n"
+        )
+    config, path = config_of(tmp_path, "{executor: executor}")
+    workflow, _ = resolve_functions(config, path)
+    faults = [fault.cure for fault in check_data(config, workflow).faults]
+    assert len(faults) == 2
+    assert "writer: {benchmark: gsm8k}" in faults[0]
+
+
+def warnings_of(tmp_path: Path, section: str, *overrides: str) -> list[str]:
+    _, path = config_of(tmp_path, section)
+    return check_writer(load_config(path, overrides)).warnings
+
+
+def test_what_the_rest_of_the_configuration_makes_doubtful(tmp_path: Path) -> None:
+    section = "{executor: executor, benchmark: gsm8k, turns: 2, timeout: 100}"
+    assert warnings_of(tmp_path, section) == []
+    (late,) = warnings_of(tmp_path, section, "rollout.run_timeout=150")
+    assert "writer.turns x writer.timeout is 200 s" in late
+    (mixed,) = warnings_of(tmp_path, section, "algorithm.algorithm_type=grpo")
+    assert "grpo takes each turn for a run of its own" in mixed
+
+
+def test_a_section_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    text = CONFIG.format(root=tmp_path, model="model")
+    path.write_text(text + "writer: {benchmark: gsm8k}\n")
+    (fault,) = check_writer(load_config(path)).faults
+    assert fault.where.endswith("writer.executor")
+    path.write_text(text)
+    assert check_writer(load_config(path)).faults == []
+
+
+def test_validate_tells_everything_at_once(project: Path) -> None:  # noqa: F811
+    path = project / "config.yaml"
+    text = path.read_text().replace(f"workflow: {project}/flow.py:two_calls\n", "")
+    rest = "writer: {executor: nobody, operators: [Custm], turns: 0, benchmark: gsm8k}\n"
+    path.write_text(text.replace("batch_size: 2", "batch_size: 0") + rest)
+    report = validate(path)
+    found = " ".join(fault.where for fault in report.faults)
+    for key in ("writer.executor", "writer.operators", "writer.turns", "buffer.batch_size"):
+        assert key in found
+
+
+def test_a_sound_section_is_valid(project: Path) -> None:  # noqa: F811
+    path = project / "config.yaml"
+    text = path.read_text().replace(f"workflow: {project}/flow.py:two_calls\n", "")
+    rest = "writer: {executor: executor, score: score3.py:score, problem_type: math}\n"
+    path.write_text(text + rest + MODELS)
+    (project / "score3.py").write_text("def score(task, answer):\n    return 1.0\n")
+    report = validate(path)
+    assert report.faults == [], report.render()
+
+
+def test_identity_of_an_evaluation_follows_the_settings(tmp_path: Path) -> None:
+    from aflow_tune.evaluation.sources import _sources_of
+
+    found: list[Any] = []
+    for section in (
+        "{executor: executor, benchmark: gsm8k}",
+        "{executor: executor, benchmark: gsm8k, timeout: 180}",
+        "{executor: executor, benchmark: gsm8k, turns: 2}",
+        "{executor: executor, benchmark: gsm8k, operators: [Custom]}",
+        "{executor: executor, benchmark: gsm8k, models: {Custom: judge}}",
+    ):
+        found.append(_sources_of(writer_of(tmp_path, section)))
+    assert found[0] == found[1]
+    assert len({json.dumps(item) for item in found}) == 4
