@@ -23,11 +23,16 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "score",
     "data",
     "graph",
+    "check_graph",
     "sandbox",
 )
 """Modules of `aflow_tune.commands`, in the order in which `--help` lists them."""
 _CONFIG_COMMANDS = ("run", "validate")
-_COMMANDS = (*_CONFIG_COMMANDS, "init", *_COMMAND_MODULES)
+_COMMANDS = (
+    *_CONFIG_COMMANDS,
+    "init",
+    *(name.replace("_", "-") for name in _COMMAND_MODULES),
+)
 
 _EPILOG = """\
 examples:
