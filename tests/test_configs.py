@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,11 +15,30 @@ from aflow_tune.engines.trinity.validate import validate
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-OVERRIDES = {"react_gsm8k_qwen.yaml": ["cluster.ray_address=10.0.0.1:6379"]}
+CLUSTER = ["cluster.ray_address=10.0.0.1:6379"]
+OVERRIDES = {"react_gsm8k_qwen.yaml": CLUSTER, "writer_qwen7b.yaml": CLUSTER}
 OUR_SECTIONS = {
     field.name for field in fields(AflowSections) if field.default_factory is not MISSING
 }
 OURS = {field.name for field in fields(AflowSections)} - OUR_SECTIONS
+
+
+def write_mixed(path: Path, numbers: range) -> None:
+    """Rows of the sources of the writer's recipes, as `aflow-tune data prepare` writes them."""
+    rows: list[dict[str, str]] = []
+    for n in numbers:
+        own = {
+            "gsm8k": {"question": f"What is {n} + 3?", "answer": f"Add.\n#### {n + 3}"},
+            "mbpp": {
+                "prompt": f"Write add(x) that adds {n}.",
+                "entry_point": "add",
+                "code": f"def add(x):\n    return x + {n}",
+                "test": f"def check(candidate):\n    assert candidate(1) == {n + 1}",
+            },
+            "drop": {"context": f"Passage: {n} cats. Question: how many?", "ref_text": str(n)},
+        }
+        rows += [{"source": name, "benchmark": name, **row} for name, row in own.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -27,6 +47,10 @@ def test_it_is_valid_from_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("WRITER_DATA", str(tmp_path))
+    monkeypatch.setenv("OPENAI_API_KEY", "not-a-key")
+    write_mixed(tmp_path / "train.jsonl", range(8))
+    write_mixed(tmp_path / "validation.jsonl", range(8, 12))
     report = validate(path, OVERRIDES.get(path.name, []))
     assert not report.faults, report.render()
 
