@@ -1,9 +1,10 @@
 """One run of a graph: in the sandbox with a channel to this process, or, if trusted, in it.
 
-In the sandbox the program is `inside.py` with the graph's files beside it. Each call arrives as
-a message, is served in a task of its own (so that `asyncio.gather` in there is concurrency out
-here, and each call keeps its attribution), and is answered by its number. Whatever the program
-does, the run ends within its time and its number of calls, and how it ended is data.
+In the sandbox the program is `inside.py`, loaded in advance, with the graph's files beside it.
+Each call arrives as a message, is served in a task of its own (so that `asyncio.gather` in there
+is concurrency out here, and each call keeps its attribution), and is answered by its number.
+Whatever the program does, the run ends within its time and its number of calls, and how it ended
+is data.
 
 Left to others: the wall (`aflow_tune.sandbox`), the calls (`broker.py`).
 """
@@ -12,12 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.graph import inside
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 MAX_ANSWER_CHARS = 500_000
 MAX_MESSAGE_KB = 4096
 """Of one message in JSON: room for `GraphLimits.argument_chars` of any script."""
+PROGRAM = "import aflow_preloaded\naflow_preloaded.main()\n"
+"""What runs in the sandbox: `inside.py`, which is loaded there before a graph is to be run."""
 LINGER_SECONDS = 1.0
 """What a program has to end after its answer; then it is killed."""
 TRUSTED = "trusted"
@@ -178,9 +179,15 @@ async def _sandboxed(graph: Graph, setup: dict[str, Any], broker: Broker, policy
         output_kb=MAX_MESSAGE_KB,
     )
     async with open_channel(
-        _program(), files=dict(graph.sources), limits=limits, policy=policy
+        PROGRAM, files=dict(graph.sources), limits=limits, policy=policy, preload=inside.__name__
     ) as channel:
-        await channel.send(setup)
+        try:
+            await channel.send(setup)
+        except ValueError as error:
+            reason = f"{graph.label}: the problem cannot be handed over: {error}"
+            return GraphRun(GraphEnding.RAISED, reason=reason)
+        except ProgramEnded:
+            pass  # `receive` says how
         end = await _converse(channel, broker)
         execution = await _execution(channel)
     if end is None:
@@ -199,11 +206,6 @@ async def _execution(channel: Channel) -> Execution | None:
                 pass
             return channel.execution()
     return None
-
-
-@functools.cache
-def _program() -> str:
-    return Path(inside.__file__).read_text(encoding="utf-8") + "\n\nmain()\n"
 
 
 async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:

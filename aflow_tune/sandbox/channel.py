@@ -119,10 +119,16 @@ async def open_channel(
     files: Mapping[str, str] = {},
     limits: Limits = Limits(),  # noqa: B008
     policy: str = "auto",
+    preload: str = "",
 ) -> AsyncIterator[Channel]:
     """Run a program as `run_program` does, and talk with it. Leaving the block kills it.
 
     A message is at most `limits.output_kb` long.
+
+    Args:
+        preload: the dotted name of a module that the program finds as `aflow_preloaded`, loaded
+            before the program arrives and before its limits begin, with the standard library
+            alone. It is ours: the inner wall does not stand yet while it loads.
 
     Raises:
         SandboxUnavailable, BadInput: as `run_program`.
@@ -132,7 +138,7 @@ async def open_channel(
     taken: asyncio.Future[Sandbox] = loop.create_future()
 
     async def run(home: Engine) -> Execution:
-        async with home.sandbox(policy, limits.disk_mb) as sandbox:
+        async with home.sandbox(policy, limits.disk_mb, preload) as sandbox:
             loop.call_soon_threadsafe(_tell, taken, sandbox)
             return await run_in(sandbox, job)
 

@@ -5,8 +5,9 @@ delays no limit, and all loops and threads of the process share the sandboxes th
 lives as long as the process: the kernel ends a sandbox with the thread that started it, and a
 sandbox that is not reached by that ends when its socket closes.
 
-Each sandbox is used once. From the second program on, some are kept ready in advance; when none
-was wanted for a while they end. A process that was forked starts an engine of its own.
+Each sandbox is used once. From the second program on, some are kept ready in advance, of each
+kind that was wanted; when none was wanted for a while they end. A process that was forked starts
+an engine of its own.
 
 Left to others: what a wall is (`levels.py`), one sandbox's life (`process.py`).
 """
@@ -31,8 +32,10 @@ from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
 T = TypeVar("T")
 
 IDLE_SECONDS = 20.0
-_Kind = tuple[Level, int]
-"""A level, and how much disk its sandboxes have in MB."""
+REFILL_SECONDS = 0.03
+"""After one with a module was taken, until another is started; at once where none is left."""
+_Kind = tuple[Level, int, str]
+"""A level, how much disk its sandboxes have in MB, and the module that they load in advance."""
 
 
 class Engine:
@@ -64,14 +67,17 @@ class Engine:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @contextlib.asynccontextmanager
-    async def sandbox(self, policy: str, disk_mb: int) -> AsyncIterator[Sandbox]:
+    async def sandbox(self, policy: str, disk_mb: int, preload: str = "") -> AsyncIterator[Sandbox]:
         """A sandbox of its own for the block; it is gone when the block is left.
+
+        Args:
+            preload: a module of ours that it has loaded before it gets its program; '' for none.
 
         Raises:
             SandboxUnavailable: no wall that the policy accepts can be built.
         """
         level = await self.levels.choose(policy, self)
-        sandbox = await self._take((level, disk_mb))
+        sandbox = await self._take((level, disk_mb, preload))
         try:
             yield sandbox
         finally:
@@ -81,11 +87,11 @@ class Engine:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(closing)
 
-    async def start(self, level: Level, disk_mb: int) -> Sandbox:
+    async def start(self, level: Level, disk_mb: int, preload: str = "") -> Sandbox:
         """A new sandbox that is ready. WallFailed: it did not become so."""
         async with self._starting:
             try:
-                sandbox = Sandbox(level, self.levels.launch(level, disk_mb))
+                sandbox = Sandbox(level, self.levels.launch(level, disk_mb), preload)
             except OSError as error:
                 raise WallFailed(str(error)) from error
             try:
@@ -102,7 +108,7 @@ class Engine:
 
     def keep(self, sandbox: Sandbox) -> None:
         """Let one of those wait for a program; until there is one, not for long."""
-        self._waiting[sandbox.level, Limits().disk_mb].append(sandbox)
+        self._waiting[sandbox.level, Limits().disk_mb, ""].append(sandbox)
         self._rest_later()
 
     async def _take(self, kind: _Kind) -> Sandbox:
@@ -122,11 +128,16 @@ class Engine:
                     f"the {kind[0].value} sandbox could not be started, so the program was not "
                     f"run: {error}"
                 ) from error
-        if self._served > 1:
+        if self._served > 1 and waiting and kind[2]:
+            # Starting one takes a core for long, which this one's program may want.
+            self._loop.call_later(REFILL_SECONDS, self._refill, kind)
+        elif self._served > 1:
             self._refill(kind)
         return found
 
     def _refill(self, kind: _Kind) -> None:
+        if self._closing:
+            return
         self._rest_later()
         coming = self._coming[kind]
         for _ in range(self._keep - len(self._waiting[kind]) - len(coming)):

@@ -1,4 +1,5 @@
-"""What is sent into a sandbox: the code of its inside, and one program with its limits."""
+"""What is sent into a sandbox: the code of its inside, a module to be loaded in advance, and one
+program with its limits."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ class WallFailed(Exception):
 
 @functools.cache
 def code_of(name: str) -> CodeType:
-    """The compiled code of a module of this package, from its cache where there is one."""
-    spec = importlib.util.find_spec(f"aflow_tune.sandbox.{name}")
+    """The compiled code of a module, from its cache where there is one. `name` may leave out
+    this package."""
+    try:
+        spec = importlib.util.find_spec(name if "." in name else f"aflow_tune.sandbox.{name}")
+    except ModuleNotFoundError:
+        spec = None
     code = spec.loader.get_code(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
     if not isinstance(code, CodeType):
         raise WallFailed(f"the code of {name} is missing from this installation")

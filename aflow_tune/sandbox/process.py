@@ -21,7 +21,7 @@ import weakref
 from dataclasses import dataclass, field
 
 from aflow_tune.sandbox.ending import execution_of
-from aflow_tune.sandbox.job import Job, WallFailed, framed, inside_code
+from aflow_tune.sandbox.job import Job, WallFailed, code_of, framed, inside_code
 from aflow_tune.sandbox.paths import system_paths
 from aflow_tune.sandbox.types import Execution, Level
 from aflow_tune.sandbox.walls import FILTER, Launch
@@ -57,19 +57,22 @@ class _Output:
 class Sandbox:
     """One sandbox, for one program."""
 
-    def __init__(self, level: Level, launch: Launch) -> None:
+    def __init__(self, level: Level, launch: Launch, preload: str = "") -> None:
         self.level = level
         self._loop = asyncio.get_running_loop()
         self._killed_for: str | None = None
         self._lines = bytearray()
         self._inner: int | None = None
         self._inner_pid = 0
+        code = inside_code()
+        setup = {**launch.setup, "preload": None}
+        if preload:
+            setup |= {"preload": code_of(preload), "channel": code_of("_channel_inside")}
         mine, control = socket.socketpair()
         channel, inside = socket.socketpair()
         ends.update((mine, channel))
         outputs = [os.pipe(), os.pipe()]
         filters: list[int] = []
-        code = inside_code()
         try:
             command = list(launch.command)
             if launch.filter_program is not None:
@@ -114,7 +117,7 @@ class Sandbox:
         else:  # no descriptors for processes (macOS)
             waiting = self._loop.run_in_executor(None, self._process.wait)
             waiting.add_done_callback(lambda _: self._exited.set())
-        self._setup = code + framed(launch.setup)
+        self._setup = code + framed(setup)
         self._outputs = [_Output(read) for read, _ in outputs]
         for output in self._outputs:
             os.set_blocking(output.descriptor, False)
