@@ -39,7 +39,7 @@ Problems that also stand in a held-out task set are dropped.
 what it leaves: sft.jsonl and harvest.json in RUN_FOLDER/harvested. Train on it with
   mode: train
   algorithm: {algorithm_type: sft}
-  buffer: {trainer_input: {experience_buffer: {path: sft.jsonl, format: {prompt_type: messages}}}}
+  buffer: {trainer_input: {experience_buffer: {path: sft.jsonl, format: {messages_key: messages}}}}
 or let one YAML do both: see docs/warm_start.md.
 
 examples:
