@@ -110,7 +110,7 @@ class Journal(Generic[E]):
 
     def __init__(self, path: Path, kind: type[E]) -> None:
         self.path = path
-        self.kind = kind
+        self.kind: type[E] = kind
         self.entries: dict[tuple[str, str], E] = {}
         self._file: Any = None
 

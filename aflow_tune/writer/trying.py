@@ -94,7 +94,7 @@ class Trying:
             async with asyncio.timeout(self._seconds):
                 with context.activate(), Trace().activate():
                     row, policy = dict(problem.row), Recited(text)
-                    reward = await workflow(row, policy, self._auxiliary)  # type: ignore[arg-type]
+                    reward = await workflow(row, policy, self._auxiliary)
         except ExecutorFailed as error:
             raise Untried(f"{error}"[:MAX_REASON]) from None
         except Unscored as error:
