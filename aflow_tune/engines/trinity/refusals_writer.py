@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from aflow_tune.config import WriterSection
 from aflow_tune.data.checks import Findings
 from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
@@ -49,7 +50,7 @@ def check_writer(config: AflowConfig) -> Findings:
     found = Findings()
     positions, section = config.positions, config.writer
     if not section.executor:
-        if positions.given("writer"):
+        if section != WriterSection():
             expected = "a role that runs the workflows: without it the section is not read"
             cure = "writer: {executor: executor}, or remove the section"
             where = positions.where("writer.executor")
