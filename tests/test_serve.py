@@ -137,7 +137,7 @@ def test_a_problem_is_solved(trained: Client) -> None:
     assert got["answer"] == "The answer is 391"
     assert got["workflow"]["code"].strip() == GOOD.strip()
     assert got["score"] == 1.0
-    assert {call["kind"] for call in got["calls"]} == {"model", "operator"}
+    assert {call["kind"] for call in got["calls"]} == {"model", "workflow", "operator"}
     assert "/" not in got["calls"][0]["model"]
 
 

@@ -92,6 +92,7 @@ class SolveServer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.host, self.port))
+            listener.listen(MAX_CONNECTIONS)
         except (OSError, OverflowError) as error:
             listener.close()
             raise RunFailed(f"cannot listen on {self.host}:{self.port}: {error}") from error

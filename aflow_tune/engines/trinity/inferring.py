@@ -333,18 +333,22 @@ def _solved(
         policy_tokens=spent.policy_tokens,
         model_calls=run.model_calls,
         seconds=seconds,
-        mermaid=to_mermaid(verdict.graph.flow) if _drawable(verdict.graph) else "",
+        mermaid=_mermaid(verdict.graph),
         svg=_svg(verdict.graph, "the workflow that was written"),
         ran_svg=_svg(executed.graph, "the workflow that answered") if executed.level else "",
     )
 
 
+def _mermaid(graph: Graph | None) -> str:
+    return "" if graph is None or not _drawable(graph) else to_mermaid(graph.flow)
+
+
 def _svg(graph: Graph | None, title: str) -> str:
-    return to_svg(graph.flow, title=title) if graph is not None and _drawable(graph) else ""
+    return "" if graph is None or not _drawable(graph) else to_svg(graph.flow, title=title)
 
 
-def _drawable(graph: Graph | None) -> bool:
-    return graph is not None and 0 < len(graph.flow.nodes) <= MAX_DRAWN
+def _drawable(graph: Graph) -> bool:
+    return 0 < len(graph.flow.nodes) <= MAX_DRAWN
 
 
 def _require_writer(config: AflowConfig, file: Path) -> None:
