@@ -361,6 +361,10 @@ class KeyPositions:
             for path in place
         )
 
+    def inherited(self, key: str) -> bool:
+        """Whether the user set this key, but for more than the run at hand (see `stages`)."""
+        return False
+
     def where(self, key: str) -> str:
         """`file:line: key`, or the argument that set it, or the key alone."""
         shown = display(key)

@@ -112,9 +112,10 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
         config.trainer.save_interval = max(1, (steps or SAVES_A_RUN**2) // SAVES_A_RUN)
     if config.model.lora_configs is None and not given("trainer.max_checkpoints_to_keep"):
         config.trainer.max_checkpoints_to_keep = KEPT_FULL_CHECKPOINTS
-    if not given("explorer.eval_interval") and steps:
+    interval = "explorer.eval_interval"
+    if steps and (not given(interval) or config.positions.inherited(interval)):
         config.explorer.eval_interval = min(config.explorer.eval_interval, steps)
-        reasons["explorer.eval_interval"] = "the default would never be reached in this run"
+        reasons[interval] = "would never be reached in this run"
 
 
 def _settle_runners(config: AflowConfig, reasons: dict[str, str]) -> None:

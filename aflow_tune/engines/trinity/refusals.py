@@ -23,6 +23,7 @@ from aflow_tune.data.fields import most_calls
 from aflow_tune.engines.trinity.accounting import check_books
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.experience_checks import check_experiences
+from aflow_tune.engines.trinity.harvest_rules import check_harvest
 from aflow_tune.engines.trinity.mixes import check_mix
 from aflow_tune.engines.trinity.mode_rules import WITHOUT_TASKS, check_mode
 from aflow_tune.engines.trinity.model_checks import check_model
@@ -134,6 +135,8 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
     found.faults += _system_prompt(config, workflow)
     found.add(check_model(config))
     found.add(check_writer(config))
+    if config.mode == "harvest":
+        found.faults += check_harvest(config)
     if config.engine == "local":
         found.add(check_local(config))
     if not found.faults:
@@ -462,7 +465,8 @@ def _train_batch(config: AflowConfig, workflow: Callable[..., Any] | None) -> Fi
 def _evaluation(config: AflowConfig) -> Findings:
     found = Findings()
     steps, interval = total_steps(config), config.explorer.eval_interval
-    given = config.positions.given("explorer.eval_interval")
+    key = "explorer.eval_interval"
+    given = config.positions.given(key) and not config.positions.inherited(key)
     if given and steps is not None and interval > steps and config.mode in ("both", "colocate"):
         found.faults.append(
             Fault(

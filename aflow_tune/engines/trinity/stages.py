@@ -60,6 +60,10 @@ class StagePositions(KeyPositions):
     first_line: int | None = None
     shown: dict[str, str] = field(default_factory=dict)
 
+    def inherited(self, key: str) -> bool:
+        """Whether it is the top level that sets this key."""
+        return self.given(key) and key not in self.shown
+
     def where(self, key: str) -> str:
         """`file:line: stages[1].key`, or the argument that set it, or the top level's key."""
         path = key

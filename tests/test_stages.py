@@ -1,0 +1,443 @@
+"""`stages`: read, checked together, run one after the other, stopped and resumed in each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from data_project import pair, write_rows
+from project import write_project
+from trinity.common.config import Config
+
+from aflow_tune.engines.trinity.config import read_config
+from aflow_tune.engines.trinity.stages import parts_of, stage_configs
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted
+from aflow_tune.tuning import run_config, tune, validate_config
+
+STAGES = """
+stages:
+  - stage_name: warm_up
+    mode: train
+    algorithm: {{algorithm_type: sft}}
+    buffer:
+      train_batch_size: 4
+      total_steps: 6
+      explorer_input: {{eval_tasksets: []}}
+      trainer_input:
+        experience_buffer:
+          path: {root}/sft.jsonl
+          storage_type: file
+          format: {{messages_key: messages}}
+          data_selector: {{selector_type: shuffle}}
+    trainer: {{save_interval: 2}}
+  - stage_name: learn
+  - stage_name: test
+    mode: bench
+"""
+NAMES = ("warm_up", "learn", "test")
+
+
+@pytest.fixture
+def chain(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """The configuration of a chain: sft, then two steps of GRPO, then a bench; inline."""
+    return _write_chain(tmp_path, tiny_model_dir)
+
+
+def _write_chain(root: Path, model: Path) -> Path:
+    config = write_project(root, model)
+    write_rows(root / "sft.jsonl", [pair(f"What is {n}?", "aaaa bbbb") for n in range(12)])
+    config.write_text(config.read_text() + "inline: true\n" + STAGES.format(root=root))
+    return config
+
+
+def _folder(config: Path) -> Path:
+    return config.parent / "runs" / "tests" / "tiny"
+
+
+def _statuses(config: Path) -> dict[str, str]:
+    entries = json.loads((_folder(config) / "chain.json").read_text())["stages"]
+    return {entry["name"]: entry["status"] for entry in entries}
+
+
+def _line(config: Path, text: str, after: str = "") -> int:
+    """Number of the first line with `text`, after the first one with `after`."""
+    lines = config.read_text().splitlines()
+    start = next((i for i, line in enumerate(lines) if after and after in line), 0)
+    return next(i for i, line in enumerate(lines[start:], start + 1) if text in line)
+
+
+def _transcripts(folder: Path, step: int) -> list[str]:
+    path = folder / "evaluations" / "held_out" / f"step_{step}.jsonl"
+    records = sorted(map(json.loads, path.read_text().splitlines()), key=lambda r: r["item"])
+    return [call["response"] for record in records for call in record["transcript"]]
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def test_a_stage_holds_only_what_differs(chain: Path) -> None:
+    config, faults = read_config(chain)
+    assert not faults
+    warm_up, learn, test = stage_configs(config)
+    assert [part.name for part in (warm_up, learn, test)] == [f"tiny/{name}" for name in NAMES]
+    assert [part.mode for part in (warm_up, learn, test)] == ["train", "both", "bench"]
+    assert warm_up.algorithm.algorithm_type == "sft"
+    assert warm_up.algorithm.optimizer.lr == 0.003  # of the top level
+    assert warm_up.buffer.batch_size == 2
+    assert (warm_up.buffer.total_steps, learn.buffer.total_steps) == (6, 2)
+    assert warm_up.buffer.explorer_input.eval_tasksets == []
+    assert learn.buffer.explorer_input.eval_tasksets[0].name == "held_out"
+    assert warm_up.trainer.save_hf_checkpoint == learn.trainer.save_hf_checkpoint == "last"
+    assert all(part.inline and part.stages == [] for part in (warm_up, learn, test))
+
+
+def test_trinitys_own_iteration_yields_the_same(chain: Path) -> None:
+    config, _ = read_config(chain)
+    ours = [part.flatten() for part in stage_configs(config)]
+    theirs = [part.flatten() for part in Config.__iter__(config)]
+    assert ours == theirs
+    assert len(theirs) == 3
+
+
+def test_functions_of_another_algorithm_are_not_inherited(chain: Path) -> None:
+    text = chain.read_text().replace(
+        "  optimizer: {lr: 0.003}\n",
+        "  optimizer: {lr: 0.003}\n  kl_loss_fn: k2\n  kl_loss_fn_args: {kl_coef: 0.5}\n",
+    )
+    chain.write_text(text)
+    config, _ = read_config(chain)
+    warm_up, learn, _ = stage_configs(config)
+    assert learn.algorithm.kl_loss_fn == "k2"
+    assert learn.algorithm.kl_loss_fn_args == {"kl_coef": 0.5}
+    assert warm_up.algorithm.kl_loss_fn is None
+    assert not warm_up.positions.given("algorithm.kl_loss_fn")
+    assert learn.positions.given("algorithm.kl_loss_fn")
+
+
+def test_tasksets_of_a_stage_take_the_place_of_taskset(chain: Path) -> None:
+    text = chain.read_text().replace(
+        "  - stage_name: learn\n",
+        "  - stage_name: learn\n    buffer:\n      explorer_input:\n"
+        "        tasksets: [{name: other, path: train.jsonl}]\n",
+    )
+    chain.write_text(text)
+    learn = stage_configs(read_config(chain)[0])[1]
+    assert learn.buffer.explorer_input.taskset is None
+    assert [taskset.name for taskset in learn.buffer.explorer_input.tasksets] == ["other"]
+    assert not validate_config(chain).faults
+
+
+def test_overrides_reach_stages_and_the_top_level(chain: Path) -> None:
+    overrides = [
+        "stages[1].buffer.total_steps=7",
+        "buffer.total_steps=9",
+        "seed=11",
+        "stages[2].explorer.eval_on_startup=false",
+        "stages[0].model.max_model_len=300",
+    ]
+    config, faults = read_config(chain, overrides)
+    assert not faults
+    warm_up, learn, test = stage_configs(config)
+    assert [part.buffer.total_steps for part in (warm_up, learn, test)] == [6, 7, 9]
+    assert [part.seed for part in (warm_up, learn, test)] == [11, 11, 11]
+    assert learn.explorer.eval_on_startup
+    assert not test.explorer.eval_on_startup
+    assert (warm_up.model.max_model_len, learn.model.max_model_len) == (300, 256)
+    assert warm_up.model.model_path == learn.model.model_path
+    where = learn.positions.where("buffer.total_steps")
+    assert where == "command line: stages[1].buffer.total_steps=7"
+
+
+def test_a_key_is_named_where_it_was_written(chain: Path) -> None:
+    warm_up, learn, _ = stage_configs(read_config(chain)[0])
+    line = _line(chain, "algorithm_type: sft")
+    where = warm_up.positions.where("algorithm.algorithm_type")
+    assert where == f"{chain}:{line}: stages[0].algorithm.algorithm_type"
+    line = _line(chain, "optimizer:")
+    assert warm_up.positions.where("algorithm.optimizer.lr") == (
+        f"{chain}:{line}: algorithm.optimizer.lr"
+    )
+    line = _line(chain, "stage_name: learn")
+    assert learn.positions.where("algorithm.kl_loss_fn").startswith(f"{chain}:")
+    assert learn.positions.where("trainer.grad_clip").endswith(": trainer.grad_clip")
+    assert learn.positions.where("data_processor.task_pipeline") == (
+        f"{chain}:{line}: stages[1].data_processor.task_pipeline"
+    )
+
+
+# --- checking --------------------------------------------------------------------------------
+
+
+def _faults(config: Path, *overrides: str) -> dict[str, Any]:
+    return {fault.where: fault for fault in validate_config(config, overrides).faults}
+
+
+def test_all_stages_are_checked_at_once(chain: Path) -> None:
+    text = chain.read_text()
+    text = text.replace("train_batch_size: 4", "train_batch_size: 40")
+    text = text.replace("  - stage_name: learn\n", "  - stage_name: learn\n    mode: serve\n")
+    text += "    explorer: {eval_interval: 0}\n"
+    chain.write_text(text)
+    found = _faults(chain)
+    expected = {
+        f"{chain}:{_line(chain, 'train_batch_size: 40')}: stages[0].buffer.train_batch_size",
+        f"{chain}:{_line(chain, 'mode: serve')}: stages[1].mode",
+        f"{chain}:{_line(chain, 'eval_interval: 0')}: stages[2].explorer.eval_interval",
+    }
+    assert expected <= set(found)
+    assert not _folder(chain).exists()
+    with pytest.raises(BadInput, match="These stages cannot run"):
+        run_config(chain)
+    assert not _folder(chain).exists()
+
+
+def test_faults_of_names_keys_and_values(chain: Path) -> None:
+    text = chain.read_text().replace("stage_name: test", "stage_name: learn")
+    chain.write_text(text.replace("train_batch_size: 4", "train_batch_sizes: 4"))
+    found = _faults(chain, "stages[1].algorithm.repeat_times=many")
+    last = _line(chain, "stage_name: learn", after="stage_name: learn") + 1
+    assert found[f"{chain}:{last}: stages[2].stage_name"].cure == "stage_name: learn_2"
+    line = _line(chain, "train_batch_sizes")
+    assert "train_batch_size" in found[f"{chain}:{line}: stages[0].buffer.train_batch_sizes"].cure
+    assert "command line: stages[1].algorithm.repeat_times=many" in found
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".."])
+def test_names_that_are_no_folders(chain: Path, name: str) -> None:
+    chain.write_text(chain.read_text().replace("stage_name: learn", f"stage_name: {name!r}"))
+    (fault,) = _faults(chain).values()
+    assert fault.where.endswith("stages[1].stage_name")
+
+
+@pytest.mark.parametrize(
+    ("path", "good"),
+    [
+        ("stage://warm_up/sft.jsonl", True),
+        ("stage://learn/sft.jsonl", False),  # itself
+        ("stage://test/sft.jsonl", False),  # a later one
+        ("stage://warm_up/../../sft.jsonl", False),
+        ("stage://warm_up", False),
+    ],
+)
+def test_a_file_of_an_earlier_stage(chain: Path, path: str, good: bool) -> None:
+    more = (
+        "    mode: train\n    algorithm: {algorithm_type: sft}\n    buffer:\n"
+        "      train_batch_size: 2\n      trainer_input:\n        experience_buffer:\n"
+        f"          path: {path}\n          format: {{messages_key: messages}}\n"
+    )
+    text = chain.read_text().replace("stage_name: learn\n", "stage_name: learn\n" + more)
+    chain.write_text(text)
+    found = _faults(chain)
+    if good:
+        assert not found
+        part = parts_of(read_config(chain)[0])[0][1][1]
+        buffer = part.buffer.trainer_input.experience_buffer
+        assert buffer is not None
+        assert buffer.path == str(_folder(chain) / "warm_up" / "sft.jsonl")
+    else:
+        ((where, fault),) = found.items()
+        line = _line(chain, f"path: {path}")
+        key = "buffer.trainer_input.experience_buffer.path"
+        assert where == f"{chain}:{line}: stages[1].{key}"
+        assert "of an earlier stage (warm_up)" in fault.expected
+
+
+def test_arguments_of_a_single_run_are_refused(chain: Path) -> None:
+    async def flow(task: dict, model: Any) -> float:
+        return 0.0
+
+    dataset = SimpleNamespace(path="rows.jsonl", split="train")
+    with pytest.raises(BadInput, match="describe a single run") as caught:
+        tune(flow, chain, train_dataset=dataset)
+    assert caught.value.faults[0].where == "tune(train_dataset=...)"
+
+
+# --- running ---------------------------------------------------------------------------------
+
+
+def test_a_chain_runs_from_sft_to_bench(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_config(chain)
+    folder = _folder(chain)
+    assert result.run_dir == folder
+    assert result.steps_done == 2
+    assert [point.path.parent.name for point in result.checkpoints] == ["learn", "learn"]
+    assert _statuses(chain) == dict.fromkeys(NAMES, "finished")
+
+    # The bench evaluates what the second stage ended with, on the same tasks and seeds.
+    assert _transcripts(folder / "test", 0) == _transcripts(folder / "learn", 2)
+    page = (folder / "report.html").read_text()
+    assert all(f'href="{name}/report.html"' in page for name in NAMES)
+    printed = capsys.readouterr().out
+    assert "warm_up  train  finished  6 of 6" in printed
+    assert "held_out, over all stages:" in printed
+
+    with pytest.raises(AlreadyFinished, match="All 3 stages"):
+        run_config(chain)
+
+
+def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
+    """Bit for bit: a new adapter adds nothing to the model that the first stage exported."""
+    import torch
+
+    from aflow_tune.engines.local.packing import Sample
+    from aflow_tune.engines.local.trainer import LocalTrainer
+    from aflow_tune.engines.trinity.train_engine import build_trainer
+    from aflow_tune.engines.trinity.validators import prepare
+
+    run_config(chain)
+    merged = _folder(chain) / "warm_up" / "export" / "merged"
+    resolved = read_config(_folder(chain) / "learn" / "resolved.yaml")[0]
+    assert resolved.model.model_path == str(merged)
+    learn = stage_configs(read_config(chain)[0])[1]
+    base_path = learn.model.model_path
+    learn.model.model_path = resolved.model.model_path
+    prepare(learn)
+    trainer = build_trainer(learn)
+    assert trainer.settings.lora is not None
+    whole = replace(trainer.settings, lora=None)
+    sample = Sample(torch.tensor([257, *range(100, 140)]), 9, torch.ones(32, dtype=torch.bool))
+    begun = trainer.logprobs([sample])[0]
+    assert torch.equal(begun, LocalTrainer(merged, whole).logprobs([sample])[0])
+    assert not torch.equal(begun, LocalTrainer(base_path, whole).logprobs([sample])[0])
+
+
+def test_changed_stages_are_refused_under_their_key(chain: Path) -> None:
+    run_config(chain)
+    changes = ("stages[0].buffer.train_batch_size=3", "stages[1].algorithm.optimizer.lr=0.1")
+    for override in changes:
+        with pytest.raises(BadInput) as caught:
+            run_config(chain, [override])
+        assert f"command line: {override}" in [fault.where for fault in caught.value.faults]
+    with pytest.raises(BadInput, match="A finished stage cannot go on"):
+        run_config(chain, ["stages[0].buffer.total_steps=8"])
+    with pytest.raises(BadInput, match="a chain of other stages"):
+        run_config(chain, ["stages[0].stage_name=cold_start"])
+    assert _statuses(chain)["learn"] == "finished"
+    # What hangs on nothing may go on: the last training stage, if no stage was built upon it.
+    text = chain.read_text()
+    chain.write_text(text + "  - stage_name: more\n    buffer: {total_steps: 1}\n")
+    assert run_config(chain).steps_done == 1
+    longer = run_config(chain, ["stages[3].buffer.total_steps=2"])
+    assert longer.steps_done == 2
+
+
+def test_single_runs_and_chains_do_not_share_a_folder(chain: Path, tiny_model_dir: Path) -> None:
+    with pytest.raises(BudgetReached, match="stage 'warm_up'"):
+        run_config(chain, ["budget.wall_seconds=0"])
+    assert _statuses(chain) == {"warm_up": "interrupted", "learn": "waiting", "test": "waiting"}
+    with pytest.raises(BadInput, match="a configuration with `stages`"):
+        run_config(chain, ["stages=[]"])
+    single = write_project(chain.parent / "single", tiny_model_dir, steps=1)
+    overrides = [f"checkpoint_root_dir={chain.parent}/others", "explorer.eval_interval=1"]
+    run_config(single, overrides, inline=True)
+    with pytest.raises(BadInput, match="a configuration without `stages`"):
+        run_config(chain, overrides[:1])
+
+
+def test_a_new_name_for_the_whole_chain(chain: Path) -> None:
+    with pytest.raises(BudgetReached):
+        run_config(chain, ["budget.wall_seconds=0"])
+    result = run_config(chain, ["continue_from_checkpoint=false"])
+    assert result.run_dir.parent == _folder(chain).parent
+    assert result.run_dir.name.startswith("tiny_2")
+    assert {path.name for path in result.run_dir.iterdir() if path.is_dir()} >= set(NAMES)
+
+
+def test_one_budget_for_all_stages(chain: Path) -> None:
+    """A step of GRPO makes 2 tasks x 4 runs x 2 calls, the evaluation before it 4 x 2: 24, so
+    that 30 end in the second step."""
+    with pytest.raises(BudgetReached, match="stage 'learn'"):
+        run_config(chain, ["budget.calls=30"])
+    assert (_folder(chain) / "account.sqlite").exists()
+    assert not (_folder(chain) / "learn" / "account.sqlite").exists()
+    with pytest.raises(BudgetReached, match="stage 'test'"):
+        # 30, step 2 again (16), its evaluation (8): 54; the bench needs 8 more.
+        run_config(chain, ["budget.calls=58"])
+    assert _statuses(chain) == {"warm_up": "finished", "learn": "finished", "test": "interrupted"}
+    run_config(chain, ["budget.calls=1000"])
+    assert set(_statuses(chain).values()) == {"finished"}
+
+
+# --- stopping --------------------------------------------------------------------------------
+
+_LONG = ("deterministic=true", "stages[0].buffer.total_steps=80", "buffer.total_steps=3")
+
+
+def _start(config: Path, *words: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "aflow_tune.cli", str(config), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_chain_that_is_stopped_in_every_stage_ends_as_one_that_is_not(
+    tmp_path: Path, tiny_model_dir: Path, how: signal.Signals
+) -> None:
+    from safetensors.torch import load_file
+
+    whole = _write_chain(tmp_path / "whole", tiny_model_dir)
+    output, _ = (process := _start(whole, *_LONG)).communicate(timeout=300)
+    assert process.returncode == 0, output
+
+    parts = _write_chain(tmp_path / "parts", tiny_model_dir)
+    signs = ("warm_up/global_step_2", "learn/global_step_1", "test/run.json")
+    for sign in signs:
+        process = _start(parts, *_LONG)
+        deadline = time.monotonic() + 120
+        while not (_folder(parts) / sign).exists():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, sign
+            time.sleep(0.02)
+        process.send_signal(how)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == (3 if how is signal.SIGINT else -signal.SIGKILL), output
+        stage = sign.partition("/")[0]
+        assert _statuses(parts)[stage] == ("interrupted" if how is signal.SIGINT else "running")
+    output, _ = (process := _start(parts, *_LONG)).communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert output.count(": finished\n") == 2
+
+    for stage, step in (("warm_up", 80), ("learn", 3)):
+        one, other = (
+            load_file(_folder(config) / stage / f"global_step_{step}" / "weights.safetensors")
+            for config in (whole, parts)
+        )
+        assert all(bool((one[name] == other[name]).all()) for name in one), stage
+    assert _transcripts(_folder(whole) / "test", 0) == _transcripts(_folder(parts) / "test", 0)
+    assert _start(parts, *_LONG).wait(timeout=120) == 5
+
+
+@pytest.mark.slow
+def test_the_rollout_stage_through_ray(chain: Path) -> None:
+    chain.write_text(chain.read_text().replace("inline: true", "inline: false"))
+    output, _ = (process := _start(chain)).communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert _statuses(chain) == dict.fromkeys(NAMES, "finished")
+    assert output.count("starting Ray") == 1
+    assert len(_transcripts(_folder(chain) / "learn", 2)) == 8
+
+
+def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:
+    from aflow_tune.engines.trinity.stage_chain import run_chain
+    from aflow_tune.engines.trinity.validate import functions_of
+
+    config = read_config(chain)[0]
+    finished = _folder(chain) / "warm_up" / "report.html"
+    with pytest.raises(Interrupted, match="before stage 'learn'"):
+        run_chain(config, *functions_of(config, chain), finished.exists)
+    assert _statuses(chain) == {"warm_up": "finished", "learn": "waiting", "test": "waiting"}
+    assert run_config(chain).steps_done == 2
