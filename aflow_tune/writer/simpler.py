@@ -1,7 +1,8 @@
 """A straight line of operators, built by us: what stands in for a graph that failed.
 
-One operator answers the problem; those of Review with Revise, Test and Format that are there
-too work on its answer, once each. How an operator is called and which of its values is the
+One operator answers the problem; Test for code, Format for other problems works on its answer if
+it was named too. Nothing else: what judges, votes and revises is what a graph that failed did
+more, and costs calls. How an operator is called and which of its values is the
 answer follow from its own signature and declarations, so operators of the user's take part as
 well. Nothing that the policy wrote goes into the code: only which operators it named.
 
@@ -69,19 +70,11 @@ def straight_line(
     if first is None:
         return None
     used = [first]
-    lines = [_call(first, operators[first], have)]
-    have.add("solution")
-    if {"Review", "Revise"} <= set(known):
-        used += ["Review", "Revise"]
-        lines.append(f"judged = await self.review({_arguments(operators['Review'], have)})")
-        lines.append("feedback = judged['feedback']")
-        lines.append(_call("Revise", operators["Revise"], {*have, "feedback"}))
-    if problem_type == "code" and entry_point and "Test" in known:
-        used.append("Test")
-        lines.append(_call("Test", operators["Test"], have))
-    if problem_type != "code" and "Format" in known:
-        used.append("Format")
-        lines.append(_call("Format", operators["Format"], have))
+    if problem_type == "code":
+        used += ["Test"] if entry_point and "Test" in known else []
+    else:
+        used += ["Format"] if "Format" in known else []
+    lines = [_call(name, operators[name], {*have, "solution"}) for name in used]
     code = _CODE.format(
         built="\n".join(
             f"        self.{_instance(name)} = operator.{name}(self.llm)" for name in used

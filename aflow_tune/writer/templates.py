@@ -29,8 +29,6 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "qa": ("extract_then_answer", "answer", "one_call"),
 }
 """By problem type, what is the default workflow if its operators are allowed: the first."""
-_SECOND_THOUGHTS = ("Review", "Revise")
-"""What a default workflow does without."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,8 @@ def default_graph(
         asks_too_much = template.graph.shape.needs_entry_point and not entry_point
         if set(template.operators) <= set(operators) and not asks_too_much:
             return template.graph
-    named = [name for name in operators if name not in _SECOND_THOUGHTS]
-    line = straight_line(named, operators, problem_type, entry_point and problem_type == "code")
+    names_entry = entry_point and problem_type == "code"
+    line = straight_line(list(operators), operators, problem_type, names_entry)
     if line is None:
         expected = "an operator that answers a problem, such as Custom or AnswerGenerate"
         found = ", ".join(sorted(operators)) or "none"
