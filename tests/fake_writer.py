@@ -13,9 +13,11 @@ from typing import Any
 
 from fake_run import TASKSET, write_step
 
+from aflow_tune.report.evaluation import load_evaluations
 from aflow_tune.report.metrics import append_metrics
 from aflow_tune.report.records import EvalRecord, append_record
 from aflow_tune.report.rollouts import Rollout, append_rollout
+from aflow_tune.report.writer_records import WriterRecords, WriterRun, load_writer, read_run
 
 HEAD = """\
 class Workflow:
@@ -172,6 +174,20 @@ def evaluated(
         step,
         {f"eval/{taskset}/finished_task_count": float(len(runs)), "time/eval": 1.0},
     )
+
+
+def read(kept: Any, step: int = 1, item: int = 0, reward: Any = 0.5) -> WriterRun:
+    """A record as it is read."""
+    run = read_run({"writer": kept}, step, ("set", item), reward)
+    assert run is not None
+    return run
+
+
+def loaded(run_dir: Path) -> WriterRecords:
+    """The records of a run folder."""
+    records = load_writer(run_dir, load_evaluations(run_dir))
+    assert records is not None
+    return records
 
 
 def write_writer_run(
