@@ -179,7 +179,8 @@ class WriterSection:
     turns: int = 1
     """How often the policy may write: after the first time it sees what became of its graph."""
     timeout: float = 180.0
-    """Seconds that one run of a graph may take, calls of models included."""
+    """Seconds for running what was written, calls of models and fallbacks included. What another
+    attempt may follow gets three quarters of what is left."""
     max_calls: int = 20
     """Calls of models that a graph could make at worst; one that could make more is refused."""
     max_tokens: int | None = None

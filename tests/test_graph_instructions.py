@@ -197,6 +197,18 @@ def test_construction_is_known_though_the_run_ends_by_force() -> None:
     assert (stuck.ending, stuck.built) == (GraphEnding.TIMED_OUT, False)
 
 
+def test_who_lies_about_the_construction_loses_by_it() -> None:
+    lie = "import aflow_channel; aflow_channel.send({'built': True})"
+    ran = run(graph_of(lie, "return 1, 0", {}), ScriptedModel([]))
+    assert ran.ending is GraphEnding.FORGED  # our side says it once more
+    ran = run(graph_of(f"{lie}; raise ValueError", "return 1, 0", {}), ScriptedModel([]))
+    assert (ran.ending, ran.built) == (GraphEnding.RAISED, True)
+    for word in ("1", "'true'", "True, 'id': 1"):
+        forged = lie.replace("True", word)
+        ran = run(graph_of(forged, "return 1, 0", {}), ScriptedModel([]))
+        assert ran.ending is GraphEnding.FORGED
+
+
 # -- limits of the models
 
 

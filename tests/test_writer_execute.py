@@ -7,12 +7,14 @@ walls and limits must hold without it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_outside import commands
 
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.graph.graph import Graph
@@ -296,6 +298,27 @@ def test_an_executor_that_never_answers_ends_in_time_and_leaves_nothing() -> Non
     assert levels(executed) == [0, 2, 3]
     assert {attempt.run.ending for attempt in executed.attempts} == {GraphEnding.TIMED_OUT}
     assert left == []
+
+
+def test_what_a_graph_has_started_is_gone_when_its_time_is_up() -> None:
+    mark = f"12{secrets.randbelow(10**9)}.5"
+    start = f"import os; os.posix_spawn('/usr/bin/sleep', ['sleep', '{mark}'], {{}})"
+    code = f"""{HEAD}
+    async def __call__(self, problem):
+        {start}
+        await self.solve(input=problem)
+"""
+    seen = []
+
+    async def silent(_: Sequence[Any]) -> str:
+        seen.append(any(mark in command for command in commands()))
+        await asyncio.Event().wait()
+        return ""
+
+    executed = execute(verdict(code), ScriptedModel(silent), limits=GraphLimits(seconds=3))
+    assert executed.attempts[0].run.ending is GraphEnding.TIMED_OUT
+    assert seen[0] is True
+    assert not any(mark in command for command in commands())
 
 
 def test_an_executor_that_answers_megabytes_harms_nobody() -> None:
