@@ -117,11 +117,12 @@ def examine(
         return shape
     try:
         shape.tree = tree
-        _Names(shape, operators, graph_label, files).read(tree)
+        nodes = list(ast.walk(tree))
+        _Names(shape, operators, graph_label, files).read(tree, nodes)
         known = {*shape.constants, *prompts} if complete else None
-        _check_attributes(shape, operators, known, graph_label)
+        _check_attributes(shape, nodes, operators, known, graph_label)
         _workflow(shape, graph_label)
-        shape.operators = tuple(_built(shape, tree))
+        shape.operators = tuple(_built(shape, nodes))
     except RecursionError:
         cure = "split the expression"
         found = "an expression nested too deeply"
@@ -174,15 +175,15 @@ class _Names:
         self.shape, self.operators, self.label, self.files = shape, operators, label, files
         self.shape.modules = {"operator": "operator", "prompt_custom": "prompt"}
 
-    def read(self, tree: ast.Module) -> None:
+    def read(self, tree: ast.Module, nodes: Sequence[ast.AST]) -> None:
         optional = {
             id(node)
-            for block in ast.walk(tree)
+            for block in nodes
             if isinstance(block, ast.Try)
             for statement in block.body
             for node in ast.walk(statement)
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             must = id(node) not in optional
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -273,11 +274,13 @@ def unknown_operator(name: str, operators: Collection[str], where: str) -> Fault
 
 
 def _check_attributes(
-    shape: Shape, operators: Collection[str], prompts: Collection[str] | None, label: str
+    shape: Shape,
+    nodes: Sequence[ast.AST],
+    operators: Collection[str],
+    prompts: Collection[str] | None,
+    label: str,
 ) -> None:
     """Faults of `operator.NAME` and `prompt_custom.NAME` that do not exist."""
-    assert shape.tree is not None
-    nodes = list(ast.walk(shape.tree))
     rebound = {
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
@@ -434,17 +437,17 @@ def _required(function: Function) -> list[str]:
     return names + [item.arg for item, default in pairs if default is None]
 
 
-def _built(shape: Shape, tree: ast.Module) -> Iterator[BuiltOperator]:
+def _built(shape: Shape, nodes: Sequence[ast.AST]) -> Iterator[BuiltOperator]:
     """Every place where an operator is built, with the name of what it is assigned to."""
     calls = [
         node
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Call) and shape.operator_class(node.func) is not None
     ]
-    at_once = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    at_once = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     named = {id(call) for call in calls if id(call) not in at_once}
     names: dict[int, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 _name_calls(target, node.value, named, names)
@@ -478,6 +481,6 @@ def _name_calls(
         name = target.id
     else:
         return
-    found = [node for node in ast.walk(value) if id(node) in wanted]
+    found = [node for node in ast.walk(value) if id(node) in wanted] if wanted else []
     for number, node in enumerate(found, 1):
         names.setdefault(id(node), name if len(found) == 1 else f"{name}_{number}")

@@ -13,7 +13,8 @@ import builtins
 import sys
 
 from aflow_tune.graph import inside
-from aflow_tune.writer.refusals import Refusals, did_you_mean, listed, shown
+from aflow_tune.writer.refusals import Refusals, did_you_mean, shown
+from aflow_tune.writer.tree import children
 from aflow_tune.writer.types import RefusalKind
 
 MODULES: dict[str, frozenset[str] | None] = {
@@ -170,6 +171,10 @@ _EXPRESSIONS = (
     ast.Lambda, ast.List, ast.ListComp, ast.Name, ast.NamedExpr, ast.Set, ast.SetComp, ast.Slice,
     ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp,
 )  # fmt: skip
+_KNOWN = frozenset(
+    {*_STATEMENTS, *_EXPRESSIONS, ast.alias, ast.arg, ast.arguments, ast.comprehension,
+     ast.keyword, ast.ExceptHandler}
+)  # fmt: skip
 _INSTEAD = {
     ast.AsyncFor: "`async for` has no known number of turns; write `for` over a list",
     ast.Global: "`global` is not allowed; hand values over as arguments or keep them on self",
@@ -237,7 +242,7 @@ class _Check:
         while pending:
             node = pending.pop()
             if self._node(node):
-                pending += reversed(list(ast.iter_child_nodes(node)))
+                pending += reversed(children(node))
 
     def _at_top(self, node: ast.stmt) -> None:
         if isinstance(node, ast.Try):
@@ -262,18 +267,24 @@ class _Check:
 
     def _node(self, node: ast.AST) -> bool:
         """Check one node; whether to look inside it."""
+        kind = type(node)
+        if kind not in _KNOWN:
+            return self._unknown(node)
+        check = getattr(self, f"_{kind.__name__}", None)
+        return True if check is None else check(node) is not False
+
+    def _unknown(self, node: ast.AST) -> bool:
         instead = _INSTEAD.get(type(node))
         if instead is not None:
             self.refuse(instead, node)
             return isinstance(node, (ast.AsyncFor, ast.TryStar))
-        if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
+        if isinstance(node, ast.stmt):
             self.refuse(f"`{type(node).__name__}` is not allowed in a graph", node)
             return False
-        if isinstance(node, ast.expr) and not isinstance(node, _EXPRESSIONS):
+        if isinstance(node, ast.expr):
             self.refuse(f"`{shown(node)}` is not allowed in a graph", node)
             return False
-        check = getattr(self, f"_{type(node).__name__}", None)
-        return True if check is None else check(node) is not False
+        return True
 
     def _ClassDef(self, node: ast.ClassDef) -> bool:
         if node is not self.workflow:
@@ -387,7 +398,10 @@ class _Check:
             self.refuse("`with` is not allowed; a graph opens nothing", node)
 
 
-_OFFERED = f"a graph may import {listed(sorted(MODULES), 40)}"
+_OFFERED = (
+    "a graph may import asyncio, collections, itertools, json, math, random, re, typing and a few "
+    "more of Python's modules"
+)
 
 
 def _not_offered(module: str, name: str) -> str:

@@ -25,6 +25,7 @@ from aflow_tune.writer.following.statements import Walk
 from aflow_tune.writer.following.walking import Cost
 from aflow_tune.writer.names import Scopes
 from aflow_tune.writer.refusals import Refusals
+from aflow_tune.writer.tree import children
 from aflow_tune.writer.types import Bound, CheckLimits
 
 
@@ -55,6 +56,7 @@ def worst_case(
         TooLarge: it takes too many steps.
     """
     assert shape.tree is not None
+    attributes, keys = _attributes_and_keys(shape.tree)
     walk = Walk(
         shape=shape,
         operators=operators,
@@ -63,8 +65,8 @@ def worst_case(
         refusals=refusals,
         scopes=scopes,
         functions=dict(workflow_methods(shape)),
-        attributes=_attributes(shape.tree) | scopes.of_class,
-        written_keys=_written_keys(shape.tree),
+        attributes=attributes | scopes.of_class,
+        written_keys=keys,
     )
     cost = walk.run()
     bound = None if walk.unbounded else bound_of(cost, limits)
@@ -84,25 +86,23 @@ def bound_of(cost: Cost, limits: CheckLimits) -> Bound:
     return Bound(cost.calls, cost.model_calls, prompt, completion, usd)
 
 
-def _attributes(tree: ast.Module) -> set[str]:
-    """What is set on self anywhere."""
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
+def _attributes_and_keys(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """What is set on self anywhere, and the keys that the code itself puts into objects.
 
-
-def _written_keys(tree: ast.Module) -> set[str]:
-    """Keys that the code itself puts into objects: `result["best"] = ...`, `update(best=...)`."""
+    Such keys are those of `result["best"] = ...` and of `update(best=...)`.
+    """
+    attributes: set[str] = set()
     keys: set[str] = set()
-    for node in ast.walk(tree):
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        pending += children(node)
         parts: list[ast.AST] = []
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            parts.append(node.slice)
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+                attributes |= {node.attr} if node.value.id == "self" else set()
+        elif isinstance(node, ast.Subscript):
+            parts += [node.slice] if isinstance(node.ctx, ast.Store) else []
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -116,4 +116,4 @@ def _written_keys(tree: ast.Module) -> set[str]:
             for item in ast.walk(part)
             if isinstance(item, ast.Constant) and isinstance(item.value, str)
         }
-    return keys
+    return attributes, keys

@@ -29,6 +29,7 @@ from aflow_tune.writer.following.walking import TooLarge
 from aflow_tune.writer.form import Unreadable, read_with_refusals
 from aflow_tune.writer.names import Scopes
 from aflow_tune.writer.refusals import Refusals, did_you_mean, listed
+from aflow_tune.writer.tree import levels
 from aflow_tune.writer.types import (
     Bound,
     CheckLimits,
@@ -165,18 +166,12 @@ class _Check:
         self.refusals.at(RefusalKind.SYNTAX, message, line, max(1, error.offset or 1))
 
     def _is_small(self, tree: ast.Module) -> bool:
-        count, level = 0, [tree.body]
-        depth = 0
-        here: list[ast.AST] = list(level[0])
-        while here:
-            count += len(here)
-            depth += 1
-            if count > MAX_NODES or depth > MAX_DEPTH:
-                what = "has too many parts" if count > MAX_NODES else "is nested too deeply"
-                self.too_large(f"the code {what}; a graph is a page of plain steps")
-                return False
-            here = [child for node in here for child in ast.iter_child_nodes(node)]
-        return True
+        nodes, depth = levels(tree, MAX_NODES, MAX_DEPTH)
+        if len(nodes) <= MAX_NODES and depth <= MAX_DEPTH:
+            return True
+        what = "has too many parts" if len(nodes) > MAX_NODES else "is nested too deeply"
+        self.too_large(f"the code {what}; a graph is a page of plain steps")
+        return False
 
     # What the graph does
 

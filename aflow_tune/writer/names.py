@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from aflow_tune.writer.allowed import BUILTINS, why_forbidden
 from aflow_tune.writer.refusals import Refusals, did_you_mean
+from aflow_tune.writer.tree import children
 from aflow_tune.writer.types import RefusalKind
 
 GIVEN = ("operator", "prompt_custom", "create_llm_instance", "DatasetType")
@@ -87,9 +88,15 @@ class Scopes:
         pending: list[ast.AST] = list(reversed(body))
         while pending:
             node = pending.pop()
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                self._loads.append((node, scope))
-            elif isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.Name):
+                if isinstance(node.ctx, ast.Load):
+                    self._loads.append((node, scope))
+                else:
+                    names.add(node.id)
+                continue
+            if isinstance(node, ast.Constant):
+                continue
+            if isinstance(node, ast.ClassDef):
                 # What a class binds is not visible in its methods.
                 names.add(node.name)
                 pending += reversed([*node.bases, *node.decorator_list])
@@ -108,7 +115,7 @@ class Scopes:
             elif isinstance(node, ast.AnnAssign):
                 pending += [item for item in (node.value, node.target) if item is not None]
             else:
-                pending += reversed(list(ast.iter_child_nodes(node)))
+                pending += reversed(children(node))
         for item in inner:
             self._read(item, scope)
 

@@ -39,7 +39,7 @@ from aflow_tune.writer.following.values import (
     most,
 )
 from aflow_tune.writer.following.walking import Cost
-from aflow_tune.writer.refusals import shown
+from aflow_tune.writer.refusals import Refusals, shown
 from aflow_tune.writer.types import RefusalKind
 
 _CALLABLE = (Function, Handle, Model, Named, OperatorClass, Method)
@@ -69,13 +69,22 @@ class Calls(Functions):
         if not targets:
             return self._not_callable(node, callee)
         results: list[Value] = []
+        found: list[Refusals] = []
+        everything = self.refusals
         ends: list[tuple[State, Cost]] = []
         state, cost = self.here, self.cost
         for number_, target in enumerate(sorted(targets, key=_order)):
             self.state = state.copy() if number_ + 1 < len(targets) else state
             self.cost = cost
+            if len(targets) > 1:
+                self.refusals = Refusals()
+                found.append(self.refusals)
             results.append(self._call_one(node, target, given))
             ends += self.ends()
+        self.refusals = everything
+        if all(one.any() for one in found):  # which it is may be known where it fits one of them
+            for one in found:
+                everything.take(one)
         self.meet(ends)
         return joined(*results)
 

@@ -269,6 +269,10 @@ class Expressions(Items):
             keys += [obj.keys for obj in found] or [PLAIN]
             lengths += [obj.length for obj in found] or [None]
         made = Obj("dict", total(lengths), joined(NOTHING, *items), joined(NOTHING, *keys))
+        names = tuple(key.value for key in node.keys if isinstance(key, ast.Constant))
+        texts = tuple(name for name in names if isinstance(name, str))
+        if len(set(texts)) == len(node.keys):
+            made = replace(made, elements=tuple(items), names=texts)
         return self.new(node, made)
 
     def _ListComp(self, node: ast.ListComp) -> Value:

@@ -219,12 +219,11 @@ class Items(Calls):
         if isinstance(node.slice, ast.UnaryOp):
             low, high = interval(index)
             key = low if low == high else None
-        results = [self._item(node, atom, key) for atom in owner]
+        results = [self._item(node, atom, key) for atom in owner if not isinstance(atom, Result)]
+        results += self.keys_of_results(node, owner, key)
         return joined(NOTHING, *results) or BROKEN
 
     def _item(self, node: ast.Subscript, atom: Atom, key: object) -> Value:
-        if isinstance(atom, Result):
-            return self.key_of_result(node, atom, key)
         if isinstance(atom, Prompts):
             if isinstance(key, str):
                 return self.prompt_named(node, key, f'self.prompts["{key}"]')
@@ -232,6 +231,9 @@ class Items(Calls):
         if isinstance(atom, Ref):
             obj = self.here.heap.get(atom, Obj("list", None, PLAIN))
             elements = obj.elements
+            if obj.names is not None and elements is not None:
+                at = obj.names.index(key) if key in obj.names else -1
+                return elements[at] if at >= 0 else obj.items or PLAIN
             if type(key) is int and elements is not None and -len(elements) <= key < len(elements):
                 return elements[key]
             return obj.items or PLAIN

@@ -180,6 +180,9 @@ class Methods(Using):
                 length = atom.most if length is None else min(length, max(0, atom.most))
             return self.new(node, Obj("list", length, pair))
         if name in ("get", "pop"):
+            key = node.args[0] if node.args else None
+            if obj.names is not None and isinstance(key, ast.Constant) and key.value in obj.names:
+                return (obj.elements or ())[obj.names.index(key.value)]
             return joined(obj.items, second or NONE)
         if name == "setdefault":
             self.put(ref, second or NONE, 1, first)
@@ -209,7 +212,7 @@ class Methods(Using):
         if name == "append":
 
             def appended(old: Obj) -> Obj:
-                known = old.elements is not None and len(old.elements) < 64
+                known = old.elements is not None and len(old.elements) < 64 and old.names is None
                 elements = (*(old.elements or ()), value) if known else None
                 return Obj(
                     old.kind, total((old.length, 1)), joined(old.items, value), old.keys, elements
@@ -277,7 +280,10 @@ def _get(walk: Methods, node: ast.Call, result: Result, given: Given) -> Value:
     key = node.args[0] if node.args else None
     if not isinstance(key, ast.Constant):
         return PLAIN
-    return joined(walk.key_of_result(key, result, key.value), given.at(1) or NOTHING)
+    default = given.at(1)
+    if default is not None:  # whatever lacks is provided for
+        return joined(walk.facts(result.operator).keys.get(str(key.value), NOTHING), default)
+    return joined(NOTHING, *walk.keys_of_results(key, frozenset({result}), key.value))
 
 
 def _all_values(walk: Methods, node: ast.Call, result: Result, given: Given) -> Value:

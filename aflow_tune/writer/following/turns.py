@@ -24,20 +24,26 @@ def turns_of_while(node: ast.While, bounds: Bounds) -> int | None:
     """Turns at most, or None where that is not evident."""
     found = [
         turns
-        for test, late in _conditions(node)
-        if (turns := _turns(node, test, late, bounds)) is not None
+        for test, place in _conditions(node)
+        if (turns := _turns(node, test, place, bounds)) is not None
     ]
     return min(found, default=None)
 
 
-def _conditions(node: ast.While) -> Iterator[tuple[tuple[ast.expr, type, ast.expr], int]]:
-    """Comparisons that must hold for another turn, and turns that they may come late."""
+Comparison = tuple[ast.expr, type, ast.expr]
+
+
+def _conditions(node: ast.While) -> Iterator[tuple[Comparison, int | None]]:
+    """Comparisons that must hold for another turn, with their place in the body.
+
+    The place is None for the loop's own condition.
+    """
     for test in _conjuncts(node.test):
-        yield from ((comparison, 0) for comparison in _comparisons(test, negated=False))
-    for statement in node.body:
+        yield from ((comparison, None) for comparison in _comparisons(test, negated=False))
+    for place, statement in enumerate(node.body):
         if isinstance(statement, ast.If) and _leaves(statement.body):
             for test in _disjuncts(statement.test):
-                yield from ((comparison, 1) for comparison in _comparisons(test, negated=True))
+                yield from ((comparison, place) for comparison in _comparisons(test, negated=True))
         if any(isinstance(item, ast.Continue) for item in ast.walk(statement)):
             return  # what follows may be passed over
 
@@ -52,7 +58,7 @@ def _disjuncts(test: ast.expr) -> list[ast.expr]:
     return [part for item in test.values for part in _disjuncts(item)] if either else [test]  # type: ignore[attr-defined]
 
 
-def _comparisons(test: ast.expr, negated: bool) -> Iterator[tuple[ast.expr, type, ast.expr]]:
+def _comparisons(test: ast.expr, negated: bool) -> Iterator[Comparison]:
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return
     op: type | None = type(test.ops[0])
@@ -67,9 +73,7 @@ def _leaves(body: list[ast.stmt]) -> bool:
     return bool(body) and isinstance(body[-1], (ast.Break, ast.Return, ast.Raise))
 
 
-def _turns(
-    node: ast.While, test: tuple[ast.expr, type, ast.expr], late: int, bounds: Bounds
-) -> int | None:
+def _turns(node: ast.While, test: Comparison, place: int | None, bounds: Bounds) -> int | None:
     counter, op, limit = test
     start: tuple[int | None, int | None]
     if isinstance(counter, ast.Name):
@@ -87,7 +91,18 @@ def _turns(
         distance = start[1] - least + (1 if op is ast.GtE else 0)
     else:
         return None
-    return max(0, -(-distance // abs(step))) + late
+    turns = max(0, -(-distance // abs(step)))
+    if place is None:
+        return turns
+    # A condition in the body ends the turn in which it meets the limit, or begins another one.
+    steps_before = any(_moves(statement, counter) for statement in node.body[:place])
+    return max(1, turns) if steps_before else turns + 1
+
+
+def _moves(statement: ast.stmt, counter: ast.expr) -> bool:
+    if isinstance(counter, ast.Name):
+        return _own_step(statement, counter.id) is not None
+    return isinstance(counter, ast.Call) and _appends(statement, counter.args[0])
 
 
 def _step(node: ast.While, name: str) -> int | None:
@@ -219,14 +234,20 @@ def _appended(node: ast.While, name: str) -> int | None:
         return None
     appended = 0
     for statement in node.body:
-        value = statement.value if isinstance(statement, ast.Expr) else None
-        if (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Attribute)
-            and value.func.attr == "append"
-            and _is_name(value.func.value, name)
-        ):
+        if _appends(statement, ast.Name(name, ast.Load())):
             appended += 1
         elif not appended and any(isinstance(item, ast.Continue) for item in ast.walk(statement)):
             return None
     return appended or None
+
+
+def _appends(statement: ast.stmt, owner: ast.expr) -> bool:
+    """Whether a statement is `owner.append(...)`."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr == "append"
+        and isinstance(owner, ast.Name)
+        and _is_name(value.func.value, owner.id)
+    )

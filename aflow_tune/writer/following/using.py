@@ -152,7 +152,8 @@ class Using(Walking):
         try:
             bound = bind(self.operators[operator], positional, named)
         except TypeError as error:
-            message = f"{who} is called as {facts.signature}: {error}"
+            problem = facts.misfit(list(named)) or str(error)
+            message = f"{who} is called as {facts.signature}: {problem}"
             self.refuse(RefusalKind.ARGUMENTS, message, node)
             return {}
         places: list[ast.expr] = [*node.args, *(word.value for word in node.keywords)]
@@ -226,18 +227,25 @@ class Using(Walking):
             )
         return frozenset({Model()})
 
-    def key_of_result(self, node: ast.AST, result: Result, key: object) -> Value:
-        """`result["response"]`."""
-        keys = self.facts(result.operator).keys
-        if not isinstance(key, str) or key in self.written_keys:
-            return frozenset({Plain()})
-        if key in keys:
-            return keys[key]
-        return self.refuse(
-            RefusalKind.UNKNOWN_NAME,
-            f"{result.operator} returns {listed(keys)}, not {key!r:.60}{did_you_mean(key, keys)}",
-            node,
+    def keys_of_results(self, node: ast.AST, owner: Value, key: object) -> list[Value]:
+        """`result["response"]`: what stands there, by each operator that the result may be of.
+
+        A key that one of them returns is not refused: which of them it is may be known elsewhere.
+        """
+        results = [atom for atom in owner if isinstance(atom, Result)]
+        if not results or not isinstance(key, str) or key in self.written_keys:
+            return [PLAIN] if results else []
+        found = [
+            keys[key] for result in results if key in (keys := self.facts(result.operator).keys)
+        ]
+        if found or len(results) < len(owner):
+            return found or [PLAIN]
+        keys_there = self.keys_of(results[0])
+        message = (
+            f"{results[0].operator} returns {listed(keys_there)}, not {key!r:.60}"
+            f"{did_you_mean(key, keys_there)}"
         )
+        return [self.refuse(RefusalKind.UNKNOWN_NAME, message, node)]
 
 
 def _argument(node: ast.Call) -> ast.AST:
@@ -267,7 +275,17 @@ class Facts:
             if str(item.annotation).casefold().startswith(("list", "sequence", "typing.list"))
         }
         """Parameters that take lists."""
-        self.signature = f"({', '.join(_shown_parameter(item) for item in parameters)})"
+        self.names = [item.name for item in parameters if item.name != "mode"]
+        shown_ones = [_shown_parameter(item) for item in parameters if item.name in self.names]
+        self.signature = f"({', '.join(shown_ones)})"
+        self.takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
+
+    def misfit(self, named: list[str]) -> str:
+        """Which of these names is no argument; empty where all are."""
+        unknown = [name for name in named if name not in (*self.names, "mode")]
+        if not unknown or self.takes_any:
+            return ""
+        return f"it has no argument `{unknown[0]}`{did_you_mean(unknown[0], self.names)}"
 
 
 def _shown_parameter(parameter: inspect.Parameter) -> str:

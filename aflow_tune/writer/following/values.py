@@ -214,6 +214,8 @@ class Obj:
     keys: Value = NOTHING
     elements: tuple[Value, ...] | None = None
     """One by one, where that is known."""
+    names: tuple[str, ...] | None = None
+    """Of a dict the keys of its elements, in the same order."""
 
 
 def joined_objects(one: Obj, other: Obj) -> Obj:
@@ -224,12 +226,16 @@ def joined_objects(one: Obj, other: Obj) -> Obj:
     mine, others = one.elements, other.elements
     if mine is not None and others is not None and len(mine) == len(others):
         elements = tuple(joined(*pair) for pair in zip(mine, others, strict=True))
+    same = elements is not None and one.names == other.names
+    if one.names != other.names:
+        elements = None
     return Obj(
         one.kind if one.kind == other.kind else "list",
         most((one.length, other.length)),
         joined(one.items, other.items),
         joined(one.keys, other.keys),
         elements,
+        one.names if same else None,
     )
 
 
@@ -336,7 +342,7 @@ def _renamed(obj: Obj, ref: Ref, old: Ref) -> Obj:
         return value - {ref} | {old} if ref in value else value
 
     elements = None if obj.elements is None else tuple(map(one, obj.elements))
-    return Obj(obj.kind, obj.length, one(obj.items), one(obj.keys), elements)
+    return replace(obj, items=one(obj.items), keys=one(obj.keys), elements=elements)
 
 
 def _without_bounds(value: Value, before: Value) -> Value:

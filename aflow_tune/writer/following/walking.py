@@ -103,6 +103,8 @@ class Walking:
     loops: int = 0
     running: list[Key] = field(default_factory=list)
     """Variables that hold what the loops here run over."""
+    made_by: dict[object, ast.AST] = field(default_factory=dict)
+    """Calls that give something to wait for, by their place."""
     used_prompts: set[str] = field(default_factory=set)
     """Names under `prompts` that the code reads."""
 
@@ -154,6 +156,8 @@ class Walking:
     def new(self, node: ast.AST, obj: Obj, tag: object = "") -> Value:
         """A new object, made at this node on this path of calls."""
         place = (getattr(node, "lineno", 0), getattr(node, "col_offset", 0), type(node).__name__)
+        if obj.kind == "pending":
+            self.made_by[place] = node
         return self.here.new((self.path, place, tag), obj)
 
     def key(self, name: str) -> Key | None:
@@ -178,13 +182,10 @@ class Walking:
         if rest:
             return rest
         for ref in pending:
-            line, column, text = _called(ref, node)
-            self.refusals.at(
-                RefusalKind.ARGUMENTS,
-                f"the call{text} is not awaited; write `await` in front of it",
-                line,
-                column,
-            )
+            call = self.made_by.get(ref.site[1], node)
+            text = shown(call.func) if isinstance(call, ast.Call) else "this call"
+            message = f"`{text}(...)` is not awaited; write `await {text}(...)`"
+            self.refusals.add(RefusalKind.ARGUMENTS, message, call)
         return BROKEN
 
     # Paths that part and meet
@@ -231,10 +232,3 @@ class Walking:
     ) -> Value:
         """The value of a function's body; its parameters are set."""
         raise NotImplementedError
-
-
-def _called(ref: Ref, node: ast.AST) -> tuple[int, int, str]:
-    place = ref.site[1]
-    if isinstance(place, tuple) and place[0]:
-        return int(place[0]), int(place[1]) + 1, ""
-    return getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1, f" in {shown(node)}"
