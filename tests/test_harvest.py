@@ -257,12 +257,15 @@ def test_what_was_executed_is_not_executed_again(tmp_path: Path, executor: Fault
     assert len(executor.requests) == 33
 
 
-def test_what_failed_because_the_executor_did_not_answer_is_tried_again(
-    tmp_path: Path, executor: FaultyServer
+@pytest.mark.parametrize("trouble", [Step(status=500), Step(seconds=4.0)], ids=["error", "slow"])
+def test_what_failed_for_want_of_an_answer_is_tried_again(
+    tmp_path: Path, executor: FaultyServer, trouble: Step
 ) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["always"])
+    path = write_project(
+        tmp_path, executor.openai_url, templates=["always"], change=changed(writer={"timeout": 3})
+    )
     executor.steps = lambda number, request: (
-        Step(status=500) if "What is 5" in str(request.body) else sums(number, request)
+        trouble if "What is 5" in str(request.body) else sums(number, request)
     )
     kept, counts = harvest(path)
     assert (len(kept), counts["untried"], counts["failed"]) == (7, 1, 0)

@@ -142,7 +142,7 @@ def print_counts(counts: Mapping[str, Any], console: Console) -> None:
         ("failed while they ran", counts["failed"], counts["failed_examples"][:1]),
         ("answered wrongly", counts["wrong"], {}),
         ("could not be scored", counts["unscored"], {}),
-        ("not tried, a model failed", counts["untried"], list(counts["untried_by_reason"])[:1]),
+        ("not tried to the end", counts["untried"], list(counts["untried_by_reason"])[:1]),
         ("solved their problem", counts["solved"], {"problems": counts["solved_problems"]}),
         ("over a structure's share", counts["dropped_for_balance"], {}),
         ("kept", counts["kept"], counts["kept_by_source"]),

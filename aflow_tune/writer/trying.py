@@ -15,6 +15,7 @@ from typing import Any
 from aflow_tune.config import RewardsSection
 from aflow_tune.context import RunContext
 from aflow_tune.errors import AflowTuneError
+from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models.types import Message, Reply
 from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.trace import POLICY, Trace
@@ -68,7 +69,7 @@ class Trying:
         """The trial.
 
         Raises:
-            Untried: the frozen models did not answer.
+            Untried: the frozen models did not answer, or not in time.
             BudgetReached, SandboxUnavailable, BadInput: as the workflow.
         """
         workflow = self._workflow
@@ -96,7 +97,7 @@ class Trying:
                     row, policy = dict(problem.row), Recited(text)
                     reward = await workflow(row, policy, self._auxiliary)
         except ExecutorFailed as error:
-            raise Untried(f"{error}"[:MAX_REASON]) from None
+            raise Untried(str(error).partition(";")[0][:MAX_REASON]) from None
         except Unscored as error:
             unscored = str(error)
         except TimeoutError:
@@ -105,7 +106,13 @@ class Trying:
             raise
         except Exception as error:  # of a scorer of the user's
             unscored = f"{type(error).__name__}: {error}"
-        return _trial(problem, text, context.kept.get(CALLER, {}), reward, unscored)
+        kept = context.kept.get(CALLER, {})
+        if kept.get("outcome") == GraphEnding.TIMED_OUT:
+            raise Untried(
+                f"the graph had no answer in time (writer.timeout: {workflow.seconds:g} s): a "
+                "slow executor, or too much at once (local.max_batch)"
+            )
+        return _trial(problem, text, kept, reward, unscored)
 
 
 def _trial(

@@ -33,6 +33,7 @@ from trinity.common.config import DataSelectorConfig
 
 from aflow_tune.data.leaks import find_leaks
 from aflow_tune.data.rows import with_source
+from aflow_tune.engines.local.models import pick_device
 from aflow_tune.engines.trinity.accounting import books_of
 from aflow_tune.engines.trinity.evaluating import LocalModels
 from aflow_tune.engines.trinity.harvest_rules import run_folders
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 PAIRS_FILE = "sft.jsonl"
 COUNTS_FILE = "harvest.json"
+AT_ONCE_ON_PROCESSOR = 8
 _POLL_SECONDS = 0.2
 _SLACK_SECONDS = 1.0
 """Whoever says `stop` because of `budget.wall_seconds` began to count a little earlier."""
@@ -188,13 +190,14 @@ class _Harvesting:
                 self._books.open(),
                 self._journals() as (trials, lessons),
             ):
+                auxiliary = await self._auxiliary(local) if problems else {}
                 harvest = Harvest(
                     problems,
                     candidates,
                     self._messages,
                     Trying(
                         self.workflow,
-                        await self._auxiliary(local) if problems else {},
+                        auxiliary,
                         self.config.rewards,
                         self.config.rollout.run_timeout,
                     ),
@@ -203,7 +206,7 @@ class _Harvesting:
                     lessons=lessons,
                     teacher=client_for(str(self.section.teacher)) if self._asks else None,
                     seed=self.config.seed,
-                    at_once=self.config.local.max_batch,
+                    at_once=self._at_once(computed_here=bool(auxiliary)),
                 )
                 await harvest.run(self._progress(len(problems)))
                 harvested = harvest.result()
@@ -213,6 +216,13 @@ class _Harvesting:
     @property
     def _asks(self) -> bool:
         return "teacher" in self.section.sources
+
+    def _at_once(self, *, computed_here: bool) -> int:
+        """Problems under way together. Where the executor computes on this processor, many graphs
+        that wait for each other would only run out of time."""
+        most = self.config.local.max_batch
+        on_processor = computed_here and pick_device(self.config.local.device).type != "cuda"
+        return min(most, AT_ONCE_ON_PROCESSOR) if on_processor else most
 
     async def _problems(self) -> tuple[list[Problem], int]:
         """The problems to harvest on, and how many were dropped because they are held out."""
