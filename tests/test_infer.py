@@ -173,7 +173,7 @@ def test_the_text_form(
     assert main([*asked, "What is 17 * 23?"]) == 0
     text = capsys.readouterr().out
     for part in (
-        "workflow: read as hybrid; passed the check; at worst 1 model calls",
+        "workflow: read as hybrid; passed the check; at worst 1 model call and",
         "    class Workflow:", "  solve:", f"    {PROMPT}", "    flowchart TD",
         "answer (the workflow as it was written):", "    The answer is 391",
         "model calls 1", "reward ", "correctness 1.00",

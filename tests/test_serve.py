@@ -180,6 +180,29 @@ def test_the_page_is_ours_alone(trained: Client) -> None:
             assert way not in text
 
 
+def test_addresses_of_models_stay_here(tmp_path: Path) -> None:
+    """The executor's address and the model's folder are in reasons, and not in answers."""
+    nowhere = "http://127.0.0.1:9"
+    with ScriptedServer(policy) as writes:
+        config = write_config(tmp_path, nowhere, model=tmp_path / "secret" / "model")
+
+        def make() -> Any:
+            return open_trained(None, config=config, endpoint=writes.url, served_model="tuned")
+
+        private = make().private
+        assert private[f"{nowhere}/v1"] == private["127.0.0.1:9"] == "(an address)"
+        assert private[str(tmp_path / "secret" / "model")] == "model"
+        with serving(make, private={**private, "no answer": "NO ANSWER"}) as client:
+            status, got, _ = client(body={"problem": "no answer from nobody?", "type": "math"})
+    assert status == 200
+    assert not got["answered"]
+    text = json.dumps(got)
+    assert "127.0.0.1" not in text
+    assert str(tmp_path) not in text
+    assert got["problem"] == "no answer from nobody?"
+    assert "NO ANSWER" in got["reason"]
+
+
 def test_health_and_about(trained: Client) -> None:
     assert trained("/health")[:2] == (200, {"status": "ok", "working": 0, "at_once": 4})
     assert trained("/about")[1]["title"] == "run/global_step_2"

@@ -89,6 +89,7 @@ async def _serve(options: argparse.Namespace, token: str | None) -> int:
         port=options.port,
         bounds=Bounds(options.at_once, seconds),
         token=token,
+        private=inferer.private,
     )
     address = server.listen()
     print(f"loading {inferer.title}", flush=True)

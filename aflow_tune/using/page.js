@@ -20,6 +20,8 @@ function usd(value, unknown) {
   return "$" + (value < 0.01 ? value.toPrecision(2) : value.toFixed(4));
 }
 
+function counted(count, word) { return count + " " + word + (count === 1 ? "" : "s"); }
+
 function number(value) { return value === null || value === undefined ? "–" : String(value); }
 
 function picture(id, svg) {
@@ -59,8 +61,7 @@ function called(call) {
   if (call.kind === "workflow") return "the workflow's code runs";
   if (call.kind === "program") return "program in the sandbox";
   const name = call.role === "policy" ? "the policy writes" : call.role + ": " + call.model;
-  if (!call.retries) return name;
-  return name + " (" + call.retries + (call.retries === 1 ? " retry)" : " retries)");
+  return call.retries ? name + " (" + counted(call.retries, "more attempt") + ")" : name;
 }
 
 function callRow(call) {
@@ -136,12 +137,12 @@ function render(got) {
 
   const bound = written.bound;
   const most = bound
-    ? "; at worst " + bound.model_calls + " model calls, " +
-      (bound.prompt_tokens + bound.completion_tokens) + " tokens" +
+    ? "; at worst " + counted(bound.model_calls, "model call") + ", " +
+      counted(bound.prompt_tokens + bound.completion_tokens, "token") +
       (bound.usd === null ? "" : ", " + usd(bound.usd))
     : "";
   const how = written.form ? "Read as " + written.form : "Could not be read";
-  const turns = written.turns > 1 ? ", after " + written.turns + " turns" : "";
+  const turns = written.turns > 1 ? ", after " + counted(written.turns, "turn") : "";
   $("check-line").textContent = how + turns + "; " +
     (written.valid ? "passed the check" : "refused by the check") + most + ".";
   fill($("refusals"), written.refusals.map(refusal));
@@ -154,6 +155,7 @@ function render(got) {
   $("raw").open = !written.form;
 
   show("ran", !clean);
+  $("ran-title").textContent = got.answered ? "Workflow that answered" : "Workflow that ran last";
   $("ran-level").textContent = got.level_meaning;
   fill($("attempts"), got.attempts.map((one) =>
     LEVELS[one.level] + ": " + one.ending + (one.reason ? " – " + one.reason : "")));

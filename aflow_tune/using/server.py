@@ -15,9 +15,10 @@ import asyncio
 import json
 import logging
 import math
+import re
 import signal
 import socket
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Protocol
@@ -40,6 +41,8 @@ BODY_SECONDS = 15.0
 """A request has to be there whole within this time."""
 CLIENT_CLOSED = 499
 MAX_CONNECTIONS = 128
+_SOCKET = re.compile(r"Connect call failed \([^()]{0,200}\)")
+"""How asyncio says which address it did not reach."""
 _KINDS = {"page.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
 
 
@@ -62,7 +65,12 @@ class Bounds:
 
 
 class SolveServer:
-    """Serves a solver. `run` returns when it was stopped."""
+    """Serves a solver. `run` returns when it was stopped.
+
+    Args:
+        title: what the policy is called.
+        private: texts that are in no answer, with what stands there instead.
+    """
 
     def __init__(
         self,
@@ -73,8 +81,10 @@ class SolveServer:
         port: int = 8080,
         bounds: Bounds = Bounds(),
         token: str | None = None,
+        private: Mapping[str, str] | None = None,
     ) -> None:
         self.solver, self.title, self.bounds, self.token = solver, title, bounds, token
+        self.private = dict(private or {})
         self.host, self.port = host, port
         self._working: set[asyncio.Task[Solved]] = set()
         self._listener: socket.socket | None = None
@@ -213,7 +223,10 @@ class SolveServer:
         if task.cancelled():
             return _error("the server is being stopped", 503)
         error = task.exception()
-        return _json(task.result().to_json(), 200) if error is None else _told(error)
+        if error is not None:
+            return _told(error)
+        content = task.result().to_json()
+        return _json({**_without(self.private, content), "problem": problem.text}, 200)
 
     async def _bounded(self, work: Coroutine[Any, Any, Solved]) -> Solved:
         async with asyncio.timeout(self.bounds.seconds):
@@ -290,6 +303,19 @@ def _json(content: Any, status: int, headers: dict[str, str] | None = None) -> R
     # Half of a surrogate pair, which a model can write, is sent as JSON's escape of it.
     text = json.dumps(_finite(content), ensure_ascii=True, allow_nan=False)
     return Response(text, status, headers, media_type="application/json")
+
+
+def _without(private: Mapping[str, str], value: Any) -> Any:
+    """The value with other texts in the places of private ones."""
+    if isinstance(value, str):
+        for text, instead in private.items():
+            value = value.replace(text, instead)
+        return _SOCKET.sub("the connection failed", value)
+    if isinstance(value, dict):
+        return {key: _without(private, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without(private, item) for item in value]
+    return value
 
 
 def _finite(value: Any) -> Any:

@@ -82,7 +82,8 @@ def _verdict(solved: Solved) -> str:
         told.append(f"after {solved.turns} turns")
     if solved.bound is not None:
         bound = solved.bound
-        most = f"at worst {bound.model_calls} model calls and {bound.tokens} tokens"
+        calls = f"{bound.model_calls} model call{'' if bound.model_calls == 1 else 's'}"
+        most = f"at worst {calls} and {bound.tokens} tokens"
         told.append(most if bound.usd is None else f"{most}, {usd_text(bound.usd)}")
     return "; ".join(told)
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from aflow_tune.config import BudgetSection
 from aflow_tune.context import RunContext
@@ -155,6 +156,29 @@ class Inferer:
         settings = (config.writer, sorted(config.models.items()), config.prompts, config.operators)
         parts = (config.model.model_path, weights, policy, self.sampling, config.seed)
         return repr((*parts, auxiliary, settings))
+
+    @property
+    def private(self) -> dict[str, str]:
+        """What others need not know, with what to say instead: folders and addresses of models.
+
+        They can stand in the reasons of failures, which a graph may return as its answer.
+        """
+        config = self.config
+        models = [
+            config.model.model_path,
+            *(m.model_path for m in config.explorer.auxiliary_models),
+        ]
+        folders = [*models, self.weights, config.checkpoint_root_dir, Path.home(), Path.cwd()]
+        names = {
+            str(folder): Path(str(folder)).name or "a folder"
+            for folder in folders
+            if folder and Path(str(folder)).is_absolute() and len(str(folder)) > 1
+        }
+        urls = [self._endpoint, *(settings.base_url for settings in config.models.values())]
+        for url in filter(None, urls):
+            for part in (base_url(url), url.rstrip("/"), urlsplit(url).netloc.rpartition("@")[2]):
+                names[part] = "(an address)"
+        return dict(sorted(names.items(), key=lambda item: -len(item[0])))
 
     async def __aenter__(self) -> Inferer:
         """Load policy and auxiliary models.
