@@ -349,18 +349,30 @@ def test_a_slow_executor_ends_within_the_runs_time() -> None:
 
 
 def test_the_policy_sees_the_outcome_and_writes_again() -> None:
-    policy = ScriptedModel([text(RAISES), text()])
-    said = iter(["1", "Error: no", "Error: no", "Error: no", "4", "4", "4", "It is 3"])
-    ran = Ran(writer(clients={"executor": executing(lambda _: next(said))}, turns=3), policy)
-    second = policy.asked[1].messages
+    policy = ScriptedModel([text(RAISES), text(), KEEP])
+    executor = executing(lambda messages: "It is 3" if SOLVE in str(messages) else "4")
+    ran = Ran(writer(clients={"executor": executor}, turns=3), policy)
+    assert ran.error is None
+    second, third = (ask.messages for ask in policy.asked[1:])
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
     assert second[1]["content"] == text(RAISES)
-    told = second[2]["content"]
-    assert told.startswith("Your workflow failed: raised: ")
-    assert "ValueError" in told
-    assert "line" in told or "graph.py:" in told
-    assert KEEP in told
-    assert ran.error is not None or ran.record["turns"] == 3
+    told = second[2]["content"].split("\n")
+    assert told[0].startswith("Your workflow failed: raised: graph_code/graph.py:8: ValueError: ")
+    assert told[1].startswith("In its place a simpler workflow of the same operators ran")
+    assert told[2] == "It is 3"
+    assert KEEP in told[-1]
+    assert third[:3] == second
+    assert third[4]["content"].startswith("Your workflow ran and answered:\nIt is 3\nIt made 1 ")
+    assert (ran.record["turns"], ran.record["level"], ran.metrics["correct"]) == (3, 0, 1.0)
+
+
+def test_refusals_are_told_as_sentences_with_their_places() -> None:
+    policy = ScriptedModel([text(REFUSED), KEEP])
+    Ran(writer(clients={"executor": executing(lambda _: "4")}, turns=2), policy)
+    told = policy.asked[1].messages[2]["content"].split("\n")
+    assert told[0] == "Your workflow was refused before it ran:"
+    assert told[1].startswith("- line 7, column 9: ")
+    assert "default workflow ran" in " ".join(told)
 
 
 def test_nothing_of_the_gold_answer_or_the_score_is_told() -> None:
@@ -411,6 +423,14 @@ def test_what_is_no_keeping() -> None:
         assert not keeps(reply)
     ran = run([KEEP], ["3"], turns=1)
     assert ran.record["form"] is None  # there is nothing yet that could be kept
+
+
+def test_a_conversation_that_outgrows_the_policy_ends_with_what_it_wrote() -> None:
+    ran = run([text(), failing(ModelFailure.REFUSED)], ["3"], turns=3)
+    assert ran.error is None
+    assert (ran.record["turns"], ran.record["level"], ran.metrics["correct"]) == (1, 0, 1.0)
+    down = run([text(), failing(ModelFailure.CONNECTION)], ["3"], turns=3)
+    assert isinstance(down.error, ModelError)
 
 
 def test_the_last_workflow_counts_and_all_turns_are_paid_for() -> None:

@@ -31,7 +31,7 @@ from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.workflow import DEFAULT_PROBLEM_FIELDS, ScoreFunction
 from aflow_tune.models import as_client
 from aflow_tune.models.books import client_for
-from aflow_tune.models.types import Message, ModelClient, Reply
+from aflow_tune.models.types import Message, ModelClient, ModelError, ModelFailure, Reply
 from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
 from aflow_tune.operators.registry import BUILT_IN
 from aflow_tune.scoring import find, score_both
@@ -176,7 +176,12 @@ class WriterWorkflow:
         results: list[TurnResult] = []
         asked = 0
         while asked < self.turns:
-            text = await self._ask(policy, problem, problem_type, entry_point, results)
+            try:
+                text = await self._ask(policy, problem, problem_type, entry_point, results)
+            except ModelError as error:
+                if results and error.failure is ModelFailure.REFUSED:
+                    break  # the conversation has outgrown the policy: what it wrote counts
+                raise
             asked += 1
             if results and keeps(text):
                 break

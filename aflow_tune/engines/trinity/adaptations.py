@@ -67,7 +67,10 @@ def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
         operators.insert(0, OperatorConfig(name=RUN_FILTER, args=arguments))
     names = [operator.name for operator in operators]
     if _compares_states(config) and ANCHOR_RATE not in names:
-        operators.insert(names.index(RUN_FILTER) + 1, OperatorConfig(name=ANCHOR_RATE))
+        place = names.index(RUN_FILTER) + 1
+        operators.insert(place, OperatorConfig(name=ANCHOR_RATE))
+        key = f"data_processor.experience_pipeline.operators.{place}"
+        reasons[key] = "measures how often GiGPO has something to compare"
     if config.monitor.monitor_type == "tensorboard":
         config.monitor.monitor_type = MONITOR
     if config.algorithm.algorithm_type == "raft" and config.algorithm.advantage_fn is None:
