@@ -359,7 +359,7 @@ def test_the_policy_sees_the_outcome_and_writes_again() -> None:
     told = second[2]["content"].split("\n")
     assert told[0].startswith("Your workflow failed: raised: graph_code/graph.py:8: ValueError: ")
     assert told[1].startswith("In its place a simpler workflow of the same operators ran")
-    assert told[2] == "It is 3"
+    assert told[2] == "4"
     assert KEEP in told[-1]
     assert third[:3] == second
     assert third[4]["content"].startswith("Your workflow ran and answered:\nIt is 3\nIt made 1 ")
