@@ -16,6 +16,7 @@ may use (`limits.py`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import re
@@ -226,13 +227,19 @@ def bind(
     Raises:
         TypeError: they do not fit.
     """
-    signature = inspect.signature(kind.__call__)
-    signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    signature = _signature_of(kind)
     takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
     named = dict(kwargs)
     if "mode" not in signature.parameters and not takes_any:
         named.pop("mode", None)
     return signature.bind(*args, **named)
+
+
+@functools.lru_cache(maxsize=256)
+def _signature_of(kind: type[Operator]) -> inspect.Signature:
+    """Of a call, without self."""
+    signature = inspect.signature(kind.__call__)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _as_mapping(texts: Any) -> Mapping[str, str]:
