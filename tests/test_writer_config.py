@@ -285,16 +285,24 @@ def test_rows_without_a_benchmark_are_refused_unless_a_mix_gives_it(tmp_path: Pa
 
 def warnings_of(tmp_path: Path, section: str, *overrides: str) -> list[str]:
     _, path = config_of(tmp_path, section)
-    return check_writer(load_config(path, overrides)).warnings
+    config = load_config(path, overrides)
+    return check_writer(config, resolve_functions(config, path)[0]).warnings
 
 
 def test_what_the_rest_of_the_configuration_makes_doubtful(tmp_path: Path) -> None:
-    section = "{executor: executor, benchmark: gsm8k, turns: 2, timeout: 100}"
-    assert warnings_of(tmp_path, section) == []
-    (late,) = warnings_of(tmp_path, section, "rollout.run_timeout=150")
+    section = "{executor: executor, benchmark: gsm8k, turns: 2, timeout: 100, operators: [Custom]}"
+    assert warnings_of(tmp_path, section, "model.max_model_len=600") == []
+    longer = "model.max_model_len=600"
+    (late,) = warnings_of(tmp_path, section, longer, "rollout.run_timeout=150")
     assert "writer.turns x writer.timeout is 200 s" in late
-    (mixed,) = warnings_of(tmp_path, section, "algorithm.algorithm_type=grpo")
+    (mixed,) = warnings_of(tmp_path, section, longer, "algorithm.algorithm_type=grpo")
     assert "grpo takes each turn for a run of its own" in mixed
+    once = section.replace("turns: 2", "turns: 1")
+    (idle,) = warnings_of(tmp_path, once, longer, "algorithm.algorithm_type=gigpo")
+    assert "made in one state" in idle
+    (short,) = warnings_of(tmp_path, section, "model.max_model_len=150")
+    assert "model.max_prompt_tokens" in short
+    assert "the model takes 150" in short
 
 
 def test_a_section_that_nothing_reads_is_refused(tmp_path: Path) -> None:

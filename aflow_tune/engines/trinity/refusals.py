@@ -134,7 +134,7 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
         found.faults += rule(config)
     found.faults += _system_prompt(config, workflow)
     found.add(check_model(config))
-    found.add(check_writer(config))
+    found.add(check_writer(config, workflow))
     if config.mode == "harvest":
         found.faults += check_harvest(config)
     if config.engine == "local":

@@ -18,6 +18,7 @@ from aflow_tune.config import WriterSection
 from aflow_tune.data.checks import Findings
 from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
+from aflow_tune.writer.types import PROBLEM_TYPES
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 OVER_TURNS = ("multi_step_grpo", "gigpo")
 """Algorithms whose advantage compares runs of several calls."""
+CHARS_A_TOKEN = 4
+"""Of English and code, about; only for a warning."""
 _SHOWN = 3
 
 
@@ -45,8 +48,8 @@ def auxiliary_models(config: AflowConfig) -> dict[str, AuxiliaryModel]:
     return found
 
 
-def check_writer(config: AflowConfig) -> Findings:
-    """Keys that nothing reads, an algorithm that mixes turns up, time limits that contradict."""
+def check_writer(config: AflowConfig, workflow: Callable[..., Any] | None = None) -> Findings:
+    """Keys that nothing reads, an algorithm that does not fit the turns, limits that contradict."""
     found = Findings()
     positions, section = config.positions, config.writer
     if not section.executor:
@@ -62,6 +65,22 @@ def check_writer(config: AflowConfig) -> Findings:
             f"{positions.where('writer.turns')}: {kind} takes each turn for a run of its own; "
             f"use {' or '.join(OVER_TURNS)}"
         )
+    if section.turns == 1 and config.mode == "both" and kind == "gigpo":
+        found.warnings.append(
+            f"{positions.where('algorithm.algorithm_type')}: with one turn all calls of a task are "
+            "made in one state, and gigpo adds nothing: set writer.turns, or use multi_step_grpo"
+        )
+    room = config.model.max_prompt_tokens or config.model.max_model_len
+    messages = getattr(workflow, "messages", None)
+    if messages is not None and room is not None:
+        asked = messages("", section.problem_type or PROBLEM_TYPES[0])
+        tokens = len(asked[0]["content"]) // CHARS_A_TOKEN
+        if tokens > room:
+            found.warnings.append(
+                f"{positions.where('model.max_prompt_tokens')}: the policy's prompt alone has "
+                f"about {tokens} tokens, the model takes {room}: allow fewer operators "
+                "(writer.operators), shorten writer.prompt, or raise it"
+            )
     needed, limit = section.turns * section.timeout, config.rollout.run_timeout
     if needed > limit:
         found.warnings.append(
