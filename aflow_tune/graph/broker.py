@@ -21,7 +21,7 @@ import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,7 +227,7 @@ def bind(
     Raises:
         TypeError: they do not fit.
     """
-    signature = _signature_of(kind)
+    signature = _signature_of(kind.__call__)
     takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
     named = dict(kwargs)
     if "mode" not in signature.parameters and not takes_any:
@@ -236,9 +236,9 @@ def bind(
 
 
 @functools.lru_cache(maxsize=256)
-def _signature_of(kind: type[Operator]) -> inspect.Signature:
-    """Of a call, without self."""
-    signature = inspect.signature(kind.__call__)
+def _signature_of(call: Callable[..., Any]) -> inspect.Signature:
+    """Of an operator's call, without self."""
+    signature = inspect.signature(call)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
