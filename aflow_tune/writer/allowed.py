@@ -114,6 +114,8 @@ BUILTINS = frozenset(
         "sorted",
         "str",
         "sum",
+        "object",
+        "staticmethod",
         "super",
         "tuple",
         "type",
@@ -141,6 +143,7 @@ BUILTINS = frozenset(
 _SHIMS = frozenset({"operator", "prompt", "model", "dataset", "cost", "log"})
 _FRAMES = frozenset(
     [
+        "add_done_callback",
         "ag_code",
         "ag_frame",
         "cr_code",

@@ -65,7 +65,8 @@ def worst_case(
         refusals=refusals,
         scopes=scopes,
         functions=dict(workflow_methods(shape)),
-        attributes=attributes | scopes.of_class,
+        attributes=set(attributes) | scopes.of_class,
+        fixed=_fixed(shape, attributes),
         written_keys=keys,
     )
     cost = walk.run()
@@ -86,12 +87,19 @@ def bound_of(cost: Cost, limits: CheckLimits) -> Bound:
     return Bound(cost.calls, cost.model_calls, prompt, completion, usd)
 
 
-def _attributes_and_keys(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """What is set on self anywhere, and the keys that the code itself puts into objects.
+def _fixed(shape: Shape, attributes: Counter[str]) -> set[str]:
+    """Attributes that are set at one place, in the constructor."""
+    init = workflow_methods(shape).get("__init__")
+    of_init = Counter[str]() if init is None else _attributes_and_keys(init)[0]
+    return {name for name, count in attributes.items() if count == 1 == of_init[name]}
+
+
+def _attributes_and_keys(tree: ast.AST) -> tuple[Counter[str], set[str]]:
+    """How often what is set on self, and the keys that the code itself puts into objects.
 
     Such keys are those of `result["best"] = ...` and of `update(best=...)`.
     """
-    attributes: set[str] = set()
+    attributes: Counter[str] = Counter()
     keys: set[str] = set()
     pending: list[ast.AST] = [tree]
     while pending:
@@ -100,7 +108,7 @@ def _attributes_and_keys(tree: ast.Module) -> tuple[set[str], set[str]]:
         parts: list[ast.AST] = []
         if isinstance(node, ast.Attribute):
             if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
-                attributes |= {node.attr} if node.value.id == "self" else set()
+                attributes[node.attr] += node.value.id == "self"
         elif isinstance(node, ast.Subscript):
             parts += [node.slice] if isinstance(node.ctx, ast.Store) else []
         elif (

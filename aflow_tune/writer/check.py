@@ -153,8 +153,10 @@ class _Check:
                     return True
         except SyntaxError as error:
             self._syntax(error)
-        except (ValueError, RecursionError, MemoryError):
-            self.refusals.add(RefusalKind.SYNTAX, "the code is no Python that can be read")
+        except (RecursionError, MemoryError):
+            self.too_large("the code is nested too deeply; split it into statements")
+        except ValueError as error:
+            self.refusals.add(RefusalKind.SYNTAX, f"this is no Python: {error}")
         return False
 
     def _syntax(self, error: SyntaxError) -> None:

@@ -92,7 +92,7 @@ def read_with_refusals(text: str) -> tuple[Written, tuple[Refusal, ...]]:
     if len(text) > MAX_TEXT_CHARS:
         message = f"the reply has {len(text):,} characters; write at most {MAX_TEXT_CHARS:,}"
         raise Unreadable(Refusal(RefusalKind.TOO_LARGE, message))
-    clean = _NO_TEXT.sub("\ufffd", text)
+    clean = _NO_TEXT.sub("\ufffd", text.removeprefix("\ufeff"))
     for part in _parts(clean):
         found = _object(part) or _python(part)
         if found is not None:

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterator
 
 from aflow_tune.writer.allowed import BUILTINS, why_forbidden
-from aflow_tune.writer.refusals import Refusals, did_you_mean
+from aflow_tune.writer.refusals import MAX_REFUSALS, Refusals, did_you_mean
 from aflow_tune.writer.tree import children
 from aflow_tune.writer.types import RefusalKind
 
@@ -51,6 +51,8 @@ class Scopes:
     def check(self, refusals: Refusals) -> None:
         """Refuse every name that nothing stands for."""
         for node, scope in self._loads:
+            if len(refusals.in_order()) >= MAX_REFUSALS:
+                return
             if node.id.startswith("__") or node.id in GIVEN or node.id in BUILTINS:
                 continue
             if self.owner(scope, node.id) is not None or self._imports_all:

@@ -47,12 +47,18 @@ _TEXTS = frozenset(
     {"str", "repr", "format", "chr", "json.dumps", "traceback.format_exc", "html.escape",
      "html.unescape", "re.sub", "re.escape", "input", "ascii"}
 )  # fmt: skip
-_SAME_LENGTH = frozenset(
-    {"list", "tuple", "sorted", "reversed", "set", "frozenset", "filter", "copy.copy",
-     "copy.deepcopy", "collections.deque", "collections.Counter", "collections.OrderedDict",
-     "itertools.compress", "itertools.dropwhile", "itertools.takewhile", "itertools.filterfalse",
-     "itertools.accumulate", "heapq.nlargest", "heapq.nsmallest", "itertools.islice"}
-)  # fmt: skip
+_SAME_LENGTH = {
+    **dict.fromkeys(
+        ("list", "tuple", "sorted", "reversed", "set", "frozenset", "copy.copy", "copy.deepcopy",
+         "collections.deque", "collections.Counter", "collections.OrderedDict",
+         "itertools.compress", "itertools.accumulate", "itertools.islice"), 0
+    ),
+    **dict.fromkeys(
+        ("filter", "itertools.dropwhile", "itertools.takewhile", "itertools.filterfalse",
+         "heapq.nlargest", "heapq.nsmallest"), 1
+    ),
+}  # fmt: skip
+"""Functions that give at most as many items as they get, with the place of these."""
 _CALLING = frozenset({"map", "filter", "sorted", "min", "max", "itertools.starmap"})
 
 
@@ -66,7 +72,7 @@ class Calls(Functions):
         targets = [atom for atom in callee if isinstance(atom, _CALLABLE)]
         if Broken() in callee or not callee:
             return BROKEN
-        if not targets:
+        if not targets or Plain() in callee:
             return self._not_callable(node, callee)
         results: list[Value] = []
         found: list[Refusals] = []
@@ -96,8 +102,7 @@ class Calls(Functions):
         for argument in node.args:
             if isinstance(argument, ast.Starred):
                 inner = self.value(argument.value)
-                objects = self.here.objects(inner)
-                elements = objects[0][1].elements if len(objects) == 1 == len(inner) else None
+                elements = self.here.elements_of(inner)
                 if elements is not None:
                     values += elements
                 else:
@@ -107,11 +112,16 @@ class Calls(Functions):
                 values.append(self.value(argument))
         for word in node.keywords:
             value = self.value(word.value)
-            if word.arg is None:
+            if word.arg is not None:
+                named[word.arg] = value
+                continue
+            objects = [obj for _, obj in self.here.objects(value)]
+            known = objects[0] if len(objects) == 1 == len(value) else Obj("dict")
+            if known.names is not None and known.elements is not None:
+                named |= dict(zip(known.names, known.elements, strict=True))
+            else:
                 unseen = True
                 values.append(value)
-            else:
-                named[word.arg] = value
         return Given(values, named, unseen)
 
     def _spread(self, value: Value, node: ast.AST) -> Obj:
@@ -149,32 +159,30 @@ class Calls(Functions):
 
     def named_function(self, node: ast.Call, name: str, given: Given) -> Value:
         """A function or class of Python, or of what AFlow's modules offer."""
-        functions = joined(NOTHING, *given.all())
-        called = frozenset(atom for atom in functions if isinstance(atom, (Function, Handle)))
+        everything = joined(NOTHING, *given.all())
+        functions = frozenset(atom for atom in everything if isinstance(atom, Function))
+        called = functions | frozenset(atom for atom in everything if isinstance(atom, Handle))
+        self.let_go_methods(given.all())
         special = SPECIAL.get(name)
         if special is not None:
-            own = frozenset(atom for atom in called if isinstance(atom, Function))
-            if own and name not in ("min", "max"):
-                self.apply(node, own, [], None)
+            if functions and name not in ("min", "max"):
+                self.apply(node, functions, [self.anything(given.all())], None)
             return special(self, node, given)
         values = [self.settled(value, node) for value in given.all()]
-        data = [value for value in values if not value & called]
-        first = given.values[0] if given.values else NOTHING
-        if called:
-            if name in _CALLING:
-                turns = most(self.run_over(item, node)[0] for item in data) if data else None
-                items = [self.run_over(item, node)[1] for item in data]
-                made = self.apply(node, called, items, turns)
-                if name in ("map", "itertools.starmap"):
-                    return self.new(node, Obj("lazy", turns, made))
-            else:
-                kept = [atom for atom in called if isinstance(atom, Function)]
-                self.apply(node, frozenset(kept), [], None)
+        data = [value for value in given.values if not value & called]
+        if called and name in _CALLING:
+            turns = most(self.run_over(item, node)[0] for item in data) if data else None
+            items = [self.run_over(item, node)[1] for item in data]
+            made = self.apply(node, called, items, turns)
+            if name in ("map", "itertools.starmap"):
+                return self.new(node, Obj("lazy", turns, made, over=joined(NOTHING, *data)))
+        elif functions:
+            self.apply(node, functions, [self.anything(values)], None)
         if name in _TEXTS:
             return TEXT
         if name in _SAME_LENGTH:
-            source = data[-1] if called and data else first
-            return copied(self, node, source, name)
+            place = _SAME_LENGTH[name]
+            return copied(self, node, given.at(place) or NOTHING, name)
         if name.partition(".")[0] in ("math", "cmath", "statistics", "time"):
             return NUMBER
         if name.startswith("re."):

@@ -22,8 +22,8 @@ from aflow_tune.writer.following.values import (
     Named,
     Number,
     Obj,
-    OperatorClass,
     Plain,
+    Ref,
     Result,
     Self,
     Text,
@@ -78,9 +78,10 @@ class Expressions(Items):
             return self.here.variables.get(key, PLAIN)
         if node.id in _GIVEN_VALUES:
             return _GIVEN_VALUES[node.id]
-        if node.id in self.operators and self.scopes.owner(self.shape.tree, "*"):  # type: ignore[arg-type]
-            return frozenset({OperatorClass(node.id)})
-        return frozenset({Named(node.id)}) if node.id in BUILTINS else BROKEN
+        if node.id in BUILTINS:
+            return frozenset({Named(node.id)})
+        everything = self.shape.tree is not None and "*" in self.scopes.bound[self.shape.tree]
+        return self.operator_named(node, node.id) if everything else BROKEN
 
     def _NamedExpr(self, node: ast.NamedExpr) -> Value:
         value = self.value(node.value)
@@ -202,7 +203,9 @@ class Expressions(Items):
         if isinstance(node.op, ast.USub):
             low, high = interval(value)
             return number(None if high is None else -high, None if low is None else -low)
-        return SCALAR if isinstance(node.op, ast.Not) else value
+        if isinstance(node.op, ast.Not):
+            return SCALAR
+        return value if isinstance(node.op, ast.UAdd) else NUMBER
 
     def _Compare(self, node: ast.Compare) -> Value:
         for part in (node.left, *node.comparators):
@@ -310,11 +313,14 @@ class Expressions(Items):
         elif isinstance(target, ast.Subscript):
             owner = self.value(target.value)
             index = NOTHING if isinstance(target.slice, ast.Slice) else self.value(target.slice)
+            if any(not isinstance(atom, (Ref, Result)) for atom in owner):
+                self.here.let_go(value)
             for ref, obj in self.here.objects(owner):
                 if obj.kind == "dict":
                     self.put(ref, value, 1, index)
                 elif isinstance(target.slice, ast.Slice):
                     turns, item = self.run_over(value, target)
+                    self.check_growth(target, ref)
                     self.put(ref, item, turns)
                 else:
                     self.here.change(
@@ -323,8 +329,7 @@ class Expressions(Items):
 
     def _unpack(self, target: ast.Tuple | ast.List, value: Value) -> None:
         value = self.settled(value, target)
-        objects = self.here.objects(value)
-        elements = objects[0][1].elements if len(objects) == 1 == len(value) else None
+        elements = self.here.elements_of(value)
         starred = any(isinstance(part, ast.Starred) for part in target.elts)
         if elements is not None and not starred:
             if len(elements) != len(target.elts):

@@ -12,7 +12,6 @@ from aflow_tune.writer.following.methods import Methods
 from aflow_tune.writer.following.using import Given
 from aflow_tune.writer.following.values import (
     NOTHING,
-    PLAIN,
     TEXT,
     Function,
     Handle,
@@ -21,7 +20,7 @@ from aflow_tune.writer.following.values import (
     Value,
     joined,
 )
-from aflow_tune.writer.following.walking import MAX_STACK
+from aflow_tune.writer.following.walking import MAX_STACK, TooLarge
 from aflow_tune.writer.refusals import did_you_mean, listed
 from aflow_tune.writer.types import RefusalKind
 
@@ -33,7 +32,9 @@ class Functions(Methods):
         """Follow a function of the graph with these arguments."""
         function = target.node
         name = getattr(function, "name", "the lambda")
-        if function in self.stack or len(self.stack) >= MAX_STACK:
+        if len(self.stack) >= MAX_STACK:
+            raise TooLarge
+        if function in self.stack:
             self.unbounded = True
             message = f"{name} calls itself; write a `for` over a known number of turns instead"
             return self.refuse(RefusalKind.UNBOUNDED, message, node)
@@ -67,7 +68,7 @@ class Functions(Methods):
         unknown = [name for name in given.named if name not in (*positional, *keyword_only)]
         found |= {name: item for name, item in given.named.items() if name not in unknown}
         if given.open:
-            anything = joined(PLAIN, self.here.within(*given.values))
+            anything = self.anything(given.values)
             found = dict.fromkeys([*positional, *keyword_only], anything) | given.named
             if bound:
                 found[positional[0]] = frozenset({Self()})
@@ -81,6 +82,8 @@ class Functions(Methods):
             return f"the argument {listed(lacking)} is missing"
         for name in missing:
             found[name] = self.value(defaults[name])
+            # A list of a default lives on from call to call.
+            self.here.let_go(found[name])
         rest = [item for name, item in given.named.items() if name in unknown]
         if arguments.vararg is not None:
             found[arguments.vararg.arg] = self.new(
@@ -104,17 +107,17 @@ class Functions(Methods):
         for target in callee:
             if not isinstance(target, (Function, Handle)):
                 continue
-            part, before = self.begin_part(), self.cost
+            part, heap = self.begin_part(), dict(self.here.heap)
             if isinstance(target, Handle):
                 if isinstance(node, ast.Call):
                     results.append(self.use(node, target, Given(items, {})))
             else:
                 wanted = len(target.node.args.args) - target.bound
                 fits = len(items) == wanted or target.node.args.vararg is not None
-                anything = [joined(PLAIN, *items)] * max(0, wanted)
+                anything = [self.anything(items)] * max(0, wanted)
                 given = Given(items if fits else anything, {})
                 results.append(self.function(node, target, given))
-            if self.cost != before and turns is None:
+            if self.peak != part[0] and turns is None:
                 self.unbounded = True
                 message = (
                     "how often this calls an operator cannot be told; write a `for` over a list "
@@ -122,4 +125,7 @@ class Functions(Methods):
                 )
                 self.refuse(RefusalKind.UNBOUNDED, message, node)
             self.end_part(part, 1 if turns is None else max(1, turns))
+            if turns != 1:  # what grew in one call grows in each
+                grown = [ref for ref, obj in heap.items() if self.here.heap.get(ref) != obj]
+                self.here.let_go(frozenset(grown))
         return joined(NOTHING, *results)

@@ -52,8 +52,7 @@ class Loops(Expressions):
     def _For(self, node: ast.For) -> None:
         value = self.value(node.iter)
         turns, item = self.run_over(value, node.iter)
-        objects = self.here.objects(value)
-        elements = objects[0][1].elements if len(objects) == 1 == len(value) else None
+        elements = self.here.elements_of(value)
         self.loops += 1
         held = ("loop", str(self.loops))
         self.here.variables[held] = value
@@ -71,7 +70,7 @@ class Loops(Expressions):
     _AsyncFor = _For
 
     def _While(self, node: ast.While) -> None:
-        turns = turns_of_while(node, lambda part: interval(self._quietly(part)))
+        turns = turns_of_while(node, lambda part: interval(self._quietly(part)), self.fixed)
         self.settled(self.value(node.test), node.test)
 
         def begin(turn: int | None) -> None:
@@ -239,8 +238,11 @@ class Loops(Expressions):
         part = node.generators[place]
         value = self.value(part.iter)
         turns, item = self.run_over(value, part.iter)
-        objects = self.here.objects(value)
-        elements = objects[0][1].elements if len(objects) == 1 == len(value) else None
+        elements = self.here.elements_of(value)
+        self.loops += 1
+        running = ("loop", str(self.loops))
+        self.here.variables[running] = value
+        self.running.append(running)
 
         def begin(turn: int | None) -> None:
             known = turn is not None and elements is not None and turn < len(elements)
@@ -256,6 +258,11 @@ class Loops(Expressions):
 
         distinct = elements is not None and len(set(elements)) > 1
         self.loop(node, turns, begin, body, _FOR, distinct)
+        self.running.pop()
+        self.here.variables.pop(running, None)
+        if isinstance(node, ast.GeneratorExp):
+            for ref, _ in self.here.objects(self.here.variables[held]):
+                self.here.change(ref, lambda old: replace(old, over=joined(old.over, value)))
 
     def _produce(
         self,

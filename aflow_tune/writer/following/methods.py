@@ -21,6 +21,7 @@ from aflow_tune.writer.following.values import (
     Broken,
     Function,
     Handle,
+    Method,
     Model,
     Named,
     Nothing,
@@ -60,10 +61,14 @@ class Methods(Using):
         for ref, obj in self.pending_in(owner, "task"):
             if name == "result":
                 return obj.items
-            if name in ("done", "cancel", "cancelled", "exception", "add_done_callback"):
+            if name in ("done", "cancel", "cancelled", "exception"):
                 return PLAIN if ref else NONE
         owner = self.settled(owner, node)
         values = given.all()
+        types = [atom for atom in owner if isinstance(atom, Named)]
+        if types and given.values:  # list.append(found, one) is found.append(one)
+            rest = Given(given.values[1:], given.named, given.open)
+            self.method(node, given.values[0], name, rest)
         called = frozenset(atom for value in values for atom in value if isinstance(atom, Function))
         objects = self.here.objects(owner)
         results = [
@@ -73,7 +78,10 @@ class Methods(Using):
         ]
         if called and name != "append":
             turns = most(obj.length for _, obj in objects) if objects else None
-            self.apply(node, called, [joined(PLAIN, *(obj.items for _, obj in objects))], turns)
+            self.apply(node, called, [self.anything([owner, *values])], turns)
+        if any(isinstance(atom, (Plain, Method)) for atom in owner):
+            self.here.let_go(*values)
+        self.let_go_methods(values)
         for ref, obj in objects:
             results.append(self._of_object(node, ref, obj, name, given))
         if any(isinstance(atom, Text) for atom in owner):
@@ -144,11 +152,9 @@ class Methods(Using):
             length = 1 if name == "add" else self.run_over(first, node)[0]
             self.put(ref, items, length)
             return NONE
-        if name in ("pop", "popleft"):
-            return obj.items
-        if name in ("remove", "clear", "sort", "reverse", "discard"):
+        if name in ("pop", "popleft", "remove", "clear", "sort", "reverse", "discard", "rotate"):
             self.here.change(ref, lambda old: replace(old, elements=None))
-            return NONE
+            return obj.items if name.startswith("pop") else NONE
         if name in ("copy", "union", "intersection", "difference"):
             other = [self.run_over(value, node) for value in given.values]
             length = total([obj.length, *(turns for turns, _ in other)])
@@ -181,9 +187,13 @@ class Methods(Using):
             return self.new(node, Obj("list", length, pair))
         if name in ("get", "pop"):
             key = node.args[0] if node.args else None
-            if obj.names is not None and isinstance(key, ast.Constant) and key.value in obj.names:
-                return (obj.elements or ())[obj.names.index(key.value)]
-            return joined(obj.items, second or NONE)
+            found = joined(obj.items, second or NONE)
+            known = obj.elements is not None and isinstance(key, ast.Constant)
+            if known and obj.names is not None and key.value in obj.names:  # type: ignore[union-attr]
+                found = (obj.elements or ())[obj.names.index(key.value)]  # type: ignore[union-attr]
+            if name == "pop":
+                self.here.change(ref, lambda old: replace(old, elements=None, names=None))
+            return found
         if name == "setdefault":
             self.put(ref, second or NONE, 1, first)
             return joined(obj.items, second or NONE)
@@ -200,11 +210,7 @@ class Methods(Using):
 
     def grow(self, node: ast.AST, ref: Ref, name: str, value: Value) -> Value:
         """`append`, `extend` and their like."""
-        held = [self.here.variables.get(key, NOTHING) for key in self.running]
-        if any(ref in value for value in held):
-            self.unbounded = True
-            message = "this puts items into the list that the loop runs over; use a second list"
-            self.refuse(RefusalKind.UNBOUNDED, message, node)
+        self.check_growth(node, ref)
         if name.startswith("extend"):
             length, items = self.run_over(value, node)
         else:
@@ -222,6 +228,30 @@ class Methods(Using):
         else:
             self.put(ref, items, length)
         return NONE
+
+    def check_growth(self, node: ast.AST, ref: Ref) -> None:
+        """Refuse to put something into a list that a loop, here or to come, runs over."""
+        variables = self.here.variables
+        running = any(ref in variables.get(key, NOTHING) for key in self.running)
+        if not running:
+            lazy = [
+                one for one, obj in self.here.heap.items() if obj.kind == "lazy" and ref in obj.over
+            ]
+            if not lazy:
+                return
+            held = self.here.within(*variables.values())
+            running = any(one in held for one in lazy)
+        if running:
+            self.unbounded = True
+            message = "this puts items into the list that the loop runs over; use a second list"
+            self.refuse(RefusalKind.UNBOUNDED, message, node)
+
+    def let_go_methods(self, values: list[Value]) -> None:
+        """`map(found.append, many)`: methods that something else calls, nobody knows how often."""
+        for value in values:
+            for atom in value:
+                if isinstance(atom, Method):
+                    self.here.let_go(atom.owner)
 
     def put(self, ref: Ref, items: Value, length: int | None, keys: Value = NOTHING) -> None:
         """Put items into a container."""
@@ -263,9 +293,8 @@ class Methods(Using):
             elif not isinstance(atom, (Nothing, Scalar)):
                 counts.append(None)
                 items.append(PLAIN)
-        plain = value & {Plain()}
-        if plain:  # what an unknown function made of a list of operators
-            items.append(frozenset(atom for atom in value if not isinstance(atom, Ref)))
+        if Plain() in value:  # what an unknown function made of a list of operators
+            items.append(value)
         return most(counts), joined(*items)
 
     def anything(self, values: list[Value]) -> Value:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import replace
 
 from aflow_tune.writer.following.functions import Functions
 from aflow_tune.writer.following.using import Given
@@ -44,32 +43,33 @@ _WAITED_BY = frozenset(
 )
 
 
+_KINDS = {"tuple": "tuple", "set": "set", "frozenset": "set", "reversed": "lazy", "filter": "lazy"}
+_DICTS = ("dict", "OrderedDict")
+
+
 def copied(walk: Functions, node: ast.AST, source: Value, name: str) -> Value:
+    """What `list(source)`, `sorted(source)`, `dict(source)` and their like give."""
     kind = name.rpartition(".")[2]
-    kinds = {
-        "tuple": "tuple",
-        "set": "set",
-        "frozenset": "set",
-        "Counter": "dict",
-        "dict": "dict",
-    }
-    if not source:
-        return walk.new(node, Obj(kinds.get(kind, "list"), 0, elements=None))
     objects = walk.here.objects(source)
-    if kind == "dict" and any(obj.kind != "dict" for _, obj in objects):
-        turns, items = walk.run_over(source, node)
+    if kind in ("copy", "deepcopy"):
+        rest = frozenset(atom for atom in source if not isinstance(atom, Ref))
+        copies = [walk.new(node, obj, place) for place, (_, obj) in enumerate(objects)]
+        return joined(rest, *copies)
+    if not source:
+        return walk.new(node, Obj("dict" if kind in _DICTS else _KINDS.get(kind, "list"), 0))
+    if kind in _DICTS and len(objects) == 1 == len(source) and objects[0][1].kind == "dict":
+        return walk.new(node, objects[0][1])
+    turns, items = walk.run_over(source, node)
+    if kind in _DICTS:
         inner = [obj for _, obj in walk.here.objects(items)]
         values = joined(PLAIN, *(obj.items for obj in inner))
         return walk.new(node, Obj("dict", turns, values, joined(PLAIN, TEXT)))
-    turns, items = walk.run_over(source, node)
     if kind == "Counter":
         return walk.new(node, Obj("dict", turns, NUMBER, items))
-    elements = objects[0][1].elements if len(objects) == 1 == len(source) else None
-    if kind in ("copy", "deepcopy", "dict") and objects:
-        return walk.new(node, replace(objects[0][1]))
-    if kind not in ("list", "tuple"):
-        elements = None
-    return walk.new(node, Obj(kinds.get(kind, "list"), turns, items, elements=elements))
+    elements = walk.here.elements_of(source) if kind in ("list", "tuple") else None
+    made = _KINDS.get(kind, "list")
+    over = source if made == "lazy" else NOTHING
+    return walk.new(node, Obj(made, turns, items, elements=elements, over=over))
 
 
 _Special = Callable[[Functions, ast.Call, Given], Value]
@@ -86,7 +86,7 @@ def _len(walk: Functions, node: ast.Call, given: Given) -> Value:
 def _range(walk: Functions, node: ast.Call, given: Given) -> Value:
     bounds = [interval(value) for value in given.values[:3]]
     if not bounds or given.open:
-        return walk.new(node, Obj("lazy", None, NUMBER))
+        return walk.new(node, Obj("range", None, NUMBER))
     start, stop = ((0, 0), bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
     step = bounds[2] if len(bounds) > 2 else (1, 1)
     length: int | None = None
@@ -100,7 +100,7 @@ def _range(walk: Functions, node: ast.Call, given: Given) -> Value:
         low = high = None
     if length is not None and length > MANY:
         length = None
-    return walk.new(node, Obj("lazy", length, number(low, high)))
+    return walk.new(node, Obj("range", length, number(low, high)))
 
 
 def _enumerate(walk: Functions, node: ast.Call, given: Given) -> Value:
@@ -109,16 +109,16 @@ def _enumerate(walk: Functions, node: ast.Call, given: Given) -> Value:
     first = interval(given.at(1, "start") or number(0, 0))
     last = None if turns is None or first[1] is None else first[1] + turns
     counter = number(first[0], last)
-    objects = walk.here.objects(source)
-    elements = objects[0][1].elements if len(objects) == 1 == len(source) else None
+    elements = walk.here.elements_of(source)
     if elements is not None:
         pairs = tuple(
             walk.new(node, Obj("tuple", 2, joined(counter, one), elements=(counter, one)), place)
             for place, one in enumerate(elements)
         )
-        return walk.new(node, Obj("lazy", turns, joined(NOTHING, *pairs), elements=pairs))
+        made = Obj("lazy", turns, joined(NOTHING, *pairs), elements=pairs, over=source)
+        return walk.new(node, made)
     pair = Obj("tuple", 2, joined(counter, item), elements=(counter, item))
-    return walk.new(node, Obj("lazy", turns, walk.new(node, pair, "pair")))
+    return walk.new(node, Obj("lazy", turns, walk.new(node, pair, "pair"), over=source))
 
 
 def _zip(walk: Functions, node: ast.Call, given: Given) -> Value:
@@ -127,7 +127,8 @@ def _zip(walk: Functions, node: ast.Call, given: Given) -> Value:
     items = tuple(item for _, item in sources)
     known = None if given.open else items
     pair = walk.new(node, Obj("tuple", len(items), joined(NOTHING, *items), elements=known), "pair")
-    return walk.new(node, Obj("lazy", min(lengths, default=None), pair))
+    over = joined(NOTHING, *given.values)
+    return walk.new(node, Obj("lazy", min(lengths, default=None), pair, over=over))
 
 
 def _product(walk: Functions, node: ast.Call, given: Given) -> Value:
@@ -165,7 +166,7 @@ def _chain(walk: Functions, node: ast.Call, given: Given) -> Value:
     sources = [walk.run_over(value, node) for value in given.values]
     items = joined(NOTHING, *(item for _, item in sources))
     length = None if given.open else total(turns for turns, _ in sources)
-    return walk.new(node, Obj("lazy", length, items))
+    return walk.new(node, Obj("lazy", length, items, over=joined(NOTHING, *given.values)))
 
 
 def _repeat(walk: Functions, node: ast.Call, given: Given) -> Value:
@@ -233,7 +234,7 @@ def _gather(walk: Functions, node: ast.Call, given: Given) -> Value:
         inner = joined(NOTHING, *(obj.items for obj in spread)) if spread else value
         pending = list(walk.pending_in(inner))
         if not pending and inner and not inner & {Broken(), Plain()}:
-            lists = [obj for _, obj in objects if obj.kind in ("list", "tuple", "lazy")]
+            lists = [obj for _, obj in objects if obj.kind in ("list", "tuple", "lazy", "set")]
             cure = (
                 "write asyncio.gather(*...) with a star for a list of calls"
                 if lists and not spread
@@ -271,15 +272,20 @@ def _as_completed(walk: Functions, node: ast.Call, given: Given) -> Value:
 
 
 def _new_dict(walk: Functions, node: ast.Call, given: Given) -> Value:
-    if given.values:
-        return copied(walk, node, given.values[0], "dict")
     values = list(given.named.values())
+    if given.values:
+        made = copied(walk, node, given.values[0], "dict")
+        for ref, _ in walk.here.objects(made):
+            if values:
+                walk.put(ref, joined(*values), len(values), TEXT)
+        return made
     return walk.new(
         node, Obj("dict", None if given.open else len(values), joined(NOTHING, *values), TEXT)
     )
 
 
 def _default_dict(walk: Functions, node: ast.Call, given: Given) -> Value:
+    walk.here.let_go(*given.all())
     return walk.new(node, Obj("dict", None, PLAIN, PLAIN))
 
 
@@ -316,9 +322,22 @@ def _scalar(walk: Functions, node: ast.Call, given: Given) -> Value:
 
 def _some_number(walk: Functions, node: ast.Call, given: Given) -> Value:
     value = walk.settled(given.at(0) or number(0, 0), node)
-    if node.func is not None and all(isinstance(atom, Number) for atom in value):
-        return value
-    return NUMBER
+    return value if all(isinstance(atom, Number) for atom in value) else NUMBER
+
+
+def _abs(walk: Functions, node: ast.Call, given: Given) -> Value:
+    low, high = interval(walk.settled(given.at(0) or NOTHING, node))
+    return NUMBER if low is None or high is None else number(0, max(abs(low), abs(high)))
+
+
+def _pushed(walk: Functions, node: ast.Call, given: Given) -> Value:
+    """`heapq.heappush(found, one)`: puts one item into a list."""
+    for ref, obj in walk.here.objects(given.at(0) or NOTHING):
+        walk.check_growth(node, ref)
+        walk.put(ref, given.at(1) or PLAIN, 1)
+        return joined(obj.items, given.at(1) or NONE)
+    walk.here.let_go(*given.all())
+    return PLAIN
 
 
 def _sum(walk: Functions, node: ast.Call, given: Given) -> Value:
@@ -386,7 +405,18 @@ SPECIAL: dict[str, _Special] = {
     "next": _next,
     "sum": _sum,
     "int": _some_number,
-    "abs": _some_number,
+    "abs": _abs,
+    **dict.fromkeys(
+        (
+            "heapq.heappush",
+            "heapq.heappushpop",
+            "heapq.heapreplace",
+            "bisect.insort",
+            "bisect.insort_left",
+            "bisect.insort_right",
+        ),
+        _pushed,
+    ),
     "round": _some_number,
     "float": lambda walk, node, given: _some_number(walk, node, given) and NUMBER,
     "ord": lambda walk, node, given: NUMBER,

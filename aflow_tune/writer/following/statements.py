@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aflow_tune.graph import inside
 from aflow_tune.writer.allowed import MODULES
@@ -168,6 +169,11 @@ class Walk(Loops):
             for ref, _ in lists:
                 self.grow(node, ref, "extend", value)
             return
+        if lists and isinstance(node.op, ast.Mult):
+            for ref, obj in lists:
+                self.check_growth(node, ref)
+                self.put(ref, obj.items, None)
+            return
         self.assign(node.target, self.combined(node, before, node.op, value))
 
     def _Return(self, node: ast.Return) -> None:
@@ -198,7 +204,7 @@ class Walk(Loops):
     def _Raise(self, node: ast.Raise) -> None:
         for part in (node.exc, node.cause):
             if part is not None:
-                self.value(part)
+                self.here.let_go(self.value(part))
         self.state = None
 
     def _Break(self, node: ast.Break) -> None:
@@ -212,7 +218,8 @@ class Walk(Loops):
     def _Delete(self, node: ast.Delete) -> None:
         for target in node.targets:
             if isinstance(target, ast.Subscript):
-                self.value(target.value)
+                for ref, _ in self.here.objects(self.value(target.value)):
+                    self.here.change(ref, lambda old: replace(old, elements=None, names=None))
 
     def _Assert(self, node: ast.Assert) -> None:
         self.settled(self.value(node.test), node.test)
@@ -282,7 +289,7 @@ class Walk(Loops):
 
     def _Match(self, node: ast.Match) -> None:
         subject = self.settled(self.value(node.subject), node.subject)
-        held = joined(PLAIN, subject, self.here.within(subject))
+        held = self.anything([subject])
         for case in node.cases:
             for part in ast.walk(case.pattern):
                 name = getattr(part, "name", None) or getattr(part, "rest", None)

@@ -9,7 +9,7 @@ and nothing is taken away. Everything else is for a `for`.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 Bounds = Callable[[ast.expr], tuple[int | None, int | None]]
 """Least and most of an expression before the loop; None where it is not known."""
@@ -20,12 +20,15 @@ _FLIPPED = {ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Lt: ast.Gt, ast.LtE: ast.GtE}
 _NEGATED = {ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Lt: ast.GtE, ast.LtE: ast.Gt}
 
 
-def turns_of_while(node: ast.While, bounds: Bounds) -> int | None:
-    """Turns at most, or None where that is not evident."""
+def turns_of_while(node: ast.While, bounds: Bounds, fixed: Collection[str] = ()) -> int | None:
+    """Turns at most, or None where that is not evident.
+
+    fixed: attributes of the workflow that only its constructor sets.
+    """
     found = [
         turns
         for test, place in _conditions(node)
-        if (turns := _turns(node, test, place, bounds)) is not None
+        if (turns := _turns(node, test, place, bounds, fixed)) is not None
     ]
     return min(found, default=None)
 
@@ -73,7 +76,13 @@ def _leaves(body: list[ast.stmt]) -> bool:
     return bool(body) and isinstance(body[-1], (ast.Break, ast.Return, ast.Raise))
 
 
-def _turns(node: ast.While, test: Comparison, place: int | None, bounds: Bounds) -> int | None:
+def _turns(
+    node: ast.While,
+    test: Comparison,
+    place: int | None,
+    bounds: Bounds,
+    fixed: Collection[str],
+) -> int | None:
     counter, op, limit = test
     start: tuple[int | None, int | None]
     if isinstance(counter, ast.Name):
@@ -82,7 +91,7 @@ def _turns(node: ast.While, test: Comparison, place: int | None, bounds: Bounds)
         step, start = _appended(node, counter.args[0].id), (0, None)  # type: ignore[attr-defined]
     else:
         return None
-    if step is None or _changes(node, limit):
+    if step is None or _changes(node, limit, fixed):
         return None
     least, most = bounds(limit)
     if step > 0 and op in (ast.Lt, ast.LtE) and most is not None and start[0] is not None:
@@ -151,41 +160,34 @@ def _is_name(node: ast.expr, name: str) -> bool:
 
 
 def _stores(node: ast.AST, name: str) -> bool:
-    return any(
-        isinstance(item, ast.Name) and item.id == name and not isinstance(item.ctx, ast.Load)
-        for item in ast.walk(node)
-    )
-
-
-def _changes(node: ast.While, limit: ast.expr) -> bool:
-    """Whether the loop may move its own limit."""
-    for part in ast.walk(limit):
-        if isinstance(part, ast.Name) and part.id != "len" and _stores(node, part.id):
-            return True
-        if isinstance(part, (ast.Attribute, ast.Call, ast.Subscript)):
-            # Of these only what nothing in the body can touch.
-            if isinstance(part, ast.Call) and not _is_length(part):
+    """Whether anything in a piece of code may give a name another value."""
+    for item in ast.walk(node):
+        if isinstance(item, ast.Name):
+            if item.id == name and not isinstance(item.ctx, ast.Load):
                 return True
-            if isinstance(part, ast.Call) and _grows(node, part.args[0].id):  # type: ignore[attr-defined]
+        elif isinstance(item, ast.alias):
+            if name in (item.asname, item.name.partition(".")[0]):
                 return True
-            if isinstance(part, ast.Subscript):
-                return True
-            if isinstance(part, ast.Attribute) and _sets(node, part.attr):
-                return True
+        elif name in (getattr(item, "name", None), getattr(item, "rest", None)):
+            return True  # a handler, a pattern, a function
     return False
 
 
-def _sets(node: ast.While, attribute: str) -> bool:
-    """Whether an attribute may be set in the loop: there, or in a function that it calls."""
-    return any(
-        (
-            isinstance(item, ast.Attribute)
-            and item.attr == attribute
-            and isinstance(item.ctx, ast.Store)
-        )
-        or (isinstance(item, ast.Call) and not _is_outside(item))
-        for item in ast.walk(node)
-    )
+def _changes(node: ast.While, limit: ast.expr, fixed: Collection[str]) -> bool:
+    """Whether the loop may move its own limit."""
+    for part in ast.walk(limit):
+        if isinstance(part, ast.Name):
+            if part.id not in ("len", "self") and _stores(node, part.id):
+                return True
+        elif isinstance(part, ast.Attribute):
+            if not _is_name(part.value, "self") or part.attr not in fixed:
+                return True
+        elif isinstance(part, ast.Call):
+            if not _is_length(part) or _touches(node, part.args[0]):
+                return True
+        elif isinstance(part, ast.Subscript):
+            return True
+    return False
 
 
 def _is_outside(call: ast.AST) -> bool:
@@ -202,7 +204,7 @@ def _is_outside(call: ast.AST) -> bool:
     )
 
 
-def _is_length(call: ast.expr) -> bool:
+def _is_length(call: ast.AST) -> bool:
     return (
         isinstance(call, ast.Call)
         and isinstance(call.func, ast.Name)
@@ -212,9 +214,18 @@ def _is_length(call: ast.expr) -> bool:
     )
 
 
-def _grows(node: ast.While, name: str) -> bool:
+def _touches(node: ast.While, owner: ast.expr) -> bool:
+    """Whether the loop does more with a list than to read it."""
+    name = owner.id if isinstance(owner, ast.Name) else ""
+    reading = set()
+    for item in ast.walk(node):
+        if isinstance(item, ast.Subscript) and isinstance(item.ctx, ast.Load):
+            reading.add(id(item.value))
+        elif isinstance(item, ast.Call) and _is_length(item):
+            reading.add(id(item.args[0]))
     return any(
-        isinstance(item, ast.Attribute) and _is_name(item.value, name) for item in ast.walk(node)
+        isinstance(item, ast.Name) and item.id == name and id(item) not in reading
+        for item in ast.walk(node)
     )
 
 

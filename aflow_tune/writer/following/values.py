@@ -216,6 +216,8 @@ class Obj:
     """One by one, where that is known."""
     names: tuple[str, ...] | None = None
     """Of a dict the keys of its elements, in the same order."""
+    over: Value = NOTHING
+    """Of something lazy the lists that it will run over."""
 
 
 def joined_objects(one: Obj, other: Obj) -> Obj:
@@ -236,6 +238,7 @@ def joined_objects(one: Obj, other: Obj) -> Obj:
         joined(one.keys, other.keys),
         elements,
         one.names if same else None,
+        joined(one.over, other.over),
     )
 
 
@@ -294,7 +297,7 @@ class State:
             if ref in value:
                 self.variables[key] = value - {ref} | {old}
         for place, obj in self.heap.items():
-            if obj.elements is not None or ref in obj.items or ref in obj.keys:
+            if ref in obj.items or ref in obj.keys or ref in obj.over:
                 self.heap[place] = _renamed(obj, ref, old)
 
     def objects(self, value: Value) -> list[tuple[Ref, Obj]]:
@@ -310,18 +313,42 @@ class State:
         self.heap[ref] = joined_objects(before, after) if ref.earlier else after
 
     def within(self, *values: Value) -> Value:
-        """All atoms of some values and of what is in them, objects left out."""
-        seen: set[Ref] = set()
+        """All atoms of some values and of what is in them, the objects among them included."""
         atoms: set[Atom] = set()
         pending = list(values)
         while pending:
             for atom in pending.pop():
-                if not isinstance(atom, Ref):
-                    atoms.add(atom)
-                elif atom not in seen and atom in self.heap:
-                    seen.add(atom)
-                    pending += (self.heap[atom].items, self.heap[atom].keys)
+                if atom in atoms:
+                    continue
+                atoms.add(atom)
+                if isinstance(atom, Ref) and atom in self.heap:
+                    obj = self.heap[atom]
+                    pending += (obj.items, obj.keys, obj.over)
+                elif isinstance(atom, Method):
+                    pending.append(atom.owner)
         return joined(frozenset(atoms))
+
+    def let_go(self, *values: Value) -> None:
+        """Something unknown holds these from now on: it may put anything into their lists."""
+        for atom in self.within(*values):
+            if isinstance(atom, Ref) and atom in self.heap:
+                obj = self.heap[atom]
+                if obj.kind not in ("pending", "task", "tuple", "range"):
+                    self.heap[atom] = replace(
+                        obj,
+                        length=None,
+                        items=joined(obj.items, PLAIN),
+                        elements=None,
+                        names=None,
+                    )
+
+    def elements_of(self, value: Value) -> tuple[Value, ...] | None:
+        """What a value gives if it is run over, one by one, where that is known."""
+        objects = self.objects(value)
+        if len(objects) != 1 or len(value) != 1:
+            return None
+        obj = objects[0][1]
+        return None if obj.kind == "dict" else obj.elements
 
 
 K = TypeVar("K")
@@ -342,7 +369,9 @@ def _renamed(obj: Obj, ref: Ref, old: Ref) -> Obj:
         return value - {ref} | {old} if ref in value else value
 
     elements = None if obj.elements is None else tuple(map(one, obj.elements))
-    return replace(obj, items=one(obj.items), keys=one(obj.keys), elements=elements)
+    return replace(
+        obj, items=one(obj.items), keys=one(obj.keys), elements=elements, over=one(obj.over)
+    )
 
 
 def _without_bounds(value: Value, before: Value) -> Value:

@@ -81,6 +81,8 @@ class Walking:
     """Methods of the workflow."""
     attributes: set[str] = field(default_factory=set)
     """What is assigned on self anywhere, and in the class."""
+    fixed: set[str] = field(default_factory=set)
+    """Attributes that only the constructor or the class sets, at one place."""
     written_keys: set[str] = field(default_factory=set)
     """Keys that the graph itself puts into objects."""
     state: State | None = field(default_factory=State)
