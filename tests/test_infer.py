@@ -322,6 +322,36 @@ def test_from_python_many_at_once(
     assert [solved.model_calls for solved in found] == [1] * 8
 
 
+def test_a_problem_that_is_given_up_asks_no_more(
+    servers: tuple[ScriptedServer, ScriptedServer], tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, servers[1].url)
+
+    async def ask() -> None:
+        opened = open_trained(None, config=config, endpoint=servers[0].url, served_model="tuned")
+        async with opened as inferer:
+            inferer.seconds = 1.0
+            with pytest.raises(TimeoutError):
+                await inferer.solve(Problem("slow?", "math"))
+            for _ in range(200):
+                if servers[0].cancelled:
+                    return
+                await asyncio.sleep(0.05)
+
+    asyncio.run(ask())
+    assert servers[0].cancelled == 1
+    assert not servers[1].requests
+
+
+def test_an_answer_that_does_not_come_in_time(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = ("--set", "rollout.run_timeout=1")
+    command = ["infer", *options, *limit, "--problem", "slow?", "--type", "math"]
+    assert main(command) == 1
+    assert "not solved within 1 s" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "truth", "configured", "benchmark", "fields"),
     [

@@ -14,7 +14,7 @@ from aflow_tune.commands.trained_model import (
     add_model_options,
     inferer_of,
 )
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.inferring import Inferer
@@ -94,7 +94,11 @@ async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) 
 
     async with inferer:
         tasks = [inferer.solve(problem, sample) for sample in range(options.samples)]
-        found: list[Solved] = await asyncio.gather(*tasks)
+        try:
+            found: list[Solved] = await asyncio.gather(*tasks)
+        except TimeoutError:
+            limit = f"{inferer.seconds:g} s (rollout.run_timeout)"
+            raise RunFailed(f"the problem was not solved within {limit}") from None
     if options.svg is not None:
         _write_svg(options.svg, found[0])
     if options.json:

@@ -81,13 +81,13 @@ async def _serve(options: argparse.Namespace, token: str | None) -> int:
     inferer = inferer_of(options)
     for warning in inferer.warnings:
         print(f"warning: {warning}", flush=True)
-    seconds = options.timeout or inferer.config.rollout.run_timeout
+    inferer.seconds = options.timeout or inferer.seconds
     server = SolveServer(
         inferer,
         inferer.title,
         host=options.host,
         port=options.port,
-        bounds=Bounds(options.at_once, seconds),
+        bounds=Bounds(options.at_once, inferer.seconds),
         token=token,
         private=inferer.private,
     )

@@ -58,8 +58,11 @@ def inferer_of(options: argparse.Namespace) -> Inferer:
         BadInput: options that do not fit, or whatever is wrong with folder and configuration.
     """
     _check(options)
+    import transformers.utils.logging
+
     from aflow_tune.engines.trinity.inferring import open_trained
 
+    transformers.utils.logging.disable_progress_bar()
     return open_trained(
         options.checkpoint,
         config=options.config,

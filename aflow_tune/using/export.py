@@ -22,9 +22,11 @@ from aflow_tune.engines.trinity.run_state import checkpoints, write_json
 from aflow_tune.engines.trinity.trained import (
     RESOLVED,
     Found,
+    Source,
     config_source,
     find_run,
     of_checkpoint,
+    source_of,
     stage_folders,
 )
 from aflow_tune.errors import BadInput, Fault
@@ -32,6 +34,7 @@ from aflow_tune.evaluation.columns import best_step
 from aflow_tune.graph import inside
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.save import save_round
+from aflow_tune.operators import Operator, load_operators
 from aflow_tune.using.best import Best, Use, best_of, uses_in
 
 ADAPTER, MERGED, WORKFLOWS = "adapter", "merged", "workflows"
@@ -131,10 +134,16 @@ def export_workflows(
     paths: list[Path] = []
     notes: list[str] = []
     results, index = [], []
-    named = dataset or _dataset_of_path(out) or _dataset_of_run(run)
+    benchmark, operators = _configured(run)
+    named = dataset or _dataset_of_path(out) or benchmark
     for best in chosen:
         number = len(paths) + 1
-        graph = Graph(f"round_{number}", {inside.GRAPH_FILE: best.code}, instructions=best.prompts)
+        graph = Graph(
+            f"round_{number}",
+            {inside.GRAPH_FILE: best.code},
+            operators=operators,
+            instructions=best.prompts,
+        )
         try:
             saved = save_round(
                 graph,
@@ -190,10 +199,19 @@ def _dataset_of_path(out: Path) -> str | None:
     return place.parent.name if fits else None
 
 
-def _dataset_of_run(run: Path) -> str | None:
-    files = [folder / RESOLVED for folder in [run, *stage_folders(run)]]
-    there = [file for file in files if file.is_file()]
-    return load_config(there[-1]).writer.benchmark if there else None
+def _source_of(run: Path) -> Source | None:
+    """The configuration of a run, or of the last stage of a chain that has one."""
+    folders = [folder for folder in [run, *stage_folders(run)] if (folder / RESOLVED).is_file()]
+    return source_of(folders[-1]) if folders else None
+
+
+def _configured(run: Path) -> tuple[str | None, dict[str, type[Operator]]]:
+    """The benchmark and the user's own operators that the run's configuration names."""
+    source = _source_of(run)
+    if source is None:
+        return None, {}
+    config = load_config(source.file)
+    return config.writer.benchmark, load_operators(config.operators, source.base.parent)
 
 
 def _refuse_existing(path: Path) -> None:

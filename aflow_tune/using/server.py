@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect
 
 from aflow_tune.engines.trinity.solved import Problem, Solved
 from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, RunFailed
-from aflow_tune.models.types import ModelError
+from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.using.guard import Guard, own_hosts
 
@@ -247,7 +247,8 @@ def _told(error: BaseException) -> Response:
     if isinstance(error, TimeoutError):
         return _error("no answer within the time that one problem may take", 504)
     if isinstance(error, ModelError):
-        return _error(f"a model could not be asked: {error.failure.value}", 502)
+        hint = "; the problem may be too long" if error.failure is ModelFailure.REFUSED else ""
+        return _error(f"a model could not be asked: {error.failure.value}{hint}", 502)
     if isinstance(error, BudgetReached):
         return _error("the budget of this server is used up", 503)
     if isinstance(error, SandboxUnavailable):

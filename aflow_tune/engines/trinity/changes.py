@@ -214,7 +214,7 @@ def save_resolved(config: AflowConfig, changes: Sequence[Change], path: Path) ->
 
 def original_of(path: Path) -> Path | None:
     """The file that a saved configuration was read from; None where it does not say."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if not line.startswith("#"):
                 return None

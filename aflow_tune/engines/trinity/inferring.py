@@ -14,6 +14,7 @@ Which weights a folder means is `trained.py`'s matter; showing results is for `a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,8 @@ class Inferer:
         weights: a checkpoint, adapter or model folder; None for the base model.
         workflow: what the policy's answers are run by.
         title: what to call the policy.
+
+    `seconds` bounds the solving of one problem: `rollout.run_timeout`, unless it is set.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Inferer:
         self._endpoint, self._served_model = endpoint, served_model
         self._key_variable = key_variable
         self.sampling = sampling_of(config, temperature)
+        self.seconds: float = config.rollout.run_timeout
         self._books = Books("", BudgetSection(), config.models)
         self._stack = contextlib.AsyncExitStack()
         self._policy: RecordingClient | None = None
@@ -218,6 +222,7 @@ class Inferer:
 
         Raises:
             ModelError: the policy did not answer.
+            TimeoutError: it took longer than `seconds`.
             SandboxUnavailable: no wall can be built here, so nothing was run.
         """
         if self._policy is None:
@@ -239,13 +244,14 @@ class Inferer:
                 context.activate(),
                 trace.activate(),
             ):
-                run = await self.workflow.write(
-                    problem.text,
-                    problem.type,
-                    recorder.chat_model(),
-                    entry_point=problem.entry_point,
-                    auxiliary_models=self._auxiliary_models(recorder),
-                )
+                async with asyncio.timeout(self.seconds):
+                    run = await self.workflow.write(
+                        problem.text,
+                        problem.type,
+                        recorder.chat_model(),
+                        entry_point=problem.entry_point,
+                        auxiliary_models=self._auxiliary_models(recorder),
+                    )
                 seconds = time.monotonic() - started
                 solved = _solved(problem, run, trace, started, seconds)
                 if problem.truth is not None:

@@ -133,13 +133,9 @@ def config_source(found: Found | None, named: Path | None) -> Source:
         BadInput: there is neither.
     """
     if named is not None:
-        return Source(named, named)
-    if found is not None and found.run_dir is not None:
-        file = found.run_dir / RESOLVED
-        if file.is_file():
-            original = original_of(file)
-            here = original is not None and original.parent.is_dir()
-            return Source(file, original if here and original is not None else file)
+        return Source(named, _base_of(named) if named.is_file() else named)
+    if found is not None and found.run_dir is not None and (found.run_dir / RESOLVED).is_file():
+        return source_of(found.run_dir)
     where = "--config" if found is None else str(found.weights)
     expected = f"a configuration: {RESOLVED} of the run that the weights come from"
     found_text = "none was named" if found is None else "weights that lie in no run folder"
@@ -147,6 +143,18 @@ def config_source(found: Found | None, named: Path | None) -> Source:
         "It is not known how to ask this model.",
         [Fault(where, expected, found_text, "name it: --config my.yaml")],
     )
+
+
+def source_of(run_dir: Path) -> Source:
+    """The configuration of a run folder that has one."""
+    file = run_dir / RESOLVED
+    return Source(file, _base_of(file))
+
+
+def _base_of(file: Path) -> Path:
+    """A run's configuration is a copy; the folder of what it was copied from may be gone."""
+    original = original_of(file)
+    return original if original is not None and original.parent.is_dir() else file
 
 
 def make_ready(
