@@ -58,26 +58,33 @@ class Outcome:
     run_dir: str = ""
 
 
-def run_seed(seed: int, inline: bool, root: Path) -> Outcome:
-    """Run the quickstart's command once, as a user would, into a new folder under `root`.
+def run_command(config: Path, seed: int, root: Path, flags: list[str]) -> tuple[Path, float]:
+    """Run a recipe's command once, as a user would: its new folder under `root`, peak bytes.
 
     Raises:
         RuntimeError: it did not exit with 0; its output is in the message.
     """
     root.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix=f"seed{seed}-", dir=root))  # never resumes an older run
-    command = [sys.executable, "-m", "aflow_tune.cli", str(CONFIG)]
-    command += [f"seed={seed}", f"checkpoint_root_dir={root}"] + ["--inline"] * inline
-    started, peak = time.time(), 0.0
+    command = [sys.executable, "-m", "aflow_tune.cli", str(config)]
+    command += [f"seed={seed}", f"checkpoint_root_dir={root}", *flags]
+    peak = 0.0
     with (root / "output.txt").open("w+") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             peak = max(peak, _tree_bytes(process.pid))
             time.sleep(1)
-        total = time.time() - started
         if process.returncode:
             output.seek(0)
             raise RuntimeError(f"seed {seed} exited with {process.returncode}:\n{output.read()}")
+    return root, peak
+
+
+def run_seed(seed: int, inline: bool, root: Path) -> Outcome:
+    """Run the quickstart once. Raises as `run_command`."""
+    started = time.time()
+    root, peak = run_command(CONFIG, seed, root, ["--inline"] * inline)
+    total = time.time() - started
     (run_dir,) = (path.parent for path in root.glob("*/*/metrics.jsonl"))
     (comparison,) = first_and_last(run_dir).values()
     (evaluations,) = load_evaluations(run_dir).values()

@@ -1,0 +1,120 @@
+"""The tasks of the recipe in which a small policy writes workflows: sums, capitals, and pairs.
+
+A question asks for the value of an expression, for the capital of a country, or for two such
+things at once, in either order: six kinds. The executor, a frozen SmolLM2-135M, can write a
+program for an expression and knows these capitals if it is shown how to answer, but manages
+neither task in the other's way, and no pair in one call: each kind needs a graph of its own.
+
+The countries are those whose capital that model completes from two examples (50 of 80 that were
+asked for), so that what is learned is to write workflows and not geography. 15 of them and all
+expressions of the held-out rows appear in no training row.
+
+    python -m aflow_tune.data.two_questions workflows/data/two_questions      writes the files
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+from aflow_tune.data.sums import write_rows
+
+SEED = 20
+ROWS = {"train": 40, "held_out": 18}
+"""Of each kind, as far as there are countries."""
+HELD_OUT_COUNTRIES = 15
+JOINT = " and what is "
+_KINDS = {
+    "sum": ("math", "s"),
+    "capital": ("qa", "c"),
+    "two_sums": ("math", "ss"),
+    "two_capitals": ("qa", "cc"),
+    "sum_capital": ("math", "sc"),
+    "capital_sum": ("qa", "cs"),
+}
+"""Problem type of each kind, and what it asks for: s an expression, c a capital."""
+_CAPITALS = {
+    **{"France": "Paris", "Italy": "Rome", "Germany": "Berlin", "Spain": "Madrid"},
+    **{"Portugal": "Lisbon", "Greece": "Athens", "Egypt": "Cairo", "Japan": "Tokyo"},
+    **{"China": "Beijing", "Peru": "Lima", "Chile": "Santiago", "Cuba": "Havana"},
+    **{"Kenya": "Nairobi", "Norway": "Oslo", "Sweden": "Stockholm", "Finland": "Helsinki"},
+    **{"Denmark": "Copenhagen", "Poland": "Warsaw", "Austria": "Vienna", "Hungary": "Budapest"},
+    **{"Ireland": "Dublin", "Russia": "Moscow", "Iran": "Tehran", "Iraq": "Baghdad"},
+    **{"Syria": "Damascus", "Israel": "Jerusalem", "Thailand": "Bangkok", "Vietnam": "Hanoi"},
+    **{"Cambodia": "Phnom Penh", "Indonesia": "Jakarta", "Philippines": "Manila"},
+    **{"Venezuela": "Caracas", "Ecuador": "Quito", "Argentina": "Buenos Aires"},
+    **{"Tunisia": "Tunis", "Libya": "Tripoli", "Sudan": "Khartoum", "Ethiopia": "Addis Ababa"},
+    **{"Ghana": "Accra", "Senegal": "Dakar", "Uganda": "Kampala", "Rwanda": "Kigali"},
+    **{"Zambia": "Lusaka", "Belgium": "Brussels", "Switzerland": "Bern", "Bulgaria": "Sofia"},
+    **{"Romania": "Bucharest", "Serbia": "Belgrade", "Estonia": "Tallinn", "Qatar": "Doha"},
+}
+
+Row = dict[str, object]
+
+
+def two_questions() -> dict[str, list[Row]]:
+    """The rows of 'train' and 'held_out', each shuffled once with a fixed seed.
+
+    A row has `question` ('What is 61 - 5 and what is the capital of Peru?'), `answer`
+    ('56 Lima'), `problem_type` and `kind`.
+    """
+    draw = random.Random(SEED)
+    countries = sorted(_CAPITALS)
+    draw.shuffle(countries)
+    split = {
+        "held_out": countries[:HELD_OUT_COUNTRIES],
+        "train": countries[HELD_OUT_COUNTRIES:],
+    }
+    asked: set[str] = set()
+    rows: dict[str, list[Row]] = {}
+    for name, own in split.items():
+        rows[name] = [
+            row for kind in _KINDS for row in _of_kind(kind, own, ROWS[name], asked, draw)
+        ]
+        draw.shuffle(rows[name])
+    return rows
+
+
+def _of_kind(
+    kind: str, countries: list[str], count: int, asked: set[str], draw: random.Random
+) -> list[Row]:
+    problem_type, parts = _KINDS[kind]
+    rows: list[Row] = []
+    if parts == "c":
+        count = min(count, len(countries))
+    while len(rows) < count:
+        chosen = iter(draw.sample(countries, 2))
+        pairs = [
+            _expression(asked, draw) if part == "s" else _capital(next(chosen)) for part in parts
+        ]
+        question = "What is " + JOINT.join(thing for thing, _ in pairs) + "?"
+        if question in asked:
+            continue
+        asked.add(question)
+        answer = " ".join(value for _, value in pairs)
+        rows.append(
+            {"question": question, "answer": answer, "problem_type": problem_type, "kind": kind}
+        )
+    return rows
+
+
+def _capital(country: str) -> tuple[str, str]:
+    return f"the capital of {country}", _CAPITALS[country]
+
+
+def _expression(asked: set[str], draw: random.Random) -> tuple[str, str]:
+    """An expression that was not used before, and its value."""
+    while True:
+        a, b, c = draw.randint(12, 99), draw.randint(12, 99), draw.randint(2, 99)
+        first, second = draw.choice("+-*"), draw.choice("+-")
+        text = f"{a} {first} {b} {second} {c}"
+        if text not in asked:
+            asked.add(text)
+            value = {"+": a + b, "-": a - b, "*": a * b}[first]
+            return text, str(value + c if second == "+" else value - c)
+
+
+if __name__ == "__main__":
+    for name, rows in two_questions().items():
+        write_rows(Path(sys.argv[1]) / f"{name}.jsonl", rows)
