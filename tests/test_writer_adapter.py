@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_server import FaultyServer, Step
 from project import run_dir, write_project
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from writer_samples import NO_ANSWER, ONE, RAISES, TWO, text, writer
 
+from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.engines.trinity.adapter import CALLER_KEY, FAILURE_KEY, STATE_KEY
 from aflow_tune.engines.trinity.anchors import AnchorRate
+from aflow_tune.models.account import Account
+from aflow_tune.models.books import Books
 from aflow_tune.writer.prompting import KEEP
 
 # isort: split
@@ -216,3 +220,38 @@ def test_a_writer_is_tuned_and_evaluated(tmp_path: Path, tiny_model_dir: Path) -
     assert main(["eval", str(config), "--compare", "base", "last"]) == 0
     result = json.loads((folder / "eval" / "eval.json").read_text())
     assert [column["name"] for column in result["columns"]] == ["base", "step 2 (last)"]
+
+
+def test_an_executor_of_the_configurations_models_is_booked_and_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an evaluation: `models:` answer through the run's books, and `--cache` keeps it."""
+    # Servers of this machine are not cached; this one stands for one that is elsewhere.
+    monkeypatch.setattr("aflow_tune.models.cache.is_local", lambda address: False)
+    with ScriptedServer(lambda _: text()) as policy, FaultyServer([Step(text="4")]) as executor:
+        settings = ModelSettings(
+            model="frozen", base_url=executor.openai_url, prices=PriceSettings(1.0, 1.0)
+        )
+        books = Books(
+            str(tmp_path / "account.sqlite"), BudgetSection(calls=100), {"executor": settings}
+        )
+        runner = ScriptedRunner(ScriptedModel(policy.url), [], "sequential")
+        for number in range(2):
+            task = make_task(
+                writer(**SETTINGS),
+                is_eval=True,
+                batch_id=f"{number}/held_out",
+                books=books,
+                cache=str(tmp_path / "cache"),
+                eval_dir=str(tmp_path / "evaluations"),
+            )
+            status, _ = asyncio.run(runner.run_task(task, f"{number}/held_out", repeat_times=1))
+            assert status.ok, status.message
+        assert len(executor.requests) == 1
+    records = [
+        json.loads((tmp_path / f"evaluations/held_out/step_{number}.jsonl").read_text())
+        for number in range(2)
+    ]
+    assert [record["metrics"]["correct_clean"] for record in records] == [1.0, 1.0]
+    assert [record["kept"]["writer"]["answer"] for record in records] == ["4", "4"]
+    assert Account(books.account).by_role()["executor"].calls == 1
