@@ -23,8 +23,9 @@ examples:
   aflow-tune serve --checkpoint runs/my_project/my_run
   curl -s localhost:8080/solve -H 'content-type: application/json' \\
     -d '{{"problem": "What is 17 * 23?", "type": "math"}}'
-  MY_TOKEN=$(openssl rand -hex 24) aflow-tune serve --checkpoint my_run --host 0.0.0.0 \\
-    --token-env MY_TOKEN            then: -H "authorization: Bearer $MY_TOKEN"
+  export MY_TOKEN=$(openssl rand -hex 24)
+  aflow-tune serve --checkpoint my_run --host 0.0.0.0 --token-env MY_TOKEN
+    and send: -H "authorization: Bearer $MY_TOKEN"
 
 {WHAT_IS_A_CHECKPOINT}"""
 

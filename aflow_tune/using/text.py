@@ -31,7 +31,7 @@ def shown(text: str) -> str:
 def usd_text(value: float | None) -> str:
     """An amount of money, or that it is not known."""
     if value is None:
-        return "price not known"
+        return "not known"
     return "$0" if value == 0 else f"${value:.2g}" if value < 0.01 else f"${value:.4f}"
 
 
