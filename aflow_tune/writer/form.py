@@ -70,7 +70,12 @@ class Unreadable(ValueError):
 
 def as_text(prompts: Mapping[str, str], code: str) -> str:
     """A workflow in the hybrid form, as `read_written` reads it without a note."""
-    text = json.dumps({PROMPTS: dict(prompts), CODE: code}, ensure_ascii=False)
+    texts = {_clean(name): _clean(text) for name, text in prompts.items()}
+    return json.dumps({PROMPTS: texts, CODE: _clean(code)}, ensure_ascii=False)
+
+
+def _clean(text: str) -> str:
+    """The text without what none can hold: lone surrogates, null characters."""
     return _NO_TEXT.sub("\ufffd", text)
 
 
@@ -92,11 +97,11 @@ def read_with_refusals(text: str) -> tuple[Written, tuple[Refusal, ...]]:
     if len(text) > MAX_TEXT_CHARS:
         message = f"the reply has {len(text):,} characters; write at most {MAX_TEXT_CHARS:,}"
         raise Unreadable(Refusal(RefusalKind.TOO_LARGE, message))
-    clean = _NO_TEXT.sub("\ufffd", text.removeprefix("\ufeff"))
+    clean = _clean(text.removeprefix("\ufeff"))
     for part in _parts(clean):
         found = _object(part) or _python(part)
         if found is not None:
-            if clean != text:
+            if clean != text.removeprefix("\ufeff"):
                 found.notes.append("characters that no text can hold were replaced")
             return found.written()
     raise Unreadable(Refusal(RefusalKind.UNREADABLE, _why_unreadable(clean)))
@@ -128,7 +133,7 @@ class _Found:
 
     def written(self) -> tuple[Written, tuple[Refusal, ...]]:
         prompts, refusals = self._prompts()
-        code = self._code()
+        code = _clean(self._code())
         return Written(code, prompts, self.form, tuple(self.notes)), refusals
 
     def _mended(self, note: str) -> None:
@@ -166,7 +171,7 @@ class _Found:
         refusals = []
         for name, value in given.items():
             if isinstance(value, str):
-                prompts[str(name)] = value
+                prompts[_clean(str(name))] = _clean(value)
                 continue
             what = f"the prompt of {name!r:.60} is {_named(value)}; write its text"
             refusals.append(Refusal(RefusalKind.PROMPT, what))

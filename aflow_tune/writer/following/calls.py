@@ -51,7 +51,7 @@ _SAME_LENGTH = {
     **dict.fromkeys(
         ("list", "tuple", "sorted", "reversed", "set", "frozenset", "copy.copy", "copy.deepcopy",
          "collections.deque", "collections.Counter", "collections.OrderedDict",
-         "itertools.compress", "itertools.accumulate", "itertools.islice"), 0
+         "itertools.compress", "itertools.accumulate"), 0
     ),
     **dict.fromkeys(
         ("filter", "itertools.dropwhile", "itertools.takewhile", "itertools.filterfalse",

@@ -147,7 +147,7 @@ def _product(walk: Functions, node: ast.Call, given: Given) -> Value:
 
 def _chosen_by_size(walk: Functions, node: ast.Call, given: Given) -> Value:
     turns, item = walk.run_over(given.at(0) or NOTHING, node)
-    size = interval(given.at(1, "r") or number(None, None))[1]
+    size = interval(given.at(1, "r") or number(None, turns))[1]
     length: int | None = None
     if turns is not None and size is not None and turns <= 20:
         length = 1
@@ -160,6 +160,14 @@ def _chosen_by_size(walk: Functions, node: ast.Call, given: Given) -> Value:
 def _pairs(walk: Functions, node: ast.Call, given: Given) -> Value:
     turns, item = walk.run_over(given.at(0) or NOTHING, node)
     return walk.new(node, Obj("lazy", turns, walk.new(node, Obj("tuple", 2, item), "pair")))
+
+
+def _islice(walk: Functions, node: ast.Call, given: Given) -> Value:
+    turns, item = walk.run_over(given.at(0) or NOTHING, node)
+    stop = interval(given.values[2 if len(given.values) > 2 else 1])[1] if given.at(1) else None
+    known = [length for length in (turns, stop) if length is not None]
+    over = given.at(0) or NOTHING
+    return walk.new(node, Obj("lazy", min(known, default=None), item, over=over))
 
 
 def _chain(walk: Functions, node: ast.Call, given: Given) -> Value:
@@ -392,6 +400,7 @@ SPECIAL: dict[str, _Special] = {
     ),
     "itertools.pairwise": _pairs,
     "itertools.chain": _chain,
+    "itertools.islice": _islice,
     "itertools.repeat": _repeat,
     "random.sample": _sample,
     "random.choices": lambda walk, node, given: walk.new(

@@ -1,0 +1,394 @@
+"""Good, broken, hostile, endless and over-budget graphs, for the tests of the writer's check."""
+
+from __future__ import annotations
+
+from graph_samples import GATHER, QA
+from written_samples import PLAIN, workflow
+
+from aflow_tune.writer.types import RefusalKind
+
+K = RefusalKind
+SOLVED = "r = await self.solve(input=problem)\n"
+DONE = 'return r["response"]'
+
+GOOD = {
+    "plain": PLAIN,
+    "AFlow, QA": QA,
+    "asyncio, a counter, a helper": GATHER,
+    "branch": workflow(
+        SOLVED
+        + 'v = await self.review(problem, r["response"])\n'
+        + 'if v["review_result"]:\n    return r["response"], 0.0\n'
+        + 'b = await self.solve(input=problem, instruction=v["feedback"])\n'
+        + 'return b["response"], self.llm.get_usage_summary()["total_cost"]'
+    ),
+    "attempts": workflow(
+        'import re\nbest = ""\n'
+        "for attempt in range(self.most):\n"
+        "    try:\n"
+        f"        {SOLVED}"
+        '        found = re.search(r"\\\\boxed{([^}]+)}", r["response"])\n'
+        "        if found:\n            best = found.group(1)\n            break\n"
+        "    except (ValueError, TypeError) as error:\n        best = str(error)\n"
+        "return best",
+        init="self.most = 3",
+    ),
+    "gather": workflow(
+        "import asyncio\n"
+        "rs = await asyncio.gather(*(self.solve(problem) for _ in range(3)))\n"
+        'best = await self.pick(solutions=[r["response"] for r in rs], problem=problem)\n'
+        'return best["response"]'
+    ),
+    "tasks": workflow(
+        "import asyncio\n"
+        "tasks = [asyncio.create_task(self.solve(problem)) for _ in range(2)]\n"
+        "a, b = await asyncio.gather(*tasks)\n"
+        'return a["response"] + b["response"]'
+    ),
+    "module constants and functions": workflow(
+        "r = await self.solve(input=clean(problem), instruction=SHORT)\n" + DONE,
+        head="import re\nSHORT = 'Short. '\n\n\ndef clean(text: str) -> str:\n"
+        "    return re.sub(r'\\s+', ' ', text)\n\n\n",
+    ),
+    "operators in a list and a dict": workflow(
+        "out = []\n"
+        "for name, op in self.steps.items():\n"
+        "    got = await op(input=problem)\n"
+        "    out.append(f\"{name}: {got['response']}\")\n"
+        'last = await self.steps["check"](input="\\n".join(out))\n'
+        'return last["response"]',
+        init=(
+            "make = operator.Custom\n"
+            'self.steps = {"draft": make(self.llm), "check": operator.Custom(self.llm)}'
+        ),
+    ),
+    "nested function and lambda": workflow(
+        "async def draft(text):\n"
+        "    got = await self.solve(input=text)\n"
+        '    return got["response"]\n'
+        "drafts = [await draft(problem) for _ in range(2)]\n"
+        "return max(drafts, key=lambda text: len(text))"
+    ),
+    "static helper": workflow(
+        SOLVED + 'return self._short(r["response"])',
+        rest="@staticmethod\ndef _short(text):\n    return text.strip()[:100]",
+    ),
+    "a semaphore": workflow(
+        "import asyncio\ngate = asyncio.Semaphore(2)\n"
+        "async def one(text):\n    async with gate:\n        return await self.solve(text)\n"
+        'rs = await asyncio.gather(*[one(t) for t in ("a", "b")], return_exceptions=True)\n'
+        "return str(rs[0])"
+    ),
+    "match, counters, defaults": workflow(
+        "from collections import Counter\n"
+        "votes = Counter()\n"
+        "for style in ('short', 'long', 'odd'):\n"
+        f"    {SOLVED}"
+        "    match style:\n"
+        "        case 'odd':\n            votes['?'] += 1\n"
+        "        case other:\n            votes[r.get('response', other)] += 1\n"
+        "return votes.most_common(1)[0][0]"
+    ),
+    "the model itself": workflow(
+        SOLVED + 'more = await self.llm("Is it right? " + r["response"])\nreturn more'
+    ),
+    "a result that is changed": workflow(
+        SOLVED + 'r["response"] = r["response"].strip()\nr["note"] = "x"\nreturn r["note"]'
+    ),
+    "getattr with a name": workflow(
+        'op = getattr(self, "solve")\nr = await op(input=problem)\n' + DONE
+    ),
+    "keywords in a dict": workflow(
+        'given = {"input": problem, "instruction": "Short. "}\n'
+        "r = await self.solve(**given)\n" + DONE
+    ),
+    "annotations": workflow(
+        SOLVED + DONE,
+        head="from typing import Dict, List\n\n",
+        rest="def unused(self, a: Dict[str, int]) -> List[str]:\n    return [str(a)]",
+    ),
+    "a helper that nobody calls": workflow(
+        SOLVED + DONE, rest="async def later(self, tasks):\n    return [await t for t in tasks]"
+    ),
+}
+
+
+L = 9
+"""The first line of __call__'s body in a graph without head and init."""
+
+BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
+    "syntax": ("class Workflow:\n    def (:\n        pass\n", [(K.SYNTAX, 2)]),
+    "await outside of async": (
+        PLAIN + "\n    def f(self):\n        return await self.solve('x')\n",
+        [(K.SYNTAX, 13)],
+    ),
+    "no class": ("x = 1\n", [(K.SHAPE, 0)]),
+    "another class": (
+        PLAIN.replace("class Workflow", "class Flow"),
+        [(K.NOT_ALLOWED, 1), (K.SHAPE, 0)],
+    ),
+    "no __call__": (
+        "class Workflow:\n    def __init__(self, name, llm_config, dataset):\n        pass\n",
+        [(K.SHAPE, 1)],
+    ),
+    "a plain __call__": (
+        PLAIN.replace("async def __call__", "def __call__").replace("await ", ""),
+        [(K.SHAPE, 8), (K.ARGUMENTS, 9)],
+    ),
+    "wrong __init__": (PLAIN.replace("name, llm_config, dataset", "llm_config"), [(K.SHAPE, 2)]),
+    "returns nothing": (workflow(SOLVED + 'x = r["response"]'), [(K.SHAPE, 8)]),
+    "three values": (workflow(SOLVED + 'return r["response"], 0, 1'), [(K.SHAPE, L + 1)]),
+    "no operator": (workflow('return "42", 0.0'), [(K.SHAPE, 8)]),
+    "os": (workflow("import os\n" + SOLVED + DONE), [(K.NOT_ALLOWED, L)]),
+    "subprocess": (
+        workflow(SOLVED + DONE, head="from subprocess import run\n"),
+        [(K.NOT_ALLOWED, 1)],
+    ),
+    "not there": (workflow(SOLVED + DONE, head="import numpy as np\n"), [(K.NOT_ALLOWED, 1)]),
+    "operator imported": (workflow(SOLVED + DONE, head="import operator\n"), [(K.NOT_ALLOWED, 1)]),
+    "eval": (workflow(SOLVED + 'return eval(r["response"])'), [(K.NOT_ALLOWED, L + 1)]),
+    "open": (workflow(SOLVED + 'open("x").read()\n' + DONE), [(K.NOT_ALLOWED, L + 1)]),
+    "__import__": (workflow(SOLVED + '__import__("os")\n' + DONE), [(K.NOT_ALLOWED, L + 1)]),
+    "dunder": (workflow(SOLVED + "x = r.__class__.__mro__\n" + DONE), [(K.NOT_ALLOWED, L + 1)]),
+    "frames": (workflow(SOLVED + "x = self.__call__.cr_frame\n" + DONE), [(K.NOT_ALLOWED, L + 1)]),
+    "private": (workflow(SOLVED + "x = self.solve._session\n" + DONE), [(K.NOT_ALLOWED, L + 1)]),
+    "getattr": (workflow(SOLVED + "getattr(r, problem)\n" + DONE), [(K.NOT_ALLOWED, L + 1)]),
+    "setattr": (workflow(SOLVED + "setattr(self, problem, 1)\n" + DONE), [(K.NOT_ALLOWED, L + 1)]),
+    "global": (workflow("global X\nX = 1\n" + SOLVED + DONE), [(K.NOT_ALLOWED, L)]),
+    "yield": (workflow(SOLVED + "yield 1"), [(K.SHAPE, 8), (K.NOT_ALLOWED, L + 1)]),
+    "a generator": (
+        workflow(SOLVED + DONE, rest="def many(self):\n    yield 1"),
+        [(K.NOT_ALLOWED, L + 3)],
+    ),
+    "with": (
+        workflow('with open("x") as f:\n    pass\n' + SOLVED + DONE),
+        [(K.NOT_ALLOWED, L)] * 2,
+    ),
+    "async for": (
+        workflow("async for x in problem:\n    pass\n" + SOLVED + DONE),
+        [(K.NOT_ALLOWED, L)],
+    ),
+    "metaclass": (PLAIN.replace("Workflow:", "Workflow(metaclass=type):"), [(K.NOT_ALLOWED, 1)]),
+    "base": (PLAIN.replace("Workflow:", "Workflow(dict):"), [(K.NOT_ALLOWED, 1)]),
+    "decorator": (
+        workflow(SOLVED + DONE, rest="@property\ndef x(self):\n    return 1"),
+        [(K.NOT_ALLOWED, L + 2)],
+    ),
+    "own dunder": (
+        workflow(SOLVED + DONE, rest="def __getattr__(self, name):\n    return 1"),
+        [(K.NOT_ALLOWED, L + 2)],
+    ),
+    "operator's own code": (
+        workflow("operator.Custom.run = 1\n" + SOLVED + DONE),
+        [(K.NOT_ALLOWED, L)],
+    ),
+    "type makes a class": (
+        workflow(SOLVED + 'T = type("T", (), {})\n' + DONE),
+        [(K.NOT_ALLOWED, L + 1)],
+    ),
+    "statements outside": (PLAIN + "\nprint('x')\n", [(K.NOT_ALLOWED, 12)]),
+    "unknown call": (
+        workflow("import json\njson.loads('1')(problem)\n" + SOLVED + DONE),
+        [(K.NOT_ALLOWED, L + 1)],
+    ),
+    "unknown operator": (
+        workflow(SOLVED + DONE, init="self.fix = operator.Revize(self.llm)"),
+        [(K.UNKNOWN_OPERATOR, 7)],
+    ),
+    "operator of a package": (
+        workflow(SOLVED + DONE, head="from workflows.template.operator import Costum\n"),
+        [(K.UNKNOWN_OPERATOR, 1)],
+    ),
+    "unknown name": (workflow("r = await self.solve(probelm)\n" + DONE), [(K.UNKNOWN_NAME, L)]),
+    "unknown attribute": (
+        workflow("r = await self.revise(problem)\n" + DONE),
+        [(K.UNKNOWN_NAME, L)],
+    ),
+    "unknown key": (workflow(SOLVED + 'return r["respones"]'), [(K.UNKNOWN_NAME, L + 1)]),
+    "key as attribute": (workflow(SOLVED + "return r.response"), [(K.UNKNOWN_NAME, L + 1)]),
+    "operator of an operator": (
+        workflow("r = await self.solve.solve(problem)\n" + DONE),
+        [(K.UNKNOWN_NAME, L)],
+    ),
+    "typing not imported": (
+        workflow(SOLVED + DONE, rest="def f(self) -> Tuple[int]:\n    return 1"),
+        [(K.UNKNOWN_NAME, L + 2)],
+    ),
+    "class constant without self": (
+        workflow("r = await self.solve(SHORT)\n" + DONE, rest='SHORT = "x"'),
+        [(K.UNKNOWN_NAME, L)],
+    ),
+    "wrong keyword": (
+        workflow("r = await self.solve(prompt=problem)\n" + DONE),
+        [(K.ARGUMENTS, L)],
+    ),
+    "missing argument": (
+        workflow('r = await self.review(problem)\nreturn r["feedback"]'),
+        [(K.ARGUMENTS, L)],
+    ),
+    "too many": (
+        workflow('r = await self.solve(problem, "a", "b", "c")\n' + DONE),
+        [(K.ARGUMENTS, L)],
+    ),
+    "unseen arguments": (workflow("r = await self.solve(*problem)\n" + DONE), [(K.ARGUMENTS, L)]),
+    "no model": (workflow(SOLVED + DONE, init="self.x = operator.Custom()"), [(K.ARGUMENTS, 7)]),
+    "a text for the model": (
+        workflow(SOLVED + DONE, init='self.x = operator.Custom("gpt")'),
+        [(K.ARGUMENTS, 7)],
+    ),
+    "another model": (
+        workflow(SOLVED + DONE, init='self.other = create_llm_instance("gpt-4o")'),
+        [(K.ARGUMENTS, 7)],
+    ),
+    "wrong option": (
+        workflow(SOLVED + DONE, init="self.x = operator.MdEnsemble(self.llm, votes=3)"),
+        [(K.ARGUMENTS, 7)],
+    ),
+    "option out of bounds": (
+        workflow(SOLVED + DONE, init="self.x = operator.Programmer(self.llm, programs=99)"),
+        [(K.ARGUMENTS, 7)],
+    ),
+    "prompts as an option": (
+        workflow(SOLVED + DONE, init='self.x = operator.Custom(self.llm, prompts="x")'),
+        [(K.ARGUMENTS, 7)],
+    ),
+    "results for texts": (
+        workflow(
+            "a = await self.solve(problem)\n"
+            'b = await self.pick(solutions=[a, a])\nreturn b["response"]'
+        ),
+        [(K.ARGUMENTS, L + 1)],
+    ),
+    "a text for a list": (
+        workflow(
+            "a = await self.solve(problem)\n"
+            'b = await self.pick(a["response"])\nreturn b["response"]'
+        ),
+        [(K.ARGUMENTS, L + 1)],
+    ),
+    "not awaited": (workflow("r = self.solve(problem)\n" + DONE), [(K.ARGUMENTS, L)]),
+    "not awaited, not kept": (
+        workflow("self.solve(problem)\n" + SOLVED + DONE),
+        [(K.ARGUMENTS, L)],
+    ),
+    "not awaited, returned": (workflow("return self.solve(problem), 0.0"), [(K.ARGUMENTS, L)]),
+    "not awaited in a text": (
+        workflow('x = f"{self.solve(problem)}"\n' + SOLVED + DONE),
+        [(K.ARGUMENTS, L)],
+    ),
+    "not awaited helper": (
+        workflow(
+            "x = self.f(problem)\nreturn x.strip()",
+            rest='async def f(self, p):\n    r = await self.solve(p)\n    return r["response"]',
+        ),
+        [(K.ARGUMENTS, L)],
+    ),
+    "awaited for nothing": (
+        workflow(
+            "x = await self.f(problem)\n" + SOLVED + DONE,
+            rest="def f(self, p):\n    return p.strip()",
+        ),
+        [(K.ARGUMENTS, L)],
+    ),
+    "awaited, not called": (workflow("r = await self.solve\n" + SOLVED + DONE), [(K.ARGUMENTS, L)]),
+    "gather of a list": (
+        workflow(
+            "import asyncio\nt = [self.solve(problem)]\nr = await asyncio.gather(t)\nreturn str(r)"
+        ),
+        [(K.ARGUMENTS, L + 2)],
+    ),
+    "a generator that waits": (
+        workflow('return " ".join((await self.solve(problem))["response"] for _ in range(2))'),
+        [(K.NOT_ALLOWED, L)],
+    ),
+    "three values for two names": (
+        workflow('a, b = [await self.solve("x"), await self.solve("y"), 1]\n' + SOLVED + DONE),
+        [(K.ARGUMENTS, L)],
+    ),
+    "while true": (
+        workflow(f"while True:\n    {SOLVED}    if r['response']:\n        break\n" + DONE),
+        [(K.UNBOUNDED, L)],
+    ),
+    "an endless while without calls": (
+        workflow(SOLVED + "while problem:\n    pass\n" + DONE),
+        [(K.UNBOUNDED, L + 1)],
+    ),
+    "a counter that may stand still": (
+        workflow(
+            f"i = 0\nwhile i < 3:\n    {SOLVED}    if not r['response']:\n"
+            f"        continue\n    i += 1\n" + DONE
+        ),
+        [(K.UNBOUNDED, L + 1)],
+    ),
+    "a counter that is reset": (
+        workflow(
+            f"i = 0\nwhile i < 3:\n    {SOLVED}    i += 1\n"
+            f"    match 0:\n        case i:\n            pass\n" + DONE
+        ),
+        [(K.UNBOUNDED, L + 1)],
+    ),
+    "a limit that runs away": (
+        workflow(f"i, n = 0, 3\nwhile i < n:\n    {SOLVED}    i += 1\n    n += 1\n" + DONE),
+        [(K.UNBOUNDED, L + 1)],
+    ),
+    "lines of the problem": (
+        workflow(f'for line in problem.split("\\n"):\n    {SOLVED}' + DONE),
+        [(K.UNBOUNDED, L)],
+    ),
+    "lines in a comprehension": (
+        workflow("rs = [await self.solve(line) for line in problem.splitlines()]\nreturn str(rs)"),
+        [(K.UNBOUNDED, L)],
+    ),
+    "lines in a map": (
+        workflow(
+            "import asyncio\n"
+            "rs = await asyncio.gather(*map(self.solve, problem.split()))\nreturn str(rs)"
+        ),
+        [(K.UNBOUNDED, L + 1)],
+    ),
+    "a list that grows under its loop": (
+        workflow(f"xs = [1]\nys = xs\nfor x in xs:\n    {SOLVED}    ys.append(x)\n" + DONE),
+        [(K.UNBOUNDED, L + 4)],
+    ),
+    "recursion": (
+        workflow(
+            "return await self.f(problem)",
+            rest="async def f(self, p):\n"
+            '    r = await self.solve(p)\n    return await self.f(r["response"])',
+        ),
+        [(K.UNBOUNDED, L + 3)],
+    ),
+    "mutual recursion": (
+        workflow(
+            "return await self.f(problem)",
+            rest="async def f(self, p):\n    return await self.g(p)\n"
+            "async def g(self, p):\n    return await self.f(p)",
+        ),
+        [(K.UNBOUNDED, L + 4)],
+    ),
+    "itself": (workflow("return await self(problem)"), [(K.NOT_ALLOWED, L)]),
+    "over budget": (
+        workflow(f"for _ in range(201):\n    {SOLVED}" + DONE),
+        [(K.OVER_BUDGET, L + 1)],
+    ),
+    "far over budget": (
+        workflow(f"for _ in range(10**15):\n    {SOLVED}" + DONE),
+        [(K.UNBOUNDED, L)],
+    ),
+    "too long": (workflow(SOLVED + DONE) + "\n" + "# x\n" * 10_001, [(K.TOO_LARGE, 0)]),
+    "too deep": ("x = " + "(" * 200 + "1" + ")" * 200, [(K.TOO_LARGE, 0)]),
+    "deeper than the parser goes": ("x = " + "-" * 30_000 + "1", [(K.TOO_LARGE, 0)]),
+    "too many ways": (
+        workflow(
+            "return await self.f0(problem)",
+            rest="\n".join(
+                f"async def f{i}(self, p):\n"
+                f"    await self.f{i + 1}(p)\n    return await self.f{i + 1}(p)"
+                for i in range(10)
+            )
+            + "\nasync def f10(self, p):\n    for a in range(30):\n"
+            "        x = [a, p]\n        x.append(x)\n    return p",
+        ),
+        [(K.TOO_LARGE, 0)],
+    ),
+}
