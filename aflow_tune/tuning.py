@@ -126,7 +126,7 @@ def harvest_config(
 
     Args:
         sources, runs, limit: in place of those of the section `harvest`; None or empty: as
-            there.
+            there. Runs are a source beside the others.
         out: where the pairs go; None: `harvested/sft.jsonl` in the run folder.
         phase: told what is going on.
 
@@ -147,7 +147,9 @@ def harvest_config(
         config = load_config(config_path, overrides)
         section = config.harvest
         section.sources = list(sources or section.sources)
-        section.runs = [str(path) for path in runs] or section.runs
+        if runs:
+            section.runs = [str(path) for path in runs]
+            section.sources += [] if "runs" in section.sources else ["runs"]
         section.limit = section.limit if limit is None else limit
         workflow, folder = prepare_harvest(config)
         for warning in config.warnings:

@@ -32,6 +32,7 @@ WRONG = graph(
 )
 RAISING = graph('found = await self.solve(input=problem)\nreturn int(found["response"] + "x")')
 REFUSED = graph("import os\nreturn os.getcwd()")
+KNOWN = graph('await self.solve(input=problem)\nreturn "It is 10"')
 TEMPLATES: dict[str, tuple[str, str]] = {
     "even": ("EVEN", EVEN),
     "always": ("ALWAYS", ALWAYS),

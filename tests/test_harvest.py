@@ -13,6 +13,7 @@ from faulty_server import FaultyServer, Request, Step
 from harvest_project import (
     ALWAYS,
     EVEN,
+    KNOWN,
     RAISING,
     REFUSED,
     folder,
@@ -151,6 +152,8 @@ def test_a_teacher_is_asked_with_the_policys_own_prompt(
         text = said_to(request)
         if "What is 1 + 10" in text:
             return Step(text=as_text({"solve": "ALWAYS"}, REFUSED))
+        if "What is 0 + 10" in text:
+            return Step(text=as_text({"solve": "ALWAYS"}, KNOWN))  # right, and no workflow
         if "What is 2 + 10" in text:
             return Step(text="I would rather not.")
         if "What is 3 + 10" in text:
@@ -173,12 +176,13 @@ def test_a_teacher_is_asked_with_the_policys_own_prompt(
         kept, counts = harvest(path)
         asked = len(teacher.requests)
         again, _ = harvest(path)
-    assert [row["problem"] for row in kept] == [f"What is {n} + 10?" for n in (0, 4, 5)]
+    assert [row["problem"] for row in kept] == [f"What is {n} + 10?" for n in (4, 5)]
     assert {row["messages"][-1]["content"] for row in kept} == {said}
     assert {(row["source"], row["name"]) for row in kept} == {("teacher", "strong")}
     questions = [said_to(request) for request in teacher.requests]
-    assert [row["messages"][0]["content"] in questions for row in kept] == [True] * 3
-    assert counts["refused_by_kind"] == {"not_allowed": 1, "unreadable": 1}
+    assert [row["messages"][0]["content"] in questions for row in kept] == [True] * 2
+    refused = {"known_beforehand": 1, "not_allowed": 1, "unreadable": 1}
+    assert counts["refused_by_kind"] == refused
     assert counts["teacher_failures"] == {"server_error": 1}
     # Five answers of 100 and 10 tokens: 5 * (100 * 10 + 10 * 100) millionths of a dollar.
     assert counts["teacher"] == {"tokens": 550, "usd": pytest.approx(0.01)}

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import yaml
 from faulty_server import FaultyServer, Step
-from harvest_project import folder, pairs, sums, write_project
+from harvest_project import ALWAYS, folder, pairs, sums, write_project
 
 from aflow_tune.cli import main
 from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.errors import ExitCode
+from aflow_tune.report.rollouts import Rollout, append_rollout
 
 # isort: split
 from trinity.buffer.reader.file_reader import FileReader
@@ -75,22 +76,27 @@ def test_bad_input(
     path = write_project(tmp_path, executor.openai_url)
     assert main(["harvest", str(path), "--source", "teachers"]) == ExitCode.BAD_INPUT
     assert "did you mean teacher?" in capsys.readouterr().err
-    wrong = ["--source", "templates", "--runs", "somewhere"]
-    assert main(["harvest", str(path), *wrong]) == ExitCode.BAD_INPUT
-    assert "the source `runs` beside it" in capsys.readouterr().err
+    assert main(["harvest", str(path), "harvest.templates=nowhere"]) == ExitCode.BAD_INPUT
+    assert "no such folder" in capsys.readouterr().err
     (tmp_path / "empty.yaml").write_text("project: tests\n")
     assert main(["harvest", str(tmp_path / "empty.yaml")]) == ExitCode.BAD_INPUT
     assert "writer.executor" in capsys.readouterr().err
     assert not executor.requests
 
 
-def test_runs_alone_are_their_own_source(
+def test_runs_are_a_source_beside_the_others(
     tmp_path: Path, executor: FaultyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_project(tmp_path, executor.openai_url)
-    arguments = ["harvest", str(path), "--source", "runs", "--runs", str(tmp_path)]
-    assert main(arguments) == ExitCode.BAD_INPUT
+    path = write_project(tmp_path, executor.openai_url, templates=["even"])
+    assert main(["harvest", str(path), "--runs", str(tmp_path)]) == ExitCode.BAD_INPUT
     assert "no rollouts there" in capsys.readouterr().err
+    record = {"problem": "What is 1 + 10?", "prompts": {"solve": "ALWAYS"}, "code": ALWAYS}
+    record |= {"structure": "two", "level": 0, "score": 1.0}
+    run = tmp_path / "runs" / "tests" / "first"
+    append_rollout(run, Rollout(1, 0, 0, 8.0, kept={"writer": record}))
+    assert main(["harvest", str(path), "--runs", str(run), "--json"]) == ExitCode.DONE
+    counts = json.loads(capsys.readouterr().out)
+    assert counts["kept_by_source"] == {"templates": 4, "runs": 1}
 
 
 def started(path: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -108,7 +114,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_killed_or_stopped_it_goes_on_where_it_was(
     tmp_path: Path, executor: FaultyServer, how: signal.Signals
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.eval import arrange as arrange_settings
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ or let one YAML do both: see docs/warm_start.md.
 examples:
   aflow-tune harvest writer.yaml                                  the shipped templates
   aflow-tune harvest writer.yaml --source templates teacher --limit 200 budget.usd=5
-  aflow-tune harvest writer.yaml --source runs --runs checkpoints/flows/first --out best.jsonl
+  aflow-tune harvest writer.yaml --runs checkpoints/flows/first --out pairs.jsonl
 
 exit codes: 0 done, 1 no graph solved a problem, 2 bad input, 3 interrupted, 4 a limit of `budget`
 reached; after 3 and 4 the same command goes on.
@@ -85,7 +85,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=Path,
         default=[],
         metavar="DIR",
-        help="run folders of the writer, for the source `runs`",
+        help="run folders of the writer: the source `runs`, beside the others",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="so many problems, drawn by `seed`")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the pairs go")
@@ -103,10 +103,6 @@ def _run(options: argparse.Namespace) -> int:
 
     from aflow_tune.tuning import harvest_config
 
-    if options.runs and "runs" not in (options.source or ["runs"]):
-        cure = "--source runs, beside the others"
-        fault = Fault("--runs", "the source `runs` beside it", " ".join(options.source), cure)
-        raise BadInput("The harvest cannot be started.", [fault])
     console = Console(stderr=options.json)
     with _Progress(console) as progress:
         summary = harvest_config(

@@ -1,6 +1,6 @@
 """What is wrong with a configuration that is to be harvested with.
 
-Settings only; what rows, templates and earlier runs hold is read when the harvest begins.
+Settings and templates; what rows and earlier runs hold is read when the harvest begins.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aflow_tune.errors import Fault
+from aflow_tune.errors import BadInput, Fault
 from aflow_tune.schema_names import nearest
 from aflow_tune.trace import POLICY
+from aflow_tune.writer.candidates import read_templates
 from aflow_tune.writer.harvest import SOURCES
+from aflow_tune.writer.templates import TEMPLATES, Template
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
@@ -37,6 +39,11 @@ def check_harvest(config: AflowConfig) -> list[Fault]:
             cure = f"did you mean {close}?" if close else f"choose one, such as {SOURCES[0]}"
             key = where(f"harvest.sources.{number}")
             faults.append(Fault(key, f"one of {', '.join(SOURCES)}", repr(source), cure))
+    if "templates" in section.sources:
+        try:
+            templates_of(config)
+        except BadInput as error:
+            faults += error.faults
     if "teacher" in section.sources:
         faults += _teacher(config)
     if "runs" in section.sources:
@@ -63,13 +70,25 @@ def check_harvest(config: AflowConfig) -> list[Fault]:
 
 def run_folders(config: AflowConfig) -> list[Path]:
     """The folders of `harvest.runs`: relative to here, or else to the YAML."""
-    file = config.positions.file
-    base = Path(file).parent if file else Path()
-    found = []
-    for name in config.harvest.runs:
-        path = Path(name).expanduser()
-        found.append(path if path.exists() else base / path)
-    return found
+    return [_here_or_beside(config, name) for name in config.harvest.runs]
+
+
+def templates_of(config: AflowConfig) -> list[Template]:
+    """The templates that are tried: those of the user's folder, or the shipped ones.
+
+    Raises:
+        BadInput: with every file of the folder that is no template.
+    """
+    name = config.harvest.templates
+    if name is None:
+        return list(TEMPLATES.values())
+    where = config.positions.where("harvest.templates")
+    return read_templates(_here_or_beside(config, name), where)
+
+
+def _here_or_beside(config: AflowConfig, name: str) -> Path:
+    file, path = config.positions.file, Path(name).expanduser()
+    return Path(file).parent / path if file and not path.exists() else path
 
 
 def _teacher(config: AflowConfig) -> list[Fault]:

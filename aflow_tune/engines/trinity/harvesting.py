@@ -36,7 +36,7 @@ from aflow_tune.data.rows import with_source
 from aflow_tune.engines.local.models import pick_device
 from aflow_tune.engines.trinity.accounting import books_of
 from aflow_tune.engines.trinity.evaluating import LocalModels
-from aflow_tune.engines.trinity.harvest_rules import run_folders
+from aflow_tune.engines.trinity.harvest_rules import run_folders, templates_of
 from aflow_tune.engines.trinity.mixes import benchmarks_of
 from aflow_tune.engines.trinity.readers import read_all
 from aflow_tune.engines.trinity.recording import chat_model, shared_client
@@ -46,14 +46,9 @@ from aflow_tune.models.books import client_for
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.rollouts import read_rollouts
 from aflow_tune.sandbox import use_policy
-from aflow_tune.writer.candidates import (
-    PastRun,
-    past_candidates,
-    read_templates,
-    template_candidates,
-)
+from aflow_tune.writer.candidates import PastRun, past_candidates, template_candidates
 from aflow_tune.writer.harvest import Candidate, Harvest, Harvested, Problem
-from aflow_tune.writer.templates import TEMPLATES, Template
+from aflow_tune.writer.templates import Template
 from aflow_tune.writer.trials import Journal, Lesson, Trial
 from aflow_tune.writer.trying import Trying
 
@@ -63,7 +58,7 @@ if TYPE_CHECKING:
 
 PAIRS_FILE = "sft.jsonl"
 COUNTS_FILE = "harvest.json"
-AT_ONCE_ON_PROCESSOR = 8
+AT_ONCE_ON_PROCESSOR = 16
 _POLL_SECONDS = 0.2
 _SLACK_SECONDS = 1.0
 """Whoever says `stop` because of `budget.wall_seconds` began to count a little earlier."""
@@ -159,13 +154,15 @@ class _Harvesting:
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
         work = asyncio.ensure_future(self._all())
+        asked = False
         while not work.done():
             await asyncio.wait([work], timeout=_POLL_SECONDS)
             late = deadline is not None and time.monotonic() > deadline
-            if not work.done() and (self._stop() or late):
+            if not work.done() and not asked and (self._stop() or late):
+                asked = True
                 self._phase("stopping: what was tried is kept")
                 work.cancel()
-        kept = f"what was tried is kept in {self.folder}. The same command goes on from there."
+        kept = f"What was tried is kept in {self.folder}. The same command goes on from there."
         try:
             return await work
         except BudgetReached as error:
@@ -176,7 +173,7 @@ class _Harvesting:
             if reason is None and late:
                 reason = f"budget.wall_seconds ({limit:g}) reached"
             kind: type[Exception] = Interrupted if reason is None else BudgetReached
-            raise kind(f"{reason or 'stopped'}; {kept}") from None
+            raise kind(f"{reason or 'stopped'}. {kept}") from None
 
     async def _all(self) -> Harvested:
         self._phase("reading the problems")
@@ -290,7 +287,7 @@ class _Harvesting:
         """Candidates of a problem from templates and runs; rollouts that fit no problem."""
         templates: Sequence[Template] = ()
         if "templates" in self.section.sources:
-            templates = self._templates()
+            templates = templates_of(self.config)
         past: dict[str, list[Candidate]] = {}
         strangers = 0
         if "runs" in self.section.sources:
@@ -302,17 +299,6 @@ class _Harvesting:
             return [*own, *past.get(problem.key, [])]
 
         return of, strangers
-
-    def _templates(self) -> list[Template]:
-        name = self.section.templates
-        if name is None:
-            return list(TEMPLATES.values())
-        where = self.config.positions.where("harvest.templates")
-        file = self.config.positions.file
-        folder = Path(name).expanduser()
-        if file and not folder.exists():
-            folder = Path(file).parent / folder
-        return read_templates(folder, where)
 
     async def _auxiliary(self, local: LocalModels) -> dict[str, Any]:
         """The auxiliary models that graphs may call, by name; loaded only if one is named."""
