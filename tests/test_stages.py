@@ -369,7 +369,7 @@ def test_one_budget_for_all_stages(chain: Path) -> None:
 
 # --- stopping --------------------------------------------------------------------------------
 
-_LONG = ("deterministic=true", "stages[0].buffer.total_steps=80", "buffer.total_steps=3")
+_LONG = ("deterministic=true", "stages[0].buffer.total_steps=40", "buffer.total_steps=3")
 
 
 def _start(config: Path, *words: str) -> subprocess.Popen:
@@ -390,45 +390,45 @@ def test_a_chain_that_is_stopped_in_every_stage_ends_as_one_that_is_not(
     from safetensors.torch import load_file
 
     whole = _write_chain(tmp_path / "whole", tiny_model_dir)
-    output, _ = (process := _start(whole, *_LONG)).communicate(timeout=300)
+    output, _ = (process := _start(whole, *_LONG)).communicate(timeout=900)
     assert process.returncode == 0, output
 
     parts = _write_chain(tmp_path / "parts", tiny_model_dir)
     signs = ("warm_up/global_step_2", "learn/global_step_1", "test/run.json")
     for sign in signs:
         process = _start(parts, *_LONG)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 900
         while not (_folder(parts) / sign).exists():
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, sign
             time.sleep(0.02)
         process.send_signal(how)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=900)
         assert process.returncode == (3 if how is signal.SIGINT else -signal.SIGKILL), output
         stage = sign.partition("/")[0]
         assert _statuses(parts)[stage] == ("interrupted" if how is signal.SIGINT else "running")
-    output, _ = (process := _start(parts, *_LONG)).communicate(timeout=300)
+    output, _ = (process := _start(parts, *_LONG)).communicate(timeout=900)
     assert process.returncode == 0, output
     assert output.count(": finished\n") == 2
 
-    for stage, step in (("warm_up", 80), ("learn", 3)):
+    for stage, step in (("warm_up", 40), ("learn", 3)):
         one, other = (
             load_file(_folder(config) / stage / f"global_step_{step}" / "weights.safetensors")
             for config in (whole, parts)
         )
         assert all(bool((one[name] == other[name]).all()) for name in one), stage
     assert _transcripts(_folder(whole) / "test", 0) == _transcripts(_folder(parts) / "test", 0)
-    assert _start(parts, *_LONG).wait(timeout=120) == 5
+    assert _start(parts, *_LONG).wait(timeout=900) == 5
 
 
 @pytest.mark.slow
 def test_the_rollout_stage_through_ray(chain: Path) -> None:
     chain.write_text(chain.read_text().replace("inline: true", "inline: false"))
-    output, _ = (process := _start(chain)).communicate(timeout=400)
+    output, _ = (process := _start(chain)).communicate(timeout=900)
     assert process.returncode == 0, output
     assert _statuses(chain) == dict.fromkeys(NAMES, "finished")
     assert output.count("starting Ray") == 1
-    assert len(_transcripts(_folder(chain) / "learn", 2)) == 8
+    assert len(_transcripts(_folder(chain) / "learn", 2)) == 4  # of 2 items
 
 
 def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:

@@ -18,6 +18,7 @@ _FREE_KEYS = (
     "trainer.max_checkpoints_to_keep",
     "explorer.eval_interval",
     "explorer.max_timeout",
+    "explorer.runner_per_model",
     "inline",
     "local.threads",
     "local.max_batch",
