@@ -242,7 +242,7 @@ class _One:
 
     def join(self) -> None:
         text = self.new("text")
-        source = self.random.choice(self.lists) if self.lists else "problem.split()[:3]"
+        source = self.random.choice(self.lists) if self.lists else f"{self.texts[-1]}.split()[:3]"
         self.line(f'{text} = "\\n".join(part.strip() for part in {source})')
         self.texts.append(text)
 

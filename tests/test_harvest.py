@@ -181,7 +181,7 @@ def test_a_teacher_is_asked_with_the_policys_own_prompt(
     assert {(row["source"], row["name"]) for row in kept} == {("teacher", "strong")}
     questions = [said_to(request) for request in teacher.requests]
     assert [row["messages"][0]["content"] in questions for row in kept] == [True] * 2
-    refused = {"known_beforehand": 1, "not_allowed": 1, "unreadable": 1}
+    refused = {"shape": 1, "not_allowed": 1, "unreadable": 1}
     assert counts["refused_by_kind"] == refused
     assert counts["teacher_failures"] == {"server_error": 1}
     # Five answers of 100 and 10 tokens: 5 * (100 * 10 + 10 * 100) millionths of a dollar.

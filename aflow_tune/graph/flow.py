@@ -205,10 +205,15 @@ class _Walk:
                     self.assign(item.optional_vars, value, env)
             self.block(node.body, env)
         elif isinstance(node, (ast.Try, ast.TryStar)):
+            before = dict(env)
             self.block(node.body, env)
-            for handler in node.handlers:
-                self.block(handler.body, env)
+            ends = []
+            for handler in node.handlers:  # which may be entered from anywhere in the body
+                end = _merged([before, env])
+                self.block(handler.body, end)
+                ends.append(end)
             self.block(node.orelse, env)
+            env |= _merged([*ends, env])
             self.block(node.finalbody, env)
         elif isinstance(node, ast.Match):
             subject = self.value(node.subject, env)
@@ -273,8 +278,8 @@ class _Walk:
         elif isinstance(target, ast.Starred):
             self.assign(target.value, value, env, add)
         elif isinstance(target, ast.Subscript):
-            self.value(target.slice, env)
-            self.assign(target.value, value, env, add=True)
+            key = _Value(self.value(target.slice, env).sources)  # `votes[answer] += 1`
+            self.assign(target.value, value.join(key), env, add=True)
         else:
             name = _name(target)
             if name is not None:
@@ -355,7 +360,7 @@ class _Walk:
         named = {word.arg: self.value(word.value, env) for word in node.keywords}
         arguments = _NOTHING.join(*given, *named.values())
         if _last_name(node.func) == "getattr" and len(node.args) > 1:
-            arguments = arguments.join(self.looked_up(node))
+            arguments = arguments.join(self.looked_up(node, env))
         # `self.llm.aask(...)` is a call of the model too.
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         owner = (
@@ -382,13 +387,12 @@ class _Walk:
         # Whatever an unknown function returns may hold what it was given.
         return replace(target.join(arguments, *passed), functions=())
 
-    def looked_up(self, node: ast.Call) -> _Value:
-        """`getattr(prompt_custom, "NAME", ...)`."""
-        module, name = node.args[0], node.args[1]
-        is_prompt = isinstance(module, ast.Name) and self.shape.modules.get(module.id) == "prompt"
-        if is_prompt and isinstance(name, ast.Constant) and isinstance(name.value, str):
-            return _Value(prompts=frozenset({name.value}))
-        return _NOTHING
+    def looked_up(self, node: ast.Call, env: _Env) -> _Value:
+        """`getattr(prompt_custom, "NAME", ...)`, `getattr(self, "solve")`."""
+        owner, name = node.args[0], node.args[1]
+        if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
+            return _NOTHING
+        return self.name(ast.Attribute(owner, name.value, ast.Load()), env)
 
     def is_method_of_handle(self, func: ast.expr, env: _Env) -> bool:
         """Whether a call is `handle.method(...)`, as in `self.llm.get_usage_summary()`."""

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
 from aflow_tune.graph.broker import GraphLimits
+from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.shape import Shape, workflow_methods
 from aflow_tune.operators import Operator
@@ -188,13 +189,29 @@ class _Check:
             scopes=scopes,
         )
         self.bound, self.spenders = found.bound, found.spenders
-        if self.bound is not None and not self.bound.operator_calls and not self.refusals.any():
+        if self.bound is not None and not self.refusals.any():
+            self._answer(shape, self.bound)
+        return set(found.used_prompts)
+
+    def _answer(self, shape: Shape, bound: Bound) -> None:
+        """Whether the answer comes from an operator: a policy is to write workflows, not answers.
+
+        An answer that the policy knew would otherwise earn the most, for the least.
+        """
+        assert self.graph is not None
+        if not bound.operator_calls:
             message = (
                 "the workflow calls no operator; build one in __init__ and call it, as in "
                 "await self.solve(input=problem)"
             )
-            self.refusals.add(RefusalKind.SHAPE, message, workflow_methods(shape)["__call__"])
-        return set(found.used_prompts)
+        elif not any(edge.target == ANSWER and edge.source >= 0 for edge in self.graph.flow.edges):
+            message = (
+                "no operator's result reaches the answer; return what an operator gave, as in "
+                'return solution["response"]'
+            )
+        else:
+            return
+        self.refusals.add(RefusalKind.SHAPE, message, workflow_methods(shape)["__call__"])
 
     def _shape(self, shape: Shape) -> None:
         """What `graph/shape.py` finds, where nothing was said about that line."""

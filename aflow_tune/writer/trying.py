@@ -2,8 +2,7 @@
 
 The same workflow function does it that training runs, with the graph in the place of the
 policy's answer, so that what is harvested is judged by the very rules that will be trained on.
-Only what the check refuses is not run: its fallback would cost calls and could be no pair. The
-same holds for a graph that gives an answer of its own: it may be right, but it is no workflow.
+Only what the check refuses is not run: its fallback would cost calls and could be no pair.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 from aflow_tune.config import RewardsSection
 from aflow_tune.context import RunContext
 from aflow_tune.errors import AflowTuneError
-from aflow_tune.graph.flow import ANSWER, PROBLEM
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models.types import Message, Reply
 from aflow_tune.scoring.rewards import Unscored
@@ -27,8 +25,6 @@ from aflow_tune.writer.trials import Trial, TrialEnding
 from aflow_tune.writer.types import Level
 from aflow_tune.writer.workflow import CALLER, ExecutorFailed, WriterWorkflow
 
-KNOWN_BEFOREHAND = "known_beforehand"
-"""Why a graph is refused here that may run: whoever wrote it solved the problem instead."""
 MAX_REASON = 300
 MAX_ANSWER = 200
 
@@ -86,12 +82,13 @@ class Trying:
         if not verdict.ok:
             kinds = dict.fromkeys(refusal.kind.value for refusal in verdict.refusals)
             reason = str(verdict.refusals[0]) if verdict.refusals else ""
-            return _refused(problem, text, reason, *kinds)
-        assert verdict.graph is not None
-        edges = verdict.graph.flow.edges
-        if not any(edge.target == ANSWER and edge.source != PROBLEM for edge in edges):
-            reason = "no operator's result reaches the answer: it was known beforehand"
-            return _refused(problem, text, reason, KNOWN_BEFOREHAND)
+            return Trial(
+                problem.key,
+                text,
+                TrialEnding.REFUSED,
+                reason=reason[:MAX_REASON],
+                refusals=tuple(kinds),
+            )
         context = RunContext(rewards=self._rewards)
         reward, unscored = None, ""
         try:
@@ -116,10 +113,6 @@ class Trying:
                 "slow executor, or too much at once (local.max_batch)"
             )
         return _trial(problem, text, kept, reward, unscored)
-
-
-def _refused(problem: Problem, text: str, reason: str, *kinds: str) -> Trial:
-    return Trial(problem.key, text, TrialEnding.REFUSED, reason=reason[:MAX_REASON], refusals=kinds)
 
 
 def _trial(
