@@ -37,7 +37,7 @@ def check(code: str, prompts: dict[str, str] | None = None, **limits: Any) -> Ve
 
 
 def loop(head: str, before: str = "") -> str:
-    return f"{before}\n{head}\n    {ASK}" + "return 'x'"
+    return f"{before}\n{head}\n    {ASK}" + "return str(r)"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def loop(head: str, before: str = "") -> str:
         (ASK + ASK + 'b = await self.pick(["a", "b"])\nreturn b["response"]', 3, 3),
         (f"if problem:\n    {ASK}    {ASK}else:\n    {ASK}" + DONE, 2, 2),
         (f"if problem:\n    {ASK}    {DONE}\n{ASK}{ASK}{ASK}" + DONE, 3, 3),
-        ("r = await self.solve(problem) if problem else None\nreturn 'x'", 1, 1),
+        ("r = await self.solve(problem) if problem else None\nreturn str(r)", 1, 1),
         (loop("for _ in range(3):"), 3, 3),
         (loop("for _ in range(1, 10, 4):"), 3, 3),
         (loop("for _ in range(10, 0, -3):"), 4, 4),
@@ -95,7 +95,13 @@ def loop(head: str, before: str = "") -> str:
         (f"for _ in range(2):\n    {ASK}else:\n    {ASK}" + DONE, 3, 3),
         ("x = await self.llm('a') + await self.llm.aask('b')\nreturn x", 2, 2),
         # Free loops may turn as often as they like.
-        ("n = 0\nfor line in problem.splitlines():\n    n += 1\n" + ASK + "return str(n)", 1, 1),
+        (
+            "n = 0\nfor line in problem.splitlines():\n    n += 1\n"
+            + ASK
+            + "return str(r) + str(n)",
+            1,
+            1,
+        ),
     ],
 )
 def test_by_hand(call: str, calls: int, model_calls: int) -> None:
