@@ -4,7 +4,7 @@
 
 Reads, checks and compiles graphs of `generated_graphs.py` one after the other in one process, a
 share of them with a mistake, and prints the seconds of all of them, of the slowest, and what was
-found. The graphs are written before the clock starts.
+found. The graphs are written before the clock starts. The target is under 5 s.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def main() -> None:
     options = parser.parse_args()
     texts = written(options.graphs, options.seed, options.faulty)
     limits = CheckLimits(model_calls=20)
-    seconds, kinds, verdicts = [], Counter[str](), []
+    seconds, processor, kinds, verdicts = [], 0.0, Counter[str](), []
     for text in texts:
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         verdict = check_written(text, operators=OPERATORS, limits=limits)
         if verdict.graph is not None:
             compile(verdict.graph.sources["graph.py"], "graph.py", "exec")
         seconds.append(time.perf_counter() - started)
+        processor += time.process_time() - busy
         verdicts.append(verdict)
         kinds.update({refusal.kind.value for refusal in verdict.refusals})
     structures = {structure_of(one.graph) for one in verdicts if one.graph is not None}
@@ -58,7 +59,7 @@ def main() -> None:
     print(
         f"{len(texts)} graphs of {lines / len(texts):.0f} lines, {len(structures)} structures: "
         f"{sum(seconds):.2f} s ({1000 * sum(seconds) / len(texts):.2f} ms each, the slowest "
-        f"{1000 * max(seconds):.0f} ms)"
+        f"{1000 * max(seconds):.0f} ms), {processor:.2f} s of processor time"
     )
     print(f"may run: {sum(one.ok for one in verdicts)}; refused for {dict(kinds.most_common())}")
 
