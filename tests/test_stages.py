@@ -20,7 +20,7 @@ from trinity.common.config import Config
 
 from aflow_tune.engines.trinity.config import read_config
 from aflow_tune.engines.trinity.stages import parts_of, stage_configs
-from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
 from aflow_tune.tuning import run_config, tune, validate_config
 
 STAGES = """
@@ -441,3 +441,41 @@ def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:
         run_chain(config, *functions_of(config, chain), finished.exists)
     assert _statuses(chain) == {"warm_up": "finished", "learn": "waiting", "test": "waiting"}
     assert run_config(chain).steps_done == 2
+
+
+# --- Trinity's own engines -------------------------------------------------------------------
+
+_CLUSTER = (
+    "engine=trinity",
+    "cluster.ray_address=127.0.0.1:1",
+    "cluster.node_num=1",
+    "cluster.gpu_per_node=8",
+)
+
+
+def test_a_chain_for_trinitys_engines_is_checked_too(chain: Path) -> None:
+    report = validate_config(chain, _CLUSTER)
+    assert not report.faults
+    assert report.engine is not None
+    assert report.engine[0] == "trinity"
+    assert [name for name, _ in report.stages] == list(NAMES)
+    (fault,) = validate_config(chain, [*_CLUSTER, "stages[0].buffer.train_batch_size=0"]).faults
+    assert fault.where == "command line: stages[0].buffer.train_batch_size=0"
+
+
+def test_the_next_stage_begins_from_trinitys_newest_hugging_face_checkpoint(chain: Path) -> None:
+    from aflow_tune.engines.trinity.stage_chain import trained_model
+
+    warm_up = stage_configs(read_config(chain, _CLUSTER)[0])[0]
+    folder = _folder(chain) / "warm_up"
+    for step in (2, 4):
+        (folder / f"global_step_{step}" / "actor" / "huggingface").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    warm_up.checkpoint_job_dir = str(folder)
+    assert trained_model(warm_up, folder) == str(folder / "global_step_4" / "actor" / "huggingface")
+    (folder / "latest_checkpointed_iteration.txt").write_text("6")
+    with pytest.raises(RunFailed, match="left no Hugging Face checkpoint"):
+        trained_model(warm_up, folder)
+    local = stage_configs(read_config(chain, ["engine=local"])[0])[0]
+    with pytest.raises(RunFailed, match="its model is gone"):
+        trained_model(local, folder)

@@ -240,3 +240,12 @@ def test_a_signal_costs_at_most_the_unsaved_steps(
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resuming" in again.stdout
     assert sorted(trainer_metrics(data_dir(tmp_path))) == list(range(1, 161))
+
+
+def test_the_panel_shows_the_loss(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows(), steps=2)
+    run_config(config)
+    loss = trainer_metrics(data_dir(tmp_path))[2]["actor/final_loss"]
+    assert f"step 2/2  loss {loss:.4g}" in capsys.readouterr().out

@@ -169,9 +169,13 @@ class Panel:
         bar = ProgressBar(total=max(1, progress.total), completed=progress.step, width=24)
         step.add_row(f"{progress.step} of {progress.total}", bar)
         table.add_row("step", step)
-        reward = _reward(progress.reward, progress.health)
-        trend = "" if self.console.options.ascii_only else _sparkline(progress.rewards)
-        table.add_row("reward", Text(f"{reward}  {trend}".rstrip()))
+        losses = {state.step: state.loss for state in progress.steps if state.loss is not None}
+        label, number = "reward", _reward(progress.reward, progress.health)
+        if progress.reward is None and losses:
+            label, number = "loss", f"{losses[max(losses)]:.4g}"
+        values = losses if label == "loss" else progress.rewards
+        trend = "" if self.console.options.ascii_only else _sparkline(values)
+        table.add_row(label, Text(f"{number}  {trend}".rstrip()))
         if progress.valid_graphs is not None:
             table.add_row("valid graphs", f"{progress.valid_graphs:.0%}")
         for name, points in progress.held_out.items():
@@ -207,6 +211,8 @@ class Panel:
         parts = [f"step {state.step}/{progress.total}"]
         if state.reward is not None:
             parts.append(f"reward {_reward(state.reward, state.health)}")
+        elif state.loss is not None:
+            parts.append(f"loss {state.loss:.4g}")
         if state.valid_graphs is not None:
             parts.append(f"valid graphs {state.valid_graphs:.0%}")
         parts += [f"held-out {_held_out(p)}" for p in progress.held_out.values() if p]

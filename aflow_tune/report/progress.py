@@ -7,7 +7,7 @@ Works for every engine, because it reads only what explorer and trainer write wh
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from aflow_tune.report.evaluation import FOLDER
 from aflow_tune.report.metrics import FILE_NAME, MetricsLine, parse_line
 from aflow_tune.report.quantities import (
     GROUP_HEALTH,
+    LOSS,
     REWARD,
     VALID_GRAPHS,
     failure_counts,
@@ -43,6 +44,8 @@ class StepState:
     tokens_per_second: float | None
     failures: dict[str, float]
     valid_graphs: float | None = None
+    loss: float | None = None
+    """Where there were no rewards: of the step's batch from the data set."""
 
 
 @dataclass
@@ -172,6 +175,7 @@ class RunFollower:
                     state.tokens_per_second,
                     self._failures_by_step.get(line.step, {}),
                     state.valid_graphs,
+                    loss=None if state.rewards else _first(LOSS, metrics),
                 )
             )
 
@@ -240,6 +244,10 @@ class RunFollower:
 def read_progress(run_dir: Path, total: int) -> Progress:
     """The state of a run, read once."""
     return RunFollower(run_dir, total).update()
+
+
+def _first(names: Sequence[str], metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[name] for name in names if name in metrics), None)
 
 
 def _score(scores: Mapping[tuple[int, int], float | None]) -> float | None:
