@@ -38,7 +38,7 @@ TWO = graph(
     'return again["response"]'
 )
 RAISES = graph('found = await self.solve(input=problem)\nreturn int(found["response"] + "x")')
-NO_ANSWER = graph('await self.solve(input=problem)\nreturn ""')
+NO_ANSWER = graph('found = await self.solve(input=problem)\nreturn found["response"][:0]')
 REFUSED = graph("import os\nreturn os.getcwd()")
 PROMPTS = {"solve": SOLVE}
 

@@ -129,6 +129,7 @@ async def run_written(
     sandbox: str = "auto",
     problem_type: str = "math",
     operators: Mapping[str, type[Operator]] | None = None,
+    fallbacks: bool = True,
 ) -> Executed:
     """Run what the policy wrote on a problem; where that fails, what stands in for it.
 
@@ -140,6 +141,8 @@ async def run_written(
         models: role by operator, instance or the graph's own name of a model.
         limits: `seconds` for everything together, the rest for each attempt.
         operators: those that a graph may use, by name. None: every shipped one.
+        fallbacks: False: a graph that passed the check is run once, and its failure is the
+            result; for whoever only wants to know whether it works.
 
     Raises:
         BudgetReached: the run's budget is used up.
@@ -153,7 +156,10 @@ async def run_written(
         limits or GraphLimits(),
         {"model": as_client(executor), "clients": clients, "models": models, "sandbox": sandbox},
     )
-    await running.written(verdict, problem_type, allowed)
+    if verdict.ok and verdict.graph is not None and not fallbacks:
+        await running.attempt(Level.CLEAN, verdict.graph, share=1.0)
+    else:
+        await running.written(verdict, problem_type, allowed)
     last = running.attempts[-1]
     seconds = time.monotonic() - running.started
     return Executed(last.level, last.run, last.graph, tuple(running.attempts), seconds)
@@ -182,19 +188,20 @@ class _Running:
         default = default_graph(problem_type, allowed, names_entry)
         graph = verdict.graph
         if graph is not None and verdict.code_ok:
-            run = await self._attempt(Level.CLEAN, graph) if verdict.ok else None
+            run = await self.attempt(Level.CLEAN, graph) if verdict.ok else None
             if run is None or (run.ending is GraphEnding.RAISED and run.level and not run.built):
                 plain = with_default_prompts(graph, problem_type)
-                run = await self._attempt(Level.DEFAULT_PROMPTS, plain)
+                run = await self.attempt(Level.DEFAULT_PROMPTS, plain)
             if run.ok:
                 return
             named = list(graph.shape.instances.values())
             line = straight_line(named, allowed, problem_type, names_entry)
-            if line is not None and (await self._attempt(Level.SIMPLER, line)).ok:
+            if line is not None and (await self.attempt(Level.SIMPLER, line)).ok:
                 return
-        await self._attempt(Level.DEFAULT_WORKFLOW, default, share=1.0)
+        await self.attempt(Level.DEFAULT_WORKFLOW, default, share=1.0)
 
-    async def _attempt(self, level: Level, graph: Graph, share: float = SHARE) -> GraphRun:
+    async def attempt(self, level: Level, graph: Graph, share: float = SHARE) -> GraphRun:
+        """Run a graph in `share` of the time that is left, and note how it went."""
         seconds = (self._limits.seconds - (time.monotonic() - self.started)) * share
         run = await self._run(graph, seconds)
         if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:

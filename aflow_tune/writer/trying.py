@@ -60,7 +60,7 @@ class Trying:
         rewards: RewardsSection | None = None,
         seconds: float = 300.0,
     ) -> None:
-        self._workflow = dataclasses.replace(workflow, turns=1)
+        self._workflow = dataclasses.replace(workflow, turns=1, fallbacks=False)
         self._auxiliary = dict(auxiliary_models or {})
         self._rewards = rewards
         self._seconds = seconds
@@ -119,7 +119,7 @@ def _trial(
     problem: Problem, text: str, kept: Mapping[str, Any], reward: float | None, unscored: str
 ) -> Trial:
     """The trial that the workflow's record tells of."""
-    clean = kept.get("level") == Level.CLEAN
+    clean = kept.get("level") == Level.CLEAN and kept.get("ending") == GraphEnding.ANSWERED
     if kept and not clean:
         ending, reason = TrialEnding.FAILED, str(kept["reason"])
     elif unscored or reward is None:

@@ -104,6 +104,8 @@ class WriterWorkflow:
     limited: tuple[str, ...] = ()
     """Roles whose models limit the length of their answers by themselves; to all others
     `check.call_completion_tokens` is given."""
+    fallbacks: bool = True
+    """False: as in `run_written`. For trying graphs out, never for training."""
     clients: Mapping[str, ModelClient] = field(default_factory=dict)
     """By role, where no configuration's `models:` answer. They travel without their keys."""
 
@@ -327,6 +329,7 @@ class WriterWorkflow:
                     sandbox=self.sandbox,
                     problem_type=problem_type,
                     operators=self.operators,
+                    fallbacks=self.fallbacks,
                 )
         finally:
             for event in trace.events:
