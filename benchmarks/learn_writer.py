@@ -33,6 +33,8 @@ CONFIG = ROOT / "configs" / "writer_local.yaml"
 HELD_OUT = ROOT / "workflows" / "data" / "two_questions" / "held_out.jsonl"
 STAGE = "grpo"
 FEWEST_STRUCTURES = 4
+AT_ONCE = 16
+"""Default workflows that run side by side: more would only wait for the executor."""
 MEASURES = ("reward", "correct_clean")
 
 
@@ -155,12 +157,15 @@ async def default_scores(config_file: Path) -> dict[str, dict[int, float]]:
                 shared_client(wrapper, client, loop), wrapper.generate_kwargs
             )
 
+        slots = asyncio.Semaphore(AT_ONCE)
+
         async def one(item: int, row: dict[str, Any]) -> None:
             graph = default_graph(workflow.type_of(row), workflow.operators)
             text = as_text(graph.instructions, graph.sources["graph.py"])
             context = RunContext(rewards=config.rewards)
             with context.activate(), use_prompts(config.prompts):
-                reward = await workflow(row, ScriptedModel([text]), auxiliary_models=auxiliary)
+                async with slots:
+                    reward = await workflow(row, ScriptedModel([text]), auxiliary_models=auxiliary)
             found["reward"][item] = reward
             found["correct_clean"][item] = context.metrics["correct_clean"]
 
