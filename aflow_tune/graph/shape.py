@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
+from aflow_tune.graph.tree import walk
 
 MAX_SOURCE_CHARS = 256 * 1024
 """Of one file. A graph is a page or two; the parser's memory is bounded with its input."""
@@ -117,7 +118,7 @@ def examine(
         return shape
     try:
         shape.tree = tree
-        nodes = list(ast.walk(tree))
+        nodes = walk(tree)
         _Names(shape, operators, graph_label, files).read(tree, nodes)
         known = {*shape.constants, *prompts} if complete else None
         _check_attributes(shape, nodes, operators, known, graph_label)
@@ -445,7 +446,7 @@ def _built(shape: Shape, nodes: Sequence[ast.AST]) -> Iterator[BuiltOperator]:
         if isinstance(node, ast.Call) and shape.operator_class(node.func) is not None
     ]
     at_once = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-    named = {id(call) for call in calls if id(call) not in at_once}
+    named = {id(call): call for call in calls if id(call) not in at_once}
     names: dict[int, str] = {}
     for node in nodes:
         if isinstance(node, ast.Assign):
@@ -464,7 +465,7 @@ def _built(shape: Shape, nodes: Sequence[ast.AST]) -> Iterator[BuiltOperator]:
 
 
 def _name_calls(
-    target: ast.expr, value: ast.expr, wanted: Collection[int], names: dict[int, str]
+    target: ast.expr, value: ast.expr, wanted: Mapping[int, ast.expr], names: dict[int, str]
 ) -> None:
     """Give the wanted calls inside `value` the name of `target`."""
     if (
@@ -481,6 +482,14 @@ def _name_calls(
         name = target.id
     else:
         return
-    found = [node for node in ast.walk(value) if id(node) in wanted] if wanted else []
+    if not any(_within(call, value) for call in wanted.values()):
+        return
+    found = [node for node in ast.walk(value) if id(node) in wanted]
     for number, node in enumerate(found, 1):
         names.setdefault(id(node), name if len(found) == 1 else f"{name}_{number}")
+
+
+def _within(node: ast.expr, other: ast.expr) -> bool:
+    """Whether one expression stands inside another, by their places."""
+    start, end = (other.lineno, other.col_offset), (other.end_lineno, other.end_col_offset)
+    return start <= (node.lineno, node.col_offset) < end

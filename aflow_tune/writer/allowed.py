@@ -13,8 +13,8 @@ import builtins
 import sys
 
 from aflow_tune.graph import inside
+from aflow_tune.graph.tree import children
 from aflow_tune.writer.refusals import Refusals, did_you_mean, shown
-from aflow_tune.writer.tree import children
 from aflow_tune.writer.types import RefusalKind
 
 MODULES: dict[str, frozenset[str] | None] = {

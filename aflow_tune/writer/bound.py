@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aflow_tune.graph.shape import Shape, workflow_methods
+from aflow_tune.graph.tree import children
 from aflow_tune.operators import Operator
 from aflow_tune.writer.following.statements import Walk
 from aflow_tune.writer.following.walking import Cost
 from aflow_tune.writer.names import Scopes
 from aflow_tune.writer.refusals import Refusals
-from aflow_tune.writer.tree import children
 from aflow_tune.writer.types import Bound, CheckLimits
 
 

@@ -23,6 +23,7 @@ from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.shape import Shape, workflow_methods
+from aflow_tune.graph.tree import levels
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import check_syntax
 from aflow_tune.writer.bound import worst_case
@@ -30,7 +31,6 @@ from aflow_tune.writer.following.walking import TooLarge
 from aflow_tune.writer.form import Unreadable, read_with_refusals
 from aflow_tune.writer.names import Scopes
 from aflow_tune.writer.refusals import Refusals, did_you_mean, listed
-from aflow_tune.writer.tree import levels
 from aflow_tune.writer.types import (
     Bound,
     CheckLimits,

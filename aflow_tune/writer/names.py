@@ -11,9 +11,9 @@ import ast
 import typing
 from collections.abc import Iterator
 
+from aflow_tune.graph.tree import children
 from aflow_tune.writer.allowed import BUILTINS, why_forbidden
 from aflow_tune.writer.refusals import MAX_REFUSALS, Refusals, did_you_mean
-from aflow_tune.writer.tree import children
 from aflow_tune.writer.types import RefusalKind
 
 GIVEN = ("operator", "prompt_custom", "create_llm_instance", "DatasetType")

@@ -25,8 +25,16 @@ def children(node: ast.AST) -> list[ast.AST]:
     return found
 
 
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """All nodes, level by level, as `ast.walk` has them."""
+    nodes = [tree]
+    for node in nodes:
+        nodes += children(node)
+    return nodes
+
+
 def levels(tree: ast.AST, most_nodes: int, most_depth: int) -> tuple[list[ast.AST], int]:
-    """All nodes, level by level, and how many levels; ends early past one of the limits."""
+    """As `walk`, and how many levels; ends early past one of the limits."""
     nodes: list[ast.AST] = []
     level: Sequence[ast.AST] = [tree]
     depth = 0
