@@ -107,6 +107,14 @@ GOOD = {
         head="from typing import Dict, List\n\n",
         rest="def unused(self, a: Dict[str, int]) -> List[str]:\n    return [str(a)]",
     ),
+    "a value of the turn before": workflow(
+        "for turn in range(2):\n"
+        "    text = problem if turn == 0 else better\n"
+        "    r = await self.solve(input=text)\n"
+        '    better = r["response"]\n'
+        "steps = [lambda: part for part in better.split()]\n"
+        "return steps[0]() if steps else better"
+    ),
     "a helper that nobody calls": workflow(
         SOLVED + DONE, rest="async def later(self, tasks):\n    return [await t for t in tasks]"
     ),
@@ -200,6 +208,14 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
         [(K.UNKNOWN_OPERATOR, 1)],
     ),
     "unknown name": (workflow("r = await self.solve(probelm)\n" + DONE), [(K.UNKNOWN_NAME, L)]),
+    "no value yet": (
+        workflow("x = text\n" + SOLVED + "text = 'x'\n" + DONE),
+        [(K.UNKNOWN_NAME, L)],
+    ),
+    "the model by another name": (
+        workflow("r = await self.llm(input=problem)\nreturn r"),
+        [(K.ARGUMENTS, L)],
+    ),
     "unknown attribute": (
         workflow("r = await self.revise(problem)\n" + DONE),
         [(K.UNKNOWN_NAME, L)],

@@ -75,7 +75,12 @@ class Expressions(Items):
     def _Name(self, node: ast.Name) -> Value:
         key = self.key(node.id)
         if key is not None:
-            return self.here.variables.get(key, PLAIN)
+            found = self.here.variables.get(key)
+            if found is None:
+                self.valueless.setdefault(node, True)
+                return PLAIN
+            self.valueless[node] = False
+            return found
         if node.id in _GIVEN_VALUES:
             return _GIVEN_VALUES[node.id]
         if node.id in BUILTINS:

@@ -57,6 +57,7 @@ class Walk(Loops):
         call = self.functions["__call__"]
         answer = self.enter(call, dict.fromkeys(self.shape.parameters, TEXT))
         self._check_answer(call, answer)
+        self._refuse_valueless(tree)
         cost, spenders = self.peak, self.spenders.copy()
         self._follow_the_rest()
         self.spenders = spenders
@@ -77,6 +78,23 @@ class Walk(Loops):
         if answer and answer == NONE:
             message = "__call__ returns nothing; end it with `return answer, cost`"
             self.refuse(RefusalKind.SHAPE, message, call)
+
+    def _refuse_valueless(self, tree: ast.Module) -> None:
+        """Names that no path gives a value before they are read."""
+        if self.unbounded:  # a loop may have been followed too rarely
+            return
+        # What a function made in a comprehension reads lives on behind it.
+        apart = {
+            item.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.comprehension)
+            for item in ast.walk(node.target)
+            if isinstance(item, ast.Name)
+        }
+        for node, valueless in self.valueless.items():
+            if valueless and node.id not in apart:
+                message = f"`{node.id}` has no value here on any path; assign it before this line"
+                self.refuse(RefusalKind.UNKNOWN_NAME, message, node)
 
     def _follow_the_rest(self) -> None:
         """Functions that nothing calls: what is refused in them, without their cost."""
@@ -228,6 +246,9 @@ class Walk(Loops):
         self.assign_name(node.name, frozenset({Function(node)}))
 
     _AsyncFunctionDef = _FunctionDef
+
+    def _ClassDef(self, node: ast.ClassDef) -> None:
+        self.assign_name(node.name, PLAIN)
 
     def assign_name(self, name: str, value: Value) -> None:
         key = self.key(name)

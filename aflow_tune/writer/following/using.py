@@ -208,7 +208,10 @@ class Using(Walking):
 
     def ask_model(self, node: ast.Call, given: Given) -> Value:
         """`await self.llm(prompt)`."""
-        if not given.open and not given.all():
+        asked = isinstance(node.func, ast.Attribute) and node.func.attr == "aask"
+        unknown = [name for name in given.named if name != "prompt"]
+        wrong = not given.all() or (not asked and (len(given.all()) > 1 or unknown))
+        if not given.open and wrong:
             message = "the model is called with one text: await self.llm(text)"
             self.refuse(RefusalKind.ARGUMENTS, message, node)
         for value in given.all():

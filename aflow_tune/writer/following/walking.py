@@ -105,6 +105,8 @@ class Walking:
     loops: int = 0
     running: list[Key] = field(default_factory=list)
     """Variables that hold what the loops here run over."""
+    valueless: dict[ast.Name, bool] = field(default_factory=dict)
+    """Names that were read, and whether none of the paths so far had given them a value."""
     made_by: dict[object, ast.AST] = field(default_factory=dict)
     """Calls that give something to wait for, by their place."""
     used_prompts: set[str] = field(default_factory=set)
