@@ -147,7 +147,7 @@ def _export(options: argparse.Namespace) -> int:
         print(path)
     if saved.only_here:
         print(
-            "\nAFlow takes prompts of operators from its own template: it will not read those of "
-            f"{', '.join(saved.only_here)} in prompts.json."
+            f"\nAFlow will not use the prompts of {', '.join(saved.only_here)}: operators that it "
+            "gives prompts from its own template, or that the code never calls by name."
         )
     return ExitCode.DONE

@@ -2,9 +2,10 @@
 
 AFlow knows no instructions. Their texts become constants under their own names (under
 `NAME_INSTRUCTION` where prompt.py has that name), `self.prompts` is filled from them as the
-first thing that the constructor does, and a call that leaves its `instruction` to be filled in
-gets it as an argument. What is left are operators whose call has no such argument: in front of
-their own prompt AFlow puts nothing. Those are named, for whoever writes the folder.
+first thing that the constructor does where the code reads it, and a call that leaves its
+`instruction` to be filled in gets it as an argument. What is left are operators whose call has no
+such argument: in front of their own prompt AFlow puts nothing. Those are named, for whoever
+writes the folder.
 
 Only texts are made here; `save.py` writes them.
 """
@@ -61,7 +62,7 @@ def instructed(graph: Graph, prompts_module: str) -> Instructed:
     takes, others = _by_argument(graph)
     made.edits, reached = _handed_over(graph, {name: places[name] for name in takes})
     init = workflow_methods(graph.shape).get("__init__")
-    if init is not None:
+    if init is not None and _reads_prompts(graph.shape):
         made.edits.insert(0, _filled(init, places, graph.sources[inside.GRAPH_FILE]))
     used = reached | _named(graph.shape)
     made.lost = [name for name in takes if name not in used or init is None]
@@ -97,6 +98,16 @@ def _filled(init: Function, places: Mapping[str, str], source: str) -> Edit:
     here = {"lineno": first.lineno, "col_offset": first.col_offset}
     nothing = ast.Pass(**here, end_lineno=first.lineno, end_col_offset=first.col_offset)
     return nothing, f"{own}.prompts = {{{entries}}}{joint}"
+
+
+def _reads_prompts(shape: Shape) -> bool:
+    """Whether the code asks for `prompts`, as an attribute or through `getattr`."""
+    assert shape.tree is not None
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == "prompts")
+        or (isinstance(node, ast.Constant) and node.value == "prompts")
+        for node in ast.walk(shape.tree)
+    )
 
 
 def _is_docstring(node: ast.stmt) -> bool:

@@ -157,8 +157,8 @@ def export_workflows(
         if saved.only_here:
             names = ", ".join(saved.only_here)
             notes.append(
-                f"round_{number}: AFlow takes prompts of operators from its own template; it "
-                f"will not read those of {names} in prompts.json"
+                f"round_{number}: AFlow will not use the prompts of {names}: operators that it "
+                "gives prompts from its own template, or that the code never calls by name"
             )
         paths.append(saved.folder)
         results.append(_result(best, number))
