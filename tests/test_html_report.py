@@ -187,7 +187,7 @@ def test_runs_with_nothing_or_little_to_show(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     page = _page(empty)
-    assert "shows nothing about learning" in page.text
+    assert "nothing was shown about learning" in page.text
     assert "Curves" not in page.text
     assert "nothing was shown about learning" in summary_text(empty, empty / "report.html")
 

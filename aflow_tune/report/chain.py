@@ -119,10 +119,17 @@ def _line(folder: Path, entry: dict[str, Any]) -> StageLine:
         status=entry["status"],
         steps=f"{done} of {target}" if target else "",
         seconds=_clock(float(entry.get("seconds") or 0.0)),
-        model=str(entry.get("model") or ""),
+        model=_beginning(folder, str(entry.get("model") or "")),
         scores=_score_list(place),
         link=f"{entry['name']}/{REPORT_NAME}" if report.exists() else None,
     )
+
+
+def _beginning(folder: Path, model: str) -> str:
+    """A model's name; of one that an earlier stage left, its path within the chain's folder."""
+    path = Path(model)
+    inside = path.is_absolute() and path.is_relative_to(folder.resolve())
+    return str(path.relative_to(folder.resolve())) if inside else model
 
 
 def _score_list(place: Path) -> list[Score]:

@@ -99,7 +99,11 @@ def write_report(
         title=run_dir.resolve().name,
         run_dir=str(run_dir),
         written=time.strftime("%Y-%m-%d %H:%M"),
-        facts=[(label, settings[key]) for key, label in _FACTS.items() if settings.get(key)],
+        facts=[
+            (label, settings[key])
+            for key, label in _FACTS.items()
+            if settings.get(key, "None") != "None"
+        ],
         score=settings.get("report.score", "reward"),
         steps=steps_done(lines),
         nothing=_nothing(evaluations),
