@@ -81,10 +81,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("give a number from 0 on")
-    return number
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"give a whole number from 0 on, not {text!r}")
+    return int(text)
 
 
 def _check(options: argparse.Namespace) -> int:
