@@ -225,6 +225,22 @@ def test_lists_that_are_filled_out_of_sight_are_not_counted_too_low(name: str) -
         assert {refusal.kind for refusal in verdict.refusals} == {RefusalKind.UNBOUNDED}
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        loop("for k in r:", ASK + 'r["a"], r["b"] = "1", "2"'),
+        loop("for k in r.values():", ASK + 'r.update(a="1", b="2")'),
+        loop(
+            "for x in itertools.accumulate([1, 2], initial=0):",
+            "import itertools",
+        ),
+    ],
+)
+def test_what_holds_more_than_it_was_given_is_not_counted_too_low(code: str) -> None:
+    verdict = check(workflow(code))
+    assert [refusal.kind for refusal in verdict.refusals] == [RefusalKind.UNBOUNDED]
+
+
 def run_of(graph: Graph, replies: Any) -> GraphRun:
     model = ScriptedModel(replies)
     run = asyncio.run(graph.run("a b c", model=model, limits=GraphLimits(seconds=20, calls=400)))

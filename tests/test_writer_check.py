@@ -76,6 +76,21 @@ def test_what_a_refusal_says() -> None:
     assert "write self.revise = operator.Revise(self.llm) in __init__" in said
 
 
+@pytest.mark.parametrize(
+    ("used", "line"),
+    [
+        ("asyncio.sleep", "import asyncio"),
+        ("Counter", "from collections import Counter"),
+        ("Optional", "from typing import Optional"),
+    ],
+)
+def test_a_forgotten_import_is_named(used: str, line: str) -> None:
+    code = workflow(f'r = await self.solve(input=problem)\nx = {used}\nreturn r["response"]')
+    assert [refusal.message for refusal in check(code).refusals] == [
+        f"`{used.partition('.')[0]}` is not defined; write `{line}`"
+    ]
+
+
 def test_all_of_it_is_said_at_once_in_reading_order() -> None:
     code = workflow(
         "r = self.solve(problem)\nq = await self.pick(wrong=[r])\n"

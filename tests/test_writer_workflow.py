@@ -131,21 +131,37 @@ def test_the_policys_own_tokens_are_no_part_of_the_reward() -> None:
     assert few.record["parts"]["efficiency"] == many.record["parts"]["efficiency"]
 
 
-def test_a_graph_that_asks_nobody_is_refused_and_one_that_does_not_get_so_far_spent_nothing() -> (
-    None
-):
+@pytest.mark.parametrize(
+    "early",
+    [
+        'if problem:\n    return "3"\n',
+        # Its call fails for a reason of its own, or it does not wait for the executor.
+        "try:\n    await self.solve(input=float('nan'))\nexcept Exception:\n    return \"3\"\n",
+        "import asyncio\ntry:\n    await asyncio.wait_for(self.solve(input='stuck'), 0.01)\n"
+        'except Exception:\n    return "3"\n',
+    ],
+)
+def test_a_graph_that_answers_without_any_operator_has_not_answered(early: str) -> None:
+    """Else an answer that the policy knew would earn the most, for nothing."""
+    code = graph(early + 'found = await self.solve(input=problem)\nreturn found["response"]')
+
+    async def reply(messages: Any) -> str:
+        if "stuck" in str(messages):
+            await asyncio.Event().wait()
+        return "3"
+
+    ran = run([text(code)], reply)
+    assert ran.error is None
+    assert (ran.record["refusals"], ran.record["level"]) == ([], 2)
+    assert ran.record["outcome"] == "no_answer"
+    assert ran.metrics["correct_clean"] == 0.0
+    assert ran.reward is not None
+    assert ran.reward < -8.8
+
+
+def test_a_graph_that_asks_nobody_is_refused() -> None:
     ran = run([text(graph('return "3"'))], lambda _: "3")
     assert (ran.record["level"], ran.record["valid"]) == (3, False)
-    early = graph(
-        "if problem:\n"
-        '    return "3"\n'
-        "found = await self.solve(input=problem)\n"
-        'return found["response"]'
-    )
-    ran = run([text(early)], [])
-    assert (ran.record["level"], ran.record["calls"]) == (0, 0)
-    assert (ran.record["tokens"], ran.record["usd"]) == (0, 0.0)
-    assert ran.record["parts"]["efficiency"] == 1.0
 
 
 LEVELS = [

@@ -115,6 +115,48 @@ GOOD = {
         "steps = [lambda: part for part in better.split()]\n"
         "return steps[0]() if steps else better"
     ),
+    "drafts that a nested function collects": workflow(
+        "import asyncio\ndrafts = []\nasync def attempt(turn):\n"
+        '    r = await self.solve(input=f"{turn}: {problem}")\n    drafts.append(r["response"])\n'
+        "await asyncio.gather(*[attempt(turn) for turn in range(3)])\nreturn drafts[0], 0.0"
+    ),
+    "answers in groups": workflow(
+        "from collections import defaultdict\ngroups = defaultdict(list)\n"
+        f"for _ in range(3):\n    {SOLVED}"
+        '    groups[r["response"][-9:]].append(r["response"])\n'
+        "return max(groups.values(), key=len)[0], 0.0"
+    ),
+    "answers under a key": workflow(
+        f"state = {{}}\nfor _ in range(3):\n    {SOLVED}"
+        '    state.setdefault("all", []).append(r["response"])\nreturn state["all"][0], 0.0'
+    ),
+    "a list by another name": workflow(
+        f'kept = self.kept\n{SOLVED}kept.append(r["response"])\nreturn self.kept[-1], 0.0',
+        init="self.kept = []",
+    ),
+    "a list that a helper fills": workflow(
+        "found = []\nawait self.fill(problem, found)\nreturn found[0], 0.0",
+        rest="async def fill(self, problem, found):\n"
+        '    found.append((await self.solve(input=problem))["response"])',
+    ),
+    "a heap": workflow(
+        "import heapq\nfound = []\nfor _ in range(2):\n"
+        f'    {SOLVED}    heapq.heappush(found, (len(r["response"]), r["response"]))\n'
+        "return found[0][1], 0.0"
+    ),
+    "labels": workflow(
+        SOLVED + 'if "yes" in r["response"].lower():\n    answer = "yes"\nelse:\n'
+        '    answer = "no"\nreturn answer, 0.0'
+    ),
+    "letters": workflow(
+        SOLVED + 'for letter in "ABCD":\n    if letter in r["response"]:\n'
+        "        break\nreturn letter, 0.0"
+    ),
+    "a while over a list": workflow(
+        'styles, found, i = ["a", "b"], [], 0\nwhile i < len(styles):\n'
+        "    r = await self.solve(input=problem, instruction=styles[i])\n"
+        '    found.append(r["response"])\n    i += 1\nreturn found[-1], 0.0'
+    ),
     "a helper that nobody calls": workflow(
         SOLVED + DONE, rest="async def later(self, tasks):\n    return [await t for t in tasks]"
     ),
@@ -342,6 +384,66 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
             f"    match 0:\n        case i:\n            pass\n" + DONE
         ),
         [(K.UNBOUNDED, L + 1)],
+    ),
+    "a list that is emptied out of sight": (
+        workflow(
+            "drafts = []\ndef wipe():\n    drafts.clear()\nwhile len(drafts) < 3:\n"
+            f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
+        ),
+        [(K.UNBOUNDED, L + 3)],
+    ),
+    "a list that its method empties": (
+        workflow(
+            "drafts = []\nwipe = drafts.clear\nwhile len(drafts) < 3:\n"
+            f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
+        ),
+        [(K.UNBOUNDED, L + 2)],
+    ),
+    "a list that the workflow holds": (
+        workflow(
+            "drafts = self.drafts\nwhile len(drafts) < 3:\n"
+            f"    {SOLVED}    drafts.append(r)\n    self.wipe()\n" + DONE,
+            init="self.drafts = []",
+            rest="def wipe(self):\n    self.drafts.clear()",
+        ),
+        [(K.UNBOUNDED, L + 2)],
+    ),
+    "a list that grows by another name": (
+        workflow(
+            "xs, i = [1], 0\nys = xs\nwhile i < len(xs):\n"
+            f"    {SOLVED}    i += 1\n    ys.append(i)\n" + DONE
+        ),
+        [(K.UNBOUNDED, L + 2)],
+    ),
+    "an answer that is written out": (workflow(SOLVED + 'return "42", 0.0'), [(K.SHAPE, 8)]),
+    "a module of a module": (
+        workflow("import typing\n" + SOLVED + "x = typing.sys.modules\n" + DONE),
+        [(K.NOT_ALLOWED, L + 2)],
+    ),
+    "a module from a module": (
+        workflow(SOLVED + DONE, head="from typing import sys\n"),
+        [(K.NOT_ALLOWED, 1)],
+    ),
+    "annotations that are evaluated": (
+        workflow("import typing\n" + SOLVED + "typing.get_type_hints(problem)\n" + DONE),
+        [(K.NOT_ALLOWED, L + 2)],
+    ),
+    "getattr handed over": (
+        workflow(
+            "from functools import reduce\n"
+            + SOLVED
+            + 'x = reduce(getattr, ["__class__", "__mro__"], r)\n'
+            + DONE
+        ),
+        [(K.NOT_ALLOWED, L + 2)],
+    ),
+    "getattr of a frame": (
+        workflow(SOLVED + 'getattr(problem, "f_globals")\n' + DONE),
+        [(K.NOT_ALLOWED, L + 1)],
+    ),
+    "a class in a pattern": (
+        workflow(SOLVED + "match r:\n    case object(__class__=kind):\n        pass\n" + DONE),
+        [(K.NOT_ALLOWED, L + 2)],
     ),
     "a limit that runs away": (
         workflow(f"i, n = 0, 3\nwhile i < n:\n    {SOLVED}    i += 1\n    n += 1\n" + DONE),

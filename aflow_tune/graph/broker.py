@@ -68,6 +68,8 @@ class Broker:
     limits: GraphLimits = field(default_factory=GraphLimits)
     instructions: Mapping[str, str] = field(default_factory=dict)
     calls: int = 0
+    answered: int = 0
+    """Calls that gave a result."""
     failures: Counter[str] = field(default_factory=Counter)
     """Failed calls, by their operator's outcome or the name of their exception."""
     built: bool = False
@@ -140,6 +142,7 @@ class Broker:
             kind = error.failure.value if isinstance(error, ModelError) else type(error).__name__
             self.failures[kind] += 1
             return {"error": [type(error).__name__, str(error)[:2000]], "usage": purse.to_json()}
+        self.answered += 1
         return {"result": result, "usage": purse.to_json()}
 
     async def _ask(self, message: Mapping[str, Any], purse: Spent) -> str:

@@ -72,6 +72,8 @@ class GraphRun:
     """Of an ending without an answer; names file and line where the graph's code raised."""
     calls: int = 0
     """Calls of operators and of the model that the graph made."""
+    answered: int = 0
+    """Of them, those that gave a result before the run ended."""
     model_calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -143,6 +145,7 @@ async def run_graph(
     return replace(
         run,
         calls=broker.calls,
+        answered=broker.answered,
         model_calls=broker.spent.calls,
         prompt_tokens=broker.spent.prompt_tokens,
         completion_tokens=broker.spent.completion_tokens,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
+import types
 
 from aflow_tune.graph import inside
 from aflow_tune.graph.tree import children
@@ -80,6 +81,8 @@ MODULES: dict[str, frozenset[str] | None] = {
     "unicodedata": None,
 }
 """Modules of Python, each with what may be used of it. None: all that is public."""
+_EVALUATING = frozenset({"typing.ForwardRef", "typing.get_type_hints"})
+"""They make code of texts."""
 BUILTINS = frozenset(
     [
         "abs",
@@ -141,7 +144,7 @@ BUILTINS = frozenset(
 )
 """Python's own names that a graph may use."""
 _SHIMS = frozenset({"operator", "prompt", "model", "dataset", "cost", "log"})
-_FRAMES = frozenset(
+FRAMES = frozenset(
     [
         "add_done_callback",
         "ag_code",
@@ -176,7 +179,7 @@ _EXPRESSIONS = (
 )  # fmt: skip
 _KNOWN = frozenset(
     {*_STATEMENTS, *_EXPRESSIONS, ast.alias, ast.arg, ast.arguments, ast.comprehension,
-     ast.keyword, ast.ExceptHandler}
+     ast.keyword, ast.ExceptHandler, ast.MatchClass}
 )  # fmt: skip
 _INSTEAD = {
     ast.AsyncFor: "`async for` has no known number of turns; write `for` over a list",
@@ -223,7 +226,11 @@ def public(module: str, name: str) -> bool:
     names = MODULES[module]
     if names is not None:
         return name in names
-    return not name.startswith("_") and hasattr(sys.modules.get(module) or _load(module), name)
+    if name.startswith("_") or f"{module}.{name}" in _EVALUATING:
+        return False
+    # A module's own imports (`typing.sys`) lead to everything that graphs may not have.
+    found = getattr(sys.modules.get(module) or _load(module), name, sys)
+    return not isinstance(found, types.ModuleType)
 
 
 def _load(module: str) -> object:
@@ -352,7 +359,7 @@ class _Check:
         if name.startswith("__") and not _is_super_init(node):
             self.refuse(f"`.{name}` is not allowed; names with two underscores are Python's", node)
             return False
-        if (name.startswith("_") and not of_self and not _is_super_init(node)) or name in _FRAMES:
+        if (name.startswith("_") and not of_self and not _is_super_init(node)) or name in FRAMES:
             self.refuse(f"`.{name}` is not allowed; it is private", node)
             return False
         if isinstance(node.ctx, ast.Del) or (
@@ -364,6 +371,17 @@ class _Check:
         elif isinstance(node.ctx, ast.Store) and of_self and name == "prompts":
             self.refuse("self.prompts is given; write the texts under `prompts`", node)
         return True
+
+    def _MatchClass(self, node: ast.MatchClass) -> None:
+        for name in node.kwd_attrs:
+            if name.startswith("_") or name in FRAMES:
+                self.refuse(f"`{name:.40}` in a pattern is not allowed; it is private", node)
+
+    def _Call(self, node: ast.Call) -> None:
+        for given in (*node.args, *(word.value for word in node.keywords)):
+            if isinstance(given, ast.Name) and given.id == "getattr":
+                message = "getattr is only called, with the name written out, and not handed over"
+                self.refuse(message, given)
 
     def _Import(self, node: ast.Import) -> None:
         for alias in node.names:

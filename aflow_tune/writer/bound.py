@@ -56,7 +56,7 @@ def worst_case(
         TooLarge: it takes too many steps.
     """
     assert shape.tree is not None
-    attributes, keys = _attributes_and_keys(shape.tree)
+    attributes, keys, writes_keys = _attributes_and_keys(shape.tree)
     walk = Walk(
         shape=shape,
         operators=operators,
@@ -68,6 +68,7 @@ def worst_case(
         attributes=set(attributes) | scopes.of_class,
         fixed=_fixed(shape, attributes),
         written_keys=keys,
+        writes_keys=writes_keys,
     )
     cost = walk.run()
     bound = None if walk.unbounded else bound_of(cost, limits)
@@ -94,27 +95,35 @@ def _fixed(shape: Shape, attributes: Counter[str]) -> set[str]:
     return {name for name, count in attributes.items() if count == 1 == of_init[name]}
 
 
-def _attributes_and_keys(tree: ast.AST) -> tuple[Counter[str], set[str]]:
-    """How often what is set on self, and the keys that the code itself puts into objects.
+_PUTTING = ("update", "setdefault")
+
+
+def _attributes_and_keys(tree: ast.AST) -> tuple[Counter[str], set[str], bool]:
+    """How often what is set on self, the keys that the code puts into objects, and whether any.
 
     Such keys are those of `result["best"] = ...` and of `update(best=...)`.
     """
     attributes: Counter[str] = Counter()
     keys: set[str] = set()
+    writes = False
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
         pending += children(node)
         parts: list[ast.AST] = []
         if isinstance(node, ast.Attribute):
+            writes = writes or node.attr in _PUTTING
             if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
                 attributes[node.attr] += node.value.id == "self"
         elif isinstance(node, ast.Subscript):
             parts += [node.slice] if isinstance(node.ctx, ast.Store) else []
+            writes = writes or bool(parts)
+        elif isinstance(node, ast.AugAssign):
+            writes = writes or isinstance(node.op, ast.BitOr)
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("update", "setdefault")
+            and node.func.attr in _PUTTING
         ):
             parts += node.args
             keys |= {word.arg for word in node.keywords if word.arg}
@@ -124,4 +133,4 @@ def _attributes_and_keys(tree: ast.AST) -> tuple[Counter[str], set[str]]:
             for item in ast.walk(part)
             if isinstance(item, ast.Constant) and isinstance(item.value, str)
         }
-    return attributes, keys
+    return attributes, keys, writes

@@ -22,10 +22,11 @@ from aflow_tune.graph import inside
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.shape import Shape, workflow_methods
+from aflow_tune.graph.shape import Function, Shape, workflow_methods
 from aflow_tune.graph.tree import levels
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import check_syntax
+from aflow_tune.writer.answering import answer_may_come_from
 from aflow_tune.writer.bound import worst_case
 from aflow_tune.writer.following.walking import TooLarge
 from aflow_tune.writer.form import Unreadable, read_with_refusals
@@ -198,20 +199,30 @@ class _Check:
 
         An answer that the policy knew would otherwise earn the most, for the least.
         """
-        assert self.graph is not None
+        assert shape.tree is not None
+        call = workflow_methods(shape)["__call__"]
         if not bound.operator_calls:
             message = (
                 "the workflow calls no operator; build one in __init__ and call it, as in "
                 "await self.solve(input=problem)"
             )
-        elif not any(edge.target == ANSWER and edge.source >= 0 for edge in self.graph.flow.edges):
+        elif not self._may_answer(shape.tree, call):
             message = (
                 "no operator's result reaches the answer; return what an operator gave, as in "
                 'return solution["response"]'
             )
         else:
             return
-        self.refusals.add(RefusalKind.SHAPE, message, workflow_methods(shape)["__call__"])
+        self.refusals.add(RefusalKind.SHAPE, message, call)
+
+    def _may_answer(self, tree: ast.Module, call: Function) -> bool:
+        """Whether a result may reach the answer; the drawing's edges tell it of most graphs."""
+        assert self.graph is not None
+        if any(edge.target == ANSWER and edge.source >= 0 for edge in self.graph.flow.edges):
+            return True
+        return answer_may_come_from(
+            tree, call, {(line, column) for line, column, _ in self.spenders}
+        )
 
     def _shape(self, shape: Shape) -> None:
         """What `graph/shape.py` finds, where nothing was said about that line."""

@@ -9,7 +9,8 @@
   no operator that can answer, or level 2 failed.
 
 Code that was refused is never run. A run fails that gives no answer, whatever the reason; a
-wrong answer is an answer.
+wrong answer is an answer. What a graph says before any of its operators gave a result is none: an
+answer that its writer knew would otherwise earn the most, for nothing.
 
 `GraphLimits.seconds` is for all attempts together: an attempt that may be followed by another
 gets three quarters of what is left, so that time remains. Every other limit is each attempt's
@@ -206,6 +207,9 @@ class _Running:
         run = await self._run(graph, seconds)
         if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:
             raise SandboxUnavailable(run.reason)
+        if run.ok and not run.answered:
+            reason = f"{graph.label}: it answered without a result of any operator"
+            run = replace(run, ending=GraphEnding.NO_ANSWER, answer=None, reason=reason)
         self.attempts.append(Attempt(level, graph, run))
         return run
 

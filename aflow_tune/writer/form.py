@@ -54,7 +54,11 @@ _CODE_LINE = re.compile(
     r"|async[ \t]+def\b|@\w|#|[\"']{3}|\w+[ \t]{0,4}(?::[^=\n]{0,80})?=)",
     re.MULTILINE,
 )
-_OBJECT = re.compile(r"\{\s{0,50}[\"'`\u201c]{0,3}(?:prompts|graph_code)", re.IGNORECASE)
+_OBJECT = re.compile(
+    r"\{\s{0,50}(?:(?:#|//)[^\n]{0,200}\n\s{0,50}|/\*[^*]{0,200}\*/\s{0,50}){0,3}"
+    r"[\"'`\u201c]{0,3}(?:prompts|graph_code)",
+    re.IGNORECASE,
+)
 
 
 class Unreadable(ValueError):

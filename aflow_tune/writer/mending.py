@@ -1,9 +1,10 @@
 """JSON that a model damaged while it wrote Python into it: mended in one pass.
 
 What is mended: trailing and missing commas at a bracket, raw line breaks in texts, texts in
-single, triple or typographic quotes, backslashes that JSON does not know, brackets and texts
-that were never closed. Quotes inside of a text that nobody escaped cannot be told apart by a
-pass over characters; `text_after` finds the value of one key nevertheless, by where it must end.
+single, triple or typographic quotes, backslashes that JSON does not know, comments, Python's
+True, False and None, brackets and texts that were never closed. Quotes inside of a text that
+nobody escaped cannot be told apart by a pass over characters; `text_after` finds the value of one
+key nevertheless, by where it must end.
 
 Time is linear in the text. What is then still no JSON is left to json_repair
 (`aflow_tune.operators.objects`), which gets only the small rest of it.
@@ -22,6 +23,8 @@ _CLOSING = {"{": "}", "[": "]"}
 _QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d"}
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
 _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
+_COMMENT = re.compile(r"(?:#|//)[^\n]*|/\*.*?\*/", re.DOTALL)
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
 _MEANING = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
@@ -44,6 +47,15 @@ def _as_json(text: str) -> str:
             value, place = _text_at(text, place)
             made.append(value)
             continue
+        if char in "#/" and (comment := _COMMENT.match(text, place)):
+            place = comment.end()
+            continue
+        if char in "TFN":
+            word = next((word for word in _PYTHONS if text.startswith(word, place)), "")
+            if word:
+                made.append(_PYTHONS[word])
+                place += len(word)
+                continue
         if char in "{[":
             opened.append(char)
         elif char in "}]":

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Iterator
 
 from aflow_tune.graph.tree import children
-from aflow_tune.writer.allowed import BUILTINS, why_forbidden
+from aflow_tune.writer.allowed import BUILTINS, MODULES, why_forbidden
 from aflow_tune.writer.refusals import MAX_REFUSALS, Refusals, did_you_mean
 from aflow_tune.writer.types import RefusalKind
 
@@ -63,8 +63,8 @@ class Scopes:
                 continue
             if node.id in self.of_class:
                 message = f"`{node.id}` belongs to the class; write self.{node.id}"
-            elif node.id in typing.__all__:
-                message = f"`{node.id}` is not defined; write `from typing import {node.id}`"
+            elif (line := _import_of(node.id)) is not None:
+                message = f"`{node.id}` is not defined; write `{line}`"
             else:
                 known = [*self._visible(scope), *GIVEN, *BUILTINS]
                 near = did_you_mean(node.id, known)
@@ -165,3 +165,13 @@ def _binds(node: ast.AST) -> Iterator[str]:
         for target in targets:
             if isinstance(target, ast.Name):
                 yield target.id
+
+
+def _import_of(name: str) -> str | None:
+    """The line that brings a name of Python's modules; None for any other name."""
+    if name in MODULES:
+        return f"import {name}"
+    homes = [module for module, names in MODULES.items() if names and name in names]
+    if not homes and name in typing.__all__:
+        homes = ["typing"]
+    return f"from {homes[0]} import {name}" if homes else None

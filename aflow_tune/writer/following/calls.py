@@ -180,7 +180,7 @@ class Calls(Functions):
             self.apply(node, functions, [self.anything(values)], None)
         if name in _TEXTS:
             return TEXT
-        if name in _SAME_LENGTH:
+        if name in _SAME_LENGTH and "initial" not in given.named:
             place = _SAME_LENGTH[name]
             return copied(self, node, given.at(place) or NOTHING, name)
         if name.partition(".")[0] in ("math", "cmath", "statistics", "time"):

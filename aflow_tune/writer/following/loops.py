@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from aflow_tune.writer.following.expressions import Expressions
-from aflow_tune.writer.following.turns import turns_of_while
+from aflow_tune.writer.following.turns import Bounds, touches, turns_of_while
 from aflow_tune.writer.following.values import (
     NOTHING,
     NUMBER,
     Obj,
+    Ref,
+    Text,
     Value,
     interval,
     joined,
@@ -70,7 +72,8 @@ class Loops(Expressions):
     _AsyncFor = _For
 
     def _While(self, node: ast.While) -> None:
-        turns = turns_of_while(node, lambda part: interval(self._quietly(part)), self.fixed)
+        bounds: Bounds = lambda part: interval(self._quietly(part))  # noqa: E731
+        turns = turns_of_while(node, bounds, self.fixed, self._is_alone)
         self.settled(self.value(node.test), node.test)
 
         def begin(turn: int | None) -> None:
@@ -88,6 +91,28 @@ class Loops(Expressions):
         if self.state is not None:
             self.value(node.test)
         self._after_loop(node.orelse, None)
+
+    def _is_alone(self, name: str) -> bool:
+        """Whether nothing but this variable leads to the list that it holds.
+
+        A list with two names, one in an object, or one that a function of the graph changes may
+        be filled or emptied out of sight.
+        """
+        key = self.key(name)
+        variables = self.here.variables
+        value = variables.get(key, NOTHING) if key is not None else NOTHING
+        if key is None or any(not isinstance(atom, (Ref, Text)) for atom in value):
+            return False
+        others = self.here.within(*(item for place, item in variables.items() if place != key))
+        if any(isinstance(atom, Ref) and atom in others for atom in value):
+            return False
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        inner = [item for item in ast.walk(key[0]) if isinstance(item, functions)]  # type: ignore[arg-type]
+        return not any(
+            touches(item, ast.Name(name, ast.Load()))
+            for item in inner
+            if item is not key[0] and item is not self.scope
+        )
 
     def _quietly(self, node: ast.expr) -> Value:
         """The value of an expression that changes nothing; NUMBER for any other."""

@@ -280,7 +280,7 @@ class Methods(Using):
                 counts.append(atom.length)
                 items.append(frozenset({Text(1)}))
             elif isinstance(atom, Result):
-                counts.append(len(self.keys_of(atom)))
+                counts.append(self.size_of(atom))
                 items.append(TEXT)
             elif isinstance(atom, Broken):
                 items.append(BROKEN)
@@ -316,12 +316,12 @@ def _get(walk: Methods, node: ast.Call, result: Result, given: Given) -> Value:
 
 
 def _all_values(walk: Methods, node: ast.Call, result: Result, given: Given) -> Value:
-    return walk.new(node, Obj("list", len(walk.keys_of(result)), PLAIN))
+    return walk.new(node, Obj("list", walk.size_of(result), PLAIN))
 
 
 def _all_pairs(walk: Methods, node: ast.Call, result: Result, given: Given) -> Value:
     pair = walk.new(node, Obj("tuple", 2, PLAIN, elements=(TEXT, PLAIN)), "pair")
-    return walk.new(node, Obj("list", len(walk.keys_of(result)), pair))
+    return walk.new(node, Obj("list", walk.size_of(result), pair))
 
 
 def _any(walk: Methods, node: ast.Call, result: Result, given: Given) -> Value:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
+from aflow_tune.writer.allowed import FRAMES
 from aflow_tune.writer.following.functions import Functions
 from aflow_tune.writer.following.using import Given
 from aflow_tune.writer.following.values import (
@@ -302,7 +303,7 @@ def _getattr(walk: Functions, node: ast.Call, given: Given) -> Value:
     if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
         message = 'getattr needs the name written out: getattr(prompt_custom, "NAME", "")'
         return walk.refuse(RefusalKind.NOT_ALLOWED, message, node)
-    if name.value.startswith("_"):
+    if name.value.startswith("_") or name.value in FRAMES:
         return walk.refuse(RefusalKind.NOT_ALLOWED, f"`{name.value:.40}` is private", name)
     default = given.at(2)
     if default is not None:

@@ -20,20 +20,34 @@ _FLIPPED = {ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Lt: ast.Gt, ast.LtE: ast.GtE}
 _NEGATED = {ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Lt: ast.GtE, ast.LtE: ast.Gt}
 
 
-def turns_of_while(node: ast.While, bounds: Bounds, fixed: Collection[str] = ()) -> int | None:
+def turns_of_while(
+    node: ast.While,
+    bounds: Bounds,
+    fixed: Collection[str] = (),
+    alone: Callable[[str], bool] = lambda name: True,
+) -> int | None:
     """Turns at most, or None where that is not evident.
 
-    fixed: attributes of the workflow that only its constructor sets.
+    Args:
+        fixed: attributes of the workflow that only its constructor sets.
+        alone: whether nothing but this variable leads to the list that it holds.
     """
     found = [
         turns
         for test, place in _conditions(node)
         if (turns := _turns(node, test, place, bounds, fixed)) is not None
+        and all(alone(name) for name in _measured(test))
     ]
     return min(found, default=None)
 
 
 Comparison = tuple[ast.expr, type, ast.expr]
+
+
+def _measured(test: Comparison) -> list[str]:
+    """The lists whose length a comparison asks for."""
+    calls = [item for side in (test[0], test[2]) for item in ast.walk(side) if _is_length(item)]
+    return [call.args[0].id for call in calls]  # type: ignore[attr-defined]
 
 
 def _conditions(node: ast.While) -> Iterator[tuple[Comparison, int | None]]:
@@ -183,7 +197,7 @@ def _changes(node: ast.While, limit: ast.expr, fixed: Collection[str]) -> bool:
             if not _is_name(part.value, "self") or part.attr not in fixed:
                 return True
         elif isinstance(part, ast.Call):
-            if not _is_length(part) or _touches(node, part.args[0]):
+            if not _is_length(part) or touches(node, part.args[0]):
                 return True
         elif isinstance(part, ast.Subscript):
             return True
@@ -204,6 +218,11 @@ def _is_outside(call: ast.AST) -> bool:
     )
 
 
+def _is_read(value: ast.expr) -> bool:
+    """Whether an expression on a list gives no second name to it."""
+    return isinstance(value, (ast.Call, ast.Subscript, ast.BinOp, ast.Compare, ast.FormattedValue))
+
+
 def _is_length(call: ast.AST) -> bool:
     return (
         isinstance(call, ast.Call)
@@ -214,8 +233,8 @@ def _is_length(call: ast.AST) -> bool:
     )
 
 
-def _touches(node: ast.While, owner: ast.expr) -> bool:
-    """Whether the loop does more with a list than to read it."""
+def touches(node: ast.AST, owner: ast.expr) -> bool:
+    """Whether a loop or a function does more with a list than to read it."""
     name = owner.id if isinstance(owner, ast.Name) else ""
     reading = set()
     for item in ast.walk(node):
@@ -223,6 +242,8 @@ def _touches(node: ast.While, owner: ast.expr) -> bool:
             reading.add(id(item.value))
         elif isinstance(item, ast.Call) and _is_length(item):
             reading.add(id(item.args[0]))
+        elif isinstance(item, (ast.For, ast.comprehension)):
+            reading.add(id(item.iter))
     return any(
         isinstance(item, ast.Name) and item.id == name and id(item) not in reading
         for item in ast.walk(node)
@@ -238,6 +259,10 @@ def _appended(node: ast.While, name: str) -> int | None:
             return None
         if isinstance(item, ast.Subscript) and isinstance(item.ctx, ast.Store):
             return None
+        if isinstance(item, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and item.value is not None:
+            parts = (item.value, *ast.iter_child_nodes(item.value))
+            if not _is_read(item.value) and any(_is_name(part, name) for part in parts):  # type: ignore[arg-type]
+                return None
         handed_over = isinstance(item, ast.Call) and any(_is_name(part, name) for part in item.args)
         if handed_over and not _is_outside(item):
             return None

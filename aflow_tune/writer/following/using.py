@@ -190,6 +190,10 @@ class Using(Walking):
         """The keys of an operator's result."""
         return list(self.facts(result.operator).keys)
 
+    def size_of(self, result: Result) -> int | None:
+        """How many keys a result has at most; None where the graph may put more into it."""
+        return None if self.writes_keys else len(self.keys_of(result))
+
     def facts(self, operator: str) -> Facts:
         """What is known of an operator."""
         if operator not in self._facts:

@@ -85,6 +85,8 @@ class Walking:
     """Attributes that only the constructor or the class sets, at one place."""
     written_keys: set[str] = field(default_factory=set)
     """Keys that the graph itself puts into objects."""
+    writes_keys: bool = False
+    """Whether it puts anything under a key, one that is written out or not."""
     state: State | None = field(default_factory=State)
     """None: this place is not reached."""
     cost: Cost = FREE
