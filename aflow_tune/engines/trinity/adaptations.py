@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from trinity.common.config import OperatorConfig
 from trinity.common.constants import SyncMethod, SyncStyle
 
-from aflow_tune.engines.trinity.refusals import ADAPTER, MONITOR
+from aflow_tune.engines.trinity.refusals import ADAPTER
+from aflow_tune.engines.trinity.refusals_together import MONITOR
 from aflow_tune.engines.trinity.tasksets import settle_paths, total_steps, user_tasksets
 from aflow_tune.errors import BadInput, Fault
 
