@@ -308,3 +308,18 @@ def test_the_structure_leaves_names_and_prompts_out() -> None:
     more = check(looped.replace("range(3)", "range(4)")).graph
     assert more is not None
     assert structure_of(more) == structure_of(graph)
+
+
+def test_statements_that_do_not_depend_on_each_other_have_no_order() -> None:
+    solve, compute = "s = await self.solve(input=problem)\n", "c = await self.code(problem)\n"
+    build = "self.code = operator.Programmer(self.llm)"
+    done = 'return s["response"] + c["output"]'
+    orders = (solve + compute, compute + solve)
+    one, other = (check(workflow(calls + done, build)).graph for calls in orders)
+    assert one is not None
+    assert other is not None
+    assert structure_of(one) == structure_of(other) == "Custom Programmer | P>0 P>1 0>A 1>A"
+    chain = solve + 'c = await self.code(s["response"])\nreturn c["output"]'
+    chained = check(workflow(chain, build)).graph
+    assert chained is not None
+    assert structure_of(chained) == "Custom Programmer | P>0 0>1 1>A"
