@@ -25,6 +25,7 @@ from aflow_tune.report.evaluation import (
     load_evaluations,
     pair,
 )
+from aflow_tune.report.harvest import harvest_rows
 from aflow_tune.report.metrics import MetricsLine, read_metrics
 from aflow_tune.report.page import render, write_page
 from aflow_tune.report.quantities import TRACE_METRICS, failure_counts, is_training
@@ -102,7 +103,7 @@ def write_report(
         facts=[
             (label, settings[key])
             for key, label in _FACTS.items()
-            if settings.get(key, "None") != "None"
+            if settings.get(key, "None") != "None" and not _is_beside(key, settings)
         ],
         score=settings.get("report.score", "reward"),
         steps=steps_done(lines),
@@ -115,6 +116,7 @@ def write_report(
         findings=_findings(lines, evaluations, written),
         checks=_checks(written),
         writer=writer_section(written) if written else None,
+        harvest=harvest_rows(run_dir),
         level_names=LEVEL_NAMES,
         plain=plain_text,
         transcripts=[(verdict.taskset, pairs(verdict.comparison)) for verdict in verdicts],
@@ -123,6 +125,11 @@ def write_report(
         instructions=instructions(run_dir),
     )
     return write_page(run_dir / REPORT_NAME, text)
+
+
+def _is_beside(key: str, settings: Mapping[str, str]) -> bool:
+    """Whether a setting is a default that this kind of run never reads."""
+    return key == "algorithm.algorithm_type" and settings.get("mode") in ("bench", "harvest")
 
 
 def summary_text(run_dir: Path, report: Path) -> str:

@@ -44,6 +44,7 @@ from aflow_tune.engines.trinity.run_state import write_json
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
 from aflow_tune.models.books import client_for
 from aflow_tune.operators.prompts import use_prompts
+from aflow_tune.report.harvest import COUNTS_FILE
 from aflow_tune.report.rollouts import read_rollouts
 from aflow_tune.sandbox import use_policy
 from aflow_tune.writer.candidates import PastRun, past_candidates, template_candidates
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from aflow_tune.writer.workflow import WriterWorkflow
 
 PAIRS_FILE = "sft.jsonl"
-COUNTS_FILE = "harvest.json"
 AT_ONCE_ON_PROCESSOR = 16
 _POLL_SECONDS = 0.2
 _SLACK_SECONDS = 1.0
