@@ -68,8 +68,8 @@ class Problem:
         if truth is not None and not (isinstance(truth, str) and 0 < len(truth) <= MAX_TRUTH_CHARS):
             expected = f"a text of at most {MAX_TRUTH_CHARS} characters"
             faults.append(_fault(where, "truth", expected, truth))
-        elif truth is not None and kind == "code" and entry_point is None:
-            expected = "the name of the function that the tests call"
+        if kind == "code" and entry_point is None:
+            expected = "for code the name of the function to write"
             faults.append(_fault(where, "entry_point", expected, entry_point))
         if faults:
             raise BadInput("This problem cannot be asked.", faults)
