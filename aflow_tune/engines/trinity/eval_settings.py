@@ -20,10 +20,8 @@ from aflow_tune.engines.trinity.refusals_writer import check_writer_rows
 from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.tasksets import (
     fill_held_out,
-    locate,
     materialise_tasksets,
-    read_taskset,
-    taskset_fault,
+    readable_tables,
     user_tasksets,
 )
 from aflow_tune.engines.trinity.validators import LocalExplorerValidator, run_validator
@@ -73,27 +71,13 @@ def lay_out_tasksets(config: AflowConfig, folder: Path) -> None:
 
 
 def _data_faults(config: AflowConfig, functions: list[Callable[..., Any]]) -> list[Fault]:
-    tasksets = user_tasksets(config)
-    if not tasksets:
+    if not user_tasksets(config):
         cure = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
         where = config.positions.where("buffer.explorer_input.eval_tasksets")
         return [Fault(where, "at least one held-out task set", "none", cure)]
     found = Findings()
     reads = [read for function in functions for read in task_reads(function)]
-    for key, taskset, _ in tasksets:
-        if not taskset.path:
-            where = config.positions.where(f"{key}.path")
-            found.faults.append(Fault(where, "a path", "nothing", "name a file of tasks"))
-            continue
-        fault = taskset_fault(config, key, taskset)
-        if fault is not None:
-            found.faults.append(fault)
-            continue
-        table = read_taskset(config, taskset)
-        if table is None:
-            warning = locate(config, taskset).warning
-            found.warnings += [warning] if warning else []
-            continue
+    for _, table in readable_tables(config, found):
         rows = check_rows(table)
         for function in functions:
             rows.faults += check_writer_rows(function, table)

@@ -22,9 +22,7 @@ from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.tasksets import (
     fill_held_out,
     materialise_tasksets,
-    read_taskset,
-    taskset_fault,
-    user_tasksets,
+    readable_tables,
 )
 from aflow_tune.engines.trinity.validate import check_run_prompts, resolve_functions
 from aflow_tune.engines.trinity.validators import LocalExplorerValidator, run_validator
@@ -84,18 +82,7 @@ def _data_faults(config: AflowConfig, workflow: Any) -> list[Fault]:
     found = Findings()
     reads = getattr(workflow, "reads", ())
     given = fields_of_mix(config)
-    for key, taskset, held_out in user_tasksets(config):
-        if not taskset.path:
-            where = config.positions.where(f"{key}.path")
-            found.faults.append(Fault(where, "a path", "nothing", "name a file of tasks"))
-            continue
-        fault = taskset_fault(config, key, taskset)
-        if fault is not None:
-            found.faults.append(fault)
-            continue
-        table = read_taskset(config, taskset)
-        if table is None:
-            continue
+    for held_out, table in readable_tables(config, found):
         rows = check_rows(table)
         found.add(rows)
         if not rows.faults and not held_out:

@@ -13,11 +13,12 @@ import difflib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aflow_tune.data.checks import sources
+from aflow_tune.data.checks import Findings, sources
 from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.errors import Fault
 
@@ -110,6 +111,25 @@ def read_taskset(
         found = locate(config, taskset)
         tables[key] = read_table(str(taskset.path), found.files) if found.files else None
     return tables[key]
+
+
+def readable_tables(config: AflowConfig, found: Findings) -> Iterator[tuple[bool, Table]]:
+    """(held out, rows) of every task set that can be read here; what is wrong goes into `found`."""
+    for key, taskset, held_out in user_tasksets(config):
+        if not taskset.path:
+            where = config.positions.where(f"{key}.path")
+            found.faults.append(Fault(where, "a path", "nothing", "name a file of tasks"))
+            continue
+        fault = taskset_fault(config, key, taskset)
+        if fault is not None:
+            found.faults.append(fault)
+            continue
+        table = read_taskset(config, taskset)
+        if table is not None:
+            yield held_out, table
+            continue
+        warning = locate(config, taskset).warning
+        found.warnings += [warning] if warning else []
 
 
 def training_rows(config: AflowConfig) -> int | None:
