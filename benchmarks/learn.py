@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -32,6 +33,10 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 WORKFLOW = ROOT / "workflows" / "three_terms.py"
 HELD_OUT = ROOT / "workflows" / "data" / "three_terms" / "held_out.jsonl"
+
+
+_MEASURED_EVERY = 5
+"""Seconds between two looks at the memory, which cost time where there are many processes."""
 
 
 @dataclass
@@ -73,7 +78,8 @@ def run_command(config: Path, seed: int, root: Path, flags: list[str]) -> tuple[
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             peak = max(peak, _tree_bytes(process.pid))
-            time.sleep(1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_MEASURED_EVERY)
         if process.returncode:
             output.seek(0)
             raise RuntimeError(f"seed {seed} exited with {process.returncode}:\n{output.read()}")
