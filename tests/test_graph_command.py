@@ -116,4 +116,4 @@ def test_export_says_what_aflow_does_not_read(
     target = tmp_path / "round_1"
     arguments = ["graph", "export", str(folder), "--round", str(target), "--dataset", "GSM8K"]
     assert main(arguments) == ExitCode.DONE
-    assert "will not read those of Custom in prompts.json" in capsys.readouterr().out
+    assert "AFlow will not use the prompts of Custom: " in capsys.readouterr().out
