@@ -13,6 +13,9 @@ from written_samples import PLAIN, workflow
 
 from aflow_tune.cli import main
 from aflow_tune.errors import ExitCode
+from aflow_tune.graph.save import save_round
+from aflow_tune.operators import OPERATORS
+from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import as_text
 
 BROKEN = workflow('r = await self.solve(input=problem)\nreturn r["respones"]')
@@ -30,7 +33,7 @@ def test_a_graph_that_may_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert code == ExitCode.DONE
     lines = out.splitlines()
     assert lines[:3] == ["fine: it may run", "form: hybrid", "call sites: Custom 1"]
-    assert "1 calls of operators, 1 of models (20 allowed), 4,096 prompt and 1,024" in lines[3]
+    assert "operator calls 1, model calls 1 (20 allowed), 4,096 prompt and 1,024" in lines[3]
     assert "flowchart TD" in out
 
 
@@ -87,7 +90,7 @@ def test_a_round_of_aflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for place in (folder, folder / "graph.py"):
         code, out = run([str(place), "--problem-type", "math"], capsys)
         assert code == ExitCode.DONE, out
-        assert "3 of models" in out
+        assert "model calls 3 " in out
     without = write_round(tmp_path / "other", "MATH", 2, MATH, "DRAFT_PROMPT = 'x'\n")
     code, out = run([str(without)], capsys)
     assert code == ExitCode.BAD_INPUT
@@ -136,7 +139,7 @@ def test_operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([str(file)], capsys)[0] == ExitCode.BAD_INPUT
     code, out = run([str(file), "--operators", f"{own}:Twice"], capsys)
     assert code == ExitCode.DONE
-    assert "1 calls of operators, 2 of models" in out
+    assert "operator calls 1, model calls 2" in out
 
 
 def test_standard_input(
@@ -184,3 +187,38 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for word in ("--max-calls", "--problem-type", "round_5", "exit codes", "docs/graph_code.md"):
         assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "fine"),
+    [
+        ('{"solve": prompt_custom.solve}', True),
+        ('{"solve": prompt_custom.other}', False),
+        ('{"solve": "Be quick."}', False),
+        ("dict(solve=prompt_custom.solve)", False),
+    ],
+)
+def test_self_prompts_is_set_only_to_what_it_holds(
+    given: str, fine: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the rounds that we save set it, since AFlow does not."""
+    code = PLAIN.replace("self.llm =", f"self.prompts = {given}\n        self.llm =", 1)
+    file = tmp_path / "written.json"
+    file.write_text(as_text({"solve": "Be exact."}, code))
+    status, out = run([str(file)], capsys)
+    assert ("self.prompts is given" in out) is not fine
+    assert (status == ExitCode.DONE) is fine
+
+
+def test_a_saved_round_that_reads_its_prompts_may_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = workflow(
+        'r = await self.solve(input=problem, instruction=self.prompts["solve"])\n'
+        'return r["response"]'
+    )
+    graph = check_written(as_text({"solve": "Be exact."}, code), operators=OPERATORS).graph
+    assert graph is not None
+    saved = save_round(graph, tmp_path / "round_1", dataset="GSM8K")
+    assert "self.prompts = {" in (saved.folder / "graph.py").read_text()
+    assert run([str(saved.folder)], capsys)[0] == ExitCode.DONE

@@ -205,9 +205,9 @@ def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
     if bound is not None:
         money = "" if bound.usd is None else f", ${bound.usd:.4f}"
         lines.append(
-            f"at worst: {bound.operator_calls:,} calls of operators, {bound.model_calls:,} of "
-            f"models ({limits.model_calls:,} allowed), {bound.prompt_tokens:,} prompt and "
-            f"{bound.completion_tokens:,} completion tokens{money}"
+            f"at worst: operator calls {bound.operator_calls:,}, model calls "
+            f"{bound.model_calls:,} ({limits.model_calls:,} allowed), {bound.prompt_tokens:,} "
+            f"prompt and {bound.completion_tokens:,} completion tokens{money}"
         )
     if verdict.refusals:
         lines.append("\nrefusals:")

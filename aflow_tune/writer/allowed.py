@@ -14,6 +14,7 @@ import sys
 import types
 
 from aflow_tune.graph import inside
+from aflow_tune.graph.save_instructions import fills_prompts
 from aflow_tune.graph.tree import children
 from aflow_tune.writer.refusals import Refusals, did_you_mean, shown
 from aflow_tune.writer.types import RefusalKind
@@ -241,6 +242,8 @@ def _load(module: str) -> object:
 class _Check:
     def __init__(self, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
         self.workflow, self.refusals = workflow, refusals
+        self.filled: set[ast.AST] = set()
+        """`self.prompts`, where it is set to what it holds anyway: saved rounds do so."""
 
     def refuse(self, message: str, node: ast.AST) -> None:
         self.refusals.add(RefusalKind.NOT_ALLOWED, message, node)
@@ -353,6 +356,10 @@ class _Check:
         if node.id.startswith("__"):
             self.refuse(f"`{node.id}` is not allowed; a graph keeps to names of its own", node)
 
+    def _Assign(self, node: ast.Assign) -> None:
+        if fills_prompts(node):
+            self.filled.add(node.targets[0])
+
     def _Attribute(self, node: ast.Attribute) -> bool:
         of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
         name = node.attr
@@ -368,7 +375,12 @@ class _Check:
             self.refuse(
                 f"`{shown(node)}` may not be set; keep values in variables or on self", node
             )
-        elif isinstance(node.ctx, ast.Store) and of_self and name == "prompts":
+        elif (
+            isinstance(node.ctx, ast.Store)
+            and of_self
+            and name == "prompts"
+            and node not in self.filled
+        ):
             self.refuse("self.prompts is given; write the texts under `prompts`", node)
         return True
 
