@@ -206,9 +206,15 @@ def test_addresses_of_models_stay_here(tmp_path: Path) -> None:
 def test_health_and_about(trained: Client) -> None:
     assert trained("/health")[:2] == (200, {"status": "ok", "working": 0, "at_once": 4})
     assert trained("/about")[1]["title"] == "run/global_step_2"
-    assert trained("/docs")[0] == 404
-    assert trained("/../../etc/passwd")[0] == 404
-    assert trained("/solve")[0] == 405
+    for path, status in (("/docs", 404), ("/../../etc/passwd", 404), ("/solve", 405)):
+        found, content, _ = trained(path)
+        assert (found, list(content)) == (status, ["error"])
+        assert "POST /solve" in content["error"]
+
+
+def test_a_port_that_is_taken(trained: Client) -> None:
+    with pytest.raises(RunFailed, match=f"cannot listen on 127.0.0.1:{trained.port}: .*--port 0"):
+        SolveServer(Waiting(), "run", port=trained.port).listen()
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ from typing import Any, Protocol
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from aflow_tune.engines.local.server import bound_socket
 from aflow_tune.engines.trinity.solved import Problem, Solved
 from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, RunFailed
 from aflow_tune.models.types import ModelError, ModelFailure
@@ -43,6 +45,11 @@ CLIENT_CLOSED = 499
 MAX_CONNECTIONS = 128
 _SOCKET = re.compile(r"Connect call failed \([^()]{0,200}\)")
 """How asyncio says which address it did not reach."""
+_REFUSED = {
+    404: "there is nothing here; POST /solve takes a problem, GET / is the page",
+    405: "not with this method; POST /solve takes a problem, GET / is the page",
+}
+"""What is said, in place of the framework's words, where nothing of ours is."""
 _KINDS = {"page.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
 
 
@@ -96,14 +103,13 @@ class SolveServer:
         Raises:
             RunFailed: it cannot be bound.
         """
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # asyncio switches Nagle's algorithm off only for sockets that name their protocol.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self.host, self.port))
+            listener = bound_socket(self.host, self.port)
+        except RunFailed as error:
+            raise RunFailed(f"{error}. do: name another port; --port 0 takes a free one") from None
+        try:
             listener.listen(MAX_CONNECTIONS)
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             listener.close()
             raise RunFailed(f"cannot listen on {self.host}:{self.port}: {error}") from error
         self._listener = listener
@@ -148,6 +154,10 @@ class SolveServer:
 
     def _app(self) -> FastAPI:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+        @app.exception_handler(HTTPException)
+        async def refused(_: Request, error: HTTPException) -> Response:
+            return _error(_REFUSED.get(error.status_code, str(error.detail)), error.status_code)
 
         @app.get("/")
         async def page() -> Response:

@@ -99,7 +99,7 @@ class SamplerServer:
             # reused would fail that call.
             timeout_keep_alive=600,
         )
-        listener = _listen(self.host, self.port)
+        listener = bound_socket(self.host, self.port)
         self.port = listener.getsockname()[1]
         server = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -218,18 +218,21 @@ class SamplerServer:
         return ids
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket that names its protocol.
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A bound socket that names its protocol. Port 0 takes a free one.
 
     asyncio switches Nagle's algorithm off only for sockets that do; without it every answer
     on a kept-alive connection waits 40 ms for the client's acknowledgement.
+
+    Raises:
+        RunFailed: it cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
         raise RunFailed(f"cannot listen on {host}:{port}: {error}") from error
     return listener
