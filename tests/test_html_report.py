@@ -266,6 +266,10 @@ def test_charts_are_well_formed_and_show_their_values() -> None:
     )
     areas = [node for node in ElementTree.fromstring(stacked) if node.tag == "path"]
     assert len(areas) == 2
+    (one,) = ElementTree.fromstring(stacked_chart("s", [Curve("a", [Point(4, 1.0)])], (4, 4))).iter(
+        "path"
+    )
+    assert one.get("d") == "M44.0,161.0V9.0H391.0V161.0H44.0Z"  # the whole area
     assert interval_strip(Interval(1.0, None, None, 1)) == ""
     ElementTree.fromstring(interval_strip(Interval(-0.2, -0.3, -0.1, 9)))
 

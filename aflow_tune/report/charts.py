@@ -49,7 +49,7 @@ class _Frame:
 
     def x(self, step: float) -> str:
         span = self.last - self.first
-        share = (step - self.first) / span if span else 0.5
+        share = (step - self.first) / span if span else 0.5 + step - self.first
         return f"{_LEFT + min(1.0, max(0.0, share)) * (_WIDTH - _LEFT - _RIGHT):.1f}"
 
     def y(self, value: float) -> str:
