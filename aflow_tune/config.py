@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 ENGINES = ("auto", "local", "trinity")
@@ -344,6 +345,9 @@ class KeyPositions:
 
     file: str | None = None
     """The YAML as the user named it; None where there is none."""
+    base: Path | None = None
+    """The folder that relative paths go out from where the current one does not have them: that
+    of the YAML, or of the one that a run's saved configuration was read from."""
     lines: dict[str, int] = field(default_factory=dict)
     """Key path to line of the file, counted from 1."""
     overrides: dict[str, str] = field(default_factory=dict)
@@ -361,6 +365,11 @@ class KeyPositions:
             for place in (self.lines, self.overrides, self.arguments)
             for path in place
         )
+
+    def beside(self, name: str) -> Path:
+        """A path of the configuration: relative to the current folder, or else to `base`."""
+        path = Path(name).expanduser()
+        return self.base / path if self.base is not None and not path.exists() else path
 
     def inherited(self, key: str) -> bool:
         """Whether the user set this key, but for more than the run at hand (see `stages`)."""

@@ -98,7 +98,7 @@ def run_config(
         from aflow_tune.engines.trinity.validate import functions_of
 
         config = load_config(config_path, overrides)
-        workflow_func, judge_func = functions_of(config, config_path)
+        workflow_func, judge_func = functions_of(config)
         return _execute(config, workflow_func, judge_func, inline, stop)
 
     return _with_stop(work)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import sys
 import time
@@ -134,7 +133,6 @@ async def default_scores(config_file: Path) -> dict[str, dict[int, float]]:
     from aflow_tune.context import RunContext
     from aflow_tune.engines.trinity.config import load_config
     from aflow_tune.engines.trinity.evaluating import LocalModels
-    from aflow_tune.engines.trinity.recording import chat_model, shared_client
     from aflow_tune.engines.trinity.trained import make_ready
     from aflow_tune.engines.trinity.validate import resolve_functions
     from aflow_tune.models import ScriptedModel
@@ -143,20 +141,11 @@ async def default_scores(config_file: Path) -> dict[str, dict[int, float]]:
     from aflow_tune.writer.templates import default_graph
 
     config = load_config(config_file)
-    workflow, _ = resolve_functions(config, config_file)
+    workflow, _ = resolve_functions(config)
     make_ready(config)
     rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
-    loop = asyncio.get_running_loop()
     found: dict[str, dict[int, float]] = {measure: {} for measure in MEASURES}
-    async with LocalModels() as models, contextlib.AsyncExitStack() as stack:
-        auxiliary = {}
-        for wrapper in await models.auxiliary(config):
-            client = wrapper.get_openai_async_client()
-            stack.push_async_callback(client.close)
-            auxiliary[wrapper.config.name] = chat_model(
-                shared_client(wrapper, client, loop), wrapper.generate_kwargs
-            )
-
+    async with LocalModels() as models, models.auxiliary_chat_models(config) as auxiliary:
         slots = asyncio.Semaphore(AT_ONCE)
 
         async def one(item: int, row: dict[str, Any]) -> None:

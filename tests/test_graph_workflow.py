@@ -52,7 +52,7 @@ def config_of(tmp_path: Path, graph: str, more: str = "") -> Any:
     text = CONFIG.replace("workflow: {root}/flow.py:two_calls\n", "")
     path = tmp_path / "config.yaml"
     path.write_text(text.format(root=tmp_path, model="model") + f"graph: {graph}\n{more}")
-    return load_config(path), path
+    return load_config(path)
 
 
 def test_it_keeps_the_contract_of_a_workflow_function(graph_folder: Path) -> None:
@@ -158,8 +158,8 @@ def test_a_configuration_names_a_graph(tmp_path: Path) -> None:
         "prompts: {SOLVE: 'Other: '}, models: {Review: judge}, test_cases: tests.jsonl}"
     )
     judge = "models: {judge: {model: m, base_url: 'http://127.0.0.1:1/v1'}}\n"
-    config, path = config_of(tmp_path, section, judge)
-    workflow, found_judge = resolve_functions(config, path)
+    config = config_of(tmp_path, section, judge)
+    workflow, found_judge = resolve_functions(config)
     assert isinstance(workflow, GraphWorkflow)
     assert found_judge is None
     assert workflow.graph.trust
@@ -176,8 +176,8 @@ def test_a_judge_scores_the_answer_of_a_graph(tmp_path: Path) -> None:
         "async def judge(task: Dict, response: Any) -> JudgeOutput:\n"
         "    return JudgeOutput(reward=float(response == task['answer']))\n"
     )
-    config, path = config_of(tmp_path, "{path: mine, trust: true}", "judge: graph_judge.py:judge\n")
-    workflow, judge = resolve_functions(config, path)
+    config = config_of(tmp_path, "{path: mine, trust: true}", "judge: graph_judge.py:judge\n")
+    workflow, judge = resolve_functions(config)
     assert isinstance(workflow, GraphResponse)
     assert judge is not None
     contract, _ = check_functions(workflow, judge)
@@ -200,12 +200,12 @@ def test_operators_of_the_users_are_known_to_the_graph(tmp_path: Path) -> None:
     own_form(tmp_path / "mine", body)
     more = "operators: {Shout: graph_user_ops.py:Shout}\n"
     (tmp_path / "score.py").write_text("def score(task, answer):\n    return answer == 'HO'\n")
-    config, path = config_of(tmp_path, "{path: mine, score: score.py:score}", more)
-    workflow, _ = resolve_functions(config, path)
+    config = config_of(tmp_path, "{path: mine, score: score.py:score}", more)
+    workflow, _ = resolve_functions(config)
     assert reward(workflow, {"question": "ho"}, ScriptedModel([]))[0] == 1.0  # type: ignore[arg-type]
     config.operators = {}
     with pytest.raises(BadInput, match=r"operator\.Shout"):
-        resolve_functions(config, path)
+        resolve_functions(config)
 
 
 @pytest.mark.parametrize(
@@ -232,21 +232,21 @@ def test_faults_of_the_section_name_their_keys(
     tmp_path: Path, section: str, more: str, places: list[str]
 ) -> None:
     own_form(tmp_path / "mine", simple(CALL))
-    config, path = config_of(tmp_path, section, more)
+    config = config_of(tmp_path, section, more)
     with pytest.raises(BadInput) as refused:
-        resolve_functions(config, path)
+        resolve_functions(config)
     found = [fault.where for fault in refused.value.faults]
     assert len(found) == len(places)
     assert all(where.endswith(place) for where, place in zip(found, places, strict=True))
-    assert all(where.startswith(f"{path}:") for where in found)
+    assert all(where.startswith(f"{config.positions.file}:") for where in found)
 
 
 def test_the_fields_of_the_rows_are_checked_before_a_run(tmp_path: Path) -> None:
     own_form(tmp_path / "mine", simple(CALL))
     (tmp_path / "train.jsonl").write_text('{"query": "q", "answer": "#### 1"}\n')
     (tmp_path / "held_out.jsonl").write_text(json.dumps(ROW) + "\n")
-    config, path = config_of(tmp_path, "{path: mine, benchmark: gsm8k}")
-    workflow, _ = resolve_functions(config, path)
+    config = config_of(tmp_path, "{path: mine, benchmark: gsm8k}")
+    workflow, _ = resolve_functions(config)
     faults = [fault.expected for fault in check_data(config, workflow).faults]
     assert len(faults) == 1
     assert "question" in faults[0]

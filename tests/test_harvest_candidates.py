@@ -138,22 +138,22 @@ def test_a_journal_gives_back_what_was_kept_and_drops_a_torn_line(tmp_path: Path
     path = tmp_path / "trials" / "one.jsonl"
     first = Trial("p", "text \ud800 ü", TrialEnding.SCORED, structure="Custom", score=1.0)
     second = Trial("q", "text", TrialEnding.REFUSED, refusals=("syntax",))
-    with Journal(path, Trial) as journal:
-        journal.add(first)
-        journal.add(second)
+    journal = Journal(path, Trial)
+    journal.add(first)
+    journal.add(second)
     with path.open("ab") as file:
         file.write(b'{"problem": "r", "tex')
-    with Journal(path, Trial) as again:
-        assert list(again.entries.values()) == [first, second]
-        again.add(Trial("r", "text", TrialEnding.FAILED, reason="boom"))
-    with Journal(path, Trial) as third:
-        assert [item.problem for item in third.entries.values()] == ["p", "q", "r"]
+    again = Journal(path, Trial)
+    assert list(again.entries.values()) == [first, second]
+    again.add(Trial("r", "text", TrialEnding.FAILED, reason="boom"))
+    third = Journal(path, Trial)
+    assert [item.problem for item in third.entries.values()] == ["p", "q", "r"]
 
 
 def test_lines_that_are_no_entries_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "lessons.jsonl"
-    with Journal(path, Lesson) as journal:
-        journal.add(Lesson("asked", 0, "said", tokens=5, usd=0.5))
+    journal = Journal(path, Lesson)
+    journal.add(Lesson("asked", 0, "said", tokens=5, usd=0.5))
     path.write_bytes(b'[1]\n"x"\n{"question": "q"}\nnot json\n' + path.read_bytes())
-    with Journal(path, Lesson) as journal:
-        assert list(journal.entries.values()) == [Lesson("asked", 0, "said", tokens=5, usd=0.5)]
+    journal = Journal(path, Lesson)
+    assert list(journal.entries.values()) == [Lesson("asked", 0, "said", tokens=5, usd=0.5)]

@@ -18,6 +18,7 @@ from data_project import pair, write_rows
 from project import write_project
 from trinity.common.config import Config
 
+from aflow_tune.cli import main
 from aflow_tune.engines.trinity.config import read_config
 from aflow_tune.engines.trinity.stages import parts_of, stage_configs
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
@@ -279,6 +280,13 @@ def test_a_chain_runs_from_sft_to_bench(chain: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert "warm_up  train  finished  6 of 6" in printed
     assert "held_out, over all stages:" in printed
+
+    # `eval` measures the last stage that trained, from what the one before it left.
+    assert main(["eval", str(chain)]) == 0
+    columns = sorted((folder / "learn" / "eval" / "columns").iterdir())
+    assert [column.name.split("-")[0] for column in columns] == ["base", "step"]
+    for column, step in zip(columns, (0, 2), strict=True):
+        assert _transcripts(column, step) == _transcripts(folder / "learn", step)
 
     with pytest.raises(AlreadyFinished, match="All 3 stages"):
         run_config(chain)

@@ -10,6 +10,7 @@ import pytest
 from test_validate import CONFIG, project  # noqa: F401  (a fixture)
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
+from aflow_tune.engines.trinity.changes import save_resolved
 from aflow_tune.engines.trinity.config import AflowConfig, load_config
 from aflow_tune.engines.trinity.refusals_writer import auxiliary_models, check_writer
 from aflow_tune.engines.trinity.validate import check_data, resolve_functions, validate
@@ -31,16 +32,16 @@ AUXILIARY = (
 )
 
 
-def config_of(tmp_path: Path, section: str, more: str = MODELS) -> tuple[AflowConfig, Path]:
+def config_of(tmp_path: Path, section: str, more: str = MODELS) -> AflowConfig:
     text = CONFIG.replace("workflow: {root}/flow.py:two_calls\n", "")
     path = tmp_path / "config.yaml"
     path.write_text(text.format(root=tmp_path, model="model") + f"writer: {section}\n{more}")
-    return load_config(path), path
+    return load_config(path)
 
 
 def writer_of(tmp_path: Path, section: str, more: str = MODELS) -> WriterWorkflow:
-    config, path = config_of(tmp_path, section, more)
-    workflow, judge = resolve_functions(config, path)
+    config = config_of(tmp_path, section, more)
+    workflow, judge = resolve_functions(config)
     assert isinstance(workflow, WriterWorkflow)
     assert judge is None
     check_functions(workflow, judge)
@@ -95,10 +96,10 @@ def test_everything_of_the_section_arrives(tmp_path: Path) -> None:
 
 
 def test_an_auxiliary_model_may_execute(tmp_path: Path) -> None:
-    config, path = config_of(tmp_path, "{executor: frozen, benchmark: gsm8k}", AUXILIARY)
+    config = config_of(tmp_path, "{executor: frozen, benchmark: gsm8k}", AUXILIARY)
     (found,) = auxiliary_models(config).items()
     assert (found[0], found[1].answer_tokens, found[1].prompt_tokens) == ("frozen", 24, 232)
-    workflow, _ = resolve_functions(config, path)
+    workflow, _ = resolve_functions(config)
     assert isinstance(workflow, WriterWorkflow)
     assert workflow.check.call_completion_tokens == 24
     assert workflow.check.call_prompt_tokens == 232
@@ -208,22 +209,22 @@ def test_an_operator_of_the_users(tmp_path: Path) -> None:
 def test_faults_name_their_keys_and_cures(
     tmp_path: Path, section: str, more: str, places: list[str], words: str
 ) -> None:
-    config, path = config_of(tmp_path, section, more)
+    config = config_of(tmp_path, section, more)
     with pytest.raises(BadInput) as refused:
-        resolve_functions(config, path)
+        resolve_functions(config)
     found = [fault.where for fault in refused.value.faults]
     assert len(found) == len(places), found
     assert all(where.endswith(place) for where, place in zip(found, places, strict=True)), found
-    assert all(where.startswith(f"{path}:") for where in found)
+    assert all(where.startswith(f"{config.positions.file}:") for where in found)
     assert words in str(refused.value)
 
 
 def test_a_benchmark_and_a_score_function_are_one_too_many(tmp_path: Path) -> None:
     (tmp_path / "score2.py").write_text("def score(task, answer):\n    return 1.0\n")
     section = "{executor: executor, benchmark: gsm8k, score: score2.py:score}"
-    config, path = config_of(tmp_path, section)
+    config = config_of(tmp_path, section)
     with pytest.raises(BadInput, match=r"writer\.score"):
-        resolve_functions(config, path)
+        resolve_functions(config)
 
 
 def test_a_judge_has_no_use(tmp_path: Path) -> None:
@@ -233,16 +234,16 @@ def test_a_judge_has_no_use(tmp_path: Path) -> None:
         "    return JudgeOutput(reward=1.0)\n"
     )
     section = "{executor: executor, benchmark: gsm8k}"
-    config, path = config_of(tmp_path, section, MODELS + "judge: writer_judge.py:judge\n")
+    config = config_of(tmp_path, section, MODELS + "judge: writer_judge.py:judge\n")
     with pytest.raises(BadInput, match="judge"):
-        check_functions(*resolve_functions(config, path))
+        check_functions(*resolve_functions(config))
 
 
 def test_a_faulty_template_is_refused_with_its_placeholders(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("{operator} only")
-    config, path = config_of(tmp_path, "{executor: executor, benchmark: gsm8k, prompt: prompt.txt}")
+    config = config_of(tmp_path, "{executor: executor, benchmark: gsm8k, prompt: prompt.txt}")
     with pytest.raises(BadInput, match=r"did you mean \{operators\}") as refused:
-        resolve_functions(config, path)
+        resolve_functions(config)
     assert len(refused.value.faults) == 2
 
 
@@ -257,8 +258,8 @@ def test_rows_are_checked_before_a_run(tmp_path: Path) -> None:
     for name in ("train", "held_out"):
         text = "".join(json.dumps({**row, "of": name}) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text(text)
-    config, path = config_of(tmp_path, "{executor: executor}")
-    workflow, _ = resolve_functions(config, path)
+    config = config_of(tmp_path, "{executor: executor}")
+    workflow, _ = resolve_functions(config)
     faults = check_data(config, workflow).faults
     assert len(faults) == 6
     train = [fault for fault in faults if "train.jsonl" in fault.where]
@@ -276,17 +277,16 @@ def test_rows_without_a_benchmark_are_refused_unless_a_mix_gives_it(tmp_path: Pa
         (tmp_path / f"{name}.jsonl").write_text(
             json.dumps({"question": name, "answer": "1"}) + "\n"
         )
-    config, path = config_of(tmp_path, "{executor: executor}")
-    workflow, _ = resolve_functions(config, path)
+    config = config_of(tmp_path, "{executor: executor}")
+    workflow, _ = resolve_functions(config)
     faults = [fault.cure for fault in check_data(config, workflow).faults]
     assert len(faults) == 2
     assert "writer: {benchmark: gsm8k}" in faults[0]
 
 
 def warnings_of(tmp_path: Path, section: str, *overrides: str) -> list[str]:
-    _, path = config_of(tmp_path, section)
-    config = load_config(path, overrides)
-    return check_writer(config, resolve_functions(config, path)[0]).warnings
+    config = load_config(config_of(tmp_path, section).positions.file, overrides)
+    return check_writer(config, resolve_functions(config)[0]).warnings
 
 
 def test_what_the_rest_of_the_configuration_makes_doubtful(tmp_path: Path) -> None:
@@ -350,3 +350,17 @@ def test_identity_of_an_evaluation_follows_the_settings(tmp_path: Path) -> None:
         found.append(_sources_of(writer_of(tmp_path, section)))
     assert found[0] == found[1]
     assert len({json.dumps(item) for item in found}) == 4
+
+
+def test_a_saved_configuration_finds_the_files_of_the_one_it_was_read_from(tmp_path: Path) -> None:
+    home, run = tmp_path / "home", tmp_path / "run"
+    home.mkdir()
+    run.mkdir()
+    (home / "rule.py").write_text("def score(row, answer):\n    return 1.0\n")
+    config = config_of(home, "{executor: executor, score: rule.py:score}")
+    save_resolved(config, [], run / "resolved.yaml")
+    saved = load_config(run / "resolved.yaml")
+    assert saved.positions.base == home
+    assert isinstance(resolve_functions(saved)[0], WriterWorkflow)
+    home.rename(tmp_path / "moved")
+    assert load_config(run / "resolved.yaml").positions.base == run

@@ -17,6 +17,9 @@ pass@k with 95% intervals, failures by kind, tokens and cost, calls by caller. N
 The base model is always the first column; every other column is compared with it on the same
 tasks with the same random numbers.
 
+Of a chain of stages the last one that trained is measured; its base model is what the stages
+before it left.
+
 The same command goes on where it was stopped, and measures only what is not there yet.
 """
 

@@ -22,7 +22,7 @@ import transformers.utils.logging
 from aflow_tune.config import ModelSettings
 from aflow_tune.engines.trinity.accounting import books_of
 from aflow_tune.engines.trinity.arguments import adapter_arguments
-from aflow_tune.engines.trinity.config import AflowConfig, load_config
+from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.endpoint import base_url, check_endpoint
 from aflow_tune.engines.trinity.eval_settings import lay_out_tasksets, prepare_evaluation
 from aflow_tune.engines.trinity.evaluating import (
@@ -34,7 +34,8 @@ from aflow_tune.engines.trinity.evaluating import (
     rows_by_item,
 )
 from aflow_tune.engines.trinity.quiet import log_to
-from aflow_tune.engines.trinity.run_state import locked, write_json
+from aflow_tune.engines.trinity.run_state import locked
+from aflow_tune.engines.trinity.trained import load_trained
 from aflow_tune.engines.trinity.validate import check_run_prompts, resolve_functions
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
 from aflow_tune.evaluation.columns import Column, Plan, make_plan
@@ -43,6 +44,7 @@ from aflow_tune.evaluation.progress import EvalProgress
 from aflow_tune.evaluation.prompts import with_prompts
 from aflow_tune.evaluation.results import Result, build
 from aflow_tune.evaluation.sources import Request, Source, column_folder, make_sources
+from aflow_tune.files import write_json
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
 from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
@@ -64,9 +66,9 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
         BudgetReached: a limit of `budget` was reached; as above.
         RunFailed: something outside of the user's functions failed.
     """
-    config = load_config(request.config, request.overrides)
+    config = load_trained(request.config, request.overrides)
     untouched = copy.deepcopy(config)
-    workflow, judge = resolve_functions(config, request.config)
+    workflow, judge = resolve_functions(config)
     check_functions(workflow, judge)
     run_dir = prepare_evaluation(
         config, [workflow, *([judge] if judge else [])], local_model=request.endpoint is None
@@ -79,7 +81,7 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
     sources = make_sources(plan, untouched, Source(config, workflow, judge), request)
     for column in plan.columns:
         source = sources[column]
-        check_run_prompts(source.config, source.config.positions.file)
+        check_run_prompts(source.config)
         with_prompts(source.workflow, column.prompts, source.config)  # faults before anything runs
     out = (request.out or run_dir / OUT_NAME).absolute()
     transformers.utils.logging.disable_progress_bar()

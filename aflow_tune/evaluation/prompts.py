@@ -38,8 +38,7 @@ def with_prompts(
         return changed, config.prompts
     from aflow_tune.operators import OPERATORS, check_prompts, load_operators
 
-    base = Path(config.positions.file).parent if config.positions.file else None
-    known = {**OPERATORS, **load_operators(config.operators, base)}
+    known = {**OPERATORS, **load_operators(config.operators, config.positions.base)}
     check_prompts(prompts, str(path), known)
     return workflow, _on_top(config.prompts, prompts)
 

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.engines.local.saved_weights import fingerprint
-from aflow_tune.engines.trinity.config import AflowConfig, load_config
+from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.endpoint import base_url
 from aflow_tune.engines.trinity.eval_settings import prepare_evaluation
-from aflow_tune.engines.trinity.run_state import write_json
 from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.trained import load_trained
 from aflow_tune.engines.trinity.validate import resolve_functions
 from aflow_tune.evaluation.columns import Column, Plan, Side, Wanted
 from aflow_tune.evaluation.prompts import as_graph
+from aflow_tune.files import write_json
 from aflow_tune.plugins import resolve
 from aflow_tune.signature import check_functions
 
@@ -108,13 +109,13 @@ def _other_workflow(side: Side, untouched: AflowConfig, request: Request) -> Fun
         return workflow
     config = copy.deepcopy(untouched)
     config.workflow, config.graph.path, config.writer.executor = None, str(side.graph), None
-    return resolve_functions(config, request.config)[0]
+    return resolve_functions(config)[0]
 
 
 def _other_config(path: Path, untouched: AflowConfig, request: Request) -> Source:
     """Another configuration on the held-out tasks of the first one."""
-    config = load_config(path)
-    workflow, judge = resolve_functions(config, path)
+    config = load_trained(path)
+    workflow, judge = resolve_functions(config)
     check_functions(workflow, judge)
     config.buffer.explorer_input.eval_tasksets = copy.deepcopy(
         untouched.buffer.explorer_input.eval_tasksets

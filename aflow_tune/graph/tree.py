@@ -45,3 +45,9 @@ def levels(tree: ast.AST, most_nodes: int, most_depth: int) -> tuple[list[ast.AS
             break
         level = [child for node in level for child in children(node)]
     return nodes, depth
+
+
+def parameters(arguments: ast.arguments) -> list[ast.arg]:
+    """Every parameter of a function, those that take the rest last."""
+    rest = [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]

@@ -97,7 +97,7 @@ class GraphFunction:
         entry_point = task.get(self.entry_point)
         with use_test_cases(self.test_cases):
             run = await self.graph.run(
-                self._problem(task),
+                problem_of(task, self.problem, self.benchmark, "graph"),
                 entry_point if isinstance(entry_point, str) else None,
                 model=model,
                 clients=self.clients,
@@ -114,14 +114,28 @@ class GraphFunction:
             raise GraphFailed(run)
         return run
 
-    def _problem(self, task: Mapping[str, Any]) -> str:
-        if self.problem is None and self.benchmark is not None:
-            return find(self.benchmark).question(task)
-        names = [self.problem] if self.problem is not None else list(DEFAULT_PROBLEM_FIELDS)
-        for name in names:
-            if isinstance(task.get(name), str):
-                return task[name]
-        raise BadInput(f"The task has no text under {' or '.join(names)}: set graph.problem.")
+
+def problem_of(
+    task: Mapping[str, Any], field: str | None, benchmark: str | None, section: str
+) -> str:
+    """The text of a row's problem: under `field`, else as its benchmark has it, else where it
+    usually stands.
+
+    Args:
+        section: of the configuration, `graph` or `writer`, for the cure.
+
+    Raises:
+        BadInput: the row has none.
+    """
+    if field is None and benchmark is not None:
+        return find(benchmark).question(task)
+    names = [field] if field is not None else list(DEFAULT_PROBLEM_FIELDS)
+    for name in names:
+        if isinstance(task.get(name), str):
+            return str(task[name])
+    fields = " or ".join(names)
+    fault = Fault("problem", f"a text under {fields}", "none", f"{section}: {{problem: FIELD}}")
+    raise BadInput(f"The task has no text under {fields}.", [fault])
 
 
 @dataclass(frozen=True)

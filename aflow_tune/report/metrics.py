@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.files import write_whole
+
 FILE_NAME = "metrics.jsonl"
 
 
@@ -115,9 +117,4 @@ def rewind_metrics(run_dir: Path, step: int) -> None:
         line = parse_line(text)
         if line is not None and line.step <= step:
             kept.append(text + b"\n")
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        file.write(b"".join(kept))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    write_whole(path, b"".join(kept))

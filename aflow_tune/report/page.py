@@ -7,10 +7,11 @@ templates, which share their head and the view of a run.
 
 from __future__ import annotations
 
-import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from aflow_tune.files import write_whole
 
 
 def render(template: str, **content: Any) -> str:
@@ -30,8 +31,5 @@ def render(template: str, **content: Any) -> str:
 
 def write_page(path: Path, text: str) -> Path:
     """Write a page whole or not at all; returns its path."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Half a surrogate pair, which a model can write, has no UTF-8: a question mark stands for it.
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    temporary.rename(path)
+    write_whole(path, text)
     return path

@@ -7,11 +7,11 @@ write. The report reads them. Layout: `<run folder>/evaluations/<task set>/step_
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from aflow_tune.files import append_line, as_line
 
 MAX_REASON = 600
 """Characters that are kept of the reason why a run failed."""
@@ -83,38 +83,6 @@ def append_record(eval_dir: Path, record: EvalRecord) -> None:
         OSError: the line could not be written whole.
     """
     append_line(record_path(eval_dir, record.taskset, record.step), record.to_line())
-
-
-def as_line(entry: Mapping[str, Any]) -> bytes:
-    """An object as one line of JSON with its line end."""
-    text = json.dumps(entry, ensure_ascii=False, default=str)
-    # Half of a surrogate pair, which a model can write, becomes JSON's escape of it.
-    return text.encode(errors="backslashreplace") + b"\n"
-
-
-def append_line(path: Path, line: bytes) -> None:
-    """Append in one write, so that concurrent writers never mix; makes the folder.
-
-    Raises:
-        OSError: the line could not be written whole.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        written = os.write(descriptor, line)
-    finally:
-        os.close(descriptor)
-    if written < len(line):
-        raise OSError(f"only {written} of {len(line)} bytes fitted into {path}")
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cut off a last line that a killed writer left without its end, before more is appended."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def read_records(path: Path) -> list[EvalRecord]:

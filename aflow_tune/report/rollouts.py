@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.report.records import append_line, as_line
+from aflow_tune.files import append_line, as_line
 
 FOLDER = "rollouts"
 

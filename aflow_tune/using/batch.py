@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from aflow_tune.engines.trinity.solved import Problem, Solved
 from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, Fault
-from aflow_tune.report.records import append_line, as_line, drop_torn_line
+from aflow_tune.files import append_line, as_line, drop_torn_line, write_whole
 
 _MAX_FAULTS = 20
 
@@ -201,9 +200,7 @@ def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int],
         if sample < samples:
             found[row, sample] = bool(entry.get("answered"))
     if len(good) < len(lines):
-        temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(b"".join(good))
-        temporary.replace(out)
+        write_whole(out, b"".join(good))
     return found
 
 
@@ -218,8 +215,3 @@ def _object(line: bytes) -> Mapping[str, Any]:
 def _key(content: Mapping[str, Any], make: str) -> str:
     text = json.dumps([make, content], sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
-
-
-def make_of(parts: Iterable[Any]) -> str:
-    """A digest of what results are made of."""
-    return hashlib.sha256(repr(list(parts)).encode(errors="replace")).hexdigest()[:16]

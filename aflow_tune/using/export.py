@@ -18,19 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.engines.trinity.config import load_config
-from aflow_tune.engines.trinity.run_state import checkpoints, write_json
+from aflow_tune.engines.trinity.run_state import checkpoints
 from aflow_tune.engines.trinity.trained import (
     RESOLVED,
     Found,
-    Source,
     config_source,
     find_run,
     of_checkpoint,
-    source_of,
     stage_folders,
 )
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.evaluation.columns import best_step
+from aflow_tune.files import write_json
 from aflow_tune.graph import inside
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.save import save_round
@@ -91,7 +90,7 @@ def export_weights(found: Found, what: str, out: Path, *, config: Path | None = 
     from aflow_tune.engines.local.saved_weights import read_weights
 
     _refuse_existing(out)
-    name = load_config(config_source(found, config).file).model.model_path
+    name = load_config(config_source(found, config)).model.model_path
     weights, spec = read_weights(found.weights)
     if what == ADAPTER and spec is None:
         expected = "a run that trained an adapter (model.lora_configs)"
@@ -199,19 +198,15 @@ def _dataset_of_path(out: Path) -> str | None:
     return place.parent.name if fits else None
 
 
-def _source_of(run: Path) -> Source | None:
-    """The configuration of a run, or of the last stage of a chain that has one."""
-    folders = [folder for folder in [run, *stage_folders(run)] if (folder / RESOLVED).is_file()]
-    return source_of(folders[-1]) if folders else None
-
-
 def _configured(run: Path) -> tuple[str | None, dict[str, type[Operator]]]:
-    """The benchmark and the user's own operators that the run's configuration names."""
-    source = _source_of(run)
-    if source is None:
+    """The benchmark and the user's own operators that the configuration of the run, or of the last
+    stage of a chain, names."""
+    files = [folder / RESOLVED for folder in [run, *stage_folders(run)]]
+    saved = [file for file in files if file.is_file()]
+    if not saved:
         return None, {}
-    config = load_config(source.file)
-    return config.writer.benchmark, load_operators(config.operators, source.base.parent)
+    config = load_config(saved[-1])
+    return config.writer.benchmark, load_operators(config.operators, config.positions.base)
 
 
 def _refuse_existing(path: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from aflow_tune.graph.tree import walk
+from aflow_tune.graph.tree import parameters, walk
 
 Place = tuple[int, int]
 """Line and column of a call, both from 1."""
@@ -114,11 +114,11 @@ class _Carrying:
             return
         given = [*node.args, *(word.value for word in node.keywords)]
         function = self.functions.get(name)
-        parameters = [] if function is None else [item.arg for item in _parameters(function)]
+        taken = [] if function is None else [item.arg for item in parameters(function.args)]
         carried = any(map(self.holds, given))
         if carried:
-            self.names.update(item for item in parameters if item != "self")
-        if carried or node in self.decided or not self.names.isdisjoint(parameters):
+            self.names.update(item for item in taken if item != "self")
+        if carried or node in self.decided or not self.names.isdisjoint(taken):
             owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
             self._put([*owner, *given])
 
@@ -140,12 +140,6 @@ class _Carrying:
 
 def _returns(function: ast.AST) -> Iterator[ast.Return]:
     return (item for item in walk(function) if isinstance(item, ast.Return))
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
-    arguments = function.args
-    rest = [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]
 
 
 def _called(node: ast.Call) -> str:

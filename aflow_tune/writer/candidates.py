@@ -74,16 +74,7 @@ def read_templates(folder: Path, where: str) -> list[Template]:
         wrong = _faults_of(held, str(file))
         faults += wrong
         if not wrong:
-            types = tuple(kind for kind in PROBLEM_TYPES if kind in held["problem_types"])
-            found_templates.append(
-                Template(
-                    file.stem,
-                    str(held.get("about") or ""),
-                    types,
-                    dict(held.get("prompts") or {}),
-                    held["graph_code"],
-                )
-            )
+            found_templates.append(Template.of(file.stem, held))
     if faults:
         raise BadInput("The templates cannot be used.", faults)
     return found_templates

@@ -9,7 +9,6 @@ run here. Time is about linear in the reply, whatever it holds.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import textwrap
@@ -19,7 +18,7 @@ from typing import Any
 
 from aflow_tune.operators.objects import objects_in, repaired_object, whole_object
 from aflow_tune.operators.python_code import fenced_blocks, program_in
-from aflow_tune.writer.mending import mended, text_after, unescaped
+from aflow_tune.writer.mending import is_python, mended, text_after, unescaped
 from aflow_tune.writer.types import Refusal, RefusalKind, Written, WrittenForm
 
 MAX_TEXT_CHARS = 200_000
@@ -151,7 +150,7 @@ class _Found:
         if blocks and not _CLASS.search(code[: blocks[-1].start]):
             code = blocks[-1].code
             self._mended("the code stood in a fence of its own")
-        if "\n" not in code.strip() and "\\n" in code and not _parses(code):
+        if "\n" not in code.strip() and "\\n" in code and not is_python(code):
             code = unescaped(code)
             self._mended("the code was escaped twice")
         if code[:1] in (" ", "\t", "\n"):
@@ -191,14 +190,6 @@ class _Found:
 def _named(value: Any) -> str:
     names = {dict: "an object", list: "a list", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else "a text")
-
-
-def _parses(code: str) -> bool:
-    try:
-        ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
 
 
 def _object(text: str) -> _Found | None:

@@ -139,7 +139,7 @@ def unescaped(code: str) -> str:
     is Python's.
     """
     read = _ESCAPE.sub(_meaning, code)
-    if "\n" in code and not _is_python(read) and _is_python(code):
+    if "\n" in code and not is_python(read) and is_python(code):
         return code
     return read
 
@@ -153,7 +153,8 @@ def _meaning(match: re.Match[str]) -> str:
     return what if what in "\"'\\/" else match[0]
 
 
-def _is_python(code: str) -> bool:
+def is_python(code: str) -> bool:
+    """Whether it can be parsed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -11,7 +11,7 @@ import ast
 import typing
 from collections.abc import Iterator
 
-from aflow_tune.graph.tree import children
+from aflow_tune.graph.tree import children, parameters
 from aflow_tune.writer.allowed import BUILTINS, MODULES, why_forbidden
 from aflow_tune.writer.refusals import MAX_REFUSALS, Refusals, did_you_mean
 from aflow_tune.writer.types import RefusalKind
@@ -84,7 +84,7 @@ class Scopes:
         if around is not None:
             self.around[scope] = around
         if isinstance(scope, _FUNCTIONS):
-            names |= {item.arg for item in _parameters(scope.args)}
+            names |= {item.arg for item in parameters(scope.args)}
         inner: list[Scope] = []
         body = scope.body if isinstance(scope.body, list) else [scope.body]
         pending: list[ast.AST] = list(reversed(body))
@@ -129,14 +129,9 @@ class Scopes:
         if not isinstance(function, ast.Lambda):
             parts += function.decorator_list
             if self._annotated:
-                parts += [item.annotation for item in _parameters(function.args)]
+                parts += [item.annotation for item in parameters(function.args)]
                 parts.append(function.returns)
         return [item for item in parts if item is not None]
-
-
-def _parameters(arguments: ast.arguments) -> list[ast.arg]:
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return [*every, *(item for item in (arguments.vararg, arguments.kwarg) if item is not None)]
 
 
 def _postponed(tree: ast.Module) -> bool:

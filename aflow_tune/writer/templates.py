@@ -50,6 +50,13 @@ class Template:
         sources = {inside.GRAPH_FILE: self.code}
         return Graph(f"template {self.name}", sources, instructions=dict(self.prompts))
 
+    @classmethod
+    def of(cls, name: str, held: Mapping[str, Any]) -> Template:
+        """From what its file holds."""
+        types = tuple(kind for kind in PROBLEM_TYPES if kind in held["problem_types"])
+        about, prompts = str(held.get("about") or ""), dict(held.get("prompts") or {})
+        return cls(name, about, types, prompts, held["graph_code"])
+
     @functools.cached_property
     def operators(self) -> tuple[str, ...]:
         """Names of the operators that it is made of, in the order of its code."""
@@ -66,12 +73,7 @@ def load_templates() -> dict[str, Template]:
         for item in folder.iterdir()
         if item.name.endswith(".yaml")
     }
-    return {name: _template(name, yaml.safe_load(texts[name])) for name in sorted(texts)}
-
-
-def _template(name: str, held: Mapping[str, Any]) -> Template:
-    types = tuple(kind for kind in PROBLEM_TYPES if kind in held["problem_types"])
-    return Template(name, held["about"], types, dict(held["prompts"]), held["graph_code"])
+    return {name: Template.of(name, yaml.safe_load(texts[name])) for name in sorted(texts)}
 
 
 TEMPLATES: Mapping[str, Template] = load_templates()

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar
+
+from aflow_tune.files import append_line, as_line, drop_torn_line
 
 
 class TrialEnding(StrEnum):
@@ -103,7 +103,7 @@ E = TypeVar("E", Trial, Lesson)
 
 
 class Journal(Generic[E]):
-    """The entries of one kind, by key, in a file that grows. Use as a context manager.
+    """The entries of one kind, by key, in a file that grows.
 
     One process at a time; the caller holds the folder.
     """
@@ -112,22 +112,8 @@ class Journal(Generic[E]):
         self.path = path
         self.kind: type[E] = kind
         self.entries: dict[tuple[str, str], E] = {}
-        self._file: Any = None
-
-    def __enter__(self) -> Journal[E]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
+        if path.exists():
             self._read()
-        self._file = self.path.open("ab", buffering=0)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
 
     def add(self, entry: E) -> None:
         """Keep an entry, on disk first.
@@ -135,20 +121,12 @@ class Journal(Generic[E]):
         Raises:
             OSError: it could not be written.
         """
-        # Half of a surrogate pair, which a model can write, becomes JSON's escape of it.
-        line = json.dumps(asdict(entry), ensure_ascii=False).encode(errors="backslashreplace")
-        written = self._file.write(line + b"\n")
-        if written <= len(line):
-            raise OSError(f"only {written} of {len(line) + 1} bytes fitted into {self.path}")
+        append_line(self.path, as_line(asdict(entry)))
         self.entries[entry.key] = entry
 
     def _read(self) -> None:
-        """Take up what is there; a torn last line, left by a killed command, is cut off."""
-        content = self.path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(self.path, whole)
-        for line in content[:whole].splitlines():
+        drop_torn_line(self.path)
+        for line in self.path.read_bytes().splitlines():
             try:
                 held = json.loads(line)
                 if not isinstance(held, dict):

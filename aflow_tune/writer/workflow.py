@@ -28,7 +28,7 @@ from aflow_tune.context import caller, keep, record_metrics, state_key
 from aflow_tune.data.fields import FieldRead
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph.limits import GraphLimits
-from aflow_tune.graph.workflow import DEFAULT_PROBLEM_FIELDS, ScoreFunction
+from aflow_tune.graph.workflow import ScoreFunction, problem_of
 from aflow_tune.models import as_client
 from aflow_tune.models.books import client_for
 from aflow_tune.models.types import Message, ModelClient, ModelError, ModelFailure, Reply
@@ -223,17 +223,7 @@ class WriterWorkflow:
         Raises:
             BadInput: the row has none.
         """
-        benchmark = self._benchmark_of(task)
-        if self.problem is None and benchmark is not None:
-            return find(benchmark).question(task)
-        names = [self.problem] if self.problem is not None else list(DEFAULT_PROBLEM_FIELDS)
-        for name in names:
-            if isinstance(task.get(name), str):
-                return str(task[name])
-        fields = " or ".join(names)
-        cure = "set `writer: {problem: FIELD}`"
-        fault = Fault("problem", f"a text under {fields}", "none", cure)
-        raise BadInput(f"The task has no text under {fields}.", [fault])
+        return problem_of(task, self.problem, self._benchmark_of(task), "writer")
 
     def type_of(self, task: Mapping[str, Any]) -> ProblemType:
         """The problem's type: of the row, else of the configuration, else by its benchmark.

@@ -34,9 +34,8 @@ from aflow_tune.engines.trinity.outcome import Outcome, as_metrics, as_reward, f
 from aflow_tune.engines.trinity.recording import (
     RecordedCall,
     RunRecorder,
-    chat_model,
+    auxiliary_chat_models,
     recording_client,
-    shared_client,
 )
 from aflow_tune.engines.trinity.run_summary import (
     call_summaries,
@@ -193,7 +192,9 @@ class WorkflowAdapter(Workflow):
         """Workflow and judge; runs in the run's own thread and loop."""
         function, judge = self.arguments["workflow_func"], self.arguments.get("judge_func")
         offered = {
-            "auxiliary_models": self._auxiliary_models(recorder),
+            "auxiliary_models": auxiliary_chat_models(
+                self.auxiliary_model_wrappers or (), self.auxiliary_models or (), recorder.loop
+            ),
             "logger": self.logger,
             "system_prompt": self.arguments.get("system_prompt"),
         }
@@ -238,16 +239,6 @@ class WorkflowAdapter(Workflow):
         if rollout.top_k and rollout.top_k > 0:
             kwargs["extra_body"] = {"top_k": rollout.top_k}
         return {name: value for name, value in kwargs.items() if value is not None}
-
-    def _auxiliary_models(self, recorder: RunRecorder) -> dict[str, Any]:
-        wrappers = self.auxiliary_model_wrappers or ()
-        clients = self.auxiliary_models or ()
-        return {
-            wrapper.config.name: chat_model(
-                shared_client(wrapper, client, recorder.loop), wrapper.generate_kwargs
-            )
-            for wrapper, client in zip(wrappers, clients, strict=True)
-        }
 
     def _run_seed(self) -> str:
         """Root of the seeds of this run's calls, the same whenever the run is repeated.

@@ -33,19 +33,18 @@ from aflow_tune.engines.trinity.run_state import (
     read_state,
     refuse_chain,
 )
+from aflow_tune.engines.trinity.stopping import until_stopped
 from aflow_tune.engines.trinity.tasksets import materialise_tasksets
 from aflow_tune.errors import (
     AlreadyFinished,
     BadInput,
     BudgetReached,
     Fault,
-    Interrupted,
     RunFailed,
 )
 from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
 from aflow_tune.types import TuneResult
 
-_POLL_SECONDS = 0.2
 _MEASURED_BY = (
     "buffer.explorer_input.eval_tasksets.",
     "explorer.auxiliary_models.",
@@ -131,14 +130,10 @@ class BenchRun(Run):
         return asyncio.run(self._evaluate(phase, stop))
 
     async def _evaluate(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
-        work = asyncio.ensure_future(self._all(phase))
-        while not work.done():
-            await asyncio.wait([work], timeout=_POLL_SECONDS)
-            if stop() and not work.done():
-                phase("stopping: the finished runs are kept")
-                work.cancel()
         with contextlib.suppress(asyncio.CancelledError, BudgetReached):
-            await work
+            await until_stopped(
+                self._all(phase), stop, lambda: phase("stopping: the finished runs are kept")
+            )
         return 0
 
     async def _all(self, phase: Callable[[str], None]) -> None:
@@ -202,14 +197,10 @@ class BenchRun(Run):
             f"{name} at step {step}" for name, step in wanted if (name, step) not in self._done
         ]
         if missing and (stopped or spent):
-            kind, reason = (
-                (Interrupted, "stopped")
-                if stopped
-                else (BudgetReached, self.books.reached() or "budget.wall_seconds reached")
-            )
-            raise kind(
-                f"{reason}; every finished run is kept in {self.run_dir}. The same command goes "
-                "on from there."
+            raise self._ended_early(
+                stopped,
+                f"; every finished run is kept in {self.run_dir}. The same command goes on from "
+                "there.",
             )
         if missing:
             raise RunFailed(f"not evaluated to the end: {', '.join(missing)}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from aflow_tune.config import display
+from aflow_tune.files import write_whole
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
@@ -205,15 +206,19 @@ def save_resolved(config: AflowConfig, changes: Sequence[Change], path: Path) ->
     )
     if config.positions.file:
         header += f"{READ_FROM}{json.dumps(os.path.abspath(config.positions.file))}\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write("# The configuration as it was run. Changed since it was loaded:\n" + header)
-        yaml.safe_dump(content, file, sort_keys=False, allow_unicode=True)
-    temporary.rename(path)
+    title = "# The configuration as it was run. Changed since it was loaded:\n"
+    settings = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    write_whole(path, title + header + settings)
 
 
-def original_of(path: Path) -> Path | None:
-    """The file that a saved configuration was read from; None where it does not say."""
+def base_of(path: Path) -> Path:
+    """The folder that relative paths of a configuration go out from: its own, or, of a run's saved
+    one, that of the file it was read from, unless that is gone."""
+    original = _original_of(path) if path.is_file() else None
+    return original.parent if original is not None and original.parent.is_dir() else path.parent
+
+
+def _original_of(path: Path) -> Path | None:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if not line.startswith("#"):

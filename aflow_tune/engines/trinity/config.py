@@ -22,6 +22,7 @@ from trinity.common.config import Config
 
 from aflow_tune.config import AflowSections, KeyPositions, canonical, display
 from aflow_tune.engines.trinity.agentscope_args import apply_agentscope_args
+from aflow_tune.engines.trinity.changes import base_of
 from aflow_tune.engines.trinity.stages import StageSection, check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.schema_walk import SchemaWalk, fields_of, strip_optional, suggest
@@ -110,7 +111,9 @@ def read_config(
     Raises:
         BadInput: the file is missing or is no YAML, so that nothing could be read.
     """
-    positions = KeyPositions(file=str(path) if path else None)
+    positions = KeyPositions()
+    if path:
+        positions.file, positions.base = str(path), base_of(Path(path))
     content, faults = _read_yaml(Path(path), positions) if path else ({}, [])
     for item in overrides:
         faults += _override(content, item, positions)

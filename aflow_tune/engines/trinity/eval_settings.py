@@ -10,21 +10,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import trinity.common.config_validator as upstream
-
 from aflow_tune.data.checks import Findings, check_fields, check_rows
 from aflow_tune.data.fields import task_reads
-from aflow_tune.engines.trinity.adaptations import adapt
 from aflow_tune.engines.trinity.model_checks import check_model
 from aflow_tune.engines.trinity.refusals_writer import check_writer_rows
-from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.tasksets import (
     fill_held_out,
     materialise_tasksets,
     readable_tables,
     user_tasksets,
 )
-from aflow_tune.engines.trinity.validators import LocalExplorerValidator, run_validator
+from aflow_tune.engines.trinity.validators import settle_models
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
@@ -55,10 +51,7 @@ def prepare_evaluation(
         config.warnings.extend(found.warnings)
     if faults:
         raise BadInput("This configuration cannot be evaluated.", faults)
-    adapt(config, {})
-    for validator in (upstream.ModelConfigValidator(), LocalExplorerValidator()):
-        run_validator(validator, config)
-    give_engine_settings(config)
+    settle_models(config)
     for taskset in inputs.eval_tasksets:
         fill_held_out(config, taskset)
     return Path(config.get_checkpoint_job_dir())

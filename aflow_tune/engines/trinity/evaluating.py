@@ -12,8 +12,9 @@ Which models, workflows and settings are evaluated, and what comes of it, is dec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,11 @@ from trinity.common.workflows import Task
 from aflow_tune.engines.local.saved_weights import Kind, kind_of, read_weights
 from aflow_tune.engines.trinity.endpoint import EndpointModel
 from aflow_tune.engines.trinity.readers import read_all
+from aflow_tune.engines.trinity.recording import auxiliary_chat_models
 from aflow_tune.engines.trinity.sampler_host import InlineModel, SamplerHost
 from aflow_tune.errors import BudgetReached, RunFailed
-from aflow_tune.report.records import drop_torn_line, read_records, record_path
+from aflow_tune.files import drop_torn_line
+from aflow_tune.report.records import read_records, record_path
 from aflow_tune.types import Failure
 
 if TYPE_CHECKING:
@@ -84,6 +87,16 @@ class LocalModels:
             self._pristine = sampler.lora is not None
             await asyncio.to_thread(sampler.update_weights, state, sampler.version + 1)
         return self._model
+
+    @contextlib.asynccontextmanager
+    async def auxiliary_chat_models(self, config: AflowConfig) -> AsyncIterator[dict[str, Any]]:
+        """The auxiliary models by name, as workflow functions get them, while it is open."""
+        async with contextlib.AsyncExitStack() as stack:
+            wrappers = await self.auxiliary(config)
+            clients = [wrapper.get_openai_async_client() for wrapper in wrappers]
+            for client in clients:
+                stack.push_async_callback(client.close)
+            yield auxiliary_chat_models(wrappers, clients, asyncio.get_running_loop())
 
     async def auxiliary(self, config: AflowConfig) -> list[ModelWrapper]:
         """The auxiliary models of a configuration, each loaded once."""

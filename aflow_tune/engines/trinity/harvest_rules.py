@@ -69,8 +69,8 @@ def check_harvest(config: AflowConfig) -> list[Fault]:
 
 
 def run_folders(config: AflowConfig) -> list[Path]:
-    """The folders of `harvest.runs`: relative to here, or else to the YAML."""
-    return [_here_or_beside(config, name) for name in config.harvest.runs]
+    """The folders of `harvest.runs`: relative to here, or else to `positions.base`."""
+    return [config.positions.beside(name) for name in config.harvest.runs]
 
 
 def templates_of(config: AflowConfig) -> list[Template]:
@@ -83,12 +83,7 @@ def templates_of(config: AflowConfig) -> list[Template]:
     if name is None:
         return list(TEMPLATES.values())
     where = config.positions.where("harvest.templates")
-    return read_templates(_here_or_beside(config, name), where)
-
-
-def _here_or_beside(config: AflowConfig, name: str) -> Path:
-    file, path = config.positions.file, Path(name).expanduser()
-    return Path(file).parent / path if file and not path.exists() else path
+    return read_templates(config.positions.beside(name), where)
 
 
 def _teacher(config: AflowConfig) -> list[Fault]:

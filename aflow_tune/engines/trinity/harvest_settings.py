@@ -10,22 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import trinity.common.config_validator as upstream
-
 from aflow_tune.data.checks import Findings, check_fields, check_rows
 from aflow_tune.engines.trinity.accounting import check_books
-from aflow_tune.engines.trinity.adaptations import adapt
 from aflow_tune.engines.trinity.harvest_rules import check_harvest
 from aflow_tune.engines.trinity.mixes import check_mix, fields_of_mix
 from aflow_tune.engines.trinity.model_checks import check_model
-from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.tasksets import (
     fill_held_out,
     materialise_tasksets,
     readable_tables,
 )
 from aflow_tune.engines.trinity.validate import check_run_prompts, resolve_functions
-from aflow_tune.engines.trinity.validators import LocalExplorerValidator, run_validator
+from aflow_tune.engines.trinity.validators import settle_models
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.writer.workflow import WriterWorkflow
 
@@ -49,8 +45,8 @@ def prepare_harvest(config: AflowConfig) -> tuple[WriterWorkflow, Path]:
     workflow = None
     if config.writer.executor:
         try:
-            check_run_prompts(config, config.positions.file)
-            workflow = resolve_functions(config, config.positions.file)[0]
+            check_run_prompts(config)
+            workflow = resolve_functions(config)[0]
         except BadInput as error:
             faults += error.faults
     faults += _data_faults(config, workflow)
@@ -58,12 +54,8 @@ def prepare_harvest(config: AflowConfig) -> tuple[WriterWorkflow, Path]:
     if faults or not isinstance(workflow, WriterWorkflow):
         faults = list({fault.where: fault for fault in reversed(faults)}.values())[::-1]
         raise BadInput("This configuration cannot be harvested with.", faults)
-    config.mode = "bench"  # for Trinity's validators, which know no harvest
-    adapt(config, {})
-    for validator in (upstream.ModelConfigValidator(), LocalExplorerValidator()):
-        run_validator(validator, config)
     config.mode = "harvest"
-    give_engine_settings(config)
+    settle_models(config)
     inputs = config.buffer.explorer_input
     for taskset in [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]:
         fill_held_out(config, taskset)

@@ -20,7 +20,6 @@ import contextlib
 import hashlib
 import inspect
 import json
-import os
 import random
 import sys
 import time
@@ -39,9 +38,9 @@ from aflow_tune.engines.trinity.evaluating import LocalModels
 from aflow_tune.engines.trinity.harvest_rules import run_folders, templates_of
 from aflow_tune.engines.trinity.mixes import benchmarks_of
 from aflow_tune.engines.trinity.readers import read_all
-from aflow_tune.engines.trinity.recording import chat_model, shared_client
-from aflow_tune.engines.trinity.run_state import write_json
+from aflow_tune.engines.trinity.stopping import until_stopped
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
+from aflow_tune.files import as_line, write_json, write_whole
 from aflow_tune.models.books import client_for
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.harvest import COUNTS_FILE
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
 
 PAIRS_FILE = "sft.jsonl"
 AT_ONCE_ON_PROCESSOR = 16
-_POLL_SECONDS = 0.2
 _SLACK_SECONDS = 1.0
 """Whoever says `stop` because of `budget.wall_seconds` began to count a little earlier."""
 
@@ -99,7 +97,7 @@ def run_harvest(
         harvested = asyncio.run(_Harvesting(config, folder, stop, phase, workflow).run())
         write_json(folder / COUNTS_FILE, harvested.counts)
         if harvested.rows:
-            _write_rows(pairs, harvested.rows)
+            write_whole(pairs, b"".join(map(as_line, harvested.rows)))
     except OSError as error:
         raise RunFailed(f"the harvest cannot be written to {folder}: {error}") from error
     if not harvested.rows:
@@ -153,24 +151,22 @@ class _Harvesting:
         """Raises as `run_harvest`, but for an empty result."""
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
-        work = asyncio.ensure_future(self._all())
-        asked = False
-        while not work.done():
-            await asyncio.wait([work], timeout=_POLL_SECONDS)
-            late = deadline is not None and time.monotonic() > deadline
-            if not work.done() and not asked and (self._stop() or late):
-                asked = True
-                self._phase("stopping: what was tried is kept")
-                work.cancel()
+
+        def late(slack: float = 0.0) -> bool:
+            return deadline is not None and time.monotonic() > deadline - slack
+
         kept = f"What was tried is kept in {self.folder}. The same command goes on from there."
         try:
-            return await work
+            return await until_stopped(
+                self._all(),
+                lambda: self._stop() or late(),
+                lambda: self._phase("stopping: what was tried is kept"),
+            )
         except BudgetReached as error:
             raise BudgetReached(f"{error} {kept}") from None
         except asyncio.CancelledError:
             reason = self._books.reached()
-            late = deadline is not None and time.monotonic() > deadline - _SLACK_SECONDS
-            if reason is None and late:
+            if reason is None and late(_SLACK_SECONDS):
                 reason = f"budget.wall_seconds ({limit:g}) reached"
             kind: type[Exception] = Interrupted if reason is None else BudgetReached
             raise kind(f"{reason or 'stopped'}. {kept}") from None
@@ -180,14 +176,14 @@ class _Harvesting:
         problems, leaks = await self._problems()
         candidates, strangers = self._candidates(problems)
         self._books.start()
-        async with LocalModels() as local:
+        async with LocalModels() as local, contextlib.AsyncExitStack() as stack:
             with (
                 use_policy(self.config.sandbox),
                 use_prompts(self.config.prompts),
                 self._books.open(),
-                self._journals() as (trials, lessons),
             ):
-                auxiliary = await self._auxiliary(local) if problems else {}
+                trials, lessons = self._journals()
+                auxiliary = await self._auxiliary(local, stack) if problems else {}
                 harvest = Harvest(
                     problems,
                     candidates,
@@ -300,21 +296,17 @@ class _Harvesting:
 
         return of, strangers
 
-    async def _auxiliary(self, local: LocalModels) -> dict[str, Any]:
+    async def _auxiliary(
+        self, local: LocalModels, stack: contextlib.AsyncExitStack
+    ) -> dict[str, Any]:
         """The auxiliary models that graphs may call, by name; loaded only if one is named."""
         names = {self.workflow.executor, *self.workflow.models.values()}
         if not names & {model.name for model in self.config.explorer.auxiliary_models}:
             return {}
         self._phase("loading the executor")
-        loop = asyncio.get_running_loop()
-        found = {}
-        for wrapper in await local.auxiliary(self.config):
-            client = shared_client(wrapper, wrapper.get_openai_async_client(), loop)
-            found[str(wrapper.config.name)] = chat_model(client, wrapper.generate_kwargs)
-        return found
+        return await stack.enter_async_context(local.auxiliary_chat_models(self.config))
 
-    @contextlib.contextmanager
-    def _journals(self) -> Iterator[tuple[Journal[Trial], Journal[Lesson]]]:
+    def _journals(self) -> tuple[Journal[Trial], Journal[Lesson]]:
         """What was tried with the very same settings, and what the same teacher answered."""
         config, workflow = self.config, self.workflow
         roles = sorted({workflow.executor, *workflow.models.values()} & set(config.models))
@@ -331,14 +323,12 @@ class _Harvesting:
             "sandbox": config.sandbox,
         }
         teacher = asdict(config.models[str(self.section.teacher)]) if self._asks else None
-        with (
-            Journal(self.folder / "trials" / f"{_digest(decides)}.jsonl", Trial) as trials,
-            Journal(self.folder / "lessons" / f"{_digest(teacher)}.jsonl", Lesson) as lessons,
-        ):
-            if trials.entries or lessons.entries:
-                count = len(trials.entries)
-                self._phase(f"going on: {count} graphs were tried by an earlier command")
-            yield trials, lessons
+        trials = Journal(self.folder / "trials" / f"{_digest(decides)}.jsonl", Trial)
+        lessons = Journal(self.folder / "lessons" / f"{_digest(teacher)}.jsonl", Lesson)
+        if trials.entries or lessons.entries:
+            count = len(trials.entries)
+            self._phase(f"going on: {count} graphs were tried by an earlier command")
+        return trials, lessons
 
     def _progress(self, total: int) -> Callable[[], None]:
         done = 0
@@ -373,18 +363,3 @@ def _source_of(item: Callable[..., Any]) -> str:
         return name + inspect.getsource(module or item)
     except (OSError, TypeError):
         return name
-
-
-def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write JSON lines whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for row in rows:
-                file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)

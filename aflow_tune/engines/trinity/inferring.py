@@ -32,16 +32,13 @@ from aflow_tune.engines.trinity.evaluating import LocalModels, endpoint_model
 from aflow_tune.engines.trinity.recording import (
     RecordingClient,
     RunRecorder,
-    chat_model,
     recording_client,
-    shared_client,
 )
 from aflow_tune.engines.trinity.solved import Problem, Solved, call_entries, totals
 from aflow_tune.engines.trinity.trained import (
     config_source,
     find_weights,
     make_ready,
-    sampling_of,
 )
 from aflow_tune.engines.trinity.validate import check_run_prompts, resolve_functions
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
@@ -58,8 +55,6 @@ from aflow_tune.writer.types import ProblemType
 from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK, WriterRun, WriterWorkflow
 
 if TYPE_CHECKING:
-    from trinity.common.models.model import ModelWrapper
-
     from aflow_tune.engines.trinity.config import AflowConfig
     from aflow_tune.graph.graph import Graph
 
@@ -92,22 +87,24 @@ def open_trained(
     found = None
     if checkpoint is not None and (endpoint is None or config is None):
         found = find_weights(checkpoint)
-    source = config_source(found, config)
+    file = config_source(found, config)
     weights = found.weights if found is not None and endpoint is None else None
-    ready = load_config(source.file, overrides)
-    _require_writer(ready, source.file)
-    make_ready(ready, weights=weights, local_model=endpoint is None)
+    ready = load_config(file, overrides)
+    _require_writer(ready, file)
+    sampling = make_ready(ready, weights=weights, local_model=endpoint is None)
+    if temperature is not None:
+        sampling["temperature"] = temperature
     if endpoint is not None:
         check_endpoint(endpoint, [served_model or ""], key_variable)
     return Inferer(
         ready,
         weights,
-        workflow=_writer_of(ready, source.base),
+        workflow=_writer_of(ready),
         title=served_model or (found.name if found else Path(ready.model.model_path).name),
         endpoint=endpoint,
         served_model=served_model,
         key_variable=key_variable,
-        temperature=temperature,
+        sampling=sampling,
     )
 
 
@@ -115,10 +112,11 @@ class Inferer:
     """A policy with its executor, loaded while the context is open.
 
     Args:
-        config: from `trained.read_ready`.
+        config: made ready by `trained.make_ready`.
         weights: a checkpoint, adapter or model folder; None for the base model.
         workflow: what the policy's answers are run by.
         title: what to call the policy.
+        sampling: of the policy: temperature, top_p, top_k, max_tokens.
 
     `seconds` bounds the solving of one problem: `rollout.run_timeout`, unless it is set.
     """
@@ -133,17 +131,17 @@ class Inferer:
         endpoint: str | None = None,
         served_model: str | None = None,
         key_variable: str | None = None,
-        temperature: float | None = None,
+        sampling: Mapping[str, float],
     ) -> None:
         self.config, self.weights, self.workflow, self.title = config, weights, workflow, title
         self._endpoint, self._served_model = endpoint, served_model
         self._key_variable = key_variable
-        self.sampling = sampling_of(config, temperature)
+        self.sampling = dict(sampling)
         self.seconds: float = config.rollout.run_timeout
         self._books = Books("", BudgetSection(), config.models)
         self._stack = contextlib.AsyncExitStack()
         self._policy: RecordingClient | None = None
-        self._auxiliary: list[tuple[ModelWrapper, Any]] = []
+        self._auxiliary: dict[str, Any] = {}
 
     @property
     def warnings(self) -> list[str]:
@@ -200,10 +198,9 @@ class Inferer:
                     self.config, self._endpoint, self._served_model or "", self._key_variable
                 )
             self._policy = await recording_client(policy)
-            for wrapper in await local.auxiliary(self.config):
-                client = wrapper.get_openai_async_client()
-                self._stack.push_async_callback(client.close)
-                self._auxiliary.append((wrapper, client))
+            self._auxiliary = await self._stack.enter_async_context(
+                local.auxiliary_chat_models(self.config)
+            )
         except BaseException:
             await self._stack.aclose()
             raise
@@ -211,7 +208,7 @@ class Inferer:
 
     async def __aexit__(self, *_: object) -> None:
         self._policy = None
-        self._auxiliary.clear()
+        self._auxiliary = {}
         await self._stack.aclose()
 
     async def solve(self, problem: Problem, sample: int = 0) -> Solved:
@@ -250,7 +247,7 @@ class Inferer:
                         problem.type,
                         recorder.chat_model(),
                         entry_point=problem.entry_point,
-                        auxiliary_models=self._auxiliary_models(recorder),
+                        auxiliary_models=self._auxiliary,
                     )
                 seconds = time.monotonic() - started
                 solved = _solved(problem, run, trace, started, seconds)
@@ -266,14 +263,6 @@ class Inferer:
         if top_k and top_k > 0:
             kwargs["extra_body"] = {"top_k": top_k}
         return kwargs
-
-    def _auxiliary_models(self, recorder: RunRecorder) -> Mapping[str, Any]:
-        return {
-            str(wrapper.config.name): chat_model(
-                shared_client(wrapper, client, recorder.loop), wrapper.generate_kwargs
-            )
-            for wrapper, client in self._auxiliary
-        }
 
     async def _rewarded(self, solved: Solved, run: WriterRun) -> Solved:
         """With score and reward, or with why there is none."""
@@ -398,14 +387,16 @@ def _require_writer(config: AflowConfig, file: Path) -> None:
     )
 
 
-def _writer_of(config: AflowConfig, base: Path) -> WriterWorkflow:
-    """The workflow of the configuration's `writer:` section; paths go out from `base`.
+def _writer_of(config: AflowConfig) -> WriterWorkflow:
+    """The workflow of the configuration's `writer:` section.
 
     Raises:
         BadInput: the section is faulty.
     """
-    check_run_prompts(config, base)
-    workflow, _ = resolve_functions(config, base)
+    check_run_prompts(config)
+    workflow, _ = resolve_functions(config)
     if not isinstance(workflow, WriterWorkflow):
-        raise BadInput(f"{base}: `writer` is not what this configuration is tuned by")
+        raise BadInput(
+            f"{config.positions.file}: `writer` is not what this configuration is tuned by"
+        )
     return workflow

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from trinity.common.config import DataSelectorConfig
 
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
-from aflow_tune.engines.trinity.run_state import write_json
 from aflow_tune.engines.trinity.tasksets import is_file, read_taskset, user_tasksets
 from aflow_tune.errors import Fault
+from aflow_tune.files import write_json
 from aflow_tune.schema_names import nearest
 
 if TYPE_CHECKING:

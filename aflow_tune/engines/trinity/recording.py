@@ -22,7 +22,7 @@ import json
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -233,9 +233,23 @@ def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatMo
     return model
 
 
-def shared_client(model: ModelWrapper, client: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    """The client of an auxiliary model, for the loops of the runs; nothing is recorded."""
+def auxiliary_chat_models(
+    wrappers: Iterable[ModelWrapper], clients: Iterable[Any], loop: asyncio.AbstractEventLoop
+) -> dict[str, TrinityChatModel]:
+    """Auxiliary models by name, for workflows in any event loop; nothing is recorded.
 
+    Args:
+        clients: those of the wrappers, which live in `loop`.
+    """
+    return {
+        str(wrapper.config.name): chat_model(
+            _shared_client(wrapper, client, loop), wrapper.generate_kwargs
+        )
+        for wrapper, client in zip(wrappers, clients, strict=True)
+    }
+
+
+def _shared_client(model: ModelWrapper, client: Any, loop: asyncio.AbstractEventLoop) -> Any:
     async def ask(kwargs: dict[str, Any]) -> Any:
         response = await client.chat.completions.create(**kwargs)
         model.history.clear()  # filled by Trinity's client where its history is enabled

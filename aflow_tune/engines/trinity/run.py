@@ -81,7 +81,7 @@ class Run:
         """
         if self.workflow_func is not None and needs_workflow(self.config):
             check_functions(self.workflow_func, self.judge_func)
-        check_run_prompts(self.config, self.config.positions.file)
+        check_run_prompts(self.config)
         self.engine = choose_engine(self.config)
         self.changes = prepare(self.config, workflow_func=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
@@ -273,18 +273,20 @@ class Run:
             return
         if stopped or spent:
             last = saved[-1].step if saved else 0
-            kind, reason = (
-                (Interrupted, "stopped")
-                if stopped
-                else (BudgetReached, self.books.reached() or "budget.wall_seconds reached")
-            )
-            raise kind(
-                f"{reason} at step {reached} of {self.target}; the state of step {last} is saved "
-                f"in {self.run_dir}. The same command resumes from there."
+            raise self._ended_early(
+                stopped,
+                f" at step {reached} of {self.target}; the state of step {last} is saved "
+                f"in {self.run_dir}. The same command resumes from there.",
             )
         raise RunFailed(
             f"the trainer ended at step {reached} of {self.target}. Logs: {self.run_dir / 'log'}"
         )
+
+    def _ended_early(self, stopped: bool, rest: str) -> Interrupted | BudgetReached:
+        """The error of a run that somebody stopped, or whose budget is spent."""
+        if stopped:
+            return Interrupted(f"stopped{rest}")
+        return BudgetReached(f"{self.books.reached() or 'budget.wall_seconds reached'}{rest}")
 
     def _settle(self, status: str) -> None:
         saved = checkpoints(self.run_dir)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from typing import Any
 from trinity.common.config import TasksetConfig
 
 from aflow_tune.errors import AlreadyFinished, BadInput, Fault
+from aflow_tune.files import write_json
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.report.records import record_path
@@ -48,17 +48,6 @@ class RunState:
     step: int
     target: int
     fingerprint: dict[str, Any]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file whole or not at all: temporary name, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
 
 
 def read_state(run_dir: Path) -> RunState | None:

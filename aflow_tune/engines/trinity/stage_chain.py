@@ -34,7 +34,6 @@ from aflow_tune.engines.trinity.run_state import (
     checkpoints,
     locked,
     read_state,
-    write_json,
 )
 from aflow_tune.engines.trinity.stages import StagePositions, chain_folder, parts_of
 from aflow_tune.engines.trinity.validate import check_part
@@ -46,6 +45,7 @@ from aflow_tune.errors import (
     Interrupted,
     RunFailed,
 )
+from aflow_tune.files import write_json
 from aflow_tune.report.chain import chain_summary, write_chain_report
 from aflow_tune.types import TuneResult
 

@@ -206,7 +206,7 @@ def _inherited(
 
 def _stage_positions(base: KeyPositions, number: int, config: AflowConfig) -> StagePositions:
     prefix = f"stages.{number}"
-    found = StagePositions(base.file, prefix=prefix, first_line=base.lines.get(prefix))
+    found = StagePositions(base.file, base.base, prefix=prefix, first_line=base.lines.get(prefix))
     own = {
         path.removeprefix(prefix + ".")
         for place in (base.lines, base.overrides, base.arguments)

@@ -248,8 +248,8 @@ def _own_files(config: AflowConfig, taskset: TasksetConfig, held_out: bool) -> l
 
 
 def _bases(config: AflowConfig) -> list[Path]:
-    file = config.positions.file
-    return [Path(), Path(file).parent] if file else [Path()]
+    base = config.positions.base
+    return [Path()] if base is None else [Path(), base]
 
 
 def _data_suffixes(path: Path) -> list[str]:

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import trinity.common.config_validator as upstream
 from trinity.common.config import GenerationConfig
 
 from aflow_tune.engines.local.saved_weights import Kind, kind_of
-from aflow_tune.engines.trinity.adaptations import adapt
-from aflow_tune.engines.trinity.changes import original_of
+from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.engines.trinity.model_checks import check_model
 from aflow_tune.engines.trinity.run_state import CHAIN_FILE, STEP_PREFIX, checkpoints
-from aflow_tune.engines.trinity.sampler_host import give_engine_settings
-from aflow_tune.engines.trinity.validators import LocalExplorerValidator, run_validator
+from aflow_tune.engines.trinity.stages import chain_folder, parts_of
+from aflow_tune.engines.trinity.validators import settle_models
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.types import Checkpoint
 
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
 RESOLVED = "resolved.yaml"
 EXPORT = "export"
-_SAMPLING = ("temperature", "top_p", "top_k")
+_PLACES = ("checkpoint_root_dir=", "project=", "group=", "name=", "stages")
+_SAMPLED_BY = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
@@ -118,24 +118,18 @@ def _step_of(weights: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-@dataclass(frozen=True)
-class Source:
-    """A configuration to go by, and the file that its relative paths go out from."""
-
-    file: Path
-    base: Path
-
-
-def config_source(found: Found | None, named: Path | None) -> Source:
+def config_source(found: Found | None, named: Path | None) -> Path:
     """The configuration to go by: the one that was named, or else that of the run.
 
     Raises:
         BadInput: there is neither.
     """
     if named is not None:
-        return Source(named, _base_of(named) if named.is_file() else named)
-    if found is not None and found.run_dir is not None and (found.run_dir / RESOLVED).is_file():
-        return source_of(found.run_dir)
+        return named
+    if found is not None and found.run_dir is not None:
+        file = found.run_dir / RESOLVED
+        if file.is_file():
+            return file
     where = "--config" if found is None else str(found.weights)
     expected = f"a configuration: {RESOLVED} of the run that the weights come from"
     found_text = "none was named" if found is None else "weights that lie in no run folder"
@@ -145,31 +139,43 @@ def config_source(found: Found | None, named: Path | None) -> Source:
     )
 
 
-def source_of(run_dir: Path) -> Source:
-    """The configuration of a run folder that has one."""
-    file = run_dir / RESOLVED
-    return Source(file, _base_of(file))
+def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
+    """The configuration in a YAML; of a chain of stages that of the last one that trained.
 
+    A stage is taken as it was run, since its model is what the stages before it left; before any
+    has trained, as it is written. `overrides` that say where the chain lies are not the stage's.
 
-def _base_of(file: Path) -> Path:
-    """A run's configuration is a copy; the folder of what it was copied from may be gone."""
-    original = original_of(file)
-    return original if original is not None and original.parent.is_dir() else file
+    Raises:
+        BadInput: as `load_config`.
+    """
+    config = load_config(path, overrides)
+    if not config.stages:
+        return config
+    run_dir = find_run(chain_folder(config))
+    if run_dir is not None:
+        own = [item for item in overrides if not item.startswith(_PLACES)]
+        return load_config(run_dir / RESOLVED, own)
+    parts = [part for _, part in parts_of(config)[0] if part.mode in ("both", "train")]
+    return parts[-1] if parts else config
 
 
 def make_ready(
     config: AflowConfig, *, weights: Path | None = None, local_model: bool = True
-) -> None:
+) -> dict[str, float]:
     """Fill in, in place, what it takes to ask the models of a configuration as it was loaded.
 
     Args:
         weights: those that will be loaded; a whole model needs no other.
         local_model: False where the policy is behind an endpoint.
 
+    Returns:
+        How the policy is sampled: as the first held-out task set says, else as `model` does.
+
     Raises:
         BadInput: with every fault of the models.
     """
-    config.__dict__["_sampling"] = _held_out_sampling(config)
+    sets = config.buffer.explorer_input.eval_tasksets
+    held_out = sets[0].rollout_args if sets else None
     if weights is not None and kind_of(weights) is Kind.MODEL:
         config.model.model_path = str(weights)
         config.explorer.rollout_model.model_path = str(weights)
@@ -181,21 +187,13 @@ def make_ready(
         config.warnings.extend(found.warnings)
         if found.faults:
             raise BadInput("The model of this configuration cannot be loaded.", found.faults)
-    adapt(config, {})
-    for validator in (upstream.ModelConfigValidator(), LocalExplorerValidator()):
-        run_validator(validator, config)
-    give_engine_settings(config)
+    settle_models(config)
+    return _sampling(config, held_out)
 
 
-def sampling_of(config: AflowConfig, temperature: float | None = None) -> dict[str, float]:
-    """How the policy is sampled: as the first held-out task set says, else as `model` does.
-
-    Args:
-        temperature: wins over both.
-    """
-    given: GenerationConfig | None = config.__dict__.get("_sampling")
+def _sampling(config: AflowConfig, given: GenerationConfig | None) -> dict[str, float]:
     settings: dict[str, float] = {}
-    for name in _SAMPLING:
+    for name in _SAMPLED_BY:
         own = getattr(given, name, None)
         value = getattr(config.model, name) if own is None else own
         if value is not None:
@@ -203,11 +201,4 @@ def sampling_of(config: AflowConfig, temperature: float | None = None) -> dict[s
     most = getattr(given, "max_tokens", None) or config.model.max_response_tokens
     if most is not None:
         settings["max_tokens"] = most
-    if temperature is not None:
-        settings["temperature"] = temperature
     return settings
-
-
-def _held_out_sampling(config: AflowConfig) -> GenerationConfig | None:
-    sets = config.buffer.explorer_input.eval_tasksets
-    return sets[0].rollout_args if sets else None

@@ -86,9 +86,9 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     workflow: Function | None = None
     judge: Function | None = None
     if any(needs_workflow(part) for _, part in parts):
-        workflow, judge = _functions(config, path, report)
+        workflow, judge = _functions(config, report)
     try:
-        check_run_prompts(config, path)
+        check_run_prompts(config)
     except BadInput as error:
         report.faults += [fault for fault in error.faults if fault not in report.faults]
     for name, part in parts:
@@ -128,21 +128,17 @@ def check_part(
     return report
 
 
-def functions_of(
-    config: AflowConfig, config_path: str | Path | None
-) -> tuple[Function | None, Function | None]:
+def functions_of(config: AflowConfig) -> tuple[Function | None, Function | None]:
     """As `resolve_functions`; (None, None) where no run or stage calls a function."""
     if not any(needs_workflow(part) for _, part in parts_of(config)[0]):
         return None, None
-    return resolve_functions(config, config_path)
+    return resolve_functions(config)
 
 
-def resolve_functions(
-    config: AflowConfig, config_path: str | Path | None
-) -> tuple[Function, Function | None]:
+def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name.
 
-    A path is relative to here or the YAML.
+    A path is relative to here or `config.positions.base`.
 
     Raises:
         BadInput: no workflow is named, or a name leads to no function, or a graph is faulty.
@@ -173,17 +169,17 @@ def resolve_functions(
         )
     judge = None
     if config.graph.path:
-        workflow: Function = _graph_workflow(config, config_path)
+        workflow: Function = _graph_workflow(config)
     elif config.writer.executor:
-        workflow = _writer_workflow(config, config_path)
+        workflow = _writer_workflow(config)
     else:
-        workflow = _resolve(config, "workflow", str(config.workflow), config_path)
+        workflow = _resolve(config, "workflow", str(config.workflow))
     if config.judge:
-        judge = _resolve(config, "judge", config.judge, config_path)
+        judge = _resolve(config, "judge", config.judge)
     return workflow, judge
 
 
-def check_run_prompts(config: AflowConfig, config_path: str | Path | None) -> None:
+def check_run_prompts(config: AflowConfig) -> None:
     """Load the run's `operators:`, and hold its `prompts:` against them.
 
     Raises:
@@ -193,10 +189,9 @@ def check_run_prompts(config: AflowConfig, config_path: str | Path | None) -> No
         return
     from aflow_tune.operators import OPERATORS, check_prompts, load_operators
 
-    base = Path(config_path).parent if config_path is not None else None
     keys = {spec: f"operators.{name}" for name, spec in config.operators.items()}
     try:
-        own = load_operators(config.operators, base)
+        own = load_operators(config.operators, config.positions.base)
         check_prompts(config.prompts, operators={**OPERATORS, **own})
     except BadInput as error:
         where = config.positions.where
@@ -251,12 +246,12 @@ def check_data(
 
 
 def _functions(
-    config: AflowConfig, path: str | Path, report: ValidationReport
+    config: AflowConfig, report: ValidationReport
 ) -> tuple[Function | None, Function | None]:
     from aflow_tune.signature import check_functions
 
     try:
-        workflow, judge = resolve_functions(config, path)
+        workflow, judge = resolve_functions(config)
     except BadInput as error:
         report.add(error)
         return None, None
@@ -267,13 +262,11 @@ def _functions(
     return workflow, judge
 
 
-def _resolve(
-    config: AflowConfig, key: str, reference: str, config_path: str | Path | None
-) -> Function:
+def _resolve(config: AflowConfig, key: str, reference: str) -> Function:
     from aflow_tune.plugins import resolve
 
     try:
-        function: Function = resolve(reference, Path(config_path).parent if config_path else None)
+        function: Function = resolve(reference, config.positions.base)
     except BadInput as error:
         where = config.positions.where(key)
         faults = [
@@ -289,23 +282,22 @@ def _resolve(
     return function
 
 
-def _graph_workflow(config: AflowConfig, config_path: str | Path | None) -> Function:
+def _graph_workflow(config: AflowConfig) -> Function:
     from aflow_tune.graph.workflow import workflow_from_config
     from aflow_tune.operators import load_operators
 
-    section = config.graph
+    section, beside = config.graph, config.positions.beside
     score = None
     if section.score:
-        score = _resolve(config, "graph.score", section.score, config_path)
-    base = Path(config_path).parent if config_path is not None else None
-    path = _here_or_beside(str(section.path), base)
+        score = _resolve(config, "graph.score", section.score)
+    path = beside(str(section.path))
     try:
         return workflow_from_config(
             section,
             config.models,
             path=path,
-            test_cases=_here_or_beside(section.test_cases, base) if section.test_cases else None,
-            operators=load_operators(config.operators, base),
+            test_cases=beside(section.test_cases) if section.test_cases else None,
+            operators=load_operators(config.operators, config.positions.base),
             score=score,
             judged=bool(config.judge),
             where=config.positions.where,
@@ -319,32 +311,25 @@ def _graph_workflow(config: AflowConfig, config_path: str | Path | None) -> Func
         raise BadInput(error.title, faults) from error
 
 
-def _writer_workflow(config: AflowConfig, config_path: str | Path | None) -> Function:
+def _writer_workflow(config: AflowConfig) -> Function:
     from aflow_tune.operators import load_operators
     from aflow_tune.writer.settings import writer_from_config
 
-    section = config.writer
-    base = Path(config_path).parent if config_path is not None else None
+    section, beside = config.writer, config.positions.beside
     score = None
     if section.score:
-        score = _resolve(config, "writer.score", section.score, config_path)
+        score = _resolve(config, "writer.score", section.score)
     return writer_from_config(
         section,
         config.models,
         auxiliary=auxiliary_models(config),
-        operators=load_operators(config.operators, base),
+        operators=load_operators(config.operators, config.positions.base),
         score=score,
-        test_cases=_here_or_beside(section.test_cases, base) if section.test_cases else None,
-        prompt=_here_or_beside(section.prompt, base) if section.prompt else None,
+        test_cases=beside(section.test_cases) if section.test_cases else None,
+        prompt=beside(section.prompt) if section.prompt else None,
         sandbox=config.sandbox,
         where=config.positions.where,
     )
-
-
-def _here_or_beside(name: str, base: Path | None) -> Path:
-    """A path of the configuration: relative to the current folder, or else to the YAML's."""
-    path = Path(name).expanduser()
-    return base / path if base is not None and not path.exists() else path
 
 
 def _settings(config: AflowConfig, workflow: Function | None, report: ValidationReport) -> None:

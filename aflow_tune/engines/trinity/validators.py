@@ -23,6 +23,7 @@ from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.engine_choice import choose_engine
 from aflow_tune.engines.trinity.mode_rules import settle_mode
 from aflow_tune.engines.trinity.refusals import refusals
+from aflow_tune.engines.trinity.sampler_host import give_engine_settings
 from aflow_tune.engines.trinity.tasksets import fill_held_out, materialise_tasksets
 from aflow_tune.errors import BadInput, Fault
 
@@ -149,6 +150,18 @@ def prepare(
     config.__dict__["_changes"] = differences(before, config.flatten(), reasons)
     changes: list[Change] = config.__dict__["_changes"]
     return changes
+
+
+def settle_models(config: AflowConfig) -> None:
+    """Fill in, in place, what it takes to ask the models of a configuration that is not trained.
+
+    What `prepare` does for a run, without anything that only training needs.
+    """
+    adapt(config, {})
+    with _mode_of_trinity(config):
+        for validator in (upstream.ModelConfigValidator(), LocalExplorerValidator()):
+            run_validator(validator, config)
+    give_engine_settings(config)
 
 
 @contextlib.contextmanager
