@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ JUDGED = WORKFLOW.replace(
 
 
 def _sessions() -> set[Path]:
-    return set(RAY_FOLDER.glob("session_2*"))
+    """Of this process: other tests may run beside it."""
+    return set(RAY_FOLDER.glob(f"session_2*_{os.getpid()}"))
 
 
 def _files_with_a_key(folder: Path) -> list[str]:
