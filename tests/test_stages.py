@@ -447,7 +447,7 @@ def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:
     config = read_config(chain)[0]
     finished = _folder(chain) / "warm_up" / "report.html"
     with pytest.raises(Interrupted, match="before stage 'learn'"):
-        run_chain(config, *functions_of(config, chain), finished.exists)
+        run_chain(config, *functions_of(config), finished.exists)
     assert _statuses(chain) == {"warm_up": "finished", "learn": "waiting", "test": "waiting"}
     assert run_config(chain).steps_done == 2
 
