@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
+from aflow_tune.engines.local.answers import GreedyAnswers
 from aflow_tune.engines.local.protocol import (
     ChatRequest,
     chat_response,
@@ -47,6 +48,7 @@ class SamplerServer:
         port: 0 takes a free one.
         tool_call_parser: only 'hermes'.
         api_key: when given, /v1 asks for it as a bearer token.
+        frozen: the sampler's weights never change, so greedy answers are remembered.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class SamplerServer:
         port: int = 0,
         tool_call_parser: str = "hermes",
         api_key: str | None = None,
+        frozen: bool = False,
     ) -> None:
         if tool_call_parser != "hermes":
             raise BadInput(
@@ -72,6 +75,7 @@ class SamplerServer:
                 ],
             )
         self.sampler = sampler
+        self._submit = GreedyAnswers(sampler.submit).submit if frozen else sampler.submit
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.host, self.port = host, port
@@ -176,7 +180,7 @@ class SamplerServer:
         prompt_ids = self._render(chat)
         room = max(self.sampler.max_model_len - len(prompt_ids), 1)
         answer = asyncio.ensure_future(
-            self.sampler.submit(prompt_ids, chat.sampling_params(default_max_tokens=room))
+            self._submit(prompt_ids, chat.sampling_params(default_max_tokens=room))
         )
         gone = asyncio.ensure_future(_disconnected(request))
         try:

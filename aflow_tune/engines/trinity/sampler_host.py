@@ -66,6 +66,7 @@ class SamplerHost:
             tokenizer,
             config.model_path,
             tool_call_parser=config.tool_call_parser or "hermes",
+            frozen=engine["frozen"],
         )
         return cls(sampler, server, tokenizer, server.start())
 
@@ -100,6 +101,7 @@ def give_engine_settings(config: AflowConfig) -> None:
         "max_batch": config.local.max_batch,
         "deterministic": config.deterministic,
         "lora": None,
+        "frozen": True,
     }
     for auxiliary in config.explorer.auxiliary_models:
         auxiliary.extra_engine_args = dict(engine)
@@ -110,6 +112,7 @@ def give_engine_settings(config: AflowConfig) -> None:
             "alpha": lora.lora_alpha,
             "target_modules": lora.target_modules,
         }
+    engine["frozen"] = False
     config.explorer.rollout_model.extra_engine_args = engine
 
 

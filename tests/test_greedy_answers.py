@@ -1,0 +1,125 @@
+"""A frozen model is asked once for what leaves nothing to chance."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aflow_tune.engines.local.answers import GreedyAnswers
+from aflow_tune.engines.local.models import load_model, load_tokenizer
+from aflow_tune.engines.local.sampler import Completion, Sampler, SamplingParams
+from aflow_tune.errors import BadInput
+
+PROMPT = [5, 6, 7]
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(test(*arguments, **named))
+
+    return run
+
+
+def greedy(max_tokens: int = 8) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_model_dir: Path) -> Iterator[Sampler]:
+    model = load_model(tiny_model_dir, torch.float32, torch.device("cpu"))
+    sampler = Sampler(model, load_tokenizer(tiny_model_dir), max_batch=4, max_model_len=4000)
+    yield sampler
+    sampler.close()
+
+
+def drawn(sampler: Sampler) -> float:
+    return sampler.stats()["generated_tokens"]
+
+
+@in_loop
+async def test_the_same_request_is_decoded_once(sampler: Sampler) -> None:
+    answers, before = GreedyAnswers(sampler.submit), drawn(sampler)
+    together = await asyncio.gather(*(answers.submit(PROMPT, greedy()) for _ in range(5)))
+    later = await answers.submit(list(PROMPT), greedy())
+    assert drawn(sampler) - before == 8
+    assert [one[0].token_ids for one in together] == [later[0].token_ids] * 5
+    assert later == await sampler.submit(PROMPT, greedy())
+
+
+@in_loop
+async def test_what_differs_or_is_drawn_at_random_is_asked_anew(sampler: Sampler) -> None:
+    answers, before = GreedyAnswers(sampler.submit), drawn(sampler)
+    random = SamplingParams(max_tokens=8, temperature=1.0, seed=0, ignore_eos=True)
+    for prompt, params in ((PROMPT, greedy()), (PROMPT, greedy(9)), ([5, 6], greedy())):
+        await answers.submit(prompt, params)
+    for _ in range(2):
+        await answers.submit(PROMPT, random)
+    assert drawn(sampler) - before == 8 + 9 + 8 + 2 * 8
+
+
+@in_loop
+async def test_one_who_leaves_does_not_take_the_answer_from_the_others(sampler: Sampler) -> None:
+    answers = GreedyAnswers(sampler.submit)
+    leaving, staying = (
+        asyncio.ensure_future(answers.submit(PROMPT, greedy(200))) for _ in range(2)
+    )
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert len((await staying)[0].token_ids) == 200
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+
+
+@in_loop
+async def test_when_all_leave_the_place_is_free_and_nothing_is_remembered(sampler: Sampler) -> None:
+    answers, before = GreedyAnswers(sampler.submit), drawn(sampler)
+    both = [asyncio.ensure_future(answers.submit(PROMPT, greedy(3900))) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    for each in both:
+        each.cancel()
+    await asyncio.gather(*both, return_exceptions=True)
+    assert len((await answers.submit(PROMPT, greedy(10)))[0].token_ids) == 10
+    assert drawn(sampler) - before < 3900
+    assert len((await answers.submit(PROMPT, greedy(3900)))[0].token_ids) == 3900
+
+
+@in_loop
+async def test_an_error_reaches_all_who_wait_and_is_not_remembered() -> None:
+    asked = 0
+
+    async def fail_once(prompt: list[int], params: SamplingParams) -> list[Completion]:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+        if asked == 1:
+            raise BadInput("no")
+        return [Completion([1], [0.0], "a", "stop")]
+
+    answers = GreedyAnswers(fail_once)
+    waiting = (answers.submit(PROMPT, greedy()) for _ in range(3))
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(error) for error in errors] == [BadInput] * 3
+    assert (await answers.submit(PROMPT, greedy()))[0].text == "a"
+    assert asked == 2
+
+
+@in_loop
+async def test_the_least_used_answer_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    async def answer(prompt: list[int], params: SamplingParams) -> list[Completion]:
+        asked.append(prompt[0])
+        return [Completion(prompt, [0.0], "", "stop")]
+
+    monkeypatch.setattr("aflow_tune.engines.local.answers.MOST", 2)
+    answers = GreedyAnswers(answer)
+    for first in (1, 2, 1, 3, 1, 2):
+        await answers.submit([first], greedy())
+    assert asked == [1, 2, 3, 2]
