@@ -7,6 +7,7 @@ thread, and into the caller's trace.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import posixpath
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -113,7 +114,8 @@ async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         try:
             return await work(home)
         finally:
-            loop.call_soon_threadsafe(tell)
+            with contextlib.suppress(RuntimeError):  # the caller did not wait: its loop is closed
+                loop.call_soon_threadsafe(tell)
 
     future = home.submit(tracked())
     try:

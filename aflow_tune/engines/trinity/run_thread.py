@@ -150,18 +150,23 @@ class RunThread(Generic[T]):
 
     def _close_loop(self) -> None:
         loop = self._loop
-        with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            if left:
-                done, _ = loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
-                for task in done:
-                    if not task.cancelled():
-                        task.exception()  # seen: the run is over, nobody else will look
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        asyncio.set_event_loop(None)
-        loop.close()
+        try:
+            with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
+                left = asyncio.all_tasks(loop)
+                for task in left:
+                    task.cancel()
+                if left:
+                    done, _ = loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
+                    for task in done:
+                        if not task.cancelled():
+                            task.exception()  # seen: the run is over, nobody else will look
+                loop.run_until_complete(loop.shutdown_asyncgens())
+            asyncio.set_event_loop(None)
+        finally:
+            try:
+                self._thread.settle()
+            finally:
+                loop.close()
 
     def _stack(self) -> traceback.StackSummary:
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -186,6 +191,11 @@ class _Thread(threading.Thread):
         finally:
             with self._guard:
                 self._over = True
+
+    def settle(self) -> None:
+        """Called in the thread: `interrupt` does nothing from here on."""
+        with self._guard:
+            self._over = True
 
     def interrupt(self) -> None:
         """Raise SystemExit in it. Called once; the guard keeps a reused thread id out of it."""
