@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from aflow_tune.engines.local import export
 from aflow_tune.engines.local.checkpoint import read_checkpoint, write_checkpoint
 from aflow_tune.engines.local.lora import LoraSpec, adapter_layers, adapter_state, inject
+from aflow_tune.engines.local.memory import give_back
 from aflow_tune.engines.local.models import load_model
 from aflow_tune.engines.local.packed_model import PackedModel
 from aflow_tune.engines.local.packing import Sample, micro_batches
@@ -151,6 +152,11 @@ class LocalTrainer:
         A gradient that is not finite changes nothing: the step is counted and skipped. An
         empty batch raises ValueError.
         """
+        metrics = self._step(groups, loss)
+        give_back()
+        return metrics
+
+    def _step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
         started = time.perf_counter()
         samples = [sample for group in groups for sample in group]
         if not samples:
