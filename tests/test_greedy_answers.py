@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tiny import tiny_sampler
 
 from aflow_tune.engines.local.answers import GreedyAnswers
-from aflow_tune.engines.local.models import load_model, load_tokenizer
 from aflow_tune.engines.local.sampler import Completion, Sampler, SamplingParams
 from aflow_tune.errors import BadInput
 
@@ -33,10 +32,8 @@ def greedy(max_tokens: int = 8) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def sampler(tiny_model_dir: Path) -> Iterator[Sampler]:
-    model = load_model(tiny_model_dir, torch.float32, torch.device("cpu"))
-    sampler = Sampler(model, load_tokenizer(tiny_model_dir), max_batch=4, max_model_len=4000)
-    yield sampler
-    sampler.close()
+    with tiny_sampler(tiny_model_dir, max_model_len=4000) as sampler:
+        yield sampler
 
 
 def drawn(sampler: Sampler) -> float:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from tiny import tiny_sampler
 
 from aflow_tune.config import ModelSettings, PriceSettings
-from aflow_tune.engines.local.models import load_model, load_tokenizer
-from aflow_tune.engines.local.sampler import Sampler
+from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.models import ModelError, ModelFailure, make_client
 from aflow_tune.models.http_client import HttpClient
@@ -22,15 +21,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def client(tiny_model_dir: Path) -> Iterator[HttpClient]:
-    model = load_model(tiny_model_dir, torch.float32, torch.device("cpu"))
-    sampler = Sampler(model, load_tokenizer(tiny_model_dir), max_batch=4, max_model_len=500)
-    server = SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny", api_key=None)
-    url = server.start()
-    free = PriceSettings(input=0.0, output=0.0)
-    settings = ModelSettings(model="tiny", base_url=f"{url}/v1", prices=free, max_tokens=8)
-    yield make_client(settings, "policy")
-    server.stop()
-    sampler.close()
+    with tiny_sampler(tiny_model_dir, max_model_len=500) as sampler:
+        server = SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny", api_key=None)
+        url = server.start()
+        free = PriceSettings(input=0.0, output=0.0)
+        settings = ModelSettings(model="tiny", base_url=f"{url}/v1", prices=free, max_tokens=8)
+        yield make_client(settings, "policy")
+        server.stop()
 
 
 def test_answers_repeat_with_their_seed_and_cost_nothing(client: HttpClient) -> None:

@@ -14,9 +14,9 @@ import httpx
 import openai
 import pydantic
 import pytest
-import torch
+from tiny import tiny_sampler
 
-from aflow_tune.engines.local.models import load_model, load_tokenizer
+from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.sampler import Sampler, SamplingParams
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.engines.local.tools import (
@@ -47,10 +47,8 @@ OTHER_TOOL = {"type": "function", "function": {"name": "leave"}}
 
 @pytest.fixture(scope="module")
 def sampler(tiny_model_dir: Path) -> Iterator[Sampler]:
-    model = load_model(tiny_model_dir, torch.float32, torch.device("cpu"))
-    sampler = Sampler(model, load_tokenizer(tiny_model_dir), max_batch=4, max_model_len=1000)
-    yield sampler
-    sampler.close()
+    with tiny_sampler(tiny_model_dir, max_model_len=1000) as sampler:
+        yield sampler
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,13 @@ that renders tools in the Hermes form. Everything is seeded: two calls write equ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.local.sampler import Sampler
 
 CHATML_TEMPLATE = """\
 {%- if tools %}
@@ -76,3 +82,19 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def tiny_sampler(folder: Path, max_model_len: int) -> Iterator[Sampler]:
+    """A sampler of four places over a tiny model that was written to `folder`, in fp32."""
+    import torch
+
+    from aflow_tune.engines.local.models import load_model, load_tokenizer
+    from aflow_tune.engines.local.sampler import Sampler
+
+    model = load_model(folder, torch.float32, torch.device("cpu"))
+    sampler = Sampler(model, load_tokenizer(folder), max_batch=4, max_model_len=max_model_len)
+    try:
+        yield sampler
+    finally:
+        sampler.close()

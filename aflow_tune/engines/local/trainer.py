@@ -153,7 +153,7 @@ class LocalTrainer:
         empty batch raises ValueError.
         """
         metrics = self._step(groups, loss)
-        give_back()
+        give_back()  # here, where the tensors of the step are gone
         return metrics
 
     def _step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:

@@ -149,24 +149,26 @@ class RunThread(Generic[T]):
         self._thread.interrupt()
 
     def _close_loop(self) -> None:
-        loop = self._loop
         try:
             with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
-                left = asyncio.all_tasks(loop)
-                for task in left:
-                    task.cancel()
-                if left:
-                    done, _ = loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
-                    for task in done:
-                        if not task.cancelled():
-                            task.exception()  # seen: the run is over, nobody else will look
-                loop.run_until_complete(loop.shutdown_asyncgens())
+                self._end_tasks()
             asyncio.set_event_loop(None)
         finally:
             try:
-                self._thread.settle()
+                self._thread.settle()  # an interruption inside `close` would leave it half closed
             finally:
-                loop.close()
+                self._loop.close()
+
+    def _end_tasks(self) -> None:
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            done, _ = self._loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
+            for task in done:
+                if not task.cancelled():
+                    task.exception()  # seen: the run is over, nobody else will look
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _stack(self) -> traceback.StackSummary:
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -189,8 +191,7 @@ class _Thread(threading.Thread):
         except SystemExit:  # from `interrupt`
             pass
         finally:
-            with self._guard:
-                self._over = True
+            self.settle()
 
     def settle(self) -> None:
         """Called in the thread: `interrupt` does nothing from here on."""
