@@ -1,0 +1,204 @@
+"""`aflow-tune gpus`: what runs on this machine's GPUs, watching them, and freeing one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+_MOST_SECONDS = 86400.0
+"""What the system's own waits refuse begins far above."""
+
+_EPILOG = """\
+examples:
+  aflow-tune gpus                                    each GPU, its processes, whose they are
+  aflow-tune gpus --monitor --interval 5 --log gpus.jsonl
+  aflow-tune gpus free 0                             end your own processes on GPU 0, after a yes
+  aflow-tune gpus free --pid 4711 --pid 4712 --yes --grace 30
+  aflow-tune gpus free 0 1 --protect 4711 --config my.yaml
+
+A device is named by its number, by its UUID (or its beginning), or as GPU:INSTANCE where a GPU is
+divided (MIG). --json prints one object; with --monitor one object a line, which, like the lines
+of --log, leaves out the arguments of commands. docs/gpus.md says what each figure means.
+
+exit codes:
+  0  shown; with free: all that was named is gone and the named devices have no process left
+  1  there is no NVIDIA driver or no GPU; with free also: something is still there, or no yes
+  2  bad input: a device or process that is not there, is not yours or is protected; nothing was
+     signalled
+"""
+_FREE = """\
+End processes of your own on GPUs: those named with --pid, or all of yours on the named devices.
+They are shown first. After a typed `yes` (or with --yes) each gets SIGTERM, and SIGKILL if it is
+still there after --grace seconds. Never ended: other users' processes (under sudo: those of
+others than the one who typed it), this command and what runs it, protected processes with all
+that descends from them or that they descend from.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "gpus",
+        help="show what runs on the GPUs and whose it is; watch them; free one",
+        description="Show the NVIDIA GPUs of this machine: use, memory, temperature, power, and "
+        "every process on them with its user, memory, start and command.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--monitor", action="store_true", help="go on showing, until Ctrl-C")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds between two looks of --monitor (2)",
+    )
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="also append each look to FILE, as a line of JSON"
+    )
+    parser.set_defaults(action=_show)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    free = actions.add_parser(
+        "free",
+        help="end processes of your own on a GPU, after showing them",
+        description=_FREE,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    free.add_argument("devices", nargs="*", metavar="DEVICE", help="a number, UUID, GPU:INSTANCE")
+    free.add_argument(
+        "--pid",
+        type=int,
+        action="append",
+        default=[],
+        help="a process on a GPU; may be given several times",
+    )
+    free.add_argument(
+        "--protect",
+        type=int,
+        action="append",
+        default=[],
+        metavar="PID",
+        help="a process to leave alone; may be given several times",
+    )
+    free.add_argument(
+        "--config", type=Path, metavar="CONFIG", help="a YAML whose protected_pids count as well"
+    )
+    free.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds between SIGTERM and SIGKILL (10)",
+    )
+    free.add_argument("--yes", action="store_true", help="do not ask")
+    free.set_defaults(action=_free)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from aflow_tune.gpus.monitor import append, watch
+    from aflow_tune.gpus.nvml import NvmlUnavailable
+    from aflow_tune.gpus.owner import invoking_user
+    from aflow_tune.gpus.reading import snapshot
+    from aflow_tune.gpus.showing import render
+
+    _check_seconds("--interval", options.interval, 0.1)
+    owner = invoking_user()
+    try:
+        if options.monitor:
+            watch(options.interval, owner=owner, log=options.log, as_json=options.json)
+            return ExitCode.DONE
+        now = snapshot()
+        if options.log is not None:
+            append(options.log, now, owner)
+    except NvmlUnavailable as error:
+        if not options.json:
+            raise
+        print(json.dumps({"devices": [], "problem": error.reason, "cure": error.cure}))
+        return ExitCode.FAILED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where, found = f"--log {options.log}", error.strerror or str(error)
+        raise BadInput(
+            "The log cannot be written.",
+            [Fault(where, "a file that can be written", found, "name another file")],
+        ) from None
+    print(json.dumps(now.to_json(owner)) if options.json else render(now))
+    return ExitCode.DONE if now.devices else ExitCode.FAILED
+
+
+def _free(options: argparse.Namespace) -> int:
+    from aflow_tune.gpus.freeing import free, pid_faults
+
+    _check_seconds("--grace", options.grace, 0.0)
+    faults = pid_faults(options.pid, "--pid") + pid_faults(options.protect, "--protect")
+    if not options.devices and not options.pid:
+        cure = "aflow-tune gpus free 0, or --pid PID"
+        faults.append(Fault("gpus free", "a device or a --pid", "neither", cure))
+    for flag, given in (
+        ("--json", options.json),
+        ("--monitor", options.monitor),
+        ("--log", options.log is not None),
+    ):
+        if given:
+            cure = f"leave {flag} out, or show first: aflow-tune gpus {flag} ..."
+            faults.append(Fault("gpus free", "flags of `free`", f"{flag}, of showing", cure))
+    if faults:
+        raise BadInput("Nothing was signalled.", faults)
+    protected = [*options.protect, *_protected_by(options.config)]
+    freed = free(
+        options.devices,
+        options.pid,
+        protect=protected,
+        grace=options.grace,
+        confirm=(lambda count: True) if options.yes else _confirm,
+    )
+    return ExitCode.DONE if freed.whole else ExitCode.FAILED
+
+
+def _protected_by(config: Path | None) -> list[int]:
+    """`protected_pids` of a configuration. Its other settings must be readable, no more."""
+    if config is None:
+        return []
+    from aflow_tune.engines.trinity.quiet import quiet
+
+    quiet()
+    from aflow_tune.engines.trinity.config import load_config
+    from aflow_tune.gpus.freeing import pid_faults
+
+    loaded = load_config(config)
+    pids = list(loaded.protected_pids)
+    faults = pid_faults(pids, loaded.positions.where("protected_pids"))
+    if faults:
+        raise BadInput("Nothing was signalled.", faults)
+    return pids
+
+
+def _confirm(count: int) -> bool:
+    """Whether somebody typed the whole word."""
+    what = "this process" if count == 1 else f"these {count} processes"
+    print(f"End {what}? Type yes: ", end="", flush=True)
+    try:
+        answer = "" if sys.stdin is None else sys.stdin.readline()  # None: it was closed (`<&-`)
+    except UnicodeDecodeError:
+        answer = "\n"  # an answer, but not a yes
+    if not answer:
+        print("\nnobody answered; where nobody can, --yes confirms")
+    return answer.strip().lower() == "yes"
+
+
+def _check_seconds(flag: str, value: float, least: float) -> None:
+    if not (math.isfinite(value) and least <= value <= _MOST_SECONDS):
+        expected = f"seconds, from {least:g} to {_MOST_SECONDS:g}"
+        raise BadInput(
+            "Nothing was done.",
+            [Fault(flag, expected, f"{value:g}", f"{flag} {max(least, 1):g}")],
+        )

@@ -1,0 +1,417 @@
+"""Free devices for a run: which, how many, and never the same for two."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_nvml import GIB, Gpu, Library
+from gpu_machine import Children, children, machine
+
+from aflow_tune.engines.trinity.config import AflowConfig, load_config
+from aflow_tune.engines.trinity.devices import own_devices
+from aflow_tune.errors import BadInput
+from aflow_tune.gpus import claims as claims_module
+from aflow_tune.gpus.choosing import Chosen, choose, visible, wanted
+from aflow_tune.gpus.claims import Claims, holder_of, protected_by_runs
+from aflow_tune.gpus.isolation import isolated, visible_to_cuda
+from aflow_tune.gpus.reading import snapshot
+
+__all__ = ["children", "machine"]
+
+Machine = Callable[..., Library]
+
+
+@pytest.fixture
+def take(machine: Machine) -> Iterator[Callable[..., Chosen]]:
+    held: list[Claims] = []
+
+    def chosen(value: object = "auto", count: int | None = 1) -> Chosen:
+        held.append(Claims("project/run"))
+        return choose(value, count, held[-1], "c.yaml:3: physical_gpus")
+
+    yield chosen
+    for claims in held:
+        claims.release()
+
+
+def labels(chosen: Chosen) -> list[str]:
+    return [device.label for device in chosen.devices]
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(BadInput) as raised:
+        call()
+    assert all(fault.where.startswith("c.yaml:3") for fault in raised.value.faults)
+    return " | ".join(f"{fault.expected}: {fault.found}" for fault in raised.value.faults)
+
+
+def test_only_free_devices_are_chosen(
+    machine: Machine, take: Callable[..., Chosen], children: Children
+) -> None:
+    busy = children.start()
+    machine(
+        [
+            Gpu(compute=[(busy.pid, GIB)]),
+            Gpu(graphics=[(busy.pid, 2**20)]),
+            Gpu(used=5 * GIB),  # by somebody who cannot be seen
+            Gpu(used=2 * GIB),  # below 3% of 80 GiB
+            Gpu(),
+        ]
+    )
+    assert labels(take("auto", 2)) == ["3", "4"]
+    told = refused(lambda: take("auto", 1))
+    assert told.startswith("a free GPU: 0 free; GPU 0: used by process ")
+    assert f"used by process {busy.pid} of " in told
+    assert "GPU 2: 5.0 GiB of it are used by processes unseen" in told
+    assert "GPU 3: claimed by run project/run of " in told
+
+
+def test_all_or_none(machine: Machine, take: Callable[..., Chosen], children: Children) -> None:
+    busy = children.start()
+    machine([Gpu(), Gpu(compute=[(busy.pid, GIB)]), Gpu()])
+    told = refused(lambda: take("auto", 3))
+    assert told.startswith("3 free GPUs: 2 free")
+    # The claims of the one that failed end with it; the fixture's are those of three runs.
+
+
+def test_a_run_that_fails_gives_back_what_it_got(machine: Machine, children: Children) -> None:
+    busy = children.start()
+    machine([Gpu(), Gpu(compute=[(busy.pid, GIB)])])
+    with (
+        pytest.raises(BadInput),
+        isolated("auto", 2, run="p/a", protected=(), where="physical_gpus"),
+    ):
+        pass
+    assert holder_of("GPU-00000000-test") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"pid": Infinity, "uid": 0, "run": "x", "since": 0, "protected": []}',
+        '{"pid": 1, "uid": 0, "run": "x", "since": 0, "protected": [1e400]}',
+        "[" * 60000,
+    ],
+)
+def test_a_held_file_that_anybody_wrote_is_a_claim_of_somebody(machine: Machine, text: str) -> None:
+    machine([Gpu()])
+    path = claims_module.FOLDER / "aflow-tune-gpu-GPU-00000000-test.lock"
+    path.write_text(text)
+    with path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        holder = holder_of("GPU-00000000-test")
+    assert holder is not None
+    assert (holder.run, holder.protected) == ("unknown", [])
+
+
+def test_none_means_all_free_ones(machine: Machine, take: Callable[..., Chosen]) -> None:
+    machine([Gpu(), Gpu(used=9 * GIB), Gpu()])
+    assert labels(take("auto", None)) == ["0", "2"]
+
+
+def test_named_devices(machine: Machine, take: Callable[..., Chosen], children: Children) -> None:
+    busy = children.start()
+    machine(
+        [
+            Gpu(),
+            Gpu(graphics=[(busy.pid, 3 * GIB)], used=4 * GIB),  # a desktop's
+            Gpu(compute=[(busy.pid, GIB)]),
+        ]
+    )
+    assert labels(take([1], None)) == ["1"]
+    assert labels(take("GPU-00000000-test", 1)) == ["0"]
+    told = refused(lambda: take([0, 2, 7], None))
+    assert "a free GPU: GPU 0: claimed by run project/run" in told
+    assert f"a free GPU: GPU 2: used by process {busy.pid}" in told
+    assert "a GPU of this machine: 0, 1, 2: 7, which is none" in told
+
+
+def test_as_many_as_the_run_needs(machine: Machine, take: Callable[..., Chosen]) -> None:
+    machine([Gpu(), Gpu(), Gpu()])
+    assert refused(lambda: take([0, 1], 1)) == "1 of this machine: 2"
+
+
+def test_one_device_under_two_names(machine: Machine, take: Callable[..., Chosen]) -> None:
+    machine([Gpu()])
+    assert refused(lambda: take([0, "GPU-00000000-test"], None)) == "each device once: GPU 0 twice"
+
+
+def test_instances_of_divided_gpus(machine: Machine, take: Callable[..., Chosen]) -> None:
+    machine([Gpu(instances=[Gpu(), Gpu()]), Gpu()])
+    told = refused(lambda: take([0], None))
+    assert told == "a whole GPU, or an instance of it: GPU 0 is divided (MIG)"
+    assert "one instance (MIG) alone" in refused(lambda: take(["0:0", "1"], None))
+
+
+def test_an_instance_is_named_by_its_uuid(machine: Machine) -> None:
+    machine([Gpu(instances=[Gpu(), Gpu()])])
+    with isolated("0:1", 1, run="p/a", protected=(), where="physical_gpus"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-00000000-1-test"
+    with isolated("auto", 1, run="p/a", protected=(), where="physical_gpus"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-00000000-0-test"
+
+
+def test_beside_a_divided_gpu_whole_ones_are_named_by_uuid(machine: Machine) -> None:
+    machine([Gpu(instances=[Gpu()]), Gpu()])
+    with isolated([1], 1, run="p/a", protected=(), where="physical_gpus") as chosen:
+        assert visible_to_cuda(chosen)["CUDA_VISIBLE_DEVICES"] == "GPU-00000001-test"
+
+
+def test_the_process_and_its_children_see_only_these(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine([Gpu(), Gpu(), Gpu()])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    with isolated([2], 1, run="p/a", protected=(), where="physical_gpus"):
+        code = (
+            "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['CUDA_DEVICE_ORDER'])"
+        )
+        told = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True)
+        assert told.stdout == b"2 PCI_BUS_ID\n"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,1"
+    assert "CUDA_DEVICE_ORDER" not in os.environ
+
+
+def test_what_the_environment_hides_is_not_taken(
+    machine: Machine, take: Callable[..., Chosen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine([Gpu(), Gpu(), Gpu()])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    assert labels(take("auto", 1)) == ["2"]
+    assert "a GPU that CUDA_VISIBLE_DEVICES shows: GPU 0, hidden by it" in refused(
+        lambda: take([0])
+    )
+    assert labels(take("auto", 1)) == ["1"]
+    assert "CUDA_VISIBLE_DEVICES hides others" in refused(lambda: take("auto", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1,0", ["1", "0"]), ("", []), ("-1", []), ("1,9,0", ["1"]), ("GPU-00000001", ["1"])],
+)
+def test_cudas_own_reading_of_the_variable(
+    machine: Machine, text: str, expected: list[str]
+) -> None:
+    machine([Gpu(), Gpu()])
+    found = visible(snapshot(), {"CUDA_VISIBLE_DEVICES": text})
+    assert [device.label for device in found] == expected
+
+
+def test_numbers_of_gpus_of_several_kinds_need_an_order(machine: Machine) -> None:
+    machine([Gpu("A"), Gpu("B")])
+    with pytest.raises(BadInput, match="CUDA_DEVICE_ORDER"):
+        visible(snapshot(), {"CUDA_VISIBLE_DEVICES": "1"})
+    ordered = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert [device.label for device in visible(snapshot(), ordered)] == ["1"]
+
+
+def test_after_cuda_was_used_it_is_too_late(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    machine([Gpu()])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with (
+        pytest.raises(BadInput, match="GPUs cannot be chosen any more"),
+        isolated("auto", 1, run="p/a", protected=(), where="physical_gpus"),
+    ):
+        pass
+
+
+RUNNER = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+import fake_nvml
+from aflow_tune.gpus import claims
+from aflow_tune.gpus.isolation import isolated
+from aflow_tune.errors import BadInput
+claims.FOLDER = Path({folder!r})
+fake_nvml.install([fake_nvml.Gpu() for _ in range({gpus})])
+try:
+    with isolated("auto", {count}, run="p/a", protected=[{protected}], where="here") as chosen:
+        print(*(device.label for device in chosen.devices), flush=True)
+        sys.stdin.readline()
+except BadInput as error:
+    print("refused", flush=True)
+"""
+
+
+def runners(number: int, gpus: int, count: int, protected: str = "") -> list[subprocess.Popen[str]]:
+    here = Path(__file__).parent
+    code = RUNNER.format(
+        path=[str(here), str(here.parent)],
+        folder=str(claims_module.FOLDER),
+        gpus=gpus,
+        count=count,
+        protected=protected,
+    )
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(number)
+    ]
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_runs_that_start_at_once_never_share(machine: Machine) -> None:
+    machine([])
+    started = runners(4, gpus=6, count=2)
+    try:
+        told = [first_line(process) for process in started]
+        got = sorted(label for line in told if line != "refused" for label in line.split())
+        assert got == ["0", "1", "2", "3", "4", "5"]  # three got two each, none got one
+        assert told.count("refused") == 1
+    finally:
+        for process in started:
+            process.communicate("\n")
+
+
+def test_a_killed_runs_claim_is_gone_and_what_it_protects_counts_before(machine: Machine) -> None:
+    machine([Gpu()])
+    (run,) = runners(1, gpus=1, count=1, protected="4711")
+    assert first_line(run) == "0"
+    uuid = "GPU-00000000-test"
+    holder = holder_of(uuid)
+    assert holder is not None
+    assert holder.pid == run.pid
+    assert protected_by_runs([uuid]) == {4711}
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    assert holder_of(uuid) is None
+    assert protected_by_runs([uuid]) == set()
+    again = Claims("p/b")
+    assert again.take(uuid)
+    again.release()
+
+
+def test_a_file_removed_under_a_held_lock_does_not_lock(machine: Machine) -> None:
+    machine([Gpu()])
+    first, second = Claims("p/a"), Claims("p/b")
+    assert first.take("GPU-x")
+    (claims_module.FOLDER / "aflow-tune-gpu-GPU-x.lock").unlink()
+    assert second.take("GPU-x")  # the first one's file is not under this name any more
+    assert not Claims("p/c").take("GPU-x")
+    first.release()
+    second.release()
+
+
+def test_a_link_or_pipe_in_place_of_the_lock_file(
+    machine: Machine, take: Callable[..., Chosen], tmp_path: Path
+) -> None:
+    machine([Gpu()])
+    place = claims_module.FOLDER / "aflow-tune-gpu-GPU-00000000-test.lock"
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    place.symlink_to(victim)
+    assert "lock files to claim GPUs with" in refused(lambda: take())
+    assert victim.read_text() == "precious"
+    place.unlink()
+    os.mkfifo(place)
+    assert "is no plain file" in refused(lambda: take())
+
+
+@pytest.mark.parametrize("value", ["auto", "AUTO ", 0, [0], "0,1", ["0:1"], ["GPU-ab", 1]])
+def test_settings_that_can_be_read(value: object) -> None:
+    assert wanted(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "all", [], [-1], [0, 0], [True], [1.5], {"a": 1}, ["x"], 1.5]
+)
+def test_settings_that_cannot(value: object, tmp_path: Path) -> None:
+    import yaml
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        wanted(value)
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"name": "x", "physical_gpus": value}))
+    with pytest.raises(BadInput) as raised, own_devices(load_config(path)):
+        pass
+    assert ": physical_gpus" in str(raised.value)
+
+
+def config_of(tmp_path: Path, text: str) -> AflowConfig:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: x\n" + text)
+    return load_config(path)
+
+
+def test_a_run_says_which_device_is_which(machine: Machine, tmp_path: Path) -> None:
+    machine([Gpu(used=9 * GIB), Gpu()])
+    said: list[str] = []
+    gone = 2**22 + 17
+    text = f"engine: local\nphysical_gpus: auto\nprotected_pids: [{os.getpid()}, {gone}]\n"
+    with own_devices(config_of(tmp_path, text), said.append):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+        assert protected_by_runs(["GPU-00000001-test"]) == {os.getpid(), gone}
+    assert said == [
+        f"warning: protected_pids: there is no process {gone} (any more)",
+        "GPU 1 (NVIDIA Test 80GB, GPU-00000001-test) is cuda:0 of this run",
+    ]
+    assert holder_of("GPU-00000001-test") is None
+
+
+def test_a_cluster_takes_what_one_node_needs(machine: Machine, tmp_path: Path) -> None:
+    machine([Gpu(), Gpu(), Gpu()])
+    text = "engine: trinity\nphysical_gpus: auto\ncluster: {node_num: 2, gpu_per_node: 2}\n"
+    with own_devices(config_of(tmp_path, text), lambda line: None):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_without_the_setting_nothing_is_claimed_or_hidden(machine: Machine, tmp_path: Path) -> None:
+    machine([Gpu()])
+    with own_devices(config_of(tmp_path, "")):
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+        assert list(claims_module.FOLDER.iterdir()) == []
+
+
+def test_a_machine_without_gpus_is_told(tmp_path: Path, machine: Machine) -> None:
+    machine([], init=12)
+    with (
+        pytest.raises(BadInput, match="there is no NVIDIA driver here"),
+        own_devices(config_of(tmp_path, "engine: local\nphysical_gpus: auto\n")),
+    ):
+        pass
+
+
+def test_a_ray_of_somebody_else_cannot_be_isolated(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine([Gpu()])
+    named = "engine: trinity\nphysical_gpus: auto\ncluster: {ray_address: '10.0.0.1:6379'}\n"
+    with (
+        pytest.raises(BadInput, match=r"the Ray at 10\.0\.0\.1:6379"),
+        own_devices(config_of(tmp_path, named)),
+    ):
+        pass
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    plain = "engine: trinity\nphysical_gpus: auto\n"
+    with (
+        pytest.raises(BadInput, match=r"the Ray at 10\.0\.0\.2:6379"),
+        own_devices(config_of(tmp_path, plain)),
+    ):
+        pass
+
+
+def test_vllm_cannot_be_given_uuids(machine: Machine, tmp_path: Path) -> None:
+    machine([Gpu(instances=[Gpu()])])
+    with (
+        pytest.raises(BadInput, match="vLLM takes numbers only"),
+        own_devices(config_of(tmp_path, "engine: trinity\nphysical_gpus: '0:0'\n")),
+    ):
+        pass
+    assert holder_of("MIG-00000000-0-test") is None

@@ -1,0 +1,349 @@
+"""What `aflow-tune gpus` shows, above the real bindings and a stand-in for the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_nvml
+import pynvml
+import pytest
+from fake_nvml import GIB, UNKNOWN, Gpu, Library
+from gpu_machine import OTHER_UID, Children, children, machine, needs_root
+
+from aflow_tune.cli import main
+from aflow_tune.gpus import monitor
+from aflow_tune.gpus.claims import Claims
+from aflow_tune.gpus.processes import look
+from aflow_tune.gpus.reading import snapshot, use_and_memory
+
+__all__ = ["children", "machine"]
+
+Machine = Callable[..., Library]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    """The JSON of a command that went well."""
+    assert main(["gpus", "--json", *words]) == 0
+    found: dict = json.loads(capsys.readouterr().out)
+    return found
+
+
+@needs_root
+def test_devices_and_whose_processes(
+    machine: Machine, children: Children, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, theirs = children.start(), children.start(uid=OTHER_UID)
+    machine(
+        [
+            Gpu("NVIDIA A", used=30 * GIB, use=93, compute=[(mine.pid, 20 * GIB)]),
+            Gpu("NVIDIA B", compute=[(theirs.pid, UNKNOWN)], graphics=[(theirs.pid, GIB)]),
+        ]
+    )
+    found = shown(capsys)
+    assert found["driver"] == "580.00"
+    assert found["cuda"] == "13.1"
+    first, second = found["devices"]
+    assert first["device"] == "0"
+    assert first["uuid"] == "GPU-00000000-test"
+    assert (first["memory_used"], first["memory_total"], first["use"]) == (30 * GIB, 80 * GIB, 0.93)
+    assert (first["temperature_c"], first["power_w"], first["power_limit_w"]) == (41, 123.4, 700.0)
+    (own,) = first["processes"]
+    assert own["pid"] == mine.pid
+    assert (own["uid"], own["own"], own["memory"]) == (0, True, 20 * GIB)
+    assert own["kinds"] == ["compute"]
+    assert own["command"].startswith(sys.executable)
+    assert own["program"] == f"{os.path.basename(sys.executable)} -c"
+    assert 0 <= time.time() - own["since"] < 600
+    (other,) = second["processes"]
+    assert (other["uid"], other["own"], other["memory"]) == (OTHER_UID, False, GIB)
+    assert other["kinds"] == ["compute", "graphics"]
+    assert main(["gpus"]) == 0
+    text = capsys.readouterr().out
+    assert "GPU 0  NVIDIA A  GPU-00000000-test\n" in text
+    assert "use 93%, memory 30.0 of 80.0 GiB, 41 °C, 123 of 700 W" in text
+    assert f"{theirs.pid}  {OTHER_UID} " in text
+
+
+def test_what_the_driver_will_not_say_is_unknown(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse = dict.fromkeys(
+        ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetTemperature", "nvmlDeviceGetUUID"),
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+    )
+    hidden = dict.fromkeys(
+        (f"nvmlDeviceGetComputeRunningProcesses_v{n}" for n in (2, 3)),
+        pynvml.NVML_ERROR_NO_PERMISSION,
+    )
+    lost = {"nvmlDeviceGetHandleByIndex_v2": pynvml.NVML_ERROR_GPU_IS_LOST}
+    machine(
+        [Gpu(refuse=refuse, use=None), Gpu(refuse=hidden), Gpu(refuse=lost)],
+        ("nvmlSystemGetCudaDriverVersion", "nvmlDeviceGetMigMode"),
+    )
+    found = shown(capsys)
+    assert found["cuda"] is None
+    first, second, third = found["devices"]
+    assert first["memory_used"] is first["temperature_c"] is first["uuid"] is first["use"] is None
+    assert first["processes"] == []
+    assert second["processes"] is None
+    assert second["processes_unknown"] == "Insufficient Permissions"
+    assert third["problem"] == "GPU is lost"
+    assert main(["gpus"]) == 0
+    text = capsys.readouterr().out
+    assert "processes: unknown (Insufficient Permissions)" in text
+    assert "not usable: GPU is lost" in text
+
+
+def test_an_older_driver_has_older_functions_only(machine: Machine, children: Children) -> None:
+    mine = children.start()
+    kinds = ("Compute", "Graphics", "MPSCompute")
+    machine(
+        [Gpu(compute=[(mine.pid, GIB)])],
+        tuple(f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in kinds),
+    )
+    (device,) = snapshot().devices
+    assert [process.pid for process in device.processes or ()] == [mine.pid]
+
+
+def test_instances_of_a_divided_gpu(
+    machine: Machine, children: Children, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = children.start()
+    parts = [
+        Gpu("NVIDIA 1g", total=10 * GIB, use=None),
+        Gpu("NVIDIA 3g", total=40 * GIB, use=None, compute=[(mine.pid, GIB)]),
+    ]
+    machine([Gpu(instances=parts), Gpu()])
+    divided, whole = shown(capsys)["devices"]
+    assert divided["divided"]
+    assert [part["device"] for part in divided["instances"]] == ["0:0", "0:1"]
+    assert divided["instances"][1]["processes"][0]["pid"] == mine.pid
+    assert not whole["divided"]
+    assert [unit.label for unit in snapshot().units()] == ["0:0", "0:1", "1"]
+    found = snapshot().find("MIG-00000000-1")
+    assert found is not None
+    assert found.label == "0:1"
+    assert snapshot().find("GPU-0000000") is None  # two begin so
+    assert main(["gpus"]) == 0
+    assert capsys.readouterr().out.count(f"{mine.pid}  ") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "installed but not loaded"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "restart the machine"),
+        (pynvml.NVML_ERROR_NO_PERMISSION, "/dev/nvidiactl"),
+        (pynvml.NVML_ERROR_UNKNOWN, "nvidia-smi"),
+    ],
+)
+def test_a_driver_that_does_not_work(
+    machine: Machine, capsys: pytest.CaptureFixture[str], error: int, words: str
+) -> None:
+    machine([], init=error)
+    assert main(["gpus"]) == 1
+    assert words in capsys.readouterr().err
+    assert main(["gpus", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["devices"] == []
+    assert words in told["problem"] + told["cure"]
+    assert main(["gpus", "free", "0", "--yes"]) == 1
+
+
+def test_no_driver_and_no_bindings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvml.uninstall()
+
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(pynvml, "CDLL", no_library)
+    assert main(["gpus"]) == 1
+    assert "libnvidia-ml.so.1 is not found" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert main(["gpus"]) == 1
+    assert "pip install nvidia-ml-py" in capsys.readouterr().err
+
+
+def test_a_driver_without_a_gpu(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine([])
+    assert main(["gpus"]) == 1
+    assert "there is no GPU" in capsys.readouterr().out
+
+
+def test_a_number_of_gpus_that_the_driver_does_not_tell_is_not_none(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine([Gpu()])
+    lost = pynvml.NVML_ERROR_GPU_IS_LOST
+    monkeypatch.setitem(fake_nvml._FUNCTIONS, "nvmlDeviceGetCount_v2", lambda *_: lost)
+    assert main(["gpus"]) == 1
+    told = capsys.readouterr()
+    assert "there is no GPU" not in told.out
+    assert "does not tell how many (GPU is lost)" in told.err
+
+
+def test_a_terminal_obeys_nothing_of_a_command_line(
+    machine: Machine, children: Children, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = children.start("# \x1b[2J\x1b]0;title\x07")
+    machine([Gpu("evil \x1b[31m", compute=[(mine.pid, GIB)])])
+    assert main(["gpus"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "evil \\x1b[31m" in text
+
+
+def test_a_claimed_device_says_by_whom(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine([Gpu(), Gpu()])
+    claims = Claims("project/my run")
+    assert claims.take("GPU-00000001-test")
+    free, held = shown(capsys)["devices"]
+    assert free["claimed"] is None
+    assert held["claimed"].startswith("run project/my run of ")
+    claims.release()
+    assert shown(capsys)["devices"][1]["claimed"] is None
+
+
+def test_monitor_keeps_lines_without_arguments_until_ctrl_c(
+    machine: Machine, children: Children, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = children.start("# --api-key sk-very-secret")
+    machine([Gpu(compute=[(mine.pid, GIB)])])
+    log = tmp_path / "gpus.jsonl"
+
+    def interrupt() -> None:
+        while not log.exists() or log.read_text().count("\n") < 3:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    assert main(["gpus", "--monitor", "--interval", "0.1", "--log", str(log)]) == 0
+    text = log.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert len(lines) >= 3
+    assert lines[0]["time"] < lines[1]["time"] < lines[2]["time"]
+    assert lines[0]["devices"][0]["processes"][0]["pid"] == mine.pid
+    assert lines[0]["devices"][0]["processes"][0]["program"].endswith(" -c")
+    assert "sk-very-secret" not in text
+    assert capsys.readouterr().out.count("GPU 0") >= 3
+
+
+def test_one_look_can_be_kept_too(machine: Machine, tmp_path: Path) -> None:
+    machine([Gpu()])
+    log = tmp_path / "gpus.jsonl"
+    for _ in range(2):
+        assert main(["gpus", "--log", str(log)]) == 0
+    assert [len(json.loads(line)["devices"]) for line in log.read_text().splitlines()] == [1, 1]
+
+
+def test_a_log_that_cannot_be_written(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine([Gpu()])
+    for place in (str(tmp_path), "/dev/full"):
+        assert main(["gpus", "--monitor", "--interval", "0.1", "--log", place]) == 2
+        assert f"--log {place}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e18"])
+def test_an_interval_must_be_one(seconds: str) -> None:
+    assert main(["gpus", "--monitor", f"--interval={seconds}"]) == 2
+
+
+def test_on_a_terminal_it_redraws_in_place(machine: Machine, tmp_path: Path) -> None:
+    """The real command on a pseudo-terminal, with the stand-in driver in its process."""
+    master, slave = os.openpty()
+    code = (
+        "import fake_nvml, sys\n"
+        "from aflow_tune.cli import main\n"
+        "fake_nvml.install([fake_nvml.Gpu()])\n"
+        "sys.exit(main(['gpus', '--monitor', '--interval', '0.2']))\n"
+    )
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{here}:{here.parent}",
+        "TERM": "xterm",
+        "COLUMNS": "100",
+        "LINES": "30",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=slave, stderr=slave, stdin=slave, env=environment
+    )
+    os.close(slave)
+    text = b""
+    while text.count(b"Ctrl-C ends") < 2:
+        text += os.read(master, 65536)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    os.close(master)
+    assert b"GPU 0  NVIDIA Test 80GB" in text
+    assert b"\x1b[" in text  # moved the cursor back between two pictures
+
+
+def test_a_reader_that_knows_fewer_letters_gets_each_picture_at_once() -> None:
+    code = (
+        "import fake_nvml, sys\n"
+        "from aflow_tune.cli import main\n"
+        "fake_nvml.install([fake_nvml.Gpu()])\n"
+        "sys.exit(main(['gpus', '--monitor', '--interval', '600']))\n"
+    )
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{here}:{here.parent}",
+        "PYTHONIOENCODING": "ascii",
+    }
+    environment.pop("PYTHONUNBUFFERED", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    assert b"41 \\xb0C" in lines[3]
+
+
+def test_use_and_memory_by_uuid(machine: Machine) -> None:
+    library = machine([Gpu(use=40, used=3 * GIB), Gpu(instances=[Gpu(use=None, used=GIB)])])
+    uuids = ["GPU-00000000-test", "MIG-00000001-0-test", "GPU-none"]
+    expected = {"GPU-00000000-test": (0.4, 3 * GIB), "MIG-00000001-0-test": (None, GIB)}
+    assert use_and_memory(uuids) == expected
+    library.missing = ("nvmlDeviceGetHandleByUUID",)
+    pynvml._nvmlGetFunctionPointer_cache.clear()
+    assert use_and_memory(uuids[:1]) == {"GPU-00000000-test": (0.4, 3 * GIB)}
+
+
+def test_programs_without_their_arguments(children: Children, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('ready', flush=True)\nimport time\ntime.sleep(600)\n")
+    words = [sys.executable, "-I", "-S", str(script), "--key", "secret"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        seen = look(child.pid)
+        child.kill()
+    assert seen is not None
+    assert seen.program == f"{os.path.basename(sys.executable)} train.py"
+    assert seen.command.endswith("train.py --key secret")
+
+
+def test_logged_lines_hold_no_command(machine: Machine, children: Children) -> None:
+    mine = children.start()
+    machine([Gpu(instances=[Gpu(compute=[(mine.pid, GIB)])])])
+    assert "command" not in monitor.logged(snapshot(), 0)
+    assert str(mine.pid) in monitor.logged(snapshot(), 0)

@@ -1,0 +1,204 @@
+"""The record of how much a run used its GPUs, and what the report makes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fake_nvml import GIB, Gpu, Library
+from gpu_machine import children, machine
+
+from aflow_tune.engines.trinity import devices
+from aflow_tune.engines.trinity.config import load_config
+from aflow_tune.engines.trinity.devices import use_recorded
+from aflow_tune.gpus import use
+from aflow_tune.gpus.reading import snapshot
+from aflow_tune.gpus.use import UseLog
+from aflow_tune.report.gpu_use import facts, low_use, mean_use, peak_memory, use_by_step
+from aflow_tune.report.html import summary_text, write_report
+from aflow_tune.report.metrics import append_metrics, read_metrics
+
+__all__ = ["children", "machine"]
+
+Machine = Callable[..., Library]
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for another thread; the test's own time limit ends what never comes."""
+    while not true():
+        time.sleep(0.01)
+
+
+def test_a_record_for_each_step_with_means_and_peaks(machine: Machine) -> None:
+    library = machine([Gpu(use=100, used=10 * GIB), Gpu(use=0, used=GIB)])
+    written: list[tuple[int, dict[str, float]]] = []
+    steps = [0]
+    with UseLog(
+        snapshot().devices, lambda: steps[0], lambda s, n: written.append((s, n)), print, 0.01
+    ):
+        time.sleep(0.05)
+        steps[0] = 1
+        until(lambda: written)
+        library.gpus[0].use = library.gpus[1].use = 20
+        library.gpus[0].used = 70 * GIB
+        steps[0] = 2
+        until(lambda: len(written) == 2)
+        steps[0] = 3
+        until(lambda: len(written) == 3)
+    first, third = written[0], written[2]
+    assert first[0] == 1
+    assert first[1]["gpu/0/use"] == 1.0
+    assert first[1]["gpu/1/use"] == 0.0
+    assert first[1]["gpu/use"] == pytest.approx(0.5)  # mean of both
+    assert first[1]["gpu/0/memory_gib"] == 10.0
+    assert first[1]["gpu/seconds"] > 0
+    assert third[0] == 3
+    assert third[1]["gpu/use"] == pytest.approx(0.2)
+    assert third[1]["gpu/0/memory_gib"] == 70.0
+    assert written[-1][0] == 3  # what was left at the end
+
+
+def test_low_use_is_told_once_while_the_run_goes_on(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(use, "_WARN_AFTER_SECONDS", 0.03)
+    machine([Gpu(use=49)])
+    told: list[str] = []
+    with UseLog(snapshot().devices, lambda: 0, lambda s, n: None, told.append, 0.005):
+        until(lambda: told)
+        time.sleep(0.05)
+    assert len(told) == 1
+    assert "in use 49%" in told[0]
+    machine([Gpu(use=51)])
+    with UseLog(snapshot().devices, lambda: 0, lambda s, n: None, told.append, 0.005):
+        time.sleep(0.1)
+    assert len(told) == 1
+
+
+def test_what_goes_wrong_harms_nothing(machine: Machine) -> None:
+    library = machine([Gpu()])
+    told: list[str] = []
+
+    def full(step: int, numbers: dict[str, float]) -> None:
+        raise OSError(28, "No space left on device")
+
+    steps = iter(range(1000))
+    with UseLog(snapshot().devices, lambda: next(steps), full, told.append, 0.005):
+        until(lambda: told)
+    assert told == ["GPU use cannot be written: [Errno 28] No space left on device"]
+    told.clear()
+    log = UseLog(snapshot().devices, lambda: 0, lambda s, n: None, told.append, 0.005)
+    library.init = 999
+    with log:
+        until(lambda: told)
+    assert told[0].startswith("GPU use is not recorded any more: ")
+
+
+def test_an_instance_has_no_use_of_its_own(machine: Machine) -> None:
+    machine([Gpu(instances=[Gpu(use=None, used=3 * GIB)])])
+    written: list[dict[str, float]] = []
+    with UseLog(snapshot().units(), lambda: 0, lambda s, n: written.append(n), print, 0.01):
+        time.sleep(0.03)
+    assert written == [{"gpu/0:0/memory_gib": 3.0}]
+
+
+def run_folder(folder: Path, *records: tuple[int, float, float]) -> Path:
+    """A folder with a trainer's line and a record of use (share, seconds) for each step."""
+    for step, share, seconds in records:
+        append_metrics(folder, "trainer", step, {"actor/loss": 1.0})
+        numbers = {"gpu/use": share, "gpu/seconds": seconds, "gpu/0/use": share}
+        append_metrics(folder, "gpus", step, numbers | {"gpu/0/memory_gib": 10.0 * step})
+    return folder
+
+
+def test_means_are_weighted_by_time(tmp_path: Path) -> None:
+    lines = read_metrics(run_folder(tmp_path, (1, 0.9, 10.0), (2, 0.3, 30.0), (2, 0.5, 10.0)))
+    # (9 + 9 + 5) / 50
+    assert mean_use(lines) == (pytest.approx(0.46), 50.0)
+    # step 2: (9 + 5) / 40
+    assert use_by_step(lines) == [(1, pytest.approx(0.9)), (2, pytest.approx(0.35))]
+    assert peak_memory(lines, "0") == 20.0
+    assert facts(lines) == [("GPU use", "46%"), ("peak GPU memory", "20.0 GiB on 0")]
+
+
+def test_below_half_the_report_warns(tmp_path: Path) -> None:
+    idle = run_folder(tmp_path, (1, 0.9, 10.0), (2, 0.3, 110.0))
+    found = low_use(read_metrics(idle))
+    assert str(found).startswith("The GPUs of this run were in use 35% of the time (over 2 min).")
+    page = write_report(idle)
+    text = page.read_text()
+    assert "in use 35% of the time" in text
+    assert "GPU use<span>share of the time" in text
+    assert "<dt>GPU use</dt><dd>35%</dd>" in text
+    assert "Audit: The GPUs of this run were in use 35%" in summary_text(idle, page)
+
+
+@pytest.mark.parametrize("records", [[], [(1, 0.5, 60.0)]])
+def test_half_or_nothing_measured_is_no_finding(
+    tmp_path: Path, records: list[tuple[int, float, float]]
+) -> None:
+    folder = run_folder(tmp_path, *records)
+    assert low_use(read_metrics(folder)) is None
+    text = summary_text(folder, write_report(folder))
+    assert ("use of the GPUs" in text) == bool(records)  # what was looked for
+
+
+@pytest.mark.parametrize(("text", "labels"), [("engine: local", {"1"}), ("", {"1", "0"})])
+def test_a_run_records_the_devices_that_it_sees(
+    machine: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    labels: set[str],
+) -> None:
+    machine([Gpu(use=10), Gpu(use=30), Gpu(use=99)])
+    # PyTorch asks CUDA, which the stand-in for the driver is not.
+    monkeypatch.setattr(devices, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    monkeypatch.setattr(use, "INTERVAL_SECONDS", 0.01)
+    config = tmp_path / "c.yaml"
+    config.write_text(f"name: x\n{text}\n")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    append_metrics(run_dir, "trainer", 3, {"actor/loss": 1.0})
+    with use_recorded(load_config(config), run_dir):
+        append_metrics(run_dir, "explorer", 5, {"rollout/reward/mean": 1.0})
+        append_metrics(run_dir, "trainer", 4, {"actor/loss": 1.0})
+        time.sleep(0.05)
+    lines = [line for line in read_metrics(run_dir) if line.role == "gpus"]
+    assert lines[-1].step == 4
+    seen = {name.split("/")[1] for line in lines for name in line.metrics if name.count("/") == 2}
+    assert seen == labels
+
+
+def test_a_cluster_elsewhere_is_not_watched_here(machine: Machine, tmp_path: Path) -> None:
+    machine([Gpu()])
+    config = tmp_path / "c.yaml"
+    for address, here in (("10.255.0.1:6379", False), ("127.0.0.1:6379", True)):
+        config.write_text(f"name: x\nengine: trinity\ncluster: {{ray_address: '{address}'}}\n")
+        run_dir = tmp_path / str(here)
+        run_dir.mkdir()
+        with use_recorded(load_config(config), run_dir):
+            pass
+        assert bool(read_metrics(run_dir)) == here
+
+
+def test_a_run_on_the_processor_watches_no_gpu(machine: Machine, tmp_path: Path) -> None:
+    machine([Gpu()])
+    config = tmp_path / "c.yaml"
+    config.write_text("name: x\nengine: local\nlocal: {device: cpu}\n")
+    with use_recorded(load_config(config), tmp_path):
+        pass
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_without_a_gpu_nothing_is_recorded(machine: Machine, tmp_path: Path) -> None:
+    machine([], init=12)
+    config = tmp_path / "c.yaml"
+    config.write_text("name: x\n")
+    with use_recorded(load_config(config), tmp_path):
+        pass
+    assert not (tmp_path / "metrics.jsonl").exists()
