@@ -17,7 +17,7 @@ from aflow_tune.engines.local.checkpoint import (
     write_atomically,
     write_checkpoint,
 )
-from aflow_tune.engines.local.lora import LoraSpec
+from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.schedule import Schedule
 
 

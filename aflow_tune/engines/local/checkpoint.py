@@ -1,14 +1,13 @@
 """Checkpoints that are there whole or not at all.
 
-A checkpoint is a folder of safetensors files, a `state.json`, and a `manifest.json` with the
-size and SHA-256 of each. It is written beside its place under a temporary name, every file
+A checkpoint is a folder of safetensors files, a `state.json`, and a manifest of their hashes
+(`manifest.py`). It is written beside its place under a temporary name, every file
 and folder is fsynced, and one rename makes it appear. Reading checks every hash first. What
 the tensors mean is left to the trainer.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,18 +15,29 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from aflow_tune.errors import AflowTuneError
+from aflow_tune.engines.local.manifest import (
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    sha256_of,
+    verify_checkpoint,
+)
+from aflow_tune.errors import disk_fault
 
-MANIFEST = "manifest.json"
+__all__ = [
+    "MANIFEST",
+    "CheckpointError",
+    "read_checkpoint",
+    "verify_checkpoint",
+    "write_atomically",
+    "write_checkpoint",
+]
+
 STATE = "state.json"
-FORMAT = 1
-
-
-class CheckpointError(AflowTuneError, ValueError):
-    """A checkpoint is missing, damaged, or of another model. The message says which file."""
 
 
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
@@ -35,13 +45,16 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
 
     An existing `target` is replaced; a crash between the two renames leaves the old one
     under a name that starts with a dot. Left-overs of earlier crashes are removed.
+
+    Raises:
+        CheckpointError: the disk is full, read-only or broken.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for left_over in target.parent.glob(f".{target.name}.tmp-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     temporary = target.parent / f".{target.name}.tmp-{os.getpid()}"
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         write(temporary)
         for path in (*temporary.rglob("*"), temporary):
             _fsync(path)
@@ -54,9 +67,17 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
         else:
             temporary.rename(target)
         _fsync(target.parent)
-    except BaseException:
+    except BaseException as error:
+        written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        problem = disk_fault(error)
+        if problem is None:
+            raise
+        free = shutil.disk_usage(target.parent).free
+        raise CheckpointError(
+            f"{target} could not be written: {problem}. It was given up after {written:,} bytes; "
+            f"{free:,} bytes are free there now."
+        ) from error
 
 
 def write_checkpoint(
@@ -70,39 +91,13 @@ def write_checkpoint(
             save_file(flat, str(folder / f"{name}.safetensors"))
         (folder / STATE).write_text(json.dumps(state, indent=1, sort_keys=True))
         files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
             for path in sorted(folder.iterdir())
         }
         manifest = {"format": FORMAT, "files": files}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
 
     write_atomically(target, write)
-
-
-def verify_checkpoint(path: Path) -> list[str]:
-    """Check sizes and hashes; returns the file names. Raises CheckpointError."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = dict(manifest["files"])
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: not a checkpoint, {MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: unreadable ({error})") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path / MANIFEST}: format {manifest.get('format')}, expected {FORMAT}"
-        )
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing")
-        if file.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"{file}: {file.stat().st_size} bytes, expected {expected['bytes']}"
-            )
-        if _sha256(file) != expected["sha256"]:
-            raise CheckpointError(f"{file}: the content does not match its SHA-256")
-    return sorted(files)
 
 
 def read_checkpoint(
@@ -114,12 +109,15 @@ def read_checkpoint(
     CheckpointError.
     """
     names = verify_checkpoint(path)
-    tensors = {
-        name.removesuffix(".safetensors"): load_file(str(path / name))
-        for name in names
-        if name.endswith(".safetensors")
-    }
-    state = json.loads((path / STATE).read_text())
+    try:
+        tensors = {
+            name.removesuffix(".safetensors"): load_file(str(path / name))
+            for name in names
+            if name.endswith(".safetensors")
+        }
+        state = json.loads((path / STATE).read_text())
+    except (OSError, SafetensorError) as error:  # taken away since it was checked
+        raise CheckpointError(f"{path}: {error}") from error
     if expected_weights is not None:
         _check_weights(path, tensors.get("weights", {}), expected_weights)
     return tensors, state
@@ -137,11 +135,6 @@ def _check_weights(path: Path, found: Mapping[str, Tensor], expected: Mapping[st
             raise CheckpointError(
                 f"{path}: {name} is {tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
             )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

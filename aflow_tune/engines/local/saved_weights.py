@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.engines.local.checkpoint import MANIFEST, read_checkpoint
+from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from aflow_tune.engines.local.lora import LoraSpec
 
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
@@ -66,8 +65,6 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], LoraSpec | None]:
         BadInput: a kind of adapter that the sampler does not compute.
         CheckpointError: the checkpoint is damaged.
     """
-    from aflow_tune.engines.local.lora import LoraSpec
-
     if kind_of(folder) is Kind.ADAPTER:
         return _read_peft(folder)
     tensors, state = read_checkpoint(folder)
@@ -82,8 +79,6 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], LoraSpec | None]:
 def _read_peft(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
     from peft import PeftConfig
     from peft.utils.save_and_load import load_peft_weights
-
-    from aflow_tune.engines.local.lora import LoraSpec
 
     config = PeftConfig.from_pretrained(str(folder))
     odd = [

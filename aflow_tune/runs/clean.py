@@ -1,0 +1,172 @@
+"""Checkpoints that are not needed any more: what would go, what it frees, and taking it away.
+
+Of each run the newest checkpoints and the best by held-out score stay, which is what a resume, a
+longer run and `export --checkpoint best|last` need. Also gone are what a kill left half-written
+and what was set aside as damaged. Everything else stays: `export/` (a later stage of a chain
+begins from it), records, metrics, logs.
+
+Before anything goes, the hashes of what stays are checked: of a run whose newest checkpoint is
+damaged the earlier ones are what a resume would go back to, so all of them stay.
+
+Never touched: a run that is going on here or may go on elsewhere, links, folders without a state
+file of ours, and checkpoints that are not in our form, such as those of `engine: trinity`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from aflow_tune.engines.local.manifest import MANIFEST, CheckpointError, verify_checkpoint
+from aflow_tune.errors import BadInput
+from aflow_tune.runs.folder import (
+    CHAIN_FILE,
+    RUN_FILE,
+    checkpoints,
+    locked,
+    read_stages,
+    remove_checkpoint,
+)
+from aflow_tune.runs.keep import kept_in_run
+from aflow_tune.runs.listing import State, describe
+
+_LEFT_OVER = re.compile(
+    r"\.((?:damaged_)?global_step_\d+(?:_\d+)?|adapter|merged)\.(tmp|old|removed)-\d+"
+)
+_DAMAGED = re.compile(r"damaged_global_step_\d+(_\d+)?")
+
+
+@dataclass(frozen=True)
+class Doomed:
+    """One folder that would go: why, and the bytes that it holds."""
+
+    path: Path
+    why: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would go and what would stay of one run; `untouched` says why nothing is looked at."""
+
+    run: Path
+    doomed: tuple[Doomed, ...] = ()
+    staying: tuple[tuple[int, str], ...] = ()
+    untouched: str | None = None
+    keep_last: int = 1
+    keep_best: int = 1
+
+    @property
+    def size(self) -> int:
+        """Bytes that would be freed."""
+        return sum(item.size for item in self.doomed)
+
+
+def plan(run: Path, *, keep_last: int = 1, keep_best: int = 1) -> list[Plan]:
+    """What would go of a run, or of each stage of a chain.
+
+    Args:
+        keep_last: newest checkpoints that stay, at least 1.
+        keep_best: best ones by held-out score that stay.
+    """
+    state = describe(run)
+    if state.state in (State.RUNNING, State.ELSEWHERE, State.UNREADABLE):
+        why = {State.RUNNING: "it is going on", State.UNREADABLE: "its state cannot be read"}
+        return [Plan(run, untouched=why.get(state.state, state.error))]
+    folders = _folders(run)
+    return [_plan(folder, keep_last, keep_best) for folder in folders]
+
+
+def carry_out(plans: Sequence[Plan]) -> tuple[list[Doomed], list[str]]:
+    """Take away what the plans name; returns what went, and why something did not.
+
+    Each run is held while that happens, and looked at again: what is needed by now stays, and so
+    does all of a run that has begun meanwhile.
+    """
+    gone: list[Doomed] = []
+    problems: list[str] = []
+    for item in plans:
+        if not item.doomed:
+            continue
+        try:
+            with ExitStack() as stack:
+                for folder in _held(item.run):
+                    stack.enter_context(locked(folder))
+                again = _plan(item.run, item.keep_last, item.keep_best)
+                still = {doomed.path for doomed in again.doomed}
+                for doomed in item.doomed:
+                    if doomed.path in still:
+                        _remove(doomed, gone, problems)
+        except (BadInput, OSError) as error:
+            text = error.title if isinstance(error, BadInput) else str(error)
+            problems.append(f"{item.run}: {text}")
+    return gone, problems
+
+
+def _remove(doomed: Doomed, gone: list[Doomed], problems: list[str]) -> None:
+    try:
+        if doomed.path.name.startswith("."):
+            shutil.rmtree(doomed.path)
+        else:
+            remove_checkpoint(doomed.path)
+        gone.append(doomed)
+    except FileNotFoundError:
+        return  # somebody else took it away
+    except OSError as error:
+        problems.append(f"{doomed.path}: {error.strerror}")
+
+
+def _folders(run: Path) -> list[Path]:
+    """The run folders that a run consists of."""
+    if not (run / CHAIN_FILE).is_file():
+        return [run]
+    inner = [run / stage["name"] for stage in read_stages(run)]
+    return [folder for folder in inner if (folder / RUN_FILE).is_file()]
+
+
+def _held(run: Path) -> list[Path]:
+    """What must be held while a run folder is cleaned: a stage's chain as well."""
+    return [run.parent, run] if (run.parent / CHAIN_FILE).is_file() else [run]
+
+
+def _plan(run: Path, keep_last: int, keep_best: int) -> Plan:
+    saved = [
+        point
+        for point in checkpoints(run)
+        if not point.path.is_symlink() and (point.path / MANIFEST).is_file()
+    ]
+    steps = [point.step for point in saved]
+    staying = kept_in_run(run, steps, keep_last=max(1, keep_last), keep_best=keep_best)
+    for point in saved:
+        if point.step in staying.reasons:
+            try:
+                verify_checkpoint(point.path)
+            except CheckpointError as error:
+                return Plan(run, untouched=f"a checkpoint that would stay is damaged ({error})")
+    doomed = [
+        Doomed(point.path, "neither newest nor best", _size(point.path))
+        for point in saved
+        if point.step not in staying.reasons
+    ]
+    for folder in (run, run / "export"):
+        if not folder.is_dir() or folder.is_symlink():
+            continue
+        for path in sorted(folder.iterdir()):
+            if path.is_symlink() or not path.is_dir():
+                continue
+            left = _LEFT_OVER.fullmatch(path.name)
+            # What was moved out of the way is the only copy until the new one has its place.
+            if left and (left[2] != "old" or (folder / left[1]).exists()):
+                doomed.append(Doomed(path, "left half-written by a kill", _size(path)))
+            elif _DAMAGED.fullmatch(path.name):
+                doomed.append(Doomed(path, "set aside as damaged", _size(path)))
+    reasons = tuple(sorted(staying.reasons.items()))
+    return Plan(run, tuple(doomed), reasons, keep_last=keep_last, keep_best=keep_best)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())

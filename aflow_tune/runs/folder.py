@@ -1,0 +1,230 @@
+"""The files of a run folder that say what it is, and the lock that says who is at work in it.
+
+    <run folder>/
+      run.json            `RunState`: status, step, target, fingerprint, how it was started
+      run.lock            held by the command that is running, on whatever machine it runs
+      global_step_N/      checkpoints, each written atomically
+    <chain's folder>/
+      chain.json, run.lock, and a run folder for each stage
+
+What the other files of a run folder are for, and how a run goes back to a checkpoint, is the
+matter of `engines/trinity/run_state.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+from aflow_tune.errors import BadInput, Fault, disk_fault
+from aflow_tune.files import write_json
+from aflow_tune.types import Checkpoint
+
+RUN_FILE = "run.json"
+CHAIN_FILE = "chain.json"
+"""In the folder of a chain of stages, in place of `run.json`; see `stage_chain.py`."""
+LOCK_FILE = "run.lock"
+ACCOUNT_FILE = "account.sqlite"
+"""In the run folder, or in that of its chain: what was spent so far, where there is a limit."""
+STEP_PREFIX = "global_step_"
+MAX_ERROR = 2000
+"""Characters of the last error that are kept."""
+_LOCK_SECONDS = 1.0
+"""Whoever lists runs looks at locks by taking them for an instant."""
+
+
+@dataclass
+class RunState:
+    """The content of `run.json`. `status`: running, interrupted, failed or finished."""
+
+    status: str
+    step: int
+    target: int
+    fingerprint: dict[str, Any]
+    error: str | None = None
+    """Why it is interrupted or failed, in the words that the command ended with."""
+    command: dict[str, Any] | None = None
+    """What starts it again: `config`, `overrides`, `inline`, `cwd`. None: a call of `tune()`."""
+    host: str = ""
+    """The machine that the last command ran on."""
+    started: float = 0.0
+    """Seconds since the epoch when the last command began; so `ended`, 0 while it runs."""
+    ended: float = 0.0
+    summary: dict[str, Any] = field(default_factory=dict)
+    """What its records came to when the last command ended; `listing.py` knows the form."""
+
+
+_KINDS: dict[str, type | UnionType] = {  # of what is read; commands and lists rely on it
+    "status": str,
+    "step": int,
+    "target": int,
+    "fingerprint": dict,
+    "error": str | None,
+    "command": dict | None,
+    "host": str,
+    "started": int | float,
+    "ended": int | float,
+    "summary": dict,
+}
+
+
+def read_state(run_dir: Path) -> RunState | None:
+    """The state of the run in `run_dir`; None where no run was started.
+
+    Raises:
+        BadInput: the file is no state of a run.
+    """
+    path = run_dir / RUN_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known = {item.name for item in fields(RunState)}
+        # A newer version may have written more.
+        state = RunState(**{name: value for name, value in content.items() if name in known})
+        for name, kind in _KINDS.items():
+            if not isinstance(getattr(state, name), kind):
+                raise TypeError(f"{name}: {getattr(state, name)!r:.80}")
+        return state
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        cure = "start again under another `name=`; checkpoints can still be named one by one"
+        fault = Fault(str(path), "the state of a run, in JSON", str(error), cure)
+        raise BadInput("The state of this run cannot be read.", [fault]) from None
+
+
+def write_state(run_dir: Path, state: RunState) -> None:
+    """Replace `run.json` atomically."""
+    write_json(run_dir / RUN_FILE, asdict(state))
+
+
+def new_state(
+    target: int, step: int, fingerprint: dict[str, Any], command: Mapping[str, Any] | None
+) -> RunState:
+    """The state of a run that begins, or goes on, here and now."""
+    return RunState(
+        "running",
+        step,
+        target,
+        fingerprint,
+        command=None if command is None else dict(command),
+        host=socket.gethostname(),
+        started=time.time(),
+    )
+
+
+def read_stages(folder: Path) -> list[dict[str, Any]]:
+    """The stages that a chain's folder tells of, in their order; empty for any other folder.
+
+    Raises:
+        BadInput: the file is no list of stages.
+    """
+    path = folder / CHAIN_FILE
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        for stage in stages:
+            name = stage["name"] = str(stage["name"])
+            if Path(name).name != name:
+                raise ValueError(f"a stage called {name!r}")
+        return list(stages)
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        fault = Fault(str(path), "the stages of a chain", f"{error}", "name the folder of a stage")
+        raise BadInput("This chain cannot be read.", [fault]) from None
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder for this process.
+
+    Raises:
+        BadInput: another command is running in the same folder, or it may not be written to.
+        OSError: the disk is full, read-only or broken.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK_FILE).open("a+")
+    except OSError as error:
+        if disk_fault(error) is not None:
+            raise
+        raise _not_ours(run_dir, error) from None
+    with lock as file:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise _in_use(run_dir) from None
+                time.sleep(0.05)
+        yield
+
+
+def _not_ours(run_dir: Path, error: OSError) -> BadInput:
+    place = f" ({error.filename})" if error.filename else ""
+    cure = "change its owner or mode, or choose another `checkpoint_root_dir` or `name=`"
+    fault = Fault(str(run_dir), "a folder that you may write to", f"{error.strerror}{place}", cure)
+    return BadInput("This run folder cannot be written to.", [fault])
+
+
+def _in_use(run_dir: Path) -> BadInput:
+    return BadInput(
+        "Another command is using this run folder.",
+        [
+            Fault(
+                str(run_dir),
+                "a run folder that nobody else is writing to",
+                "a lock held by a running command",
+                "wait for it, stop it, or choose another `name=`",
+            )
+        ],
+    )
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a command is at work in the folder. One that may not be asked counts as at work."""
+    try:
+        with (run_dir / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """All checkpoints of the folder, oldest first. Half-written ones have other names."""
+    found = []
+    for path in run_dir.glob(f"{STEP_PREFIX}*"):
+        suffix = path.name.removeprefix(STEP_PREFIX)
+        if suffix.isascii() and suffix.isdigit() and path.is_dir():
+            found.append(Checkpoint(int(suffix), path))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lives."""
+    return run_dir / f"{STEP_PREFIX}{step}"
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Take a checkpoint away at once, so that nobody meets half of it, then free its bytes.
+
+    Raises:
+        OSError: it could not be taken away.
+    """
+    doomed = path.with_name(f".{path.name}.removed-{os.getpid()}")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

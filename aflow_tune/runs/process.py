@@ -1,0 +1,86 @@
+"""One run as a process of its own: `aflow-tune CONFIG ...`, stopped in order or left to finish.
+
+It has a session of its own, so that Ctrl-C on the terminal reaches only whoever started it, who
+decides. When that one is killed, Linux asks the run to save and stop (`_launch.py`). What its
+ending means, and what is in its folder, is for others to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_TAIL_BYTES = 4000
+_REFUSAL = "aflow-tune: "
+"""What `aflow-tune` begins the words with that it ends with."""
+
+
+def own_program() -> list[str]:
+    """The command line that stands for `aflow-tune` in this environment."""
+    return [sys.executable, "-m", "aflow_tune.cli"]
+
+
+class RunProcess:
+    """A command that was started. Must be made in a thread that lives as long as the command.
+
+    Args:
+        command: program and arguments; the program by its full path.
+        output: the file that what it prints is appended to; its folder is made.
+        environment: of the command; None: that of this process.
+
+    Raises:
+        OSError: it could not be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        output: Path,
+        *,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.output = output
+        output.parent.mkdir(parents=True, exist_ok=True)
+        launch = str(Path(__file__).with_name("_launch.py"))
+        with output.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-E", launch, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env=None if environment is None else dict(environment),
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """Ask it to save and stop; a second time: to stop at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+
+def last_words(output: Path) -> str:
+    """What a command ended with: the error that `aflow-tune` printed, else the last line; empty
+    where it printed nothing."""
+    try:
+        with output.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line.strip() for line in lines if line.strip()]
+    for number in reversed(range(len(said))):
+        if said[number].startswith(_REFUSAL):
+            return " ".join(said[number:]).removeprefix(_REFUSAL)
+    return said[-1] if said else ""
