@@ -1,0 +1,116 @@
+"""`aflow-tune doctor`: what this machine, and a configuration, still lack for a run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+if TYPE_CHECKING:
+    from aflow_tune.doctor.lines import Line
+
+_EPILOG = """\
+Every line says ok, note or FAULT, what was found, and the command that puts it right. Nothing is
+trained and no token is paid for. The endpoints of `models` are asked for their list of models,
+which proves the keys; keys are never shown. --offline asks neither them nor the hub.
+
+examples:
+  aflow-tune doctor                                  this machine
+  aflow-tune doctor configs/quickstart.yaml          and all that this configuration needs
+  aflow-tune doctor my.yaml engine=trinity cluster.ray_address=10.0.0.1:6379
+  aflow-tune doctor my.yaml --json --offline
+
+exit codes:
+  0  no fault; there may be notes
+  1  a fault of the machine or the cluster
+  2  a fault of what was given: configuration, function, data, model, key
+"""
+_LAST_SECONDS = 0.5
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine, or a configuration, still lacks for a run",
+        description="Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at "
+        "everything that `validate` checks, at model, data, keys, and the cluster it names.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="the YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that win over the file"
+    )
+    parser.add_argument(
+        "--offline", action="store_true", help="ask neither the hub nor endpoints of models"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(action=_doctor)
+
+
+def arrange(arguments: Sequence[str]) -> list[str]:
+    """The same arguments with the flags in front: they may stand anywhere."""
+    first, *rest = arguments
+    flags = [word for word in rest if word.startswith("-")]
+    return [first, *flags, *(word for word in rest if not word.startswith("-"))]
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from aflow_tune.doctor.lines import CHECK_THREAD, State, run_checks
+    from aflow_tune.engines.trinity.doctor import Examination
+
+    if options.config is not None and "=" in str(options.config):
+        given = str(options.config)
+        cure = "aflow-tune doctor CONFIG.yaml key=value"
+        raise BadInput("There is no configuration.", [Fault(given, "a YAML file", given, cure)])
+    examination = Examination(options.config, options.overrides, offline=options.offline)
+    started = time.monotonic()
+    told: list[Line] = []
+    out = sys.stdout
+    # What libraries and the user's modules print while they are imported is none of ours.
+    with contextlib.redirect_stdout(sys.stderr):
+        for lines in run_checks(examination.checks()):
+            told += lines
+            if not options.json:
+                print("".join(_text(line) for line in lines), end="", file=out, flush=True)
+    faults = [line for line in told if line.state is State.FAULT]
+    seconds = time.monotonic() - started
+    if options.json:
+        content = {
+            "ok": not faults,
+            "faults": len(faults),
+            "seconds": round(seconds, 2),
+            "lines": [line.to_json() for line in told],
+        }
+        print(json.dumps(content, indent=2))
+    else:
+        count = {0: "no fault", 1: "one fault"}.get(len(faults), f"{len(faults)} faults")
+        print(f"\n{count}; {seconds:.1f} s")
+    code = ExitCode.FAILED if faults else ExitCode.DONE
+    if any(line.given for line in faults):
+        code = ExitCode.BAD_INPUT
+    looking = [item for item in threading.enumerate() if item.name.startswith(CHECK_THREAD)]
+    for thread in looking:
+        thread.join(_LAST_SECONDS)  # one that has just answered is on its way out
+    if any(thread.is_alive() for thread in looking):
+        # What hangs would be waited for on the way out, in a pool of its own.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _text(line: Line) -> str:
+    state = line.state.value.upper() if line.state.value == "fault" else line.state.value
+    cure = f"{'':21}do: {line.cure}\n" if line.cure else ""
+    return f"{state:<6} {line.check:<13} {line.found}\n{cure}"

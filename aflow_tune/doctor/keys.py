@@ -1,0 +1,127 @@
+"""The keys of a configuration's models: set, and taken by the endpoint. They are never shown.
+
+Each endpoint is asked once, for its list of models, whatever number of roles use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from aflow_tune.config import ModelSettings
+from aflow_tune.doctor.lines import Line, fault, line_of, note, ok
+from aflow_tune.models.settings import check_models, key_variable, make_client
+
+SECONDS = 6.0
+
+
+def check_keys(
+    models: Mapping[str, ModelSettings],
+    *,
+    ask: bool = True,
+    where: Callable[[str], str] = str,
+) -> list[Line]:
+    """Lines about every role of `models`.
+
+    Args:
+        ask: False: only whether the variables are set.
+        where: from a key of the configuration to its place in the file.
+    """
+    lines, endpoints = [], dict[tuple[object, ...], dict[str, ModelSettings]]()
+    for role, settings in models.items():
+        faults = check_models({role: settings})
+        # What is wrong with the other settings is told with the configuration.
+        lines += [
+            line_of("keys", replace(found, where=where(found.where)))
+            for found in faults
+            if found.where.startswith((f"models.{role}.api_key_env", f"models.{role}.headers_env"))
+        ]
+        if faults or settings.model is None:
+            continue
+        headers = tuple(sorted(settings.headers_env.items()))
+        endpoint = (settings.provider, settings.base_url, settings.api_key_env, headers)
+        endpoints.setdefault(endpoint, {})[role] = settings
+    if not ask:
+        return [*lines, *(_not_asked(roles) for roles in endpoints.values())]
+    return [*lines, *asyncio.run(_ask_all(list(endpoints.values())))]
+
+
+def check_variables(named: Mapping[str, Iterable[str]]) -> list[Line]:
+    """Whether the environment variables that other settings read are set, by the setting."""
+    lines = []
+    for setting, variables in named.items():
+        for variable in variables:
+            if os.environ.get(variable, "").strip():
+                lines.append(ok("keys", f"{setting}: {variable} is set"))
+            else:
+                text = f"{setting}: {variable} is not set"
+                lines.append(fault("keys", text, f"export {variable}=...", given=True))
+    return lines
+
+
+def _not_asked(roles: Mapping[str, ModelSettings]) -> Line:
+    settings = next(iter(roles.values()))
+    return note("keys", f"{_who(roles)}: {_key(settings)}; not asked (--offline)")
+
+
+async def _ask_all(endpoints: list[dict[str, ModelSettings]]) -> list[Line]:
+    answers = await asyncio.gather(*(_ask(roles) for roles in endpoints))
+    return [line for lines in answers for line in lines]
+
+
+async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
+    from aflow_tune.models.listing import Access, list_models
+
+    role, settings = next(iter(roles.items()))
+    client = make_client(settings, role)
+    try:
+        listing = await list_models(client, SECONDS)
+    finally:
+        await client.close()
+    variable = key_variable(settings)
+    where = settings.base_url or client.address
+    who = f"{_who(roles)}: {where}"
+    if listing.access is Access.REFUSED:
+        cure = f"export {variable}=...  # a key that this endpoint knows"
+        if variable is None:
+            cure = f"models: {{{role}: {{api_key_env: NAME}}}}, and export NAME=..."
+        found = f"{who} refuses {_key(settings)} ({listing.reason})"
+        return [fault("keys", found, cure, given=True)]
+    if listing.access is Access.UNREACHABLE:
+        cure = f"start the server, or correct models.{role}.base_url"
+        if settings.base_url is None:
+            cure = f"curl -I {where}  # a proxy, a firewall or no network at all"
+        return [fault("keys", f"{who} does not answer ({listing.reason})", cure)]
+    if listing.access is Access.UNKNOWN:
+        return [note("keys", f"{who} answers; {_key(settings)} was not proved ({listing.reason})")]
+    lines = [ok("keys", f"{who} takes {_key(settings)}")]
+    if variable is not None and settings.base_url is not None and await _is_open(settings, role):
+        text = f"{who} answers; {_key(settings)} was not proved (its list of models is open)"
+        lines = [note("keys", text)]
+    for name, own in roles.items():
+        if listing.models and own.model not in listing.models:
+            cure = f"check models.{name}.model; an alias may still be taken"
+            lines.append(note("keys", f"{name}: {where} does not list {own.model!r}", cure))
+    return lines
+
+
+async def _is_open(settings: ModelSettings, role: str) -> bool:
+    """Whether the endpoint lists its models for anybody, so that the list proves no key."""
+    from aflow_tune.models.listing import Access, list_models
+
+    client = make_client(replace(settings, api_key_env=None, headers_env={}), role)
+    try:
+        return (await list_models(client, SECONDS)).access is Access.GRANTED
+    finally:
+        await client.close()
+
+
+def _who(roles: Mapping[str, ModelSettings]) -> str:
+    return ", ".join(f"{role} ({settings.model})" for role, settings in roles.items())
+
+
+def _key(settings: ModelSettings) -> str:
+    variable = key_variable(settings)
+    return "no key" if variable is None else f"the key in {variable}"

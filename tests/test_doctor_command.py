@@ -1,0 +1,180 @@
+"""`aflow-tune doctor` as it is typed, on projects that are sound and broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_installed import install
+from models_server import GOOD, ModelsServer
+from project import write_project
+
+from aflow_tune.cli import main
+from aflow_tune.doctor.lines import State
+from aflow_tune.engines.trinity.disk_use import (
+    checkpoints_kept,
+    shapes_of,
+    trained_parameters,
+    will_write,
+)
+from aflow_tune.engines.trinity.doctor import Examination
+
+MODELS = """
+models:
+  judge: {{model: gpt-small, api_key_env: DOCTOR_TEST_KEY, base_url: {url}/v1}}
+"""
+
+
+@pytest.fixture
+def project(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DOCTOR_TEST_KEY", GOOD)
+    config = write_project(tmp_path, tiny_model_dir)
+    with ModelsServer() as server:
+        config.write_text(config.read_text() + MODELS.format(url=server.url))
+        yield config
+
+
+def _doctor(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:
+    code = main(["doctor", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def _about(told: dict[str, Any], check: str) -> list[dict[str, Any]]:
+    return [line for line in told["lines"] if line["check"] == check]
+
+
+def test_a_sound_project(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = _doctor(capsys, project, "inline=true")
+    wrong = [line for line in told["lines"] if line["state"] == "fault"]
+    assert [line for line in wrong if line["check"] not in ("sandbox", "versions")] == []
+    assert code == (1 if wrong else 0)
+    assert told["ok"] is (not wrong)
+    assert _about(told, "ray")[0]["found"] == "not used: the run is one process (inline)"
+    assert "parameters" in _about(told, "model")[0]["found"]
+    assert [line["found"].rpartition(": ")[2] for line in _about(told, "data")] == [
+        "12 rows",
+        "4 rows",
+    ]
+    (key,) = _about(told, "keys")
+    assert "takes the key in DOCTOR_TEST_KEY" in key["found"]
+    assert GOOD not in json.dumps(told)
+    assert "will be written" in _about(told, "disk")[0]["found"]
+    assert not (project.parent / "runs").exists()
+    assert not (project.parent / "cache").exists()
+
+
+def test_everything_that_is_broken_is_told_at_once(
+    project: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DOCTOR_TEST_KEY")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    (tmp_path / "train.jsonl").unlink()
+    words = (
+        f"model.model_path={tmp_path}/gone",
+        "algorithm.repeat_times=0",
+        "engine=trinity",
+        "cluster.ray_address=127.0.0.1:9",
+        f"checkpoint_root_dir={tmp_path}/flow.py/runs",
+    )
+    code, told = _doctor(capsys, project, *words)
+    assert code == 2
+    assert not told["ok"]
+    wrong = {line["check"]: line for line in told["lines"] if line["state"] == "fault"}
+    assert {"ray", "disk", "config", "model", "data", "keys"} <= set(wrong)
+    assert all(line["cure"] for line in wrong.values())
+    assert "train.jsonl" in wrong["data"]["found"]
+    assert f"{tmp_path}/gone" in wrong["model"]["found"]
+    assert "a file, where a folder is needed" in wrong["disk"]["found"]
+    assert wrong["keys"]["cure"] == "export DOCTOR_TEST_KEY=..."
+    assert not wrong["ray"]["given"]
+    assert wrong["keys"]["given"]
+
+
+def test_a_configuration_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = _doctor(capsys, tmp_path / "none.yaml", "--offline")
+    assert code == 2
+    (line,) = _about(told, "config")
+    assert "no such file" in line["found"]
+    assert _about(told, "python")[0]["state"] == "ok"
+
+
+def test_an_override_where_the_file_belongs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "seed=1"]) == 2
+    assert "aflow-tune doctor CONFIG.yaml key=value" in capsys.readouterr().err
+
+
+def test_a_clash_keeps_the_configuration_from_being_imported(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(install(tmp_path / "site", vllm="0.20.0"))
+    examination = Examination(project)
+    (line,) = examination.configuration()
+    assert line.state is State.NOTE
+    assert "not examined" in line.found
+    assert examination.models() == examination.data() == examination.keys() == []
+
+
+def test_as_text(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DOCTOR_TEST_KEY")
+    assert main(["doctor", str(project), "inline=true", "--offline"]) == 2
+    told = capsys.readouterr().out
+    assert "\nFAULT  keys          " in told
+    assert "\n                     do: export DOCTOR_TEST_KEY=...\n" in told
+    assert told.splitlines()[-1].endswith(" s")
+
+
+def test_what_a_run_writes(project: Path, tiny_model_dir: Path) -> None:
+    """Against the bytes of a checkpoint that the trainer would write, counted by hand."""
+    from safetensors import safe_open
+
+    from aflow_tune.engines.trinity.config import load_config
+    from aflow_tune.engines.trinity.validators import prepare
+
+    shapes = shapes_of(tiny_model_dir)
+    assert shapes is not None
+    with safe_open(tiny_model_dir / "model.safetensors", "np") as file:
+        tensors = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    count = 0
+    adapter = 0
+    for name, shape in tensors.items():
+        product = 1
+        for length in shape:
+            product *= length
+        count += product
+        if "_proj" in name:
+            adapter += 4 * sum(shape)
+    assert shapes.parameters == count
+    config = load_config(project, ["buffer.total_steps=20", "trainer.save_interval=5"])
+    prepare(config, dry=True)
+    assert trained_parameters(config, shapes) == adapter > 0
+    assert checkpoints_kept(config) == 4
+    # Four kept, one being written; at the end adapter and merged model in fp32.
+    assert will_write(config, shapes) == 5 * 12 * adapter + 4 * (count + adapter)
+    full = load_config(project, ["model.lora_configs=null", "trainer.max_checkpoints_to_keep=2"])
+    full.buffer.total_steps = 20
+    prepare(full, dry=True)
+    # The two newest, the best, one that waits for its evaluation, one being written.
+    assert full.buffer.explorer_input.eval_tasksets
+    assert will_write(full, shapes) == 5 * 12 * count + 4 * count
+    full.checkpoints.keep_best = 0
+    assert will_write(full, shapes) == 3 * 12 * count + 4 * count
+
+
+def test_a_folder_without_weights_has_no_shapes(tmp_path: Path) -> None:
+    assert shapes_of(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 16)
+    assert shapes_of(tmp_path) is None

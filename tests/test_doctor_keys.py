@@ -1,0 +1,236 @@
+"""Keys and the hub, against a local server that speaks the protocols."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models_server import GOOD, LISTED, ModelsServer
+
+from aflow_tune.config import ModelSettings
+from aflow_tune.doctor.keys import check_keys, check_variables
+from aflow_tune.doctor.lines import Line, State
+
+WRONG = "sk-wrong-0123456789"
+PROVIDERS = [
+    ("openai", "/v1/models", "gpt-small"),
+    ("anthropic", "/v1/models?limit=1000", "claude-small"),
+]
+
+
+def _model(server: ModelsServer, provider: str, model: str = "m", **more: object) -> ModelSettings:
+    url = f"{server.url}/v1" if provider == "openai" else server.url
+    settings = {"api_key_env": "DOCTOR_TEST_KEY", "base_url": url, **more}
+    return ModelSettings(provider=provider, model=model, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("provider", "path", "model"), PROVIDERS)
+def test_a_good_key(provider: str, path: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCTOR_TEST_KEY", GOOD)
+    with ModelsServer() as server:
+        lines = check_keys({"judge": _model(server, provider, model)})
+        asked, without = server.seen  # the second proves that the list is not open to anybody
+        assert asked == (path, GOOD)
+        assert without[0] == path
+        assert without[1] != GOOD
+    (line,) = lines
+    assert line.state is State.OK
+    assert f"judge ({model})" in line.found
+    assert "takes the key in DOCTOR_TEST_KEY" in line.found
+    assert GOOD not in line.found
+
+
+@pytest.mark.parametrize(("provider", "path", "model"), PROVIDERS)
+def test_a_wrong_key_is_a_fault_and_is_not_shown(
+    provider: str, path: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCTOR_TEST_KEY", WRONG)
+    with ModelsServer() as server:
+        (line,) = check_keys({"judge": _model(server, provider, model)})
+        assert server.seen == [(path, WRONG)]
+    assert line.state is State.FAULT
+    assert line.given
+    assert "refuses the key in DOCTOR_TEST_KEY (HTTP 401: Incorrect API key" in line.found
+    assert WRONG not in line.found  # the server repeats it
+    assert line.cure.startswith("export DOCTOR_TEST_KEY=")
+
+
+def test_one_endpoint_is_asked_once_and_an_unknown_model_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DOCTOR_TEST_KEY", GOOD)
+    with ModelsServer() as server:
+        models = {
+            "judge": _model(server, "openai", LISTED[0]),
+            "executor": _model(server, "openai", "gpt-none"),
+        }
+        lines = check_keys(models)
+        assert [key for _, key in server.seen].count(GOOD) == 1
+    assert [line.state for line in lines] == [State.OK, State.NOTE]
+    assert "judge (gpt-small), executor (gpt-none)" in lines[0].found
+    assert "does not list 'gpt-none'" in lines[1].found
+
+
+@pytest.mark.parametrize(("provider", "path", "model"), PROVIDERS)
+def test_a_list_that_is_open_to_anybody_proves_no_key(
+    provider: str, path: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCTOR_TEST_KEY", WRONG)
+    with ModelsServer(open_list=True) as server:
+        (line,) = check_keys({"judge": _model(server, provider, model)})
+    assert line.state is State.NOTE
+    assert "was not proved (its list of models is open)" in line.found
+
+
+def test_a_missing_key_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DOCTOR_TEST_KEY", raising=False)
+    with ModelsServer() as server:
+        (line,) = check_keys(
+            {"judge": _model(server, "openai")}, where=lambda key: f"my.yaml:3: {key}"
+        )
+        assert server.seen == []
+    assert line.state is State.FAULT
+    assert line.found.startswith("my.yaml:3: models.judge.api_key_env: not set")
+    assert line.cure == "export DOCTOR_TEST_KEY=..."
+
+
+def test_offline_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCTOR_TEST_KEY", GOOD)
+    with ModelsServer() as server:
+        (line,) = check_keys({"judge": _model(server, "openai")}, ask=False)
+        assert server.seen == []
+    assert line.state is State.NOTE
+    assert "not asked" in line.found
+
+
+@pytest.mark.parametrize("status", [404, 429, 500])
+def test_a_server_without_a_list_proves_nothing(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCTOR_TEST_KEY", GOOD)
+    with ModelsServer(status) as server:
+        (line,) = check_keys({"judge": _model(server, "openai")})
+        assert len(server.seen) == 1
+    assert line.state is State.NOTE
+    assert "was not proved" in line.found
+    assert GOOD not in line.found
+
+
+def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aflow_tune.doctor.keys.SECONDS", 0.5)
+    settings = ModelSettings(model="m", base_url="http://127.0.0.1:9/v1")
+    (line,) = check_keys({"executor": settings})
+    assert line.state is State.FAULT
+    assert "does not answer" in line.found
+    assert "models.executor.base_url" in line.cure
+    with ModelsServer(hang=True) as server:
+        settings = ModelSettings(model="m", base_url=f"{server.url}/v1")
+        (line,) = check_keys({"executor": settings})
+        assert "timed out" in line.found
+
+
+def test_an_endpoint_without_a_key_that_wants_one() -> None:
+    with ModelsServer() as server:
+        (line,) = check_keys({"judge": _model(server, "openai", api_key_env=None)})
+    assert line.state is State.FAULT
+    assert "refuses no key" in line.found
+    assert "api_key_env: NAME" in line.cure
+
+
+def test_variables_of_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCTOR_TEST_KEY", GOOD)
+    monkeypatch.delenv("DOCTOR_TEST_NONE", raising=False)
+    lines = check_variables({"model.tinker": ["DOCTOR_TEST_KEY", "DOCTOR_TEST_NONE"]})
+    assert [line.state for line in lines] == [State.OK, State.FAULT]
+    assert lines[1].cure == "export DOCTOR_TEST_NONE=..."
+    assert GOOD not in lines[0].found
+
+
+HUB = """
+import json, sys
+from aflow_tune.doctor.hub import check_hub
+for name, kind in json.loads(sys.argv[1]):
+    lines, there = check_hub("model", name, kind)
+    known = None if there is None else [there.bytes, there.parameters]
+    print(json.dumps([lines[0].to_json(), known]))
+"""
+
+
+def _hub(asked: list[tuple[str, str]], **environment: str) -> list[tuple[Line, list | None]]:
+    """The hub's client reads the environment when it is imported."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_ENDPOINT")}
+    result = subprocess.run(
+        [sys.executable, "-c", HUB, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        env={**kept, **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    told = [json.loads(line) for line in result.stdout.splitlines()]
+    return [(Line(**{**line, "state": State(line["state"])}), there) for line, there in told]
+
+
+def test_the_hub(tmp_path: Path) -> None:
+    asked = [
+        ("org/there", "model"),
+        ("org/nowhere", "model"),
+        ("org/gated", "model"),
+        ("org/rows", "dataset"),
+    ]
+    with ModelsServer() as server:
+        there, nowhere, gated, rows = _hub(asked, HF_ENDPOINT=server.url, HF_HOME=str(tmp_path))
+    assert there[0].state is State.OK
+    assert "on the hub (2 GB)" in there[0].found
+    assert there[1] == [2_000_001_000, 1_000_000_000]
+    assert nowhere[0].state is State.FAULT
+    assert nowhere[0].given
+    assert "knows no such model" in nowhere[0].found
+    assert gated[0].state is State.FAULT
+    assert "hf auth login" in gated[0].cure
+    assert rows[0].state is State.OK
+
+
+def test_no_hub() -> None:
+    ((line, there),) = _hub([("org/there", "model")], HF_ENDPOINT="http://127.0.0.1:9")
+    assert line.state is State.FAULT
+    assert not line.given
+    assert "http://127.0.0.1:9 does not answer" in line.found
+    assert there is None
+    ((line, _),) = _hub([("org/there", "model")], HF_HUB_OFFLINE="1")
+    assert line.state is State.FAULT
+    assert "HF_HUB_OFFLINE forbids" in line.found
+    assert line.cure == "HF_HUB_OFFLINE=0 hf download org/there"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("SSL_CERT_FILE", "/nowhere/ca.pem"), ("HTTP_PROXY", f"http://user:{WRONG}@:::")],
+)
+def test_an_environment_that_no_client_can_be_made_with(
+    variable: str, value: str, tmp_path: Path
+) -> None:
+    """In a process of its own: certificates are read once a process."""
+    code = (
+        "from aflow_tune.config import ModelSettings\n"
+        "from aflow_tune.doctor.keys import check_keys\n"
+        "from aflow_tune.errors import BadInput\n"
+        "settings = ModelSettings(provider='openai', model='m', base_url='http://127.0.0.1:9',\n"
+        "                         api_key_env='DOCTOR_TEST_KEY')\n"
+        "try: check_keys({'judge': settings})\n"
+        "except BadInput as error: print(error)\n"
+    )
+    proxies = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
+    clean = {name: text for name, text in os.environ.items() if name.upper() not in proxies}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**clean, variable: value, "DOCTOR_TEST_KEY": GOOD},
+    )
+    assert "No model behind an API can be asked." in result.stdout, result.stderr
+    assert f"unset {variable}" in result.stdout
+    assert WRONG not in result.stdout + result.stderr

@@ -1,0 +1,226 @@
+"""What the doctor says about Ray: none, silent, refused, small, different, and a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aflow_tune.doctor.clashes import WATCHED, installed_versions
+from aflow_tune.doctor.lines import State
+from aflow_tune.engines.trinity import ray_check
+from aflow_tune.engines.trinity.ray_check import Wanted, check_ray
+
+HERE = installed_versions(WATCHED)
+
+
+def _node(**more: Any) -> dict[str, Any]:
+    node = {"id": "n1", "host": "box", "ip": "10.0.0.2", "resources": {"CPU": 4.0}}
+    return {**node, "python": platform.python_version(), "versions": HERE, **more}
+
+
+def _cluster(*nodes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ending": "connected",
+        "address": "10.0.0.1:6379",
+        "resources": {"CPU": 8.0, "GPU": 2.0, "object_store_memory": 4e9},
+        "available": {"CPU": 8.0, "GPU": 1.0},
+        "nodes": list(nodes),
+    }
+
+
+def _told(answer: dict[str, Any], wanted: Wanted | None = None) -> list[tuple[str, str, str]]:
+    wanted = wanted or Wanted()
+    lines = ray_check._lines(wanted, "auto", answer, None, "")
+    return [(line.state.value, line.found, line.cure) for line in lines]
+
+
+@pytest.fixture
+def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_an_address_that_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    (line,) = check_ray(Wanted())
+    assert line.state is State.FAULT
+    assert "nothing answers at 127.0.0.1:9: " in line.found
+    assert line.cure.startswith("unset RAY_ADDRESS")
+    (line,) = check_ray(Wanted(cluster=False))
+    assert line.state is State.OK
+    (line,) = check_ray(Wanted(cluster=True, address="127.0.0.1:10"))
+    assert line.state is State.FAULT
+    assert "127.0.0.1:10" in line.found
+    assert "cluster.ray_address=" in line.cure
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:port", "no.such.host.invalid:6379"])
+def test_an_address_that_is_none(address: str, no_address: None) -> None:
+    (line,) = check_ray(Wanted(cluster=True, address=address))
+    assert line.state is State.FAULT
+    assert line.found.startswith(f"nothing answers at {address}")
+
+
+def test_a_server_that_is_no_ray_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, no_address: None
+) -> None:
+    """It takes the connection and says nothing: the probe is killed."""
+    monkeypatch.setattr(ray_check, "SECONDS", 6.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (line,) = check_ray(Wanted(cluster=True, address=address))
+    assert line.state is State.FAULT
+    assert address in line.found
+    assert line.cure
+
+
+def test_no_ray_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_check, "installed_versions", lambda names=(): {})
+    (line,) = check_ray(Wanted())
+    assert (line.state, line.found) == (State.FAULT, "Ray is not installed")
+
+
+def test_none_is_running() -> None:
+    none = {"ending": "none", "reason": "no cluster is running here"}
+    assert _told(none)[0][:2] == ("ok", "no cluster is running here; a run starts its own")
+    state, _, cure = _told(none, Wanted(cluster=True))[0]
+    assert state == "fault"
+    assert cure.startswith("aflow-tune cluster up")
+
+
+def test_a_sound_cluster() -> None:
+    first, second = _told(_cluster(_node()))
+    assert first[1] == (
+        "10.0.0.1:6379: 1 node, 8 of 8 CPUs free, 1 of 2 GPUs free, object store 4 GB"
+    )
+    assert second[1] == f"node 10.0.0.2 (box): Python {platform.python_version()}, " + (
+        f"Ray {HERE['ray']}, as here"
+    )
+
+
+def test_a_cluster_that_is_too_small() -> None:
+    gpus = _node(resources={"GPU": 2.0})
+    wanted = Wanted(cluster=True, nodes=2, gpus_per_node=2)
+    assert [state for state, _, _ in _told(_cluster(gpus, gpus), wanted)] == ["ok"] * 3
+    state, found, cure = _told(_cluster(gpus, _node()), wanted)[1]
+    assert state == "fault"
+    assert found == "1 nodes with 2 GPUs or more, cluster.node_num says 2"
+    assert "--address=10.0.0.1:6379" in cure
+    assert _told(_cluster(_node()), wanted)[1][1] == "the cluster has no GPU"
+
+
+def test_nodes_that_differ() -> None:
+    other = _told(_cluster(_node(python="3.12.1")))[1]
+    assert other[0] == "fault"
+    assert "Python 3.12.1, here " in other[1]
+    other = _told(_cluster(_node(versions={**HERE, "ray": "2.50.0"})))[1]
+    assert other[0] == "fault"
+    assert f"ray 2.50.0 (here {HERE['ray']})" in other[1]
+    note, clash = _told(_cluster(_node(versions={**HERE, "vllm": "0.20.0"})))[1:]
+    assert note[0] == "note"
+    assert "vllm 0.20.0 (here none)" in note[1]
+    assert clash[0] == "fault"
+    assert clash[1].startswith("node 10.0.0.2 (box): vllm 0.20.0: Trinity's weight transfer")
+    failed = _told(_cluster(_node(failed="its worker gave no answer in time")))[1]
+    assert failed[0] == "fault"
+
+
+def test_a_folder_that_a_node_does_not_share(tmp_path: Path) -> None:
+    folder = tmp_path / "probe"
+    folder.mkdir()
+    (folder / "n1").write_text("nonce")
+
+    def told(**node: Any) -> list[str]:
+        lines = ray_check._sees_folder("node", _node(**node), str(folder), "nonce")
+        return [line.state.value for line in lines]
+
+    assert told(sees=True) == ["ok"]
+    assert told(sees=False) == ["fault"]  # a folder of that name, and not this one
+    assert told(sees=True, id="n2") == ["fault"]  # its file never came
+    assert told(folder="No such file or directory: x") == ["fault"]
+    (folder / "n1").write_text("other")
+    assert told(sees=True) == ["fault"]
+
+
+def test_the_probed_folder_is_gone_afterwards(tmp_path: Path) -> None:
+    with ray_check._shared(tmp_path / "runs" / "deep") as (name, nonce):
+        assert name is not None
+        assert (Path(name) / "driver").read_text() == nonce
+        assert Path(name).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+CLUSTER = """
+import json, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+print(json.dumps(cluster.address), flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+def _start(**environment: str) -> Iterator[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**kept, "RAY_USAGE_STATS_ENABLED": "0", **environment},
+    )
+    try:
+        assert process.stdout is not None
+        line = next(text for text in process.stdout if text.startswith('"'))
+        yield json.loads(line)
+    finally:
+        process.communicate("")
+
+
+@pytest.mark.slow
+def test_a_real_cluster_of_two_nodes_with_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_address: None
+) -> None:
+    """Every node runs the probe; the token is another one, then held back, then the right one.
+
+    It is sent as a run sends it: without RAY_AUTH_MODE, to an address that is named."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    token, other = tmp_path / "token", tmp_path / "other"
+    token.write_text("0" * 32)
+    other.write_text("1" * 32)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    started = _start(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    address = next(started)
+    try:
+        wanted = Wanted(cluster=None, address=address, folder=runs)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(other))
+        (line,) = check_ray(wanted)
+        assert line.state is State.FAULT, line
+        assert "is none or another" in line.found, line
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        (line,) = check_ray(wanted)
+        assert line.state is State.FAULT, line
+        assert line.cure == "unset RAY_AUTH_MODE"
+        monkeypatch.delenv("RAY_AUTH_MODE")
+        lines = check_ray(wanted)
+        assert [line.state for line in lines] == [State.OK] * 3, lines
+        assert "2 nodes, 2 of 2 CPUs free" in lines[0].found
+        for line in lines[1:]:
+            assert f"reads and writes {runs}" in line.found
+        assert list(runs.iterdir()) == []
+    finally:
+        started.close()  # type: ignore[attr-defined]

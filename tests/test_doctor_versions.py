@@ -1,0 +1,304 @@
+"""Versions known to break, on fake distributions that `importlib.metadata` really reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_installed import install
+
+from aflow_tune.cli import main
+from aflow_tune.doctor.clashes import (
+    CLASHES,
+    DOUBTS,
+    cure_of,
+    doubtful,
+    installed_versions,
+    known_clashes,
+    matches,
+    missing,
+    refuse_clashes,
+)
+from aflow_tune.doctor.lines import State
+from aflow_tune.doctor.machine import check_python
+from aflow_tune.doctor.versions import check_versions, different, read_pins, tested_versions
+from aflow_tune.errors import BadInput
+
+ROOT = Path(__file__).parents[1]
+TESTED = {
+    "torch": "2.13.0+cpu",
+    "ray": "2.60.0",
+    "trinity-rft": "0.6.0",
+    "transformers": "5.23.0",
+    "agentscope": "1.0.21",
+    "omegaconf": "2.3.1",
+    "verl": "0.8.0",
+    "pyarrow": "25.0.1",
+    "numpy": "1.26.4",
+    "mcp": "1.30.0",
+    "SQLAlchemy": "2.0.58",
+    "openai": "2.54.0",
+}
+GPU_SET = {
+    **TESTED,
+    "torch": "2.11.0",
+    "vllm": "0.23.0",
+    "transformers": "5.12.1",
+    "numpy": "2.3.5",
+}
+
+
+def _names(versions: dict[str, str]) -> list[str]:
+    return [clash.name for clash, _ in known_clashes(versions)]
+
+
+@pytest.fixture
+def fresh() -> None:
+    """The refusal as in a new process."""
+    refuse_clashes.cache_clear()
+
+
+def test_the_tested_sets_pass() -> None:
+    for versions in (TESTED, GPU_SET):
+        assert _names(versions) == []
+        assert doubtful(versions) == []
+        assert missing(versions) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("trinity-rft", "0.5.2"),
+        ("trinity-rft", "0.6.1"),
+        ("vllm", "0.19.1"),
+        ("vllm", "0.22.0"),
+        ("verl", "0.9.0"),
+        ("verl", "0.9.0.dev0"),
+        ("verl", "0.7.1"),
+        ("agentscope", "2.0.11"),
+        ("agentscope", "2.0.0a1"),
+        ("agentscope", "1.0.18"),
+        ("pyarrow", "26.0.1"),
+        ("mcp", "2.3.0"),
+        ("SQLAlchemy", "2.1.9"),
+        ("omegaconf", "2.4.0"),
+        ("omegaconf", "2.4.0.dev3"),
+        ("transformers", "5.12.0"),
+        ("transformers", "4.57.1"),
+    ],
+)
+def test_a_version_that_breaks_is_found(name: str, version: str) -> None:
+    (found,) = known_clashes({**TESTED, name: version})
+    clash, text = found
+    assert text.startswith(f"{name} {version}")
+    # The cure names versions that do not break.
+    wanted = clash.cure.replace("[asyncio]", "")
+    bounds = wanted[len(wanted.rstrip("0123456789.,<>=! ")) :]
+    for version in (TESTED | {"vllm": "0.23.0"})[name].split():
+        assert matches(version, bounds)
+    assert cure_of(clash) == f"python -m pip install {clash.cure!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("vllm", "0.22.1"),
+        ("verl", "0.8.3"),
+        ("agentscope", "1.0.19"),
+        ("mcp", "1.99"),
+        ("omegaconf", "2.3.9"),
+        ("transformers", "5.12.1"),
+        ("trinity-rft", "0.6.0+local"),
+    ],
+)
+def test_its_neighbour_is_not(name: str, version: str) -> None:
+    assert _names({**TESTED, name: version}) == []
+
+
+def test_sqlalchemy_breaks_only_without_greenlet() -> None:
+    versions = {**TESTED, "SQLAlchemy": "2.1.9"}
+    assert _names(versions) == ["SQLAlchemy"]
+    assert _names({**versions, "greenlet": "3.5.6"}) == []
+
+
+def test_pyarrow_breaks_only_beside_an_old_numpy() -> None:
+    versions = {**TESTED, "pyarrow": "26.0.1"}
+    (found,) = known_clashes(versions)
+    assert found[1] == "pyarrow 26.0.1 beside numpy 1.26.4"
+    assert _names({**versions, "numpy": "2.0.0"}) == []
+    del versions["numpy"]
+    assert _names(versions) == []
+
+
+def test_what_is_only_untested_is_not_refused() -> None:
+    versions = {**TESTED, "openai": "3.0.0", "transformers": "6.0.0rc1", "vllm": "0.24.0"}
+    assert _names(versions) == []
+    assert {clash.name for clash, _ in doubtful(versions)} == {"openai", "transformers", "vllm"}
+
+
+def test_a_version_that_cannot_be_read_is_not_judged() -> None:
+    assert _names({**TESTED, "vllm": "dev"}) == []
+
+
+def test_metadata_that_cannot_be_read_is_refused_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    """As a broken disk leaves it: `importlib.metadata` raises for it."""
+    for name in ("verl", "aflow_tune"):
+        install(tmp_path, **{name: "0.8.0"})
+        metadata = tmp_path / f"{name}-0.8.0.dist-info" / "METADATA"
+        metadata.write_bytes(b"\xff\xfe\x00")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BadInput) as refused:
+        refuse_clashes()
+    (found,) = refused.value.faults
+    assert found.found == "verl with METADATA that cannot be read"
+    folder = tmp_path / "verl-0.8.0.dist-info"
+    assert found.cure == f"rm -r {folder} && python -m pip install 'verl==0.8.0'"
+    faults = [line for line in check_versions() if line.state is State.FAULT]
+    assert [line.cure for line in faults] == [found.cure]
+    assert check_python()[0].state is State.OK
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+
+
+def test_every_line_of_the_table_has_reason_and_cure() -> None:
+    for clash in (*CLASHES, *DOUBTS):
+        assert clash.reason
+        assert clash.cure
+
+
+@pytest.mark.parametrize(
+    ("torch", "vision", "requires", "breaks"),
+    [
+        ("2.13.0+cpu", "0.29.2", "torch>=2.14.0", True),  # as the index gives it today
+        ("2.13.0+cpu", "0.28.0", "torch==2.13.0", True),  # a CUDA build beside a CPU one
+        ("2.13.0+cpu", "0.28.0+cpu", "torch==2.13.0", False),
+        ("2.11.0", "0.26.0", "torch==2.11.0", False),
+        ("2.11.0+cu130", "0.26.0+cu130", "torch==2.11.0", False),
+        ("2.12.0", "0.26.0", "torch==2.11.0", True),
+    ],
+)
+def test_torchvision_of_another_build(
+    torch: str,
+    vision: str,
+    requires: str,
+    breaks: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(install(tmp_path, [requires], torchvision=vision))
+    monkeypatch.syspath_prepend(install(tmp_path / "torch", torch=torch))
+    found = known_clashes(installed_versions())
+    assert [clash.name for clash, _ in found] == (["torchvision"] if breaks else [])
+    if breaks:
+        assert found[0][1] == f"torchvision {vision} beside torch {torch}"
+        assert cure_of(found[0][0]) == "python -m pip uninstall -y torchvision"
+
+
+def test_the_refusal_names_every_clash_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    monkeypatch.syspath_prepend(install(tmp_path, vllm="0.20.0", mcp="2.3.0"))
+    with pytest.raises(BadInput) as refused:
+        refuse_clashes()
+    text = str(refused.value)
+    assert "vllm 0.20.0" in text
+    assert "pack_tensors" in text
+    assert "python -m pip install 'vllm>=0.22.1,<=0.23.0'" in text
+    assert "mcp 2.3.0" in text
+    assert "python -m pip install 'mcp>=1.13,<2'" in text
+    assert len(refused.value.faults) == 2
+
+
+def test_this_environment_is_not_refused(fresh: None) -> None:
+    refuse_clashes()
+
+
+def test_a_clash_that_breaks_the_import_gives_our_sentence(tmp_path: Path) -> None:
+    """OmegaConf 2.4, which neither Trinity nor we can be imported with."""
+    broken = install(tmp_path / "site", omegaconf="2.4.0")
+    (broken / "omegaconf").mkdir()
+    (broken / "omegaconf" / "__init__.py").write_text("raise ImportError('torn down')\n")
+    config = tmp_path / "config.yaml"
+    config.write_text("name: x\n")
+    for words in ([], ["validate"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "aflow_tune.cli", *words, str(config)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{broken}{os.pathsep}{ROOT}"},
+        )
+        assert result.returncode == 2, result.stderr
+        assert "omegaconf 2.4.0" in result.stderr
+        assert "python -m pip install 'omegaconf>=2.3,<2.4'" in result.stderr
+        assert "Traceback" not in result.stderr
+        assert "torn down" not in result.stderr
+
+
+def test_what_is_not_installed_is_told_before_it_is_imported(tmp_path: Path) -> None:
+    """An interpreter whose path holds nothing but the standard library, packaging and us."""
+    import packaging
+
+    (tmp_path / "packaging").symlink_to(Path(packaging.__file__).parent)
+    install(tmp_path, aflow_tune="0.1.0")
+    code = (
+        f"import sys; sys.path += [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
+        "from aflow_tune.cli import main; sys.exit(main(['validate', 'config.yaml']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 2, result.stderr
+    for name in ("torch", "ray", "trinity-rft", "transformers"):
+        assert f"the package {name}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_doctor_sorts_clashes_ranges_and_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = install(tmp_path / "ours", ["peft>=99", "nosuchthing>=1"], aflow_sample="1.0")
+    monkeypatch.syspath_prepend(ours)
+    monkeypatch.syspath_prepend(install(tmp_path, verl="0.9.0", openai="3.54.0", yarl="0.1"))
+    lines = check_versions("aflow-sample")
+    by_state = {state: [line.found for line in lines if line.state is state] for state in State}
+    assert [text.split(":")[0] for text in by_state[State.FAULT]] == [
+        "verl 0.9.0",
+        "nosuchthing is not installed",
+    ]
+    notes = "\n".join(by_state[State.NOTE])
+    assert "openai 3.54.0: untested" in notes
+    assert "peft" in notes
+    assert "yarl 0.1 (tested 1.25.1)" in notes
+    assert "verl 0.9.0 (tested 0.8.0)" in notes
+    assert all(line.cure for line in lines if line.state is not State.OK)
+
+
+def test_a_builds_label_is_no_difference() -> None:
+    assert different({"torch": "2.13.0"}) == {}
+    assert different({"torch": "2.12.0"})["torch"][1] == "2.12.0"
+
+
+def test_the_shipped_versions_are_those_of_the_constraints() -> None:
+    constraints = read_pins((ROOT / "constraints.txt").read_text())
+    assert tested_versions() == constraints, (
+        "grep -E '^[A-Za-z]' constraints.txt | LC_ALL=C sort -f > aflow_tune/doctor/tested_cpu.txt"
+    )
+    assert constraints["trinity-rft"] == "0.6.0"
+    assert len(constraints) > 100
+
+
+def test_looking_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from aflow_tune.doctor.versions import check_versions; check_versions()\n"
+        "heavy = {'torch', 'ray', 'trinity', 'transformers', 'numpy', 'pyarrow'}\n"
+        "import json; print(json.dumps(sorted(heavy & set(sys.modules))))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert json.loads(result.stdout) == [], result.stderr
