@@ -1,0 +1,474 @@
+"""`aflow-tune run --dry-run`: script and numbers by hand, and whole dry runs on a tiny project."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from project import run_dir, write_project
+
+from aflow_tune.cli import main
+from aflow_tune.dry_run.answers import read_answers
+from aflow_tune.dry_run.numbers import Plan, distribution, fill_of, place_of
+from aflow_tune.dry_run.script import Script
+from aflow_tune.errors import BadInput
+
+WORKFLOW = """
+from typing import Dict
+
+from agentscope.model import TrinityChatModel
+
+from aflow_tune import caller
+
+
+async def two_calls(task: Dict, model: TrinityChatModel) -> float:
+    with caller("draft"):
+        draft = await model([{"role": "user", "content": task["question"]}])
+    with caller("final"):
+        final = await model([{"role": "user", "content": task["question"] + text_of(draft)}])
+    return 1.0 if text_of(final) == task["answer"] else 0.0
+
+
+def text_of(response) -> str:
+    return response.content[0]["text"] if response.content else ""
+"""
+PLAN = Plan(
+    model="far/away",
+    engine="trinity",
+    algorithm="multi_step_grpo",
+    advantage="step_wise_grpo",
+    loss="ppo",
+    tasks=4,
+    played=2,
+    repeats=8,
+    steps=10,
+    train_batch_size=64,
+    counts_calls=True,
+    explorer_rounds=1,
+    trainer_steps=1,
+    max_prompt=100,
+    max_response=20,
+    max_length=120,
+    own_tokens=True,
+)
+
+
+def lines(path: Path, *entries: object) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def dry(capsys, *arguments, code=0):
+    assert main(["run", "--dry-run", *map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+# --- the script ----------------------------------------------------------------------------
+
+
+def test_even_runs_say_the_truth_and_odd_ones_words():
+    script, row = Script(), {"question": "2 + 3", "answer": 5}
+    good, bad = script.part(row, 0, 0), script.part(row, 0, 1)
+    assert (good.kind, good.source) == ("truth", "the row's field `answer`")
+    assert [good.next("a"), good.next("b")] == ["5", "5"]
+    assert (bad.kind, bad.next("a")) == ("words", None)
+    assert script.part({"question": "why?"}, 0, 0).kind == "words"
+
+
+def test_a_benchmark_says_what_its_gold_answer_is():
+    row = {"question": "2 + 3", "answer": "2 + 3 = 5\n#### 5", "benchmark": "gsm8k"}
+    assert Script().truth(row) == (row["answer"], "the gold answer by benchmark gsm8k")
+    code = {"prompt": "def f():\n", "entry_point": "f", "canonical_solution": "    return 1\n"}
+    assert Script(benchmark="humaneval").truth({**code, "test": ""}) == (
+        "def f():\n    return 1\n",
+        "the gold answer by benchmark humaneval",
+    )
+    # not a row of that benchmark: its fields are left
+    assert Script(benchmark="humaneval").truth({"label": ["a", "b"]}) == (
+        "a",
+        "the row's field `label`",
+    )
+
+
+def test_answers_are_found_by_number_by_text_and_for_all(tmp_path):
+    script = read_answers(
+        lines(
+            tmp_path / "a.jsonl",
+            {"good": "zero"},
+            {"item": "What is 5?", "good": ["one", "two"], "bad": "no"},
+            {"good": "first"},
+            {"item": "*", "good": {"final": "<{answer}> {other}"}, "bad": {"final": ["x", "y"]}},
+        )
+    )
+    row = {"question": "What is 5?", "answer": "5"}
+    assert script.part({"answer": "9"}, 0, 0).next("any") == "zero"
+    assert script.part({"answer": "9"}, 1, 2).next("any") == "first"
+    listed = script.part(row, 7, 0)
+    assert [listed.next("any") for _ in range(3)] == ["one", "two", "two"]
+    assert script.part(row, 7, 1).next("any") == "no"
+    other = {"question": "else", "answer": "8"}
+    by_caller = script.part(other, 8, 0)
+    assert (by_caller.kind, by_caller.next("final")) == ("good", "<8> {other}")
+    assert by_caller.next("draft") is None
+    bad = script.part(other, 8, 1)
+    assert [bad.next("final"), bad.next("draft"), bad.next("final")] == ["x", None, "y"]
+    # what a line leaves out is said by default
+    assert script.part({"answer": "9"}, 0, 1).kind == "words"
+    assert read_answers(lines(tmp_path / "b.jsonl", {"bad": "no"})).part(row, 0, 0).kind == "truth"
+
+
+def test_every_faulty_line_of_the_answers_is_named(tmp_path):
+    path = lines(
+        tmp_path / "a.jsonl",
+        {"item": 0},
+        {"item": -1, "good": "a"},
+        {"item": True, "good": "a"},
+        {"good": [], "bed": "b"},
+        {"item": 4, "good": {"x": 3}},
+        {"item": 5, "good": "a"},
+        {"item": 5, "bad": "b"},
+        ["no", "object"],
+    )
+    with path.open("a") as file:
+        file.write("{torn\n")
+    with pytest.raises(BadInput) as caught:
+        read_answers(path)
+    places = [fault.where.removeprefix(str(path)) for fault in caught.value.faults]
+    assert places == [":1", ":2: item", ":3: item", ":4", ":4: good", ":5: good", ":7", ":8", ":9"]
+    assert "that of line 6" in str(caught.value)
+    with pytest.raises(BadInput, match="several training task sets"):
+        read_answers(lines(tmp_path / "b.jsonl", {"item": 0, "good": "a"}), numbered=False)
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_answers(tmp_path / "none.jsonl")
+
+
+# --- the numbers ---------------------------------------------------------------------------
+
+
+def test_the_distribution_by_hand():
+    found = distribution([1.0, 0.0, 2.0, 3.0, 4.0])
+    assert found.quartiles == (0.0, 1.0, 2.0, 3.0, 4.0)
+    assert found.mean == 2.0
+    assert found.histogram == tuple((float(value), float(value), 1) for value in range(5))
+    wide = distribution([float(value) for value in range(21)])
+    assert [count for _, _, count in wide.histogram] == [2] * 9 + [3]
+    assert wide.histogram[0][:2] == (0.0, 2.0)
+    assert distribution([0.5]).quartiles == (0.5,) * 5
+    assert distribution([]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "played", "fills", "words"),
+    [
+        ({}, 32, True, "exactly one train step"),  # 32 of 2 tasks are 64 of 4
+        ({}, 64, True, "2 train steps"),
+        ({}, 16, False, "train_batch_size to at most 32"),
+        ({"explorer_rounds": 2, "trainer_steps": 1}, 16, True, "takes 2 steps to fill"),
+        ({"explorer_rounds": 2, "trainer_steps": 2}, 16, False, "the trainer needs 128"),
+        ({"explorer_rounds": None}, 16, True, "takes 2 steps to fill"),
+        ({"counts_calls": False}, 16, True, "all 32 experiences of its 4 tasks"),
+        ({"counts_calls": False}, 0, False, "nothing was left"),
+    ],
+)
+def test_how_a_batch_fills(changes, played, fills, words):
+    plan = Plan(**{**vars(PLAN), **changes})
+    found = fill_of(plan, float(played))
+    assert found.fills is fills
+    assert words in found.words
+
+
+def test_the_place_of_a_traceback_is_its_innermost_frame():
+    text = (
+        'Traceback\n  File "/a.py", line 3, in f\n    g()\n  File "/b.py", line 7, in g\n    boom'
+    )
+    assert place_of(text) == "/b.py:7 (g)"
+    assert place_of("not finished after 60 s") is None
+
+
+@pytest.mark.parametrize(
+    ("target", "known"),
+    [
+        ("all-linear", True),
+        ("q_proj", True),
+        (r".*\.(up|down)_proj", True),
+        (["qkv_proj", "o_proj"], True),
+        ("qkv_proj", False),
+        (["c_attn"], False),
+        (r"model\.language_model\..*q_proj", False),
+    ],
+)
+def test_which_target_modules_the_tiny_model_has(target, known):
+    from aflow_tune.engines.trinity.dry_settings import adapts
+
+    assert adapts(target) is known
+
+
+@pytest.mark.parametrize(
+    ("request_", "demands"),
+    [
+        ({}, False),
+        ({"response_format": {"type": "text"}, "tool_choice": "auto"}, False),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, True),
+    ],
+)
+def test_where_a_rows_answer_is_not_said(request_, demands):
+    from aflow_tune.engines.trinity.scripted_adapter import _demands_a_form
+
+    assert _demands_a_form(request_) is demands
+
+
+def test_stand_ins_of_apis_cost_what_the_models_cost():
+    from aflow_tune.config import ModelSettings
+    from aflow_tune.engines.trinity.dry_settings import api_stand_ins
+    from aflow_tune.models.prices import price_of
+    from aflow_tune.models.types import Usage
+
+    # its price for a token rises with the length of the prompt
+    name, usage = "claude-sonnet-4-5", Usage(1000, 500)
+    models = {
+        "judge": ModelSettings(provider="anthropic", model=name, api_key_env="SOME_KEY"),
+        "policy": ModelSettings(),
+    }
+    found = api_stand_ins(models, lambda model: f"http://127.0.0.1:9/{model}")
+    judge = found["judge"]
+    assert (judge.provider, judge.model, judge.api_key_env) == ("openai", name, None)
+    assert judge.base_url == f"http://127.0.0.1:9/{name}"
+    listed = price_of("anthropic", None, name)
+    priced = price_of(judge.provider, judge.base_url, name, judge.prices)
+    assert priced.cost(usage) == pytest.approx(listed.cost(usage))
+    assert found["policy"] is models["policy"]
+
+
+# --- the scripted sampler ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_model_dir):
+    import torch
+
+    from aflow_tune.engines.local.models import load_model, load_tokenizer
+    from aflow_tune.engines.local.scripted import ScriptedSampler
+
+    made = ScriptedSampler(
+        load_model(tiny_model_dir, torch.float32, torch.device("cpu")),
+        load_tokenizer(tiny_model_dir),
+        max_model_len=512,
+        threads=1,
+    )
+    yield made
+    made.close()
+
+
+def test_given_words_get_the_models_own_probabilities(sampler):
+    from aflow_tune.engines.local.sampling import SamplingParams
+    from aflow_tune.engines.local.scripted import _answer
+
+    prompt = sampler.vocabulary.tokenizer("Hello there", add_special_tokens=False)["input_ids"]
+
+    def ask(text, **params):
+        async def inside():
+            _answer.set(text)
+            return await sampler.submit(prompt, SamplingParams(**{"max_tokens": 50, **params}))
+
+        (found,) = asyncio.run(inside())
+        return found
+
+    told = ask("five", temperature=0.7)
+    end = sampler.vocabulary.tokenizer.eos_token_id
+    assert (told.text, told.finish_reason) == ("five", "stop")
+    assert len(told.token_ids) == 5
+    assert told.token_ids[-1] == end
+    forced = sampler.token_logprobs([*prompt, *told.token_ids], 0.7)[len(prompt) - 1 :]
+    assert told.logprobs == pytest.approx(forced, abs=1e-3)
+    cut = ask("five", max_tokens=3)
+    assert (cut.text, cut.finish_reason) == ("fiv", "length")
+    stopped = ask("five and six", stop=(" and",))
+    assert (stopped.text, stopped.finish_reason) == ("five", "stop")
+    assert len(stopped.token_ids) == len("five and")
+    words = ask(None, max_tokens=9)
+    assert (len(words.token_ids), words.finish_reason) == (9, "stop")
+    assert ask(None, seed=3).text == ask(None, seed=3).text
+    assert len({ask(None, seed=seed, max_tokens=200).text for seed in range(8)}) > 1
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 2}, "b": {"$ref": "#/$defs/B"}},
+        "required": ["a", "b"],
+        "$defs": {"B": {"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}]}},
+    }
+    assert json.loads(ask(None, json_schema=schema).text) == {"a": 2, "b": "x"}
+    with pytest.raises(BadInput, match="max_model_len"):
+        asyncio.run(sampler.submit([1] * 512, SamplingParams(max_tokens=1)))
+
+
+def test_the_server_says_what_the_request_holds_and_calls_the_tool_that_it_forces(sampler):
+    import httpx
+
+    from aflow_tune.engines.local.scripted import ANSWER_FIELD, ScriptedServer
+
+    server = ScriptedServer(sampler, sampler.vocabulary.tokenizer, "tiny")
+    url = server.start()
+
+    def ask(**more):
+        body = {"messages": [{"role": "user", "content": "Well?"}], "max_tokens": 200, **more}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
+        return answer.json()["choices"][0]["message"]
+
+    properties = {"a": {"type": "string"}, "b": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a"]}
+    tools = [
+        {"type": "function", "function": {"name": "other"}},
+        {"type": "function", "function": {"name": "find", "parameters": parameters}},
+    ]
+    try:
+        assert ask(**{ANSWER_FIELD: "seven"})["content"] == "seven"
+        assert ask()["content"].endswith(".")  # what one request was told, the next is not
+        named = {"type": "function", "function": {"name": "find"}}
+        (call,) = ask(tools=tools, tool_choice=named)["tool_calls"]
+        assert call["function"] == {"name": "find", "arguments": '{"a": "words"}'}
+        (call,) = ask(tools=tools, tool_choice="required")["tool_calls"]
+        assert call["function"] == {"name": "other", "arguments": "{}"}
+        told = '<tool_call>{"name": "find", "arguments": {"a": "x"}}</tool_call>'
+        (call,) = ask(tools=tools, **{ANSWER_FIELD: told})["tool_calls"]
+        assert call["function"]["arguments"] == '{"a": "x"}'
+    finally:
+        server.stop()
+
+
+# --- whole dry runs ------------------------------------------------------------------------
+
+
+def test_a_dry_run_by_hand(capsys, tmp_path, tiny_model_dir):
+    config = write_project(tmp_path, tiny_model_dir, workflow=WORKFLOW)
+    found = dry(capsys, config, "--inline")
+    assert found["ok"] is True
+    # 2 tasks x 4 runs: two of each group say the row's answer and earn 1
+    assert found["answers"]["sources"] == {"the row's field `answer`": 4, "plain words": 4}
+    assert found["answers"]["by_kind"]["truth"] == {"runs": 4, "failed": 0, "reward": 1.0}
+    assert found["answers"]["by_kind"]["words"] == {"runs": 4, "failed": 0, "reward": 0.0}
+    assert found["rewards"]["quartiles"] == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert found["rewards"]["histogram"] == [[0.0, 0.0, 4], [1.0, 1.0, 4]]
+    expected = {"failed": 0, "lone": 0, "mixed": 2, "all best": 0, "all worst": 0}
+    assert found["groups"] == expected
+    assert found["batch"]["experiences"] == 16
+    assert found["plan"]["steps"] == 2
+    # One token a byte. The first prompt, from <|im_start|>user to <|im_start|>assistant and its
+    # line end, has 1 + 5 + 10 + 1 + 1 + 1 + 10 = 29; the second has the first answer on top: one
+    # byte, or seven (words are cut so that they fit into 8 with their end).
+    tokens = found["tokens"]
+    assert tokens["prompt"] == 2 * (2 * (29 + 30) + 2 * (29 + 36))
+    assert tokens["response"] == 2 * (2 * (2 + 2) + 2 * (8 + 8))
+    assert (tokens["longest_prompt"], tokens["longest"], tokens["truncated"]) == (36, 44, 0)
+    # rewards 1, 0, 1, 0: the sample deviation is sqrt(1/3)
+    assert found["step"]["advantage_max"] == pytest.approx(0.5 / (3**-0.5 + 1e-6))
+    assert found["step"]["advantage_min"] == pytest.approx(-0.5 / (3**-0.5 + 1e-6))
+    assert found["step"]["gradient_norm"] > 0
+    assert found["plan"]["own_tokens"] is True
+    assert str(tiny_model_dir) in found["stood_in"][0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_failed_runs_are_shown_with_their_place(capsys, tmp_path, tiny_model_dir):
+    raising = '    raise LookupError("no such planet")'
+    broken = WORKFLOW.replace("    return 1.0 if", f"{raising}\n    return 1.0 if")
+    config = write_project(tmp_path, tiny_model_dir, workflow=broken)
+    assert main(["run", "--dry-run", "--inline", str(config)]) == 1
+    text = capsys.readouterr().out
+    line = 1 + broken.splitlines().index(raising)
+    assert f"8 raised. The first (row 0, run 0, answers truth) at {tmp_path}/flow.py:{line}" in text
+    assert text.count("LookupError: no such planet") == 1
+    assert "FAILED" in text.rstrip().splitlines()[-2] + text.rstrip().splitlines()[-1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_gpu_configuration_is_played_here_and_its_batch_counted(
+    capsys, monkeypatch, tmp_path, tiny_model_dir
+):
+    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path / "cache"))  # no model of ours is there
+    # how often this one calls cannot be seen from its source
+    loop = WORKFLOW.replace('    with caller("final"):', "    for _ in range(1):")
+    config = write_project(tmp_path, tiny_model_dir, workflow=loop)
+    content = yaml.safe_load(config.read_text())
+    content |= {"engine": "trinity", "synchronizer": {"sync_method": "checkpoint"}}
+    content["model"]["model_path"] = "nobody/has-this-model"
+    content["model"]["repetition_penalty"] = 1.1
+    content["explorer"] = {"rollout_model": {"engine_num": 1}}
+    content["buffer"]["train_batch_size"] = 40
+    config.write_text(yaml.safe_dump(content))
+    answers = lines(tmp_path / "a.jsonl", {"item": "*", "good": "{answer}", "bad": ["a", "b"]})
+    found = dry(capsys, config, "--inline", "--answers", answers, "buffer.total_steps=3", code=1)
+    # 2 tasks x 4 runs x 2 calls = 16 of 40
+    assert found["batch"]["fills"] is False
+    assert found["batch"]["experiences"] == 16
+    assert "train_batch_size to at most 16" in found["failure"]
+    assert found["step"]["gradient_norm"] > 0
+    assert found["answers"]["by_kind"]["good"]["reward"] == 1.0
+    assert found["answers"]["by_kind"]["bad"]["runs"] == 4
+    assert found["plan"]["steps"] == 3
+    assert found["plan"]["own_tokens"] is False
+    assert "a tokenizer of single bytes" in found["stood_in"][0]
+    assert any("vLLM and verl" in line for line in found["stood_in"])
+    assert any("model.repetition_penalty: 1.1" in line for line in found["stood_in"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_models_behind_an_api_are_not_called(capsys, monkeypatch, tmp_path, tiny_model_dir):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    judged = WORKFLOW.replace("import caller", "import caller, client_for").replace(
+        "    return 1.0 if",
+        '    verdict = await client_for("judge").complete([{"role": "user", "content": "Well?"}])\n'
+        '    assert verdict.model == "far-judge" and verdict.text.endswith(".")\n'
+        "    return 1.0 if",
+    )
+    config = write_project(tmp_path, tiny_model_dir, workflow=judged)
+    content = yaml.safe_load(config.read_text())
+    content["models"] = {
+        "judge": {
+            "model": "far-judge",
+            "base_url": "http://127.0.0.1:9/v1",
+            "api_key_env": "NO_SUCH_KEY",
+        }
+    }
+    config.write_text(yaml.safe_dump(content))
+    found = dry(capsys, config, "--inline", "--tasks", 1)
+    assert found["failed_runs"] == {}
+    assert "judge (far-judge at http://127.0.0.1:9/v1): plain words" in str(found["stood_in"])
+    # one task was played of two, and what a step holds is scaled
+    assert (found["plan"]["played"], found["plan"]["tasks"]) == (1, 2)
+    assert found["tokens"]["calls"] == 16
+    # with them, their keys are asked for before anything starts
+    assert main(["run", "--dry-run", str(config), "--inline", "--call-apis"]) == 2
+    assert "NO_SUCH_KEY" in capsys.readouterr().err
+
+
+def test_what_is_no_dry_run_is_refused(capsys, tmp_path, tiny_model_dir):
+    config = write_project(tmp_path, tiny_model_dir, workflow=WORKFLOW)
+    assert main([str(config), "--answers", "a.jsonl"]) == 2
+    assert "--dry-run --answers" in capsys.readouterr().err
+    assert main([str(config), "--dry-run", "--stage", "grpo"]) == 2
+    assert "there are no stages" in capsys.readouterr().err
+    assert main([str(config), "--dry-run", "mode=bench"]) == 2
+    assert "trains on rollouts" in capsys.readouterr().err
+    assert main([str(config), "--dry-run", "algorithm.repeat_times=0"]) == 2
+    assert "algorithm.repeat_times" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_in_ray_workers(capsys, monkeypatch, tmp_path, tiny_model_dir):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")  # a run would join this one
+    config = write_project(tmp_path, tiny_model_dir, workflow=WORKFLOW)
+    earlier = run_dir(tmp_path) / "global_step_7"
+    earlier.mkdir(parents=True)
+    found = dry(capsys, config)
+    assert found["ok"] is True
+    assert found["groups"]["mixed"] == 2
+    assert found["answers"]["by_kind"]["truth"]["reward"] == 1.0
+    assert found["batch"]["experiences"] == 16
+    assert found["step"]["gradient_norm"] > 0
+    assert any("Ray of its own" in line for line in found["real"])
+    assert [path.name for path in run_dir(tmp_path).iterdir()] == ["global_step_7"]
