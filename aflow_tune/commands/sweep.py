@@ -1,0 +1,167 @@
+"""`aflow-tune sweep`: one configuration, tried with other settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.commands.eval import arrange as arranged
+from aflow_tune.errors import ExitCode
+from aflow_tune.sweeps import OBJECTIVES, PRUNERS, SAMPLERS
+
+_EPILOG = """\
+what to try, for any key of the configuration (--space may be repeated, or names a YAML file):
+  algorithm.repeat_times=4,8,16            these values
+  model.temperature=0.6..1.0               any number between
+  algorithm.optimizer.lr=log:1e-6..1e-4    any number between, evenly by its logarithm
+  buffer.batch_size=int:2..16              any whole number between
+
+examples:
+  aflow-tune sweep my.yaml --space algorithm.optimizer.lr=log:1e-6..1e-4 --trials 12
+  aflow-tune sweep my.yaml --space space.yaml --sampler grid --seeds 0,1,2 --parallel 3
+  aflow-tune sweep my.yaml buffer.total_steps=20 --space local.dtype=fp32,bf16 --prune median
+
+Every trial is a run in a folder of its own below NAME-sweep, so that `aflow-tune runs` lists,
+resumes and cleans it. Its score is the held-out mean of `report.score`. Everything is checked
+before the first trial begins. The same command goes on with a sweep that was stopped or killed,
+unfinished trials first; --trials, --timeout and --parallel may change, what decides a score may
+not. At the end stands a table; sweep.html has the plots, sweep.json the numbers.
+
+exit codes:
+  0  every trial has ended, and at least one has a score
+  1  the first three trials failed, or none has a score
+  2  bad input: nothing was started
+  3  interrupted (Ctrl-C, SIGTERM), or trials were killed: the same command goes on
+  4  --timeout is over: the same command goes on
+  5  all trials had ended before
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "sweep",
+        help="try a configuration with other settings, and compare by held-out score",
+        description="Train one configuration again and again with other settings, drawn by "
+        "Optuna, and compare the trials by their held-out score.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that every trial has"
+    )
+    parser.add_argument(
+        "--space",
+        action="append",
+        default=[],
+        required=True,
+        metavar="KEY=WHAT|FILE",
+        help="a key and what to try for it, or a YAML file of such lines; may be repeated",
+    )
+    how = parser.add_argument_group("what is drawn, and how it is compared")
+    how.add_argument("--trials", type=_count, metavar="N", help="trials in all (20; a grid: all)")
+    how.add_argument(
+        "--sampler",
+        choices=SAMPLERS,
+        default="tpe",
+        help="tpe learns from the trials before (default), random does not, grid tries every "
+        "combination once",
+    )
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
+    how.add_argument(
+        "--seeds",
+        type=_seeds,
+        default=(),
+        metavar="0,1,2",
+        help="run each trial once with each of these seeds and take the mean",
+    )
+    how.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="best",
+        help="the best evaluation of a run (default), or its last",
+    )
+    how.add_argument(
+        "--prune",
+        choices=PRUNERS,
+        default="none",
+        help="stop a trial whose held-out score falls behind: below the median of earlier trials, "
+        "or not in the better half when the steps have doubled (default: none)",
+    )
+    where = parser.add_argument_group("how much at once, and where")
+    where.add_argument("--parallel", type=_count, default=1, metavar="K", help="runs at once (1)")
+    where.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="stop this command after that long"
+    )
+    where.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="start runs through this Ray: HOST:PORT, auto for one that runs here, none for "
+        "processes of this machine (default: what cluster.ray_address or RAY_ADDRESS names)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the content of sweep.json at the end"
+    )
+    parser.set_defaults(action=_sweep)
+
+
+def arrange(arguments: Sequence[str]) -> list[str]:
+    """The arguments with every `key=value` behind CONFIG, wherever it stood among the flags."""
+    return arranged(arguments, ("--space",))
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from aflow_tune.sweeps.plan import Request
+    from aflow_tune.tuning import sweep_config
+
+    request = Request(
+        config=options.config,
+        space=tuple(options.space),
+        overrides=tuple(options.overrides),
+        trials=options.trials,
+        sampler=options.sampler,
+        seed=options.seed,
+        seeds=options.seeds,
+        prune=options.prune,
+        objective=options.objective,
+        parallel=options.parallel,
+        timeout=options.timeout,
+    )
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    ended = sweep_config(request, ray=options.ray, phase=say)
+    print(json.dumps(ended.content, indent=1) if options.json else f"\n{ended.text}")
+    return ExitCode.DONE
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number above 0, not {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0, not {text!r}")
+    return value
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"whole numbers such as 0,1,2, not {text!r}")
+    seeds = tuple(map(int, text.split(",")))
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"every seed once, not {text!r}")
+    return seeds

@@ -1,0 +1,449 @@
+"""A sweep that runs: real Optuna, real processes, and a stand-in for what one run does in hours.
+
+The stand-in writes a run folder through our own writers (`stand_in_run.py`); what the real command
+does in a trial is tested in `test_sweep_command.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from project import write_project
+
+from aflow_tune.engines.trinity.config import load_config
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
+from aflow_tune.runs.folder import locked, read_state
+from aflow_tune.runs.listing import State, describe, find_runs
+from aflow_tune.runs.process import RunProcess, last_words
+from aflow_tune.sweeps import sweep as sweep_module
+from aflow_tune.sweeps.plan import Plan, Request
+from aflow_tune.sweeps.running import Ended, carry_out
+from aflow_tune.sweeps.space import combination, grid_order, parse_space
+from aflow_tune.sweeps.study import SweepStudy
+from aflow_tune.sweeps.trial import LocalStarter
+
+STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in_run.py"))]
+REPEAT = "algorithm.repeat_times"
+
+
+def _study(plan: Plan) -> SweepStudy:
+    return SweepStudy(
+        plan.folder,
+        plan.axes,
+        sampler="grid",
+        pruner="median",
+        seed=0,
+        trials=plan.trials,
+        first_report=1,
+        together=False,
+    )
+
+
+class CheckedPlan(Plan):
+    """A plan whose values need no further check: `test_sweep_plan.py` has those."""
+
+    def refusal(self, number: int, values: dict[str, str]) -> BadInput | None:
+        return None
+
+
+class Place:
+    """A project, and the commands of one sweep in it."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.config = write_project(root, Path("no-model-is-loaded"))
+        self.folder = root / "runs" / "tests" / "tiny-sweep"
+        self.monkeypatch = monkeypatch
+        self.said: list[str] = []
+
+    def stand_in(self, **wanted: Any) -> None:
+        """What the stand-in does from now on."""
+        told = {"root": str(self.folder.parent), **wanted}
+        self.monkeypatch.setenv("STAND_IN", json.dumps(told))
+
+    def plan(self, *space: str, **changed: Any) -> Plan:
+        request = Request(
+            self.config, space or (f"{REPEAT}=2,4,8",), **{"sampler": "grid", **changed}
+        )
+        axes = parse_space(request.space)
+        config = load_config(request.config, request.overrides)
+        trials = request.trials or len(grid_order(axes, request.seed))
+        return CheckedPlan(request, config, "local", axes, trials, self.folder, 1)
+
+    def run(self, plan: Plan, stop: Callable[[], bool] = lambda: False, **wanted: Any) -> Ended:
+        """One command."""
+        self.stand_in(**wanted)
+        with locked(plan.folder):
+            return carry_out(plan, LocalStarter(STAND_IN), stop=stop, say=self.said.append)
+
+    def run_folder(self, number: int, ending: str = "") -> Path:
+        return self.folder / f"tiny-{number:03d}{ending}"
+
+    def begun(self, number: int) -> list[int]:
+        """The steps that a trial's run began from, one for each process."""
+        return [int(line) for line in (self.run_folder(number) / "begun.txt").read_text().split()]
+
+    def content(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "sweep.json").read_text())
+        return found
+
+    def states(self) -> dict[int, str]:
+        return {trial["number"]: trial["state"] for trial in self.content()["trials"]}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0.05)
+    return Place(tmp_path, monkeypatch)
+
+
+def test_trials_are_runs_and_the_best_stands_first(place: Place) -> None:
+    plan = place.plan(parallel=3)
+    ended = place.run(plan, scores={"0": 0.2, "1": 0.9, "2": 0.4})
+    rows = ended.content["trials"]
+    assert [(row["number"], row["score"], row["state"]) for row in rows] == [
+        (1, 0.9, "complete"),
+        (2, 0.4, "complete"),
+        (0, 0.2, "complete"),
+    ]
+    order = grid_order(plan.axes, 0)
+    assert [row["values"] for row in rows] == [
+        combination(plan.axes, order[number]) for number in (1, 2, 0)
+    ]
+    # Wilson's interval of 9 right answers of 10.
+    assert (rows[0]["low"], rows[0]["high"]) == (
+        pytest.approx(0.5958, abs=1e-4),
+        pytest.approx(0.9821, abs=1e-4),
+    )
+    assert rows[0]["step"] == 1
+    assert rows[0]["seconds"] > 0
+    assert ended.content["best_trial"] == 1
+    assert rows[0]["runs"] == [str(place.run_folder(1))]
+    found = {path.name: describe(path) for path in find_runs([place.folder.parents[1]])}
+    assert sorted(found) == ["tiny-000", "tiny-001", "tiny-002"]
+    assert all(run.state is State.FINISHED for run in found.values())
+    assert "best: trial 1 in" in ended.text
+    assert f"{REPEAT}={rows[0]['values'][REPEAT]}" in ended.text
+    assert json.loads((place.folder / "sweep.json").read_text())["trials"] == rows
+    _check_page((place.folder / "sweep.html").read_text())
+
+
+def test_a_run_is_told_where_it_belongs_and_nothing_else_of_the_sweep(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4", trials=1, overrides=("seed=7", "name=mine"))
+    plan = replace(plan, folder=place.folder.with_name("mine-sweep"))
+    place.run(plan)
+    state = read_state(place.folder.with_name("mine-sweep") / "mine-000")
+    assert state is not None
+    value = combination(plan.axes, grid_order(plan.axes, 0)[0])[REPEAT]
+    assert state.fingerprint["settings"] == sorted(
+        [
+            "seed=7",
+            "name=mine",
+            f"{REPEAT}={value}",
+            "group=mine-sweep",
+            "name=mine-000",
+            "continue_from_checkpoint=true",
+        ]
+    )
+
+
+def _check_page(text: str) -> None:
+    """It shows what the table says."""
+    found: list[str] = []
+    titles: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append(tag)
+            titles.extend(value or "" for name, value in attrs if name == "aria-label")
+
+    Reader().feed(text)
+    assert titles == ["score by trial", REPEAT]
+    assert found.count("circle") == 6
+    assert found.count("polyline") == 1
+    assert "script" not in found
+    for told in ("trial 1: 0.9 (0.596 to 0.982)", "0.900", "One seed a trial"):
+        assert told in text
+
+
+def test_a_trial_that_fails_costs_itself_only(place: Place) -> None:
+    ended = place.run(place.plan(), codes={"0": 1}, scores={"1": 0.3, "2": 0.6})
+    rows = ended.content["trials"]
+    assert [(row["number"], row["state"]) for row in rows] == [
+        (2, "complete"),
+        (1, "complete"),
+        (0, "failed"),
+    ]
+    assert rows[2]["score"] is None
+    assert rows[2]["reason"].startswith("told to end with 1 (")
+    assert "told to end with 1" in ended.text
+    with pytest.raises(AlreadyFinished, match="All 3 trials"):
+        place.run(place.plan())
+
+
+def test_three_failures_at_the_beginning_end_it(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4,8,16,32")
+    with pytest.raises(RunFailed, match=r"the first 3 trials came to nothing\. told to end with 1"):
+        place.run(plan, codes={"0": 1, "1": 1, "2": 1})
+    assert place.states() == {0: "failed", 1: "failed", 2: "failed"}
+    # The cause was cured: the same command goes on with the rest.
+    ended = place.run(plan)
+    assert [row["state"] for row in ended.content["trials"]] == ["complete"] * 2 + ["failed"] * 3
+
+
+def test_a_success_among_the_first_three_lets_it_go_on(place: Place) -> None:
+    ended = place.run(place.plan(f"{REPEAT}=2,4,8,16"), codes={"0": 1, "1": 1, "3": 1})
+    assert place.states() == {0: "failed", 1: "failed", 2: "complete", 3: "failed"}
+    assert ended.content["best_trial"] == 2
+
+
+def test_stopped_saved_and_gone_on_with(place: Place) -> None:
+    plan = place.plan()
+
+    def when_it_waits() -> bool:
+        state = read_state(place.run_folder(1))
+        return state is not None and state.step == 1
+
+    with pytest.raises(Interrupted, match="1 of 3 trials have ended"):
+        place.run(plan, when_it_waits, steps=2, wait=[1])
+    assert place.states() == {0: "complete", 1: "unfinished"}
+    assert describe(place.run_folder(1)).state is State.INTERRUPTED
+    ended = place.run(plan, steps=2, wait=[1], scores={"1": 0.7})
+    assert [row["state"] for row in ended.content["trials"]] == ["complete"] * 3
+    assert (place.begun(0), place.begun(1), place.begun(2)) == ([0], [0, 1], [0])
+    assert "trial 1: going on with it" in place.said
+
+
+class Deaf:
+    """Starts runs that do not listen when they are asked to stop."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def start(self, arguments: Sequence[str], output: Path) -> RunProcess:
+        code = (
+            "import signal, sys, time\n"
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            'open(sys.argv[1], "w").close()\n'
+            "time.sleep(600)\n"
+        )
+        self.process = RunProcess([sys.executable, "-c", code, str(self.mark)], output)
+        return self.process
+
+
+def test_a_second_interrupt_ends_it_whatever_the_runs_do(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_module, "_LAST_SECONDS", 0.2)
+    plan = place.plan(f"{REPEAT}=2,4")
+    deaf = Deaf(tmp_path / "started")
+
+    def say(text: str) -> None:
+        if text.startswith("stopping 1 runs"):
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with locked(plan.folder), pytest.raises(KeyboardInterrupt):
+        carry_out(plan, deaf, stop=deaf.mark.exists, say=say)
+    os.kill(deaf.process._process.pid, signal.SIGKILL)
+    deaf.process._process.wait()
+    assert place.states() == {0: "unfinished"}
+
+
+def test_a_time_limit_stops_in_the_same_way(place: Place) -> None:
+    two = f"{REPEAT}=2,4"
+    plan = place.plan(two, timeout=1.0)
+    with pytest.raises(BudgetReached, match="--timeout is over"):
+        place.run(plan, steps=2, wait=[0])
+    assert place.states() == {0: "unfinished"}
+    ended = place.run(place.plan(two, timeout=600.0), steps=2)
+    assert len(ended.content["trials"]) == 2
+
+
+def test_a_killed_run_leaves_its_trial_to_the_next_command(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4")
+    with pytest.raises(Interrupted, match="killed by somebody else: 0"):
+        place.run(plan, steps=2, codes={"0": -int(signal.SIGKILL)})
+    assert place.states() == {1: "complete", 0: "unfinished"}
+    assert describe(place.run_folder(0)).state is State.KILLED
+    ended = place.run(plan, steps=2)
+    assert [row["state"] for row in ended.content["trials"]] == ["complete"] * 2
+    assert place.begun(0) == [0, 1]
+
+
+def test_a_run_that_an_earlier_command_left_running_is_waited_for(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4", trials=1)
+    place.run_folder(0).mkdir(parents=True)
+    released = threading.Event()
+
+    def say(text: str) -> None:
+        place.said.append(text)
+        if text.startswith("waiting for the run in"):
+            released.set()
+
+    place.stand_in()
+    with locked(plan.folder):
+        holding = locked(place.run_folder(0))
+        holding.__enter__()
+        holder = threading.Thread(
+            target=lambda: (released.wait(60), time.sleep(0.3), holding.__exit__(None, None, None))
+        )
+        holder.start()
+        carry_out(plan, LocalStarter(STAND_IN), stop=lambda: False, say=say)
+        holder.join()
+    assert released.is_set()
+    assert place.begun(0) == [0]
+
+
+def test_several_seeds_are_averaged(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4", trials=1, seeds=(0, 1), parallel=2)
+    ended = place.run(plan, scores={"0": 0.4}, by_seed={"1": 0.2})
+    (row,) = ended.content["trials"]
+    assert row["by_seed"] == [pytest.approx(0.4), pytest.approx(0.6)]
+    assert row["score"] == pytest.approx(0.5)
+    # s = 0.1414, s / sqrt(2) = 0.1, t(0.975; 1) = 12.706
+    assert row["low"] == pytest.approx(0.5 - 1.2706, abs=1e-3)
+    assert row["high"] == pytest.approx(0.5 + 1.2706, abs=1e-3)
+    assert row["step"] is None
+    assert row["runs"] == [str(place.run_folder(0, f"-seed{seed}")) for seed in (0, 1)]
+    assert "means over 2 seeds" in " ".join(ended.content["remarks"])
+
+
+def test_a_trial_fails_with_one_of_its_seeds(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4", seeds=(0, 1))
+    ended = place.run(plan, codes={"0": 1}, scores={"1": 0.3})
+    assert place.states() == {0: "failed", 1: "complete"}
+    assert not place.run_folder(0, "-seed1").exists()  # it would have been for nothing
+    assert ended.content["trials"][1]["reason"].startswith("told to end with 1")
+
+
+def test_a_trial_behind_the_median_is_stopped_with_its_state_saved(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4,8,16", prune="median")
+    scores = {"0": [0.5, 0.6], "1": [0.6, 0.7], "2": [0.7, 0.8], "3": [0.1, 0.9]}
+    ended = place.run(plan, steps=2, scores=scores, wait=[3])
+    assert place.states() == {0: "complete", 1: "complete", 2: "complete", 3: "pruned"}
+    rows = ended.content["trials"]
+    assert [(row["number"], row["score"]) for row in rows] == [
+        (2, 0.8),
+        (1, 0.7),
+        (0, 0.6),
+        (3, 0.1),
+    ]
+    assert describe(place.run_folder(3)).state is State.INTERRUPTED
+    assert "trial 3: pruned" in place.said
+
+
+def test_the_last_evaluation_counts_if_it_is_asked_for(place: Place) -> None:
+    scores = {"0": [0.9, 0.2], "1": [0.3, 0.4]}
+    plan = place.plan(f"{REPEAT}=2,4", objective="last")
+    ended = place.run(plan, steps=2, scores=scores)
+    assert [(row["number"], row["score"], row["step"]) for row in ended.content["trials"]] == [
+        (1, 0.4, 2),
+        (0, 0.2, 2),
+    ]
+
+
+def test_a_run_that_reached_its_budget_counts_with_what_it_came_to(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4", parallel=2)
+    ended = place.run(plan, codes={"1": 4}, scores={"1": 0.8}, steps=2)
+    row = ended.content["trials"][0]
+    assert (row["number"], row["state"], row["score"]) == (1, "budget", 0.8)
+
+
+def test_no_score_is_no_success(place: Place) -> None:
+    plan = place.plan(f"{REPEAT}=2,4")
+    with pytest.raises(RunFailed, match="no held-out evaluation with a score"):
+        place.run(plan, steps=0)
+    assert place.states() == {0: "failed", 1: "failed"}
+
+
+def test_another_sweep_in_the_same_folder_is_refused_with_every_difference(place: Place) -> None:
+    place.run(place.plan(trials=1))
+    changed = place.plan(
+        f"{REPEAT}=2,4", seed=1, overrides=("buffer.batch_size=3", "local.threads=2")
+    )
+    with pytest.raises(BadInput) as refused:
+        place.run(changed)
+    assert {fault.where: fault.found for fault in refused.value.faults} == {
+        "--seed": "1",
+        f"--space {REPEAT}": "'2,4'",
+        "buffer.batch_size": "3",
+    }
+    ended = place.run(place.plan(trials=3, parallel=2, overrides=("local.threads=2",)))
+    assert len(ended.content["trials"]) == 3
+    assert place.begun(0) == [0]
+
+
+def test_what_was_pruned_stays_pruned_if_the_sweep_is_killed(place: Place) -> None:
+    """The study is left as by a command that was killed while the run still saved its state."""
+    plan = place.plan(f"{REPEAT}=2,4", prune="median")
+    study = _study(plan)
+    record = study.next()
+    assert record is not None
+    study.report(record.number, 1, 0.3)
+    study.note(record.number, pruned=True)
+    study.close()
+    place.run(plan)
+    assert place.states() == {0: "pruned", 1: "complete"}
+    assert not place.run_folder(0).exists()
+
+
+def test_a_study_that_cannot_be_read_is_told(place: Place) -> None:
+    plan = place.plan(trials=1)
+    place.folder.mkdir(parents=True)
+    (place.folder / "study.sqlite").write_text("this is no database" * 100)
+    with pytest.raises(RunFailed, match=r"study\.sqlite, cannot be read or written: .*database"):
+        place.run(plan)
+
+
+def test_what_must_not_be_shown_is_in_no_file(place: Place) -> None:
+    secret = "algorithm.advantage_fn_args.api_key=sk-0123456789"
+    plan = place.plan(f"{REPEAT}=2,4", trials=1, overrides=(secret,))
+    ended = place.run(plan)
+    assert ended.content["settings"] == ["algorithm.advantage_fn_args.api_key=***"]
+    for path in (*place.folder.glob("*.json"), *place.folder.glob("*.html")):
+        assert "sk-0123456789" not in path.read_text()
+    assert "sk-0123456789" not in ended.text
+
+
+def test_a_killed_sweep_lets_its_runs_save(place: Place, tmp_path: Path) -> None:
+    """On Linux the kernel tells the run that whoever started it is gone."""
+    if sys.platform != "linux":
+        pytest.skip("the parent's death is only told on Linux")
+    place.stand_in(steps=2, wait=[0])
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from aflow_tune.runs.process import RunProcess\n"
+        "RunProcess(sys.argv[2:], Path(sys.argv[1]))\n"
+        "time.sleep(600)\n"
+    )
+    command = [*STAND_IN, "config.yaml", "group=tiny-sweep", "name=tiny-000"]
+    starter = RunProcess(
+        [sys.executable, "-c", code, str(tmp_path / "run.log"), *command], tmp_path / "sweep.log"
+    )
+    folder = place.run_folder(0)
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert condition(), last_words(tmp_path / "run.log") + last_words(tmp_path / "sweep.log")
+
+    def state_is(status: str) -> bool:
+        state = read_state(folder)
+        return state is not None and (state.status, state.step) == (status, 1)
+
+    until(lambda: state_is("running"))
+    os.kill(starter._process.pid, signal.SIGKILL)
+    until(lambda: state_is("interrupted"))
+    assert starter.poll() == -signal.SIGKILL

@@ -1,0 +1,172 @@
+"""Runs of a sweep through Ray: what they hold, what they are told, and a cluster of two nodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from project import WORKFLOW, write_project
+from ray_nodes import ray_nodes
+
+from aflow_tune.engines.trinity._run_on_node import of_a_run
+from aflow_tune.engines.trinity.config import AflowConfig, load_config
+from aflow_tune.engines.trinity.find_ray import FoundRay
+from aflow_tune.engines.trinity.sweep_ray import (
+    RayStarter,
+    cluster_for,
+    needs_of,
+    no_room,
+    ray_starter,
+)
+from aflow_tune.errors import BadInput
+from aflow_tune.runs.process import last_words
+
+KEY = "sk-sweep-5b1f0c77aa"
+
+
+def configured(*overrides: str) -> AflowConfig:
+    return load_config(None, overrides)
+
+
+def test_which_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # no Ray was started here
+    assert cluster_for(configured()) is None
+    named = "cluster.ray_address=10.0.0.1:6379"
+    found = FoundRay("10.0.0.1:6379", f"command line: {named}")
+    assert cluster_for(configured(named)) == found
+    config = configured(named, "inline=true")
+    assert cluster_for(config) == found
+    assert config.inline
+    assert cluster_for(configured("cluster.ray_address=local")) is None
+    with pytest.raises(BadInput, match="no Ray to use"):
+        cluster_for(configured("cluster.ray_address=auto"))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    assert cluster_for(configured()) == FoundRay("10.0.0.2:6379", "RAY_ADDRESS")
+
+
+def test_what_a_run_holds() -> None:
+    cpu, gpu = {"CPU": 8.0}, {"CPU": 16.0, "GPU": 4.0}
+    local = configured("engine=local", "local.threads=3")
+    assert needs_of(local, [cpu]) == {"num_cpus": 3, "num_gpus": 0}
+    assert needs_of(local, [cpu, gpu]) == {"num_cpus": 3, "num_gpus": 1}
+    on_cpu = configured("engine=local", "local.device=cpu")
+    assert needs_of(on_cpu, [gpu]) == {"num_cpus": 1, "num_gpus": 0}
+    # It reserves its GPUs itself: an actor that held them would wait for its own run.
+    assert needs_of(configured("engine=trinity"), [gpu]) == {"num_cpus": 1, "num_gpus": 0}
+
+
+def test_runs_that_would_wait_for_ever_are_refused() -> None:
+    nodes = [{"CPU": 8.0}, {"CPU": 2.0, "GPU": 4.0}]
+    local = configured("engine=local", "local.threads=3")
+    (fault,) = no_room(local, {"num_cpus": 3, "num_gpus": 1}, nodes, 1)  # on different nodes
+    assert fault.expected == "a node with 3 CPUs and 1 GPUs"
+    assert no_room(local, {"num_cpus": 2, "num_gpus": 1}, nodes, 9) == []
+    trinity = configured("engine=trinity", "cluster.node_num=1", "cluster.gpu_per_node=2")
+    assert no_room(trinity, {}, nodes, 2) == []
+    (fault,) = no_room(trinity, {}, nodes, 3)
+    assert (fault.found, fault.cure[:12]) == ("4 GPUs in the cluster", "--parallel 2")
+    whole = configured("engine=trinity", "cluster.node_num=0", "cluster.gpu_per_node=0")
+    (fault,) = no_room(whole, {}, nodes, 2)
+    assert "the whole cluster" in fault.found
+
+
+def test_a_run_does_not_take_its_worker_s_settings_for_its_own() -> None:
+    worker = {
+        "PATH": "/bin",
+        "OMP_NUM_THREADS": "1",
+        "RAY_JOB_ID": "01",
+        "RAY_AUTH_MODE": "token",
+        "CUDA_VISIBLE_DEVICES": "2",
+        "MY_KEY": KEY,
+        "AFLOW_TUNE_KEYS": "sweep /runs/tiny-sweep",
+        "AFLOW_TUNE_SHIPMENT": "aflow_tune_shipment_0",
+    }
+    assert of_a_run(worker) == {
+        "PATH": "/bin",
+        "RAY_AUTH_MODE": "token",
+        "CUDA_VISIBLE_DEVICES": "2",
+        "MY_KEY": KEY,
+    }
+
+
+def test_what_nodes_would_find_out_differently_must_be_said(tmp_path: Path) -> None:
+    found = FoundRay("10.0.0.1:6379", "RAY_ADDRESS")
+    with (
+        pytest.raises(BadInput) as refused,
+        ray_starter(configured(), found, tmp_path, 1),
+    ):
+        pass
+    assert [fault.cure for fault in refused.value.faults] == ["engine=local, or engine=trinity"]
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_begin_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is refused ends with the command's own code and words; one that waits for room
+    is never begun when it is stopped; a file that the node does not have is named."""
+    from aflow_tune.engines.trinity.local_ray import local_ray
+
+    config = write_project(tmp_path, tmp_path / "no-model")
+    monkeypatch.chdir(tmp_path)
+
+    def ended(condition: Callable[[], object]) -> object:
+        deadline = time.monotonic() + 120
+        while (found := condition()) is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return found
+
+    with local_ray("test/sweep", {}):
+        starter = RayStarter("local", {"num_cpus": 1, "num_gpus": 0})
+        refused = starter.start([config.name, "no.such.key=1"], tmp_path / "refused.log")
+        absent = starter.start(["absent.yaml"], tmp_path / "absent.log")
+        assert ended(refused.poll) == 2
+        assert "no.such.key" in (tmp_path / "refused.log").read_text()
+        assert ended(absent.poll) == 2
+        assert "there is no file absent.yaml" in last_words(tmp_path / "absent.log")
+        never = RayStarter("local", {"num_cpus": 10_000, "num_gpus": 0})
+        waiting = never.start([config.name], tmp_path / "waiting.log")
+        assert waiting.poll() is None
+        waiting.stop()
+        assert waiting.poll() == -15
+    assert not (tmp_path / "waiting.log").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_on_a_cluster_that_wants_a_token(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Real runs on the nodes of a cluster, with a key that the nodes have only from the command
+    and that Ray has written nowhere."""
+    if shutil.which("bwrap") is None:
+        pytest.fail("bubblewrap is needed for the test cluster: see the README")
+    text = WORKFLOW.replace(
+        "async def two_calls(",
+        "import os\n\nKEY = os.environ['SWEEP_KEY']\n\n\nasync def two_calls(",
+    )
+    config = write_project(tmp_path / "shared", tiny_model_dir, workflow=text)
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    with ray_nodes(hidden, workers=1) as nodes:
+        command = [sys.executable, "-m", "aflow_tune.cli", "sweep", str(config), "engine=local"]
+        command += ["inline=true", "--space", "algorithm.optimizer.lr=0.003,0.0003", "--json"]
+        command += ["--sampler", "grid", "--parallel", "2", "--ray", nodes.address]
+        swept = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**nodes.environment, "SWEEP_KEY": KEY},
+            capture_output=True,
+            text=True,
+        )
+        assert swept.returncode == 0, swept.stdout + swept.stderr
+        written = nodes.files_with(KEY)
+    trials = json.loads(swept.stdout)["trials"]
+    assert [trial["state"] for trial in trials] == ["complete", "complete"]
+    for trial in trials:
+        (folder,) = map(Path, trial["runs"])
+        command = json.loads((folder / "run.json").read_text())["command"]
+        assert command["overrides"][-1] == "cluster.ray_address=local"
+    assert written == []
