@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from dataclasses import MISSING, fields
@@ -10,13 +11,24 @@ from pathlib import Path
 import pytest
 
 from aflow_tune.config import AflowSections
+from aflow_tune.data.sums import single_additions
 from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.engines.trinity.validate import validate
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 CLUSTER = ["cluster.ray_address=10.0.0.1:6379"]
-OVERRIDES = {"react_gsm8k_qwen.yaml": CLUSTER, "writer_qwen7b.yaml": CLUSTER}
+ON_CLUSTER = [path for path in CONFIGS if "\nengine: trinity" in path.read_text()]
+TRAINED_THERE = [path for path in ON_CLUSTER if path.stem != "serve"]
+MAY_CHANGE = (
+    "checkpoint_root_dir",
+    "engine",
+    "monitor.monitor_type",
+    "buffer.explorer_input.*.path",
+    "buffer.explorer_input.*.split",
+    "buffer.explorer_input.*.name",
+)
+"""Keys that are changed without a change of meaning: paths made absolute, our monitor."""
 OUR_SECTIONS = {
     field.name for field in fields(AflowSections) if field.default_factory is not MISSING
 }
@@ -41,18 +53,124 @@ def write_mixed(path: Path, numbers: range) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_it_is_valid_from_any_folder(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is not the recipes', with the data and keys that some of them name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("WRITER_DATA", str(tmp_path))
     monkeypatch.setenv("OPENAI_API_KEY", "not-a-key")
     write_mixed(tmp_path / "train.jsonl", range(8))
     write_mixed(tmp_path / "validation.jsonl", range(8, 12))
-    report = validate(path, OVERRIDES.get(path.name, []))
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_is_valid_from_any_folder_and_runs_as_it_is_written(path: Path) -> None:
+    report = validate(path, CLUSTER if path in ON_CLUSTER else [])
     assert not report.faults, report.render()
+    if path not in ON_CLUSTER:
+        return
+    assert report.config is not None
+    given = report.config.positions.given
+    changed = [
+        change.key
+        for change in report.changes
+        if given(change.key) and not any(fnmatch.fnmatch(change.key, key) for key in MAY_CHANGE)
+    ]
+    assert changed == [], report.render()
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    "style",
+    [
+        ["synchronizer.sync_style=fixed", "synchronizer.sync_offset=1"],
+        ["synchronizer.sync_style=explorer_driven", "explorer.over_rollout.ratio=0.2"],
+        ["synchronizer.sync_style=trainer_driven"],
+        ["synchronizer.sync_style=fully_async"],
+    ],
+    ids=lambda style: style[0].rpartition("=")[2],
+)
+def test_each_asynchronous_style_is_valid(style: list[str]) -> None:
+    report = validate(ROOT / "configs" / "async_styles.yaml", [*CLUSTER, *style])
+    assert not report.faults, report.render()
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("path", TRAINED_THERE, ids=lambda path: path.stem)
+def test_verl_takes_what_trinity_makes_of_it(path: Path) -> None:
+    """Trinity's own builder and verl's own classes; the model is only read from a GPU on."""
+    from trinity.trainer.verl.config import build_verl_config
+    from verl.utils.config import omega_conf_to_dataclass
+
+    report = validate(path, CLUSTER)
+    config = report.config
+    assert config is not None, report.render()
+    built = build_verl_config(config)
+    actor = omega_conf_to_dataclass(built.actor)
+    adapter = config.model.lora_configs
+    assert built.model.lora_rank == (adapter[0].lora_rank if adapter else 0)
+    assert built.model.override_config.attn_implementation == "sdpa"
+    assert not built.model.use_remove_padding
+    in_bf16 = "model_dtype: bfloat16" in path.read_text()
+    assert actor.engine.model_dtype == ("bfloat16" if in_bf16 else "fp32")
+    assert actor.ppo_max_token_len_per_gpu >= config.model.max_model_len
+    if adapter:
+        assert config.synchronizer.sync_method.value == "checkpoint"
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("given", "attention"),
+    [
+        ("{actor_rollout_ref: {actor: {ppo_epochs: 2}}}", "sdpa"),
+        ("{actor_rollout_ref: {model: {enable_gradient_checkpointing: false}}}", "sdpa"),
+        (
+            "{actor_rollout_ref: {model: {override_config: {attn_implementation: eager}}}}",
+            "eager",
+        ),
+        ("{actor_rollout_ref: {actor: {}}, model: {use_fused_kernels: false}}", "sdpa"),
+    ],
+)
+def test_attention_is_set_in_the_layout_that_is_used(given: str, attention: str) -> None:
+    from trinity.trainer.verl.config import build_verl_config
+
+    overrides = [*CLUSTER, f"trainer.trainer_config={given}"]
+    config = validate(ROOT / "configs" / "two_nodes.yaml", overrides).config
+    assert config is not None
+    built = build_verl_config(config)
+    assert built.model.override_config.attn_implementation == attention
+    assert built.model.enable_gradient_checkpointing == ("checkpointing: false" not in given)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_tinker_trains_no_critic() -> None:
+    report = validate(ROOT / "configs" / "tinker.yaml", ["algorithm.algorithm_type=ppo"])
+    assert any("Critic model is not supported" in fault.found for fault in report.faults)
+
+
+def test_a_batch_of_the_operator_graph_is_three_calls_a_run() -> None:
+    for path in ON_CLUSTER:
+        config = load_config(path, [])
+        if config.graph.path:
+            runs = config.buffer.batch_size * config.algorithm.repeat_times
+            assert config.buffer.train_batch_size == 3 * runs, path.name
+
+
+def test_the_examples_and_pairs_of_sft_and_dpo_are_right() -> None:
+    folder = ROOT / "workflows" / "data" / "three_terms"
+    rows = single_additions()
+    for name, keys in (
+        ("examples", ("prompt", "response")),
+        ("pairs", ("prompt", "chosen", "rejected")),
+    ):
+        shipped = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        assert shipped == [{key: row[key] for key in keys} for row in rows]
+    for row in rows:
+        a, b = str(row["prompt"]).split(" + ")
+        assert row["chosen"] == row["response"] == f"<answer>{int(a) + int(b)}</answer>"
+        assert row["rejected"] != row["chosen"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

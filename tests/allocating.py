@@ -1,0 +1,166 @@
+"""Reserves in a Ray of logical GPUs what a recipe reserves; prints one JSON object a recipe.
+
+Run by test_cluster_allocation.py in a process of its own: Ray keeps settings of its process. First
+a node of one GPU, on which the colocated recipes run; then two of eight join it. None of these GPUs
+is there; what a recipe does not have is held by somebody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.engines.trinity.config import AflowConfig, load_config
+from aflow_tune.engines.trinity.one_gpu import MODE, OneGpuAllocator, share_the_gpu
+from aflow_tune.engines.trinity.validators import prepare
+from aflow_tune.errors import RunFailed
+
+# isort: split
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from trinity.common.models.allocator import Allocator
+from verl.single_controller.ray.base import ResourcePoolManager
+
+ONE = {"num_cpus": 40, "num_gpus": 1}
+NODE = {"num_cpus": 40, "num_gpus": 8}
+SECONDS = 60.0
+HANG_SECONDS = 5.0
+
+
+def main(paths: list[str]) -> None:
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**ONE, "resources": {"alone": 1}, "include_dashboard": False},
+    )
+    ray.init(address=cluster.address, namespace="recipes", log_to_driver=False)
+    try:
+        configs = {Path(path).stem: prepared(path) for path in paths}
+        colocated = {name: config for name, config in configs.items() if config.mode == MODE}
+        for name, config in colocated.items():
+            show(name, reserved(config))
+        cluster.add_node(**NODE, resources={"first": 1})
+        cluster.add_node(**NODE, resources={"second": 1})
+        wait_for_gpus(all_gpus())
+        for name, config in colocated.items():
+            show(f"{name} beside others", {"refusal": refusal(config)})
+        for name in configs.keys() - colocated.keys():
+            show(name, reserved(configs[name]))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    print(json.dumps({"recipe": name, **found}), flush=True)
+
+
+def prepared(path: str) -> AflowConfig:
+    """By Trinity's own validators, but for the adapter that they would load the model to write."""
+    config = load_config(path, ["cluster.ray_address=10.0.0.1:6379"])
+    prepare(config, dry=True)
+    return config
+
+
+def refusal(config: AflowConfig) -> str:
+    try:
+        share_the_gpu(config)
+    except RunFailed as error:
+        return str(error)
+    return ""
+
+
+def reserved(config: AflowConfig) -> dict[str, Any]:
+    held = others(config)
+    found: dict[str, Any] = {"free": free_gpus()}
+    if config.mode == MODE:
+        share_the_gpu(config)
+        found["device_of_sampler"] = config.explorer.rollout_model.cuda_visible_devices
+    groups: list[PlacementGroup] = []
+    if config.mode in ("both", MODE):
+        groups += trainer_groups(config)
+        found["trainer"] = [group.bundle_count for group in groups]
+    if config.mode == MODE:
+        found["device_of_trainer"] = device_in(groups[0])
+        stock = placement_group(Allocator(config.explorer).allocate_bundles().bundles)
+        found["stock_starts"] = stock.wait(HANG_SECONDS)
+        remove_placement_group(stock)
+        found["engine_needs"] = engine_error(config)
+    kind = OneGpuAllocator if config.mode == MODE else Allocator
+    found["bundles"] = kind(config.explorer).allocate_bundles().bundles
+    sampler = placement_group(found["bundles"], strategy="PACK")
+    found["sampler"] = sampler.wait(SECONDS)
+    found["left"] = free_gpus()
+    for group in [*groups, sampler, *held]:
+        remove_placement_group(group)
+    wait_for_gpus(all_gpus())
+    return found
+
+
+def others(config: AflowConfig) -> list[PlacementGroup]:
+    """Hold the GPUs that the recipe's cluster does not have."""
+    if config.mode == MODE:
+        return []
+    total, cluster = NODE["num_gpus"], config.cluster
+    second = total - (cluster.gpu_per_node if cluster.node_num > 1 else 0)
+    spare = {"alone": 1, "first": total - cluster.gpu_per_node, "second": second}
+    groups = [placement_group([{"GPU": n, name: 0.01}]) for name, n in spare.items() if n]
+    assert all(group.wait(SECONDS) for group in groups)
+    wait_for_gpus(cluster.node_num * cluster.gpu_per_node)
+    return groups
+
+
+def trainer_groups(config: AflowConfig) -> list[PlacementGroup]:
+    """What verl reserves, by its own manager, as Trinity's trainer calls it."""
+    cluster = config.cluster
+    pool = [cluster.trainer_gpu_num_per_node] * cluster.trainer_node_num
+    manager = ResourcePoolManager(resource_pool_spec={"global_pool": pool}, mapping={})
+    manager.create_resource_pool()
+    groups: list[PlacementGroup] = manager.resource_pool_dict["global_pool"].get_placement_groups()
+    return groups
+
+
+def device_in(group: PlacementGroup) -> str:
+    @ray.remote(num_gpus=1, num_cpus=1)
+    def visible() -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    device: str = ray.get(visible.options(scheduling_strategy=inside).remote())
+    return device
+
+
+def engine_error(config: AflowConfig) -> str:
+    """Where making the engine ends on a machine without CUDA."""
+    try:
+        asyncio.run(OneGpuAllocator(config.explorer).create_all_models())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def all_gpus() -> float:
+    return ray.cluster_resources().get("GPU", 0.0)
+
+
+def free_gpus() -> float:
+    return ray.available_resources().get("GPU", 0.0)
+
+
+def wait_for_gpus(number: float) -> None:
+    """Ray's view of what is free comes a little later."""
+
+    async def come() -> None:
+        while free_gpus() != number:
+            await asyncio.sleep(0.1)
+
+    asyncio.run(asyncio.wait_for(come(), SECONDS))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

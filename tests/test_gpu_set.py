@@ -1,0 +1,103 @@
+"""The GPU set: one version of everything, all that the project asks for, no addresses."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "requirements"
+SET = FOLDER / "gpu.txt"
+ENVIRONMENTS = [
+    {"python_version": f"3.{minor}", "python_full_version": f"3.{minor}.9", "extra": ""}
+    for minor in (11, 12)
+]
+
+
+def lines(path: Path) -> list[str]:
+    content = [line.split(" #")[0].strip() for line in path.read_text().splitlines()]
+    return [line for line in content if line and not line.startswith("#")]
+
+
+def pinned() -> dict[str, Version]:
+    found = {}
+    for line in lines(SET):
+        name, equals, version = line.partition("==")
+        assert equals, line
+        found[canonicalize_name(name)] = Version(version)
+    return found
+
+
+def overridden() -> dict[str, Requirement]:
+    given = [Requirement(line) for line in lines(FOLDER / "gpu-overrides.txt")]
+    return {canonicalize_name(item.name): item for item in given}
+
+
+def unmet(asked: list[Requirement], environment: dict[str, str]) -> list[str]:
+    """What the set does not satisfy, once the overrides stand in the place of what they name."""
+    versions, replaced = pinned(), overridden()
+    wrong = []
+    for item in asked:
+        if item.marker is not None and not item.marker.evaluate(environment):
+            continue
+        name = canonicalize_name(item.name)
+        wanted = replaced.get(name, item).specifier
+        if name not in versions or not wanted.contains(versions[name], prereleases=True):
+            wrong.append(f"{item} ({versions.get(name, 'absent')})")
+    return wrong
+
+
+def project_requirements() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [Requirement(text) for text in project["dependencies"]]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=["3.11", "3.12"])
+def test_the_set_holds_what_the_project_and_its_inputs_ask_for(environment: dict[str, str]) -> None:
+    inputs = [Requirement(line) for line in lines(FOLDER / "gpu.in")]
+    assert unmet([*project_requirements(), *inputs], environment) == []
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=["3.11", "3.12"])
+@pytest.mark.parametrize("package", ["trinity-rft", "verl", "agentscope", "peft", "ray"])
+def test_the_set_holds_what_its_main_packages_ask_for(
+    package: str, environment: dict[str, str]
+) -> None:
+    """By the metadata of the very versions that the CPU set installs."""
+    asked = [Requirement(text) for text in requires(package) or []]
+    assert unmet(asked, environment) == []
+
+
+def test_without_the_override_there_is_no_such_set() -> None:
+    """numpy is what uv has to be told, and the reason that pip cannot install this."""
+    numpy = next(item for item in map(Requirement, requires("verl") or []) if item.name == "numpy")
+    assert not numpy.specifier.contains(pinned()["numpy"])
+    assert list(overridden()) == ["numpy"]
+
+
+def test_it_names_versions_and_nothing_else() -> None:
+    for path in sorted(FOLDER.iterdir()):
+        for line in lines(path):
+            assert re.fullmatch(r"[A-Za-z0-9._\-]+(\[[a-z]+\])?[<>=!~]=?[\w.,<>=]+", line), line
+    names = [line.partition("==")[0].lower() for line in lines(SET)]
+    assert names == sorted(set(names))
+
+
+def test_the_readme_and_the_image_install_it_by_one_command() -> None:
+    command = "uv pip install -r requirements/gpu.txt --override requirements/gpu-overrides.txt"
+    assert command in (ROOT / "README.md").read_text()
+    image = (ROOT / "Dockerfile").read_text()
+    assert command in image
+    steps = re.findall(r"^(FROM|USER|COPY|RUN|ENTRYPOINT) (.*)", image, re.M)
+    users = [argument for step, argument in steps if step == "USER"]
+    assert users == ["1000:1000"]
+    copied = [argument for step, argument in steps if step == "COPY"]
+    assert "requirements/gpu.txt" in copied[0]
+    assert copied[1].endswith(" . .")

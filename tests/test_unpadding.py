@@ -1,0 +1,78 @@
+"""Taking padding out without flash-attn, by Trinity's own function."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils import attention_utils
+
+from aflow_tune.engines.trinity.engine_choice import removes_padding
+from aflow_tune.engines.trinity.unpadding import provide_unpadding
+
+# isort: split
+from trinity.trainer.verl.monkey_patch import left_right_2_no_padding
+
+pytestmark = pytest.mark.skipif(removes_padding(), reason="flash-attn is installed")
+
+
+def batch() -> TensorDict:
+    """Two sequences, 'left padding, 5 6 7' and '8 9, right padding'."""
+    return TensorDict(
+        {
+            "input_ids": torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0]]),
+            "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]),
+            "response_mask": torch.tensor([[1, 1], [1, 0]]),
+            "position_ids": torch.tensor([[0, 0, 1, 2], [0, 1, 1, 1]]),
+        },
+        batch_size=[2],
+    )
+
+
+def test_the_stock_trainer_cannot_do_without_flash_attn() -> None:
+    with pytest.raises(ModuleNotFoundError, match="flash_attn"):
+        left_right_2_no_padding(batch())
+
+
+def test_ours_takes_the_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: Any = attention_utils._get_attention_functions
+    monkeypatch.setattr(attention_utils, "_get_attention_functions", before)  # put back after
+    provide_unpadding()
+    packed = left_right_2_no_padding(batch())
+    assert packed["input_ids"].values().tolist() == [5, 6, 7, 8, 9]
+    assert packed["input_ids"].offsets().tolist() == [0, 3, 5]
+    assert packed["position_ids"].values().tolist() == [0, 1, 2, 0, 1]
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path; what is imported from it as flash_attn is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("init", "module", "found"),
+    [
+        ("", None, False),  # of another package, without the module
+        ("", "", True),
+        ("raise ImportError('undefined symbol')", "", False),
+    ],
+)
+def test_flash_attn_counts_if_its_module_can_be_had(
+    packages: Path, init: str, module: str | None, found: bool
+) -> None:
+    (packages / "flash_attn").mkdir()
+    (packages / "flash_attn" / "__init__.py").write_text(init)
+    if module is not None:
+        (packages / "flash_attn" / "bert_padding.py").write_text(module)
+    importlib.invalidate_caches()
+    assert removes_padding() is found
