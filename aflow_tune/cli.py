@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aflow_tune.errors import AflowTuneError, BadInput, ExitCode
+from aflow_tune.commands import dry_run
+from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, disk_fault
+from aflow_tune.quick_start import import_quickly
 
 _COMMAND_MODULES: tuple[str, ...] = (
     "eval",
     "infer",
     "serve",
     "export",
+    "runs",
+    "sweep",
     "harvest",
+    "estimate",
     "score",
     "data",
     "graph",
     "check_graph",
     "sandbox",
+    "gpus",
+    "doctor",
+    "cluster",
+    "submit",
 )
 """Modules of `aflow_tune.commands`, in the order in which `--help` lists them."""
 _CONFIG_COMMANDS = ("run", "validate")
@@ -34,14 +44,19 @@ _COMMANDS = (
     "init",
     *(name.replace("_", "-") for name in _COMMAND_MODULES),
 )
+_ARRANGED = ("eval", "harvest", "runs", "doctor", "estimate", "submit", "sweep")
+"""Commands that put their arguments in the order that argparse wants themselves."""
 
 _EPILOG = """\
 examples:
   aflow-tune configs/quickstart.yaml                 tune on this machine, no GPU needed
   aflow-tune configs/quickstart.yaml seed=1 name=second buffer.total_steps=20
   aflow-tune configs/quickstart.yaml --inline        one process, without Ray
+  aflow-tune configs/quickstart.yaml --dry-run       one scripted step on a tiny model
   aflow-tune validate configs/quickstart.yaml        check everything, start nothing
   aflow-tune init my_project                         a workflow, a YAML and a test to begin with
+  aflow-tune runs                                    what runs there are, and what became of them
+  aflow-tune sweep my.yaml --space algorithm.optimizer.lr=log:1e-6..1e-4
 
 Settings given as key=value win over the file. The same command again resumes an interrupted
 run from its last checkpoint.
@@ -56,16 +71,27 @@ exit codes:
 """
 
 
+def command() -> int:
+    """Entry point of `aflow-tune`: `main` in a process of its own."""
+    import_quickly()
+    return main()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `aflow-tune`. Returns the exit code."""
+    """Run one command line, that of this process if none is given. Returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a terminal without `°` still gets the rest
     arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = dry_run.joined(arguments)
     words = [word for word in arguments if not word.startswith("-")]
     if words and (words[0] in _CONFIG_COMMANDS or words[0] not in _COMMANDS):
         # Flags may stand anywhere among the overrides; argparse wants them in front.
         flags = [word for word in arguments if word.startswith("-")]
         command = [words.pop(0)] if words[0] in _CONFIG_COMMANDS else ["run"]
         arguments = [*command, *flags, *words]
-    elif arguments[:1] in (["eval"], ["harvest"]):
+    elif arguments and arguments[0] in _ARRANGED:
         command_module = importlib.import_module(f"aflow_tune.commands.{arguments[0]}")
         arguments = command_module.arrange(arguments)
     parser = _parser()
@@ -83,6 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.FAILED)
     except BrokenPipeError:  # whoever reads our output, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.FAILED)
+    except OSError as error:
+        problem = disk_fault(error)
+        if problem is None:
+            raise
+        print(f"\naflow-tune: a file could not be written: {problem}", file=sys.stderr)
         return int(ExitCode.FAILED)
 
 
@@ -102,6 +134,8 @@ def _parser() -> argparse.ArgumentParser:
         help="tune a workflow (the word may be left out)",
         description="Tune the workflow of a configuration, with an evaluation before and after. "
         "The same command resumes an interrupted run.",
+        epilog=dry_run.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_config(run)
     run.add_argument(
@@ -109,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="one process without Ray: starts faster, half the memory, same results",
     )
+    dry_run.add_options(run)
     run.set_defaults(action=_run)
 
     validate = commands.add_parser(
@@ -144,6 +179,9 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        return dry_run.run_dry(options)
+    dry_run.refuse_alone(options)
     from aflow_tune.tuning import run_config
 
     run_config(options.config, options.overrides, inline=True if options.inline else None)
@@ -171,10 +209,13 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _version() -> str:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return f"aflow-tune {version('aflow-tune')}"
+    try:
+        return f"aflow-tune {version('aflow-tune')}"
+    except (PackageNotFoundError, OSError, UnicodeDecodeError):  # a checkout; a damaged install
+        return "aflow-tune of an unknown version"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

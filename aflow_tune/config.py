@@ -68,6 +68,15 @@ class BudgetSection:
 
 
 @dataclass
+class CheckpointsSection:
+    """Which checkpoints stay beside the newest, whose number is
+    `trainer.max_checkpoints_to_keep` (0: all stay)."""
+
+    keep_best: int = 1
+    """How many of those with the best held-out score (`report.score`) are not taken away."""
+
+
+@dataclass
 class PriceSettings:
     """What a model costs, in US dollars for a million tokens. All zero: it costs nothing."""
 
@@ -218,6 +227,24 @@ class HarvestSection:
 
 
 @dataclass
+class RuntimeEnvSection:
+    """What the workers of a cluster get beside the code that is found by tracing."""
+
+    pip: list[str] = field(default_factory=list)
+    """Requirements that Ray installs on every node, such as rapidfuzz==3.9.1."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of further environment variables that workers get, in memory. Those of `models`, and
+    those that your code reads by name, are found."""
+    env_vars: dict[str, str] = field(default_factory=dict)
+    """Plain environment variables. Ray logs and shows them: never a place for keys."""
+    include: list[str] = field(default_factory=list)
+    """Files and folders that travel although no import and no path in the code names them."""
+    exclude: list[str] = field(default_factory=list)
+    """Files and folders that stay although they lie in a folder that travels: from here, such as
+    data/raw, or by name wherever they lie, such as *.ckpt."""
+
+
+@dataclass
 class ReportSection:
     """What is counted as the held-out score, and what the report shows."""
 
@@ -317,15 +344,24 @@ class AflowSections:
     """True: fp32 and batch-invariant sampling, so that Ray and inline give equal tokens."""
     seed: int = 0
     """Seeds sampling, initial adapters and whatever else is drawn."""
+    physical_gpus: Any = None
+    """GPUs of this machine that the run claims and sees, and no others: auto (free ones, as many
+    as it needs), or a list of numbers, UUIDs or GPU:INSTANCE. None: nothing is claimed or hidden,
+    `CUDA_VISIBLE_DEVICES` counts."""
+    protected_pids: list[int] = field(default_factory=list)
+    """Processes that `aflow-tune gpus free` never ends: while the run holds claimed GPUs, and
+    with `--config` and this file always."""
     sandbox: str = _one_of("auto", "auto", "bubblewrap", "landlock", "unsafe_subprocess")
     """The wall that programs written by a model run behind. auto: the strongest that can be
     built; where none can, they do not run. unsafe_subprocess: no wall, with your rights."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)
     budget: BudgetSection = field(default_factory=BudgetSection)
+    checkpoints: CheckpointsSection = field(default_factory=CheckpointsSection)
     models: dict[str, ModelSettings] = field(default_factory=dict)
     """Models beside the one that is tuned, by role: executor, judge, or a name of yours.
     The entry `policy` gives the tuned model's price."""
+    runtime_env: RuntimeEnvSection = field(default_factory=RuntimeEnvSection)
     report: ReportSection = field(default_factory=ReportSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
     mix: dict[str, MixSource] = field(default_factory=dict)

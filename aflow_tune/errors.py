@@ -7,6 +7,10 @@ defect of ours and may show a traceback.
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -91,3 +95,25 @@ class AlreadyFinished(AflowTuneError):
     """The run folder already holds a finished run."""
 
     exit_code = ExitCode.ALREADY_FINISHED
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_RUST = ("safetensors", "tokenizers")
+_NATIVE = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")
+"""How libraries written in Rust, such as safetensors, tell the number of an error."""
+
+
+def disk_fault(error: BaseException) -> str | None:
+    """That a disk is full, read-only or broken, in the system's words; None for other errors."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, sqlite3.OperationalError):
+        code = getattr(error, "sqlite_errorcode", 0)
+        full = code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+        return f"{error} (the run's books)" if full else None
+    native = _NATIVE.search(str(error)) if number is None else None
+    if native is not None and type(error).__module__.startswith(_RUST):
+        number = int(native[1] or native[2])
+    if number not in _NO_ROOM:
+        return None
+    place = getattr(error, "filename", None)
+    return os.strerror(number) + (f": {place}" if place else "")

@@ -24,6 +24,8 @@ from aflow_tune.errors import Fault
 from aflow_tune.schema_names import elsewhere, nearest
 
 _MERGE = "tag:yaml.org,2002:merge"
+_MAY_HOLD_A_KEY = re.compile(r"(key|token|secret|passw\w*|credentials?|authorization)$", re.I)
+"""Names under which people write a key into the file, though no such setting is known."""
 _TRUTH = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _SCALARS = {
     bool: "true or false",
@@ -210,7 +212,10 @@ class SchemaWalk:
     ) -> None:
         expected, cure = suggest(self.schema, parent, key_node.value, known)
         key = f"{parent}.{key_node.value}" if parent else key_node.value
-        found = f"`{display(key)}`, which is no setting ({kind_of(value)})"
+        kind = kind_of(value)
+        if isinstance(value, yaml.ScalarNode) and _MAY_HOLD_A_KEY.search(key_node.value):
+            kind = "its value is not shown since it may be a key"
+        found = f"`{display(key)}`, which is no setting ({kind})"
         self.faults.append(Fault(self.where(key, key_node), expected, found, cure))
 
     def _fault(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aflow_tune.types import TuneResult
 
 if TYPE_CHECKING:
+    from aflow_tune.dry_run.numbers import DryRunResult
     from aflow_tune.engines.trinity.config import AflowConfig
     from aflow_tune.engines.trinity.harvesting import HarvestSummary
     from aflow_tune.engines.trinity.validate import ValidationReport
+    from aflow_tune.sweeps.plan import Request
+    from aflow_tune.sweeps.running import Ended
 
 T = TypeVar("T")
 
@@ -98,8 +102,76 @@ def run_config(
         from aflow_tune.engines.trinity.validate import functions_of
 
         config = load_config(config_path, overrides)
+        config.note_command(config_path, overrides, inline)
         workflow_func, judge_func = functions_of(config)
         return _execute(config, workflow_func, judge_func, inline, stop)
+
+    return _with_stop(work)
+
+
+def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
+    """Run the command once more that began the run in `folder`, with `overrides` added to it.
+
+    A stage's folder means its chain. Raises as `tune()`, and:
+
+    Raises:
+        BadInput: the folder holds no run, or one that no command began.
+    """
+    from aflow_tune.runs.resume import command_of
+
+    found = command_of(folder, overrides)
+    os.chdir(found.cwd)
+    return run_config(found.config, [*found.overrides, *overrides], inline=found.inline)
+
+
+def run_loaded(
+    config: AflowConfig,
+    workflow_func: Callable[..., Any] | None,
+    judge_func: Callable[..., Any] | None,
+) -> TuneResult:
+    """Tune with a configuration that was read elsewhere, as a submitted job does. Raises as
+    `tune()`."""
+
+    def work(stop: Callable[[], bool]) -> TuneResult:
+        return _execute(config, workflow_func, judge_func, None, stop)
+
+    _quiet()
+    return _with_stop(work)
+
+
+def dry_run_config(
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    answers: Path | None = None,
+    call_apis: bool = False,
+    tasks: int | None = None,
+    stage: str | None = None,
+    inline: bool = False,
+    phase: Callable[[str], None] | None = None,
+) -> DryRunResult:
+    """Play one step of a configuration by a script on a tiny random model; nothing is kept.
+
+    Args:
+        answers: a file of what a good and a bad policy would say (`dry_run/answers.py`).
+        call_apis: whether models behind an API are called; else plain words stand in for them.
+        tasks: tasks to play; None: those of a step, as long as that is short.
+        stage: of a chain, the stage to play; None: the first that trains on rollouts.
+        inline: one process without Ray, whatever the configuration says.
+        phase: told what is going on; None: printed.
+
+    Raises:
+        BadInput: configuration, function, data or answers were refused; nothing was started.
+        Interrupted: asked to stop.
+    """
+    tell = phase or (lambda text: print(f"dry run: {text} ...", flush=True))
+
+    def work(stop: Callable[[], bool]) -> DryRunResult:
+        _quiet()
+        from aflow_tune.engines.trinity.dry_run import DryRunOptions, dry_run
+
+        options = DryRunOptions(answers, call_apis, tasks, stage, inline)
+        return dry_run(config_path, list(overrides), options, tell, stop)
 
     return _with_stop(work)
 
@@ -139,10 +211,11 @@ def harvest_config(
     def work(stop: Callable[[], bool]) -> HarvestSummary:
         _quiet()
         from aflow_tune.engines.trinity.config import load_config
+        from aflow_tune.engines.trinity.devices import own_devices
         from aflow_tune.engines.trinity.harvest_settings import lay_out, prepare_harvest
         from aflow_tune.engines.trinity.harvesting import run_harvest
         from aflow_tune.engines.trinity.quiet import log_to
-        from aflow_tune.engines.trinity.run_state import locked
+        from aflow_tune.runs.folder import locked
 
         config = load_config(config_path, overrides)
         section = config.harvest
@@ -151,13 +224,40 @@ def harvest_config(
             section.runs = [str(path) for path in runs]
             section.sources += [] if "runs" in section.sources else ["runs"]
         section.limit = section.limit if limit is None else limit
-        workflow, folder = prepare_harvest(config)
-        for warning in config.warnings:
-            phase(f"warning: {warning}")
-        with locked(folder):
-            log_to(folder / "log")
-            lay_out(config, folder)
-            return run_harvest(config, folder, stop, phase, workflow, out=out)
+        with own_devices(config, phase):
+            workflow, folder = prepare_harvest(config)
+            for warning in config.warnings:
+                phase(f"warning: {warning}")
+            with locked(folder):
+                log_to(folder / "log")
+                lay_out(config, folder)
+                return run_harvest(config, folder, stop, phase, workflow, out=out)
+
+    return _with_stop(work)
+
+
+def sweep_config(
+    request: Request, *, ray: str | None = None, phase: Callable[[str], None] = print
+) -> Ended:
+    """Try a configuration with other settings; returns the table of the trials.
+
+    Args:
+        ray: the address of the Ray that runs are started through, in place of the
+            configuration's, or `none`: processes of this machine.
+        phase: told what is going on.
+
+    Raises:
+        BadInput: the space or the configuration was refused, or the folder holds another sweep.
+        AlreadyFinished: all trials have ended before.
+        Interrupted, BudgetReached: stopped; the same call goes on.
+        RunFailed: the first three trials failed, or none has a score.
+    """
+
+    def work(stop: Callable[[], bool]) -> Ended:
+        _quiet()
+        from aflow_tune.sweeps.running import run_sweep
+
+        return run_sweep(request, ray=ray, stop=stop, say=phase)
 
     return _with_stop(work)
 
@@ -175,18 +275,20 @@ def _execute(
     inline: bool | None,
     stop: Callable[[], bool],
 ) -> TuneResult:
+    from aflow_tune.engines.trinity.devices import own_devices
     from aflow_tune.engines.trinity.run_modes import make_run
     from aflow_tune.engines.trinity.stage_chain import run_chain
 
     if inline is not None:
         config.inline = inline
-    if config.stages:
-        return run_chain(config, workflow_func, judge_func, stop)
-    run = make_run(config, workflow_func, judge_func)
-    run.prepare()
-    run.announce()
-    with run.claimed():
-        return run.execute(stop)
+    with own_devices(config):
+        if config.stages:
+            return run_chain(config, workflow_func, judge_func, stop)
+        run = make_run(config, workflow_func, judge_func)
+        run.prepare()
+        run.announce()
+        with run.claimed():
+            return run.execute(stop)
 
 
 def _with_stop(work: Callable[[Callable[[], bool]], T]) -> T:

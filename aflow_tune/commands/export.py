@@ -17,6 +17,8 @@ Write what a run has to give to other tools. Nothing that exists is written over
 """
 
 _EPILOG = """\
+The run may be going on: a checkpoint is there whole or not at all, and its hashes are checked.
+
 examples:
   aflow-tune export --run runs/my_project/my_run --what merged --out my_model
   aflow-tune export --run runs/my_project/my_run --what adapter --checkpoint best --out my_adapter
@@ -81,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     from aflow_tune.engines.trinity.quiet import quiet
 
     quiet()
-    from aflow_tune.using.export import export_weights, export_workflows, find_checkpoint
+    from aflow_tune.using.export import export_checkpoint, export_workflows
 
     if options.what == "workflows":
         written = export_workflows(
@@ -92,8 +94,10 @@ def _run(options: argparse.Namespace) -> int:
             dataset=options.dataset,
         )
     else:
-        found = find_checkpoint(options.run, options.checkpoint or "last")
-        written = export_weights(found, options.what, options.out, config=options.config)
+        which = options.checkpoint or "last"
+        written = export_checkpoint(
+            options.run, which, options.what, options.out, config=options.config
+        )
     for path in written.paths:
         print(path)
     for note in written.notes:

@@ -6,6 +6,9 @@ that relation, so no held-out question appears in training in any order of its t
 not held out: the single additions inside a question (there are only 81 of 'a + b') also occur
 in training questions; the score tells about new questions, not about new additions.
 
+Beside them: a few rows of both for a smoke run, worked examples of single additions for SFT, and
+pairs of a right and a wrong answer for DPO.
+
     python -m aflow_tune.data.sums workflows/data/three_terms      writes the shipped files
 """
 
@@ -49,6 +52,22 @@ def three_term_sums() -> tuple[list[dict[str, object]], list[dict[str, object]]]
     return train, held_out
 
 
+def single_additions() -> list[dict[str, object]]:
+    """The additions that the workflow's two calls make: 1 to 18 plus 1 to 9, shuffled.
+
+    A row has `prompt` ('3 + 4'), `response` and `chosen` (the answer in its tag), and `rejected`
+    (another number in the tag).
+    """
+    draw = random.Random(SEED)
+    rows: list[dict[str, object]] = []
+    for a, b in product(range(1, 19), range(1, 10)):
+        right, wrong = f"<answer>{a + b}</answer>", a + b + draw.choice((-2, -1, 1, 2))
+        row = {"response": right, "chosen": right, "rejected": f"<answer>{wrong}</answer>"}
+        rows.append({"prompt": f"{a} + {b}", **row})
+    draw.shuffle(rows)
+    return rows
+
+
 def write_rows(path: Path, rows: Iterable[dict[str, object]]) -> None:
     """One JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,3 +79,13 @@ if __name__ == "__main__":
     train_rows, held_out_rows = three_term_sums()
     write_rows(folder / "train.jsonl", train_rows)
     write_rows(folder / "held_out.jsonl", held_out_rows)
+    write_rows(folder / "smoke.jsonl", train_rows[:16])
+    write_rows(folder / "smoke_held_out.jsonl", held_out_rows[:8])
+    examples = single_additions()
+    write_rows(
+        folder / "examples.jsonl", ({k: row[k] for k in ("prompt", "response")} for row in examples)
+    )
+    write_rows(
+        folder / "pairs.jsonl",
+        ({k: row[k] for k in ("prompt", "chosen", "rejected")} for row in examples),
+    )

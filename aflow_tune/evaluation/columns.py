@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aflow_tune.engines.local.saved_weights import kind_of
-from aflow_tune.engines.trinity.run_state import STEP_PREFIX, checkpoints
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.report.evaluation import load_evaluations
-from aflow_tune.report.statistics import mean
+from aflow_tune.report.best import best_step
+from aflow_tune.runs.folder import STEP_PREFIX, checkpoints
 from aflow_tune.types import Checkpoint
 
 BASE = "base"
@@ -285,22 +284,6 @@ class _Sides:
         )
         cure = f"{option} last" if self.saved else "train first, or name a folder with weights"
         self.faults.append(Fault(f"{option} {name}", expected, found, cure))
-
-
-def best_step(run_dir: Path, steps: Sequence[int]) -> int | None:
-    """Of `steps` the one whose evaluation in the run scored best, the earliest of equals.
-
-    Several task sets count the same each. None if none of them was evaluated.
-    """
-    scores: dict[int, list[float]] = {}
-    for evaluations in load_evaluations(run_dir).values():
-        for step, evaluation in evaluations.items():
-            interval = evaluation.interval()
-            if evaluation.whole and interval is not None and step in steps:
-                scores.setdefault(step, []).append(interval.mean)
-    most = max(map(len, scores.values()), default=0)
-    candidates = {step: mean(values) for step, values in scores.items() if len(values) == most}
-    return max(sorted(candidates), key=lambda step: candidates[step]) if candidates else None
 
 
 def _of_run(checkpoint: Checkpoint, name: str = "") -> Side:

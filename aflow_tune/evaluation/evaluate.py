@@ -34,7 +34,6 @@ from aflow_tune.engines.trinity.evaluating import (
     rows_by_item,
 )
 from aflow_tune.engines.trinity.quiet import log_to
-from aflow_tune.engines.trinity.run_state import locked
 from aflow_tune.engines.trinity.trained import load_trained
 from aflow_tune.engines.trinity.validate import check_run_prompts, resolve_functions
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
@@ -49,6 +48,7 @@ from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
 from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
 from aflow_tune.report.usage import Price
+from aflow_tune.runs.folder import locked
 from aflow_tune.signature import check_functions
 from aflow_tune.trace import POLICY
 

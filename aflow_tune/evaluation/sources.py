@@ -24,7 +24,7 @@ from aflow_tune.engines.local.saved_weights import fingerprint
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.endpoint import base_url
 from aflow_tune.engines.trinity.eval_settings import prepare_evaluation
-from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.ship import user_modules
 from aflow_tune.engines.trinity.trained import load_trained
 from aflow_tune.engines.trinity.validate import resolve_functions
 from aflow_tune.evaluation.columns import Column, Plan, Side, Wanted
@@ -193,7 +193,7 @@ def _sources_of(function: Function) -> dict[str, str]:
         inside = {str(number): _sources_of(part) for number, part in enumerate(carried)}
         return {**own, **{f"{key}/{name}": v for key, d in inside.items() for name, v in d.items()}}
     plain = inspect.unwrap(getattr(function, "func", function))
-    names = {*ship_by_value([function]), getattr(plain, "__module__", "")}
+    names = {*user_modules([function]), getattr(plain, "__module__", "")}
     found = {"": getattr(plain, "__qualname__", type(plain).__name__)}
     for name in sorted(names):
         file = getattr(sys.modules.get(name), "__file__", None)

@@ -35,6 +35,7 @@ class AnthropicClient(HttpClient):
 
     address = "https://api.anthropic.com"
     path = "/v1/messages"
+    models_path = "/v1/models?limit=1000"
 
     def _make_sdk(self, **options: Any) -> Any:
         import anthropic

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import heapq
 import json
+import os
 import random
 import resource
 import ssl
@@ -31,12 +32,14 @@ from typing import Any
 import httpx2
 
 from aflow_tune.config import ModelSettings
+from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.ask import Ask
 from aflow_tune.models.client import BaseClient
 from aflow_tune.models.failures import BadReply, Problem, problem_of
 from aflow_tune.models.http_loop import http_loop, in_http_loop
 from aflow_tune.models.ledger import Attempt, Call
 from aflow_tune.models.prices import price_of
+from aflow_tune.models.redaction import masked, short
 from aflow_tune.models.settings import credentials
 from aflow_tune.models.types import ModelFailure, Reply, Usage
 
@@ -48,6 +51,7 @@ LONGEST_BACKOFF = 30.0
 """Seconds between two attempts, unless the server asks for more."""
 MOST_TOKENS = 10**9
 """A reply that claims to have used more is not believed: no model has such a context."""
+_READ_BY_CLIENTS = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _random = random.Random()
 
 
@@ -66,6 +70,8 @@ class HttpClient(BaseClient):
     """The vendor's own address."""
     path = ""
     """Where requests go, below the address."""
+    models_path = ""
+    """Where the list of models is."""
 
     def __init__(self, settings: ModelSettings, role: str = "executor") -> None:
         role = settings.role or role
@@ -93,6 +99,21 @@ class HttpClient(BaseClient):
         if self._loop is http_loop():
             for sdk in sdks:
                 await in_http_loop(sdk.close)
+
+    async def get(self, path: str, seconds: float) -> tuple[Any, int | None, Problem | None]:
+        """Ask for what costs nothing, once: (JSON or None, status or None, what went wrong)."""
+
+        async def attempt() -> tuple[Any, int | None, Problem | None]:
+            async with self._slot() as sdk:
+                try:
+                    async with asyncio.timeout(seconds):
+                        response = await sdk.get(path, cast_to=httpx2.Response)
+                    return json.loads(response.content), response.status_code, None
+                except Exception as error:
+                    problem = problem_of(error, self._secrets()) or _unsendable(error)
+                    return None, getattr(error, "status_code", None), problem
+
+        return await in_http_loop(attempt)
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         """The JSON of a request.
@@ -241,12 +262,16 @@ class HttpClient(BaseClient):
     def _sdk(self, number: int) -> Any:
         if number in self._sdks:
             return self._sdks[number]
-        http = httpx2.AsyncClient(
-            verify=_ssl_context(),
-            timeout=None,  # the time-out of an attempt covers all of it
-            limits=httpx2.Limits(max_connections=CONNECTIONS_A_POOL),
-            event_hooks={"response": [_bound_reply]},
-        )
+        try:
+            http = httpx2.AsyncClient(
+                verify=_ssl_context(),
+                timeout=None,  # the time-out of an attempt covers all of it
+                limits=httpx2.Limits(max_connections=CONNECTIONS_A_POOL),
+                event_hooks={"response": [_bound_reply]},
+            )
+        except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
+            # No address was asked: proxies and certificates are those of the environment.
+            raise _unusable_environment(error) from None
         sdk = self._make_sdk(
             api_key=self._key or "none",
             base_url=self.settings.base_url or self.address,
@@ -259,6 +284,20 @@ class HttpClient(BaseClient):
         self._sdks[number] = sdk
         weakref.finalize(self, _close_later, asyncio.get_running_loop(), sdk).atexit = False
         return sdk
+
+
+def _unusable_environment(error: Exception) -> BadInput:
+    """Certificates or proxies of the environment that no client can be made with."""
+    names = [
+        name for name in _READ_BY_CLIENTS for name in (name, name.lower()) if name in os.environ
+    ]
+    named = ", ".join(names) or "the environment"
+    found = f"{type(error).__name__}: {short(masked('', str(error)))}"
+    cure = f"unset {' '.join(names)}, or correct them" if names else "correct what is named there"
+    if isinstance(error, ImportError):
+        cure = f"python -m pip install 'httpx2[socks]', or {cure}"
+    fault = Fault(named, "certificates and proxies that can be used", found, cure)
+    return BadInput("No model behind an API can be asked.", [fault])
 
 
 def _open_files() -> int:

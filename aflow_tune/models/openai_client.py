@@ -29,6 +29,7 @@ class OpenAIClient(HttpClient):
 
     address = "https://api.openai.com/v1"
     path = "/chat/completions"
+    models_path = "/models"
 
     def _make_sdk(self, **options: Any) -> Any:
         import openai

@@ -14,11 +14,30 @@ import os
 import re
 import urllib.parse
 from collections.abc import Iterable
+from typing import Any
 
 HIDDEN = "[hidden]"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|CUSTOM_HEADERS", re.IGNORECASE)
 _LEAST_LENGTH = 6
 """Shorter values of the environment are no keys, and hiding them would garble messages."""
+_SECRET_SETTING = re.compile(
+    r"(^|_)(api_?key|secret(_key)?|password|passwd|credentials?|(access|auth|hf|bearer)_?token)$"
+    r"|^token$",
+    re.IGNORECASE,
+)
+_SECRET_VARIABLE = re.compile(r"^[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$")
+_URL_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]+@")
+_MASK = "***"
+
+
+def masked(key: str, value: Any) -> Any:
+    """The value of the setting `key`, without what must not be shown. EMPTY is no secret."""
+    if not isinstance(value, str) or not value:
+        return value
+    name = key.rpartition(".")[2]
+    if (_SECRET_SETTING.search(name) or _SECRET_VARIABLE.match(name)) and value != "EMPTY":
+        return _MASK
+    return _URL_PASSWORD.sub(rf"\1{_MASK}@", value)
 
 
 def scrub(text: str, secrets: Iterable[str] = ()) -> str:

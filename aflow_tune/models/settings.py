@@ -21,7 +21,14 @@ from aflow_tune.trace import POLICY
 if TYPE_CHECKING:
     from aflow_tune.models.http_client import HttpClient
 
-__all__ = ["ModelSettings", "PriceSettings", "check_models", "make_client", "make_clients"]
+__all__ = [
+    "ModelSettings",
+    "PriceSettings",
+    "check_models",
+    "key_variable",
+    "make_client",
+    "make_clients",
+]
 
 _KEY_VARIABLES = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -87,13 +94,14 @@ def credentials(settings: ModelSettings, role: str) -> tuple[str | None, dict[st
     faults = _faults(settings, f"models.{role}")
     if faults:
         raise BadInput(f"The model for `{role}` cannot be used.", faults)
-    variable = _key_variable(settings)
+    variable = key_variable(settings)
     key = None if variable is None else os.environ[variable].strip()
     headers = {name: os.environ[source].strip() for name, source in settings.headers_env.items()}
     return key, headers
 
 
-def _key_variable(settings: ModelSettings) -> str | None:
+def key_variable(settings: ModelSettings) -> str | None:
+    """The name of the variable that the key is read from; None: no key is sent."""
     if settings.api_key_env is not None:
         return settings.api_key_env
     # A vendor's key is sent to the vendor only, unless somebody says otherwise.
@@ -118,7 +126,7 @@ def _faults(settings: ModelSettings, where: str) -> list[Fault]:
         if value is not None and not low <= value <= high:
             limits = f"from {low:g}" + ("" if high == math.inf else f" to {high:g}")
             add(name, f"a number {limits}", str(value), f"give `{name}` such a number")
-    variable = _key_variable(settings)
+    variable = key_variable(settings)
     if variable is not None:
         faults += _variable_faults(variable, f"{where}.api_key_env", "the key")
     for header, source in settings.headers_env.items():

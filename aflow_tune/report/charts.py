@@ -42,7 +42,7 @@ class Curve:
 class _Frame:
     """Maps steps and values to the drawing, and draws axes and grid."""
 
-    def __init__(self, steps: tuple[int, int], values: tuple[float, float]) -> None:
+    def __init__(self, steps: tuple[float, float], values: tuple[float, float]) -> None:
         self.first, self.last = steps
         self.ticks = nice_ticks(*values)
         self.low, self.high = min(values[0], self.ticks[0]), max(values[1], self.ticks[-1])
@@ -56,7 +56,15 @@ class _Frame:
         share = (value - self.low) / (self.high - self.low)
         return f"{_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM):.1f}"
 
-    def svg(self, title: str, drawing: Sequence[str]) -> str:
+    def svg(
+        self,
+        title: str,
+        drawing: Sequence[str],
+        places: Sequence[tuple[float, str]] | None = None,
+    ) -> str:
+        """The drawing between its axes; `places` are named on the lower one, else steps are."""
+        if places is None:
+            places = [(at, str(at)) for at in step_ticks(int(self.first), int(self.last))]
         right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
         parts = [
             f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(title)}">'
@@ -68,10 +76,10 @@ class _Frame:
                 f'<text class="tick" x="{_LEFT - 6:g}" y="{y}" dy="0.35em" '
                 f'text-anchor="end">{number(tick)}</text>'
             )
-        for step in step_ticks(self.first, self.last):
+        for at, name in places:
             parts.append(
-                f'<text class="tick" x="{self.x(step)}" y="{bottom + 17:g}" '
-                f'text-anchor="middle">{step}</text>'
+                f'<text class="tick" x="{self.x(at)}" y="{bottom + 17:g}" '
+                f'text-anchor="middle">{escape(name)}</text>'
             )
         parts += drawing
         parts.append(
@@ -210,6 +218,57 @@ def interval_chart(
         )
     parts.append("</svg>")
     return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A value at a place of any axis; `label` is told under the pointer."""
+
+    at: float
+    value: float
+    label: str
+    low: float | None = None
+    high: float | None = None
+    colour: int = 0
+
+
+def scatter_chart(
+    title: str,
+    marks: Sequence[Mark],
+    ends: tuple[float, float],
+    ticks: Sequence[tuple[float, str]],
+    *,
+    line: Sequence[tuple[float, float]] = (),
+) -> str:
+    """Values at places, each with its interval where it has one.
+
+    Args:
+        title: read out in place of the drawing.
+        marks: at least one.
+        ends: first and last place of the axis.
+        ticks: places with their names.
+        line: places and values that are joined.
+    """
+    bounds = [b for m in marks for b in (m.value, m.low, m.high) if b is not None]
+    bounds += [value for _, value in line]
+    frame = _Frame(ends, (min(bounds), max(bounds)))
+    drawing = []
+    if line:
+        path = " ".join(f"{frame.x(at)},{frame.y(value)}" for at, value in line)
+        drawing.append(f'<polyline class="line c5" points="{path}"/>')
+    for mark in marks:
+        x, told = frame.x(mark.at), f"{mark.label}: {number(mark.value)}"
+        if mark.low is not None and mark.high is not None:
+            told += f" ({number(mark.low)} to {number(mark.high)})"
+            drawing.append(
+                f'<line class="line c{mark.colour}" x1="{x}" x2="{x}" '
+                f'y1="{frame.y(mark.low)}" y2="{frame.y(mark.high)}" opacity="0.35"/>'
+            )
+        drawing.append(
+            f'<circle class="dot c{mark.colour}" cx="{x}" cy="{frame.y(mark.value)}" r="4">'
+            f"<title>{escape(told)}</title></circle>"
+        )
+    return frame.svg(title, drawing, ticks)
 
 
 def interval_strip(interval: Interval) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from aflow_tune.report.charts import Curve, Point, line_chart, stacked_chart
 from aflow_tune.report.evaluation import Evaluation
+from aflow_tune.report.gpu_use import devices, use_by_step
 from aflow_tune.report.metrics import MetricsLine, series
 from aflow_tune.report.quantities import (
     ENTROPY,
@@ -62,6 +63,7 @@ def charts(
         _speed("Sampling speed", "tokens drawn a second", sampling_speed, lines, steps),
         _speed("Training speed", "tokens a second, prompts included", training_speed, lines, steps),
         _times(lines, steps),
+        _gpu_use(lines, steps),
         _failures(lines, steps),
     ]
     return [chart for chart in found if chart is not None]
@@ -148,6 +150,15 @@ def _times(lines: list[MetricsLine], steps: tuple[int, int]) -> Chart | None:
         ("time/sync_weight", "synchronise"),
     ]
     return _lines("Seconds a step", "", labelled, lines, steps, "zero")
+
+
+def _gpu_use(lines: list[MetricsLine], steps: tuple[int, int]) -> Chart | None:
+    curves = [
+        Curve(f"GPU {label}", _points(use_by_step(lines, f"gpu/{label}/use")), number % 6)
+        for number, label in enumerate(devices(lines))
+    ]
+    note = "share of the time until the step was done in which any kernel ran"
+    return _chart("GPU use", note, curves, steps, "unit")
 
 
 def _failures(lines: list[MetricsLine], steps: tuple[int, int]) -> Chart | None:

@@ -6,7 +6,6 @@ gives a shorter page that says so.
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.models.redaction import masked
+from aflow_tune.report import gpu_use
 from aflow_tune.report.audit import CHECKS, Finding, audit_run, describe
 from aflow_tune.report.charts import interval_strip
 from aflow_tune.report.curves import charts
@@ -45,9 +46,6 @@ _FACTS = {
     "engine": "engine",
     "seed": "seed",
 }
-_SECRET = re.compile(
-    r"(^|_)(api_?key|secret(_key)?|password|passwd|(access|auth|hf)_?token|token)$", re.I
-)
 _MOST_MEASURES = 12
 
 
@@ -104,7 +102,8 @@ def write_report(
             (label, settings[key])
             for key, label in _FACTS.items()
             if settings.get(key, "None") != "None" and not _is_beside(key, settings)
-        ],
+        ]
+        + gpu_use.facts(lines),
         score=settings.get("report.score", "reward"),
         steps=steps_done(lines),
         nothing=_nothing(evaluations),
@@ -114,7 +113,7 @@ def write_report(
         charts=[(chart, Markup(chart.svg)) for chart in charts(lines, evaluations)],
         failures=training_failures(lines),
         findings=_findings(lines, evaluations, written),
-        checks=_checks(written),
+        checks=_checks(lines, written),
         writer=writer_section(written) if written else None,
         harvest=harvest_rows(run_dir),
         level_names=LEVEL_NAMES,
@@ -149,7 +148,7 @@ def summary_text(run_dir: Path, report: Path) -> str:
     written = load_writer(run_dir, evaluations)
     if written is not None:
         sentences += summary_lines(written)
-    sentences += describe(_findings(lines, evaluations, written), _checks(written))
+    sentences += describe(_findings(lines, evaluations, written), _checks(lines, written))
     places = [("report", str(report)), *_places(run_dir)]
     places.append(("curves", f"tensorboard --logdir {_quoted(run_dir / 'monitor')}"))
     return "\n".join([*sentences, "", *(f"{label + ':':<12}{text}" for label, text in places)])
@@ -219,12 +218,15 @@ def _findings(
     written: WriterRecords | None,
 ) -> list[Finding]:
     found = audit_run(lines, evaluations)
+    if idle := gpu_use.low_use(lines):
+        found.append(idle)
     return found + audit_writer(written, evaluations) if written else found
 
 
-def _checks(written: WriterRecords | None) -> tuple[str, ...]:
+def _checks(lines: Sequence[MetricsLine], written: WriterRecords | None) -> tuple[str, ...]:
     """What the audit looked for."""
-    return (*CHECKS, *WRITER_CHECKS) if written else CHECKS
+    checks = (*CHECKS, gpu_use.CHECK) if gpu_use.mean_use(lines) else CHECKS
+    return (*checks, *WRITER_CHECKS) if written else checks
 
 
 def _nothing(evaluations: Mapping[str, Mapping[int, Evaluation]]) -> str:
@@ -250,13 +252,11 @@ def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Settings as text: functions left out, secrets masked."""
-    shown = {}
-    for key, value in config.items():
-        if callable(value):
-            continue
-        secret = _SECRET.search(key.rpartition(".")[2]) and isinstance(value, str) and value
-        shown[str(key)] = "***" if secret and value != "EMPTY" else plain_text(str(value))
-    return shown
+    return {
+        str(key): plain_text(str(masked(str(key), value)))
+        for key, value in config.items()
+        if not callable(value)
+    }
 
 
 def _places(run_dir: Path) -> list[tuple[str, str]]:

@@ -94,7 +94,7 @@ def parse_line(text: bytes | str) -> MetricsLine | None:
             str(name): float(value) for name, value in raw["metrics"].items() if value is not None
         }
         return MetricsLine(float(raw["time"]), str(raw["role"]), int(raw["step"]), metrics)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.engines.local.manifest import CheckpointError
 from aflow_tune.engines.trinity.config import load_config
-from aflow_tune.engines.trinity.run_state import checkpoints
 from aflow_tune.engines.trinity.trained import (
     RESOLVED,
     Found,
@@ -28,12 +28,13 @@ from aflow_tune.engines.trinity.trained import (
     stage_folders,
 )
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.evaluation.columns import best_step
 from aflow_tune.files import write_json
 from aflow_tune.graph import inside
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.save import save_round
 from aflow_tune.operators import Operator, load_operators
+from aflow_tune.report.best import best_step
+from aflow_tune.runs.folder import checkpoints
 from aflow_tune.using.best import Best, Use, best_of, uses_in
 
 ADAPTER, MERGED, WORKFLOWS = "adapter", "merged", "workflows"
@@ -76,6 +77,25 @@ def find_checkpoint(run: Path, which: str) -> Found:
         fault = Fault(f"--checkpoint {which}", expected, found, "--checkpoint last")
         raise BadInput("There is no such checkpoint.", [fault])
     return of_checkpoint(run_dir, saved[step])
+
+
+def export_checkpoint(
+    run: Path, which: str, what: str, out: Path, *, config: Path | None = None
+) -> Written:
+    """`export_weights` of the checkpoint that `which` means, of a run that may be going on.
+
+    Where the run takes the checkpoint away while it is read, `which` is looked up again.
+
+    Raises:
+        BadInput, CheckpointError: as `find_checkpoint` and `export_weights`.
+    """
+    while True:
+        found = find_checkpoint(run, which)
+        try:
+            return export_weights(found, what, out, config=config)
+        except CheckpointError:
+            if found.weights.is_dir():
+                raise
 
 
 def export_weights(found: Found, what: str, out: Path, *, config: Path | None = None) -> Written:

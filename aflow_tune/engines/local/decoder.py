@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from aflow_tune.engines.local.lora import LoraSpec
+    from aflow_tune.engines.local.lora_spec import LoraSpec
 
 log = logging.getLogger(__name__)
 

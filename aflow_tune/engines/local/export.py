@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aflow_tune.engines.local.checkpoint import write_atomically
-from aflow_tune.engines.local.lora import LoraSpec, inject, load_adapter_state, merge_into
+from aflow_tune.engines.local.lora import inject, load_adapter_state, merge_into
+from aflow_tune.engines.local.lora_spec import LoraSpec
 
 TOKENIZER_FILES = (
     "tokenizer.json",

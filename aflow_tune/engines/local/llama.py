@@ -30,7 +30,7 @@ from aflow_tune.engines.local.weights import Weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from aflow_tune.engines.local.lora import LoraSpec
+    from aflow_tune.engines.local.lora_spec import LoraSpec
 
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -14,7 +14,6 @@ the base model; the weight it stands for is W + scaling B A (Hu et al. 2021, arX
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,26 +21,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as PeftLoraLinear
 from torch import Tensor, nn
 
+from aflow_tune.engines.local.lora_spec import LoraSpec
+
 ADAPTER = "default"
 """The name PEFT gives to the one adapter that we train."""
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """What an adapter looks like.
-
-    `target_modules`: 'all-linear' (every linear layer but the output head), one module name,
-    a regular expression as PEFT takes it, or a tuple of module names.
-    """
-
-    rank: int
-    alpha: float
-    target_modules: str | tuple[str, ...] = "all-linear"
-
-    @property
-    def scaling(self) -> float:
-        """The factor of B A in the merged weight."""
-        return self.alpha / self.rank
 
 
 class _FusedLora(torch.autograd.Function):

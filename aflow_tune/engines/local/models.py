@@ -7,11 +7,11 @@ to the sampler and the trainer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aflow_tune.engines.local.cache import cache_dir
 from aflow_tune.engines.local.smollm2 import fetch_smollm2
 from aflow_tune.errors import BadInput, Fault
 
@@ -25,12 +25,6 @@ BUNDLED: dict[str, Callable[[Path], Path]] = {"smollm2-135m": fetch_smollm2}
 DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
-
-
-def cache_dir() -> Path:
-    """Where converted models live: `$AFLOW_TUNE_CACHE`, else `~/.cache/aflow-tune`."""
-    configured = os.environ.get("AFLOW_TUNE_CACHE")
-    return Path(configured) if configured else Path.home() / ".cache" / "aflow-tune"
 
 
 def resolve_model(name_or_path: str) -> Path:

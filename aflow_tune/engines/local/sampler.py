@@ -42,7 +42,7 @@ from aflow_tune.errors import BadInput, Fault, RunFailed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from aflow_tune.engines.local.lora import LoraSpec
+    from aflow_tune.engines.local.lora_spec import LoraSpec
 
 T = TypeVar("T")
 __all__ = ["Completion", "Sampler", "SamplingParams"]

@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 
 from aflow_tune.engines.local import export
 from aflow_tune.engines.local.checkpoint import read_checkpoint, write_checkpoint
-from aflow_tune.engines.local.lora import LoraSpec, adapter_layers, adapter_state, inject
+from aflow_tune.engines.local.lora import adapter_layers, adapter_state, inject
+from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.memory import give_back
 from aflow_tune.engines.local.models import load_model
 from aflow_tune.engines.local.packed_model import PackedModel
@@ -112,6 +113,8 @@ class LocalTrainer:
         self.settings = settings
         self.step_count = 0
         self.skipped_steps = 0
+        self.torn = False
+        """Whether an update began that did not end: the weights are of no step."""
         torch.manual_seed(settings.seed)
         base = load_model(self.model_path, settings.dtype, settings.device)
         base.config.use_cache = False
@@ -320,11 +323,13 @@ class LocalTrainer:
                 torch.nn.utils.clip_grads_with_norm_(
                     list(self._masters.values()), self.settings.grad_clip, torch.tensor(norm)
                 )
+            self.torn = True
             self.optimizer.step()
             with torch.no_grad():
                 for name, param in self._params.items():
                     if self._masters[name] is not param:
                         param.copy_(self._masters[name])
+            self.torn = False
         else:
             self.skipped_steps += 1
         self.step_count += 1

@@ -18,7 +18,7 @@ from aflow_tune.errors import BadInput, Fault
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from aflow_tune.engines.local.lora import LoraSpec
+    from aflow_tune.engines.local.lora_spec import LoraSpec
 
 _PREFIX = "lora."
 

@@ -18,10 +18,8 @@ from aflow_tune.models.books import Books
 from aflow_tune.models.budget import check_budget, unpriced
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.settings import check_models
+from aflow_tune.runs.folder import ACCOUNT_FILE
 from aflow_tune.trace import POLICY
-
-ACCOUNT_FILE = "account.sqlite"
-"""In the run folder, or in that of its chain: what was spent so far."""
 
 
 def books_of(config: AflowConfig) -> Books:

@@ -1,15 +1,16 @@
 """What is filled in before Trinity's validators run, so that a short YAML is enough.
 
 `adapt` sets what workflow functions need on either engine, `adapt_local` what the local engine
-needs. A key that the user set is changed only if it cannot mean anything here; every change
-shows in the table, with the reason given here where the table's own would not fit.
+needs, `adapt_cluster` what Trinity's own engines need. A key that the user set is changed only if
+it cannot mean anything here; every change shows in the table, with the reason given here where the
+table's own would not fit.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trinity.common.config import OperatorConfig
 from trinity.common.constants import SyncMethod, SyncStyle
@@ -120,6 +121,35 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
     if steps and (not given(interval) or config.positions.inherited(interval)):
         config.explorer.eval_interval = min(config.explorer.eval_interval, steps)
         reasons[interval] = "would never be reached in this run"
+
+
+def adapt_cluster(config: AflowConfig, reasons: dict[str, str]) -> None:
+    """Settings of Trinity's vLLM and verl that only have one value that works."""
+    if config.model.tinker.enable:
+        return
+    synchronizer, trainer = config.synchronizer, config.trainer
+    if config.model.lora_configs is not None and synchronizer.sync_method != SyncMethod.CHECKPOINT:
+        # Trinity would set `memory` in colocate mode: then no adapter is written, and vLLM, which
+        # reads it from the checkpoint, finds none.
+        synchronizer.sync_method = SyncMethod.CHECKPOINT
+        reasons["synchronizer.sync_method"] = "vLLM reads the adapter from the checkpoint"
+    if not trainer.use_remove_padding:
+        overrides = trainer.trainer_config if isinstance(trainer.trainer_config, dict) else {}
+        trainer.trainer_config = _attending_without_flash_attn(overrides)
+
+
+def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
+    """verl's settings with PyTorch's own attention, unless they name another.
+
+    In the layout that they use: verl's flat one, or its older one below `actor_rollout_ref`, where
+    a `model` wins (trinity/trainer/verl/config.py `_normalize_trainer_config`).
+    """
+    older = overrides.get("actor_rollout_ref")
+    if isinstance(older, dict) and ("model" in older or "model" not in overrides):
+        return {**overrides, "actor_rollout_ref": _attending_without_flash_attn(older)}
+    model = {**(overrides.get("model") or {})}
+    chosen = {"attn_implementation": "sdpa", **(model.get("override_config") or {})}
+    return {**overrides, "model": {**model, "override_config": chosen}}
 
 
 def _settle_runners(config: AflowConfig, reasons: dict[str, str]) -> None:

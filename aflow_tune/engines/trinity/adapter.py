@@ -30,6 +30,13 @@ from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task, Workflow
 
 from aflow_tune.context import RunContext
+from aflow_tune.engines.trinity.info_keys import (
+    CALLER_KEY,
+    FAILURE_KEY,
+    STATE_KEY,
+    STEP_REWARD_KEY,
+    TRACE_KEY,
+)
 from aflow_tune.engines.trinity.outcome import Outcome, as_metrics, as_reward, failed
 from aflow_tune.engines.trinity.recording import (
     RecordedCall,
@@ -45,26 +52,16 @@ from aflow_tune.engines.trinity.run_summary import (
     transcript_entry,
 )
 from aflow_tune.engines.trinity.run_thread import RunThread
-from aflow_tune.engines.trinity.ship import see_import_folders
+from aflow_tune.engines.trinity.sent_function import received
 from aflow_tune.models.books import Books
 from aflow_tune.models.cache import ResponseCache
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
 from aflow_tune.report.rollouts import Rollout, append_rollout
 from aflow_tune.sandbox.policy import use_policy
+from aflow_tune.shipping.arrival import settle
 from aflow_tune.trace import Trace
 from aflow_tune.types import Failure
-
-FAILURE_KEY = "aflow/failure"
-"""Key of `Experience.info` that marks a placeholder; the value is a `Failure`'s."""
-TRACE_KEY = "aflow/traceback"
-"""Key of `Experience.info` of a placeholder: why the run failed, in words."""
-CALLER_KEY = "caller"
-"""Key of `Experience.info`: who made the call."""
-STATE_KEY = "env_state_hash"
-"""Key of `Experience.info` that Trinity's GiGPO groups steps by."""
-STEP_REWARD_KEY = "step_reward"
-"""Key of `Experience.info` that Trinity's GiGPO reads rewards of single steps from."""
 
 DEFAULT_MAX_TOKENS = 4096
 DEFAULT_RUN_TIMEOUT = 300.0
@@ -77,7 +74,7 @@ class WorkflowAdapter(Workflow):
     """Gives the function a recording model, a time-out and a thread of its own.
 
     `task.workflow_args` holds: `workflow_func`, `judge_func`, `run_timeout` (seconds), `seed`,
-    `system_prompt`, `import_folders`, `books` (the run's models and budget), `run_dir` (for what
+    `system_prompt`, `books` (the run's models and budget), `run_dir` (for what
     workflows keep of training runs), and for evaluation
     `eval_dir`, `score`, `transcripts` (how many items of a task set keep theirs) and `first_run`
     (the number of the first run that is made from this task object; 0 if left out).
@@ -103,7 +100,6 @@ class WorkflowAdapter(Workflow):
         self.arguments: dict[str, Any] = task.workflow_args
         if not callable(self.arguments.get("workflow_func")):
             raise ValueError("workflow_args.workflow_func holds no workflow function")
-        see_import_folders(self.arguments.get("import_folders", ()))
         # Trinity creates the runs of a task in order, from one task object, and tells them
         # nothing about it. A retry works on a fresh copy, which counts from zero again.
         runs = task.__dict__.setdefault("_aflow_runs", itertools.count())
@@ -190,7 +186,8 @@ class WorkflowAdapter(Workflow):
         self, context: RunContext, recorder: RunRecorder
     ) -> tuple[float, dict[str, float]]:
         """Workflow and judge; runs in the run's own thread and loop."""
-        function, judge = self.arguments["workflow_func"], self.arguments.get("judge_func")
+        function = settle(received(self.arguments["workflow_func"]))
+        judge = settle(received(self.arguments.get("judge_func")))
         offered = {
             "auxiliary_models": auxiliary_chat_models(
                 self.auxiliary_model_wrappers or (), self.auxiliary_models or (), recorder.loop

@@ -17,7 +17,7 @@ from trinity.buffer.operators.experience_operator import ExperienceOperator
 from trinity.common.experience import Experience
 from trinity.utils.log import get_logger
 
-from aflow_tune.engines.trinity.adapter import STATE_KEY
+from aflow_tune.engines.trinity.info_keys import STATE_KEY
 
 LOW = 0.2
 """A share of calls below this is low."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.engines.trinity.ship import import_folders
+from aflow_tune.engines.trinity.sent_function import send
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
@@ -26,10 +26,10 @@ def adapter_arguments(
 ) -> dict[str, Any]:
     """The adapter's `workflow_args`. `eval_dir` gets the records of evaluations, `run_dir` those
     of training runs."""
+    sent, sent_judge = send(workflow, judge)
     return {
-        "workflow_func": workflow,
-        "judge_func": judge,
-        "import_folders": import_folders(),
+        "workflow_func": sent,
+        "judge_func": sent_judge,
         "run_timeout": config.rollout.run_timeout,
         "system_prompt": config.rollout.system_prompt,
         "rewards": config.rewards,

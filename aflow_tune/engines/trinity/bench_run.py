@@ -25,14 +25,7 @@ from aflow_tune.engines.trinity.fingerprint import fingerprint_of
 from aflow_tune.engines.trinity.inline_rollouts import make_monitor
 from aflow_tune.engines.trinity.quiet import log_to
 from aflow_tune.engines.trinity.run import Run
-from aflow_tune.engines.trinity.run_state import (
-    RunState,
-    changed_keys,
-    checkpoints,
-    locked,
-    read_state,
-    refuse_chain,
-)
+from aflow_tune.engines.trinity.run_state import changed_keys, refuse_chain
 from aflow_tune.engines.trinity.stopping import until_stopped
 from aflow_tune.engines.trinity.tasksets import materialise_tasksets
 from aflow_tune.errors import (
@@ -43,6 +36,7 @@ from aflow_tune.errors import (
     RunFailed,
 )
 from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
+from aflow_tune.runs.folder import RunState, checkpoints, locked, read_state
 from aflow_tune.types import TuneResult
 
 _MEASURED_BY = (
@@ -210,9 +204,9 @@ class BenchRun(Run):
                 reason = evaluation.records[0].reason or "no reason was given"
                 raise RunFailed(f"every run of {name} at step {step} failed: {reason}")
 
-    def _settle(self, status: str) -> None:
+    def _settle(self, status: str, error: str | None = None) -> None:
         if not self.guest:
-            super()._settle(status)
+            super()._settle(status, error)
 
 
 def _means(name: str, evaluation: Evaluation) -> dict[str, float]:

@@ -20,6 +20,7 @@ import yaml
 
 from aflow_tune.config import display
 from aflow_tune.files import write_whole
+from aflow_tune.models.redaction import masked
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
@@ -65,6 +66,7 @@ HIDDEN = (
     "explorer.*.sync_method",
     "explorer.*.checkpoint_job_dir",
     "explorer.*.gpu_per_engine",
+    "explorer.*.cuda_visible_devices",
     "explorer.*.enable_lora",
     "explorer.*.lora_modules*",
     "explorer.*.lora_kwargs*",
@@ -99,7 +101,7 @@ LOCAL_WHY = {
     "synchronizer.sync_interval": "the local engine synchronises after every step",
     "synchronizer.sync_offset": "the local engine always samples with the newest weights",
     "trainer.save_interval": "so that an interrupted run loses at most a tenth of its steps",
-    "trainer.max_checkpoints_to_keep": "full weights are large; the newest is enough to resume",
+    "trainer.max_checkpoints_to_keep": "full weights are large; the newest and the best are enough",
     "data_processor.experience_pipeline.save_input": "a copy of every experience is not kept",
     "algorithm.sample_strategy": "trains on whole steps, however many calls their runs made",
 }
@@ -112,11 +114,13 @@ WHY = {
     "mode": "chosen for this machine",
     "name": "the folder of that name is in use and `continue_from_checkpoint` is false",
     "checkpoint_root_dir": "made absolute: workers start elsewhere",
+    "*model_path": "made absolute: workers start elsewhere",
     "explorer.rollout_model.enable_history": "needed: only recorded calls can be trained",
     "explorer.rollout_model.enable_openai_api": "needed: workflow functions call this API",
     "explorer.rollout_model.enable_auto_tool_choice": "lets agents use tools",
     "explorer.rollout_model.tool_call_parser": "the parser for `enable_auto_tool_choice`",
     "*.default*_workflow_type": "runs your workflow function",
+    "explorer.rollout_model.gpu_memory_utilization": "the trainer shares the GPU",
     "explorer.runner_per_model": "no more runners than tasks of a batch",
     "explorer.eval_interval": "evaluated as often as weights are synchronised",
     "explorer.max_timeout": "longer than `rollout.run_timeout`, which is the limit that counts",
@@ -141,15 +145,7 @@ WHY = {
 """Reason by key pattern; the first match counts."""
 
 _DEFAULT_WHY = "filled in by Trinity's validators"
-_SECRET = re.compile(
-    r"(^|_)(api_?key|secret(_key)?|password|passwd|credentials?|(access|auth|hf|bearer)_?token)$"
-    r"|^token$",
-    re.IGNORECASE,
-)
-_SECRET_VARIABLE = re.compile(r"^[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$")
 _ARGUMENTS = re.compile(r"(algorithm\.\w+_args|.*\.operators\.\d+)\.?(.*)$")
-_URL_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]+@")
-_MASK = "***"
 _WIDTH = 48
 
 
@@ -230,16 +226,6 @@ def _original_of(path: Path) -> Path | None:
                     return None
                 return Path(name) if isinstance(name, str) else None
     return None
-
-
-def masked(key: str, value: Any) -> Any:
-    """The value, without what must not be shown."""
-    if not isinstance(value, str) or not value:
-        return value
-    name = key.rpartition(".")[2]
-    if (_SECRET.search(name) or _SECRET_VARIABLE.match(name)) and value != "EMPTY":
-        return _MASK
-    return _URL_PASSWORD.sub(rf"\1{_MASK}@", value)
 
 
 def _plain(value: Any, key: str, raw: Mapping[str, str]) -> Any:

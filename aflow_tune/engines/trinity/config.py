@@ -8,6 +8,7 @@ together is left to `validators.py`.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from aflow_tune.engines.trinity.agentscope_args import apply_agentscope_args
 from aflow_tune.engines.trinity.changes import base_of
 from aflow_tune.engines.trinity.stages import StageSection, check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.models.redaction import masked
 from aflow_tune.schema_walk import SchemaWalk, fields_of, strip_optional, suggest
 
 __all__ = ["AflowConfig", "apply_agentscope_args", "load_config", "read_config"]
@@ -57,6 +59,27 @@ class AflowConfig(Config, AflowSections):
         return found
 
     @property
+    def command(self) -> dict[str, Any] | None:
+        """What starts this run again (`RunState.command`); None for a call of `tune()`."""
+        found: dict[str, Any] | None = self.__dict__.get("_command")
+        return found
+
+    def note_command(
+        self, path: str | Path, overrides: Sequence[str], inline: bool | None = None
+    ) -> None:
+        """Keep the command that began the run; of settings that hold secrets only the names."""
+        pairs = [(item, *item.partition("=")[::2]) for item in overrides]
+        secret = [key for _, key, value in pairs if masked(key, value) != value]
+        self.__dict__["_command"] = {
+            "config": os.path.abspath(path),
+            "overrides": [item for item, key, _ in pairs if key not in secret],
+            "secret": secret,
+            "inline": inline,
+            "cwd": os.getcwd(),
+            "renamed": not self.continue_from_checkpoint,
+        }
+
+    @property
     def account_folder(self) -> str:
         """The folder whose books this run writes into: its own, or that of its whole chain."""
         return str(self.__dict__.get("_account_folder", self.checkpoint_job_dir))
@@ -72,6 +95,12 @@ class AflowConfig(Config, AflowSections):
         prepare(self)
         return self
 
+    def get_envs(self) -> dict[str, str]:
+        """Trinity's environment for workers, without keys: Ray logs it and shows it."""
+        external = self.model.external_model
+        held = {external.api_key_env, external.base_url_env} if external.enable else set()
+        return {name: text for name, text in super().get_envs().items() if name not in held}
+
     def flatten(self) -> dict[str, Any]:
         """Every setting by its dotted key path; enum members as their values."""
         private = {key: value for key, value in vars(self).items() if key.startswith("_")}
@@ -83,8 +112,10 @@ class AflowConfig(Config, AflowSections):
             self.__dict__.update(private)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to workers: everything but the rows that were read for checking."""
-        return {key: value for key, value in vars(self).items() if key != "_tables"}
+        """What travels: all but the rows that were read for checking, and the Ray that was found
+        here."""
+        here = ("_tables", "_ray")
+        return {key: value for key, value in vars(self).items() if key not in here}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> AflowConfig:
@@ -141,8 +172,10 @@ def read_config(
 
 
 def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], list[Fault]]:
-    loader = _Loader(_read_text(path))
+    text = _read_text(path)
+    loader = None
     try:
+        loader = _Loader(text)  # refuses control characters
         node = loader.get_single_node()
         if node is None:
             raise _unreadable(path, "settings in YAML", "an empty file", "write the settings")
@@ -169,8 +202,12 @@ def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], lis
     except yaml.YAMLError as error:
         cure = "save the file as plain UTF-8 text"
         raise _unreadable(path, "YAML", str(error).splitlines()[0], cure) from error
+    except RecursionError:
+        found = "hundreds of brackets or levels inside each other"
+        raise _unreadable(path, "YAML for people", found, "nest it less") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _read_text(path: Path) -> str:
@@ -198,9 +235,9 @@ def _unreadable(where: object, expected: str, found: str, cure: str) -> BadInput
 
 def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> list[Fault]:
     """Check one `key=value` and put it into `content`."""
-    where = f"command line: {item}"
     name, equals, text = item.partition("=")
     name = name.strip()
+    where = f"command line: {name}{equals}{masked(name, text)}"
     if not equals or not re.fullmatch(r"[\w.\-]+(\[\d+\][\w.\-\[\]]*)?", name) or name[0] in "-.":
         cure = "write key=value, such as buffer.total_steps=20; quote it for the shell"
         return [Fault(where, "key=value", repr(item), cure)]
@@ -209,8 +246,9 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
     if isinstance(expected, Fault):
         return [Fault(where, expected.expected, expected.found, expected.cure)]
     kind, choices = expected
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)  # refuses control characters
         node = loader.get_single_node() or yaml.ScalarNode("tag:yaml.org,2002:null", "")
         scratch = KeyPositions()
         walk = SchemaWalk(AflowConfig, scratch, lambda *_: where)
@@ -219,10 +257,14 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
             good = walk.check_choice(node, choices, key)
         value = loader.construct_document(node) if good else None
     except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         return [Fault(where, f"a value in YAML for `{name}`", str(problem), "quote the value")]
+    except RecursionError:
+        found = "hundreds of brackets inside each other"
+        return [Fault(where, f"a value in YAML for `{name}`", found, "nest it less")]
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     positions.overrides[key] = item
     positions.raw.update(scratch.raw)
     if walk.faults:

@@ -1,7 +1,8 @@
 """Which engine runs: ours on this machine, or Trinity's vLLM and verl on GPUs.
 
 Looks without importing what is heavy: whether a package is there is asked of the import
-system, and PyTorch, which Trinity's own configuration already needs, is asked for CUDA.
+system, and PyTorch, which Trinity's own configuration already needs, is asked for CUDA. Only
+flash-attn is imported, where it is installed: without that it cannot be told from a broken one.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from aflow_tune.engines.trinity import vllm_stub
+from aflow_tune.engines.trinity.find_ray import find_ray
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.config import AflowConfig
-
-_OWN_RAY = ("", "auto", "local")
 
 
 def choose_engine(config: AflowConfig) -> tuple[str, str]:
@@ -39,8 +39,10 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
         return "trinity", f"`{remote}` is enabled, which samples and trains elsewhere"
     missing = _missing(config)
     if config.engine == "trinity":
-        if missing and config.cluster.ray_address in _OWN_RAY:
+        if missing and find_ray(config) is None:
             cure = "engine: local, or name the cluster with cluster.ray_address"
+            if config.inline:
+                cure += " and set inline: false"
             raise _refused(config, "trinity", "; ".join(missing), cure)
         return "trinity", "as configured"
     if missing:
@@ -67,11 +69,23 @@ def _missing(config: AflowConfig) -> list[str]:
         missing.append("vLLM is not installed")
     if importlib.util.find_spec("verl") is None:
         missing.append("verl is not installed")
-    elif config.trainer.use_remove_padding and importlib.util.find_spec("flash_attn") is None:
+    elif config.trainer.use_remove_padding and not removes_padding():
         missing.append(
             "flash_attn is not installed (needed unless `trainer.use_remove_padding: false`)"
         )
     return missing
+
+
+def removes_padding() -> bool:
+    """Whether flash-attn's functions that take padding out are there.
+
+    Asked of the module itself: other packages bring a `flash_attn` without it, and one that was
+    built for another PyTorch cannot be imported.
+    """
+    try:
+        return importlib.util.find_spec("flash_attn.bert_padding") is not None
+    except ImportError:  # of the package `flash_attn`, which this imports
+        return False
 
 
 def _refused(config: AflowConfig, engine: str, found: str, cure: str) -> BadInput:

@@ -21,7 +21,7 @@ from trinity.common.experience import Experience
 from aflow_tune.data.rows import read_table
 from aflow_tune.engines.local.models import resolve_model
 from aflow_tune.engines.trinity.config import AflowConfig
-from aflow_tune.engines.trinity.tasksets import experience_buffer, link_files, locate
+from aflow_tune.engines.trinity.tasksets import experience_buffer, link_files, locate, on_cluster
 from aflow_tune.errors import BadInput, Fault, RunFailed
 
 _NAMED = 5
@@ -34,7 +34,7 @@ def materialise_experiences(config: AflowConfig) -> None:
         return
     folder = Path(config.checkpoint_job_dir) / "data" / "experiences"
     shutil.rmtree(folder, ignore_errors=True)  # links of an earlier start
-    link_files([Path(buffer.path)], folder)
+    link_files([Path(buffer.path)], folder, copied=on_cluster(config))
     buffer.path, buffer.split, buffer.subset_name = str(folder), "train", None
 
 

@@ -16,6 +16,7 @@ What differs from the stock Explorer, and why:
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from copy import deepcopy
 from pathlib import Path
@@ -37,17 +38,16 @@ from trinity.explorer.workflow_runner import WorkflowRunner
 from aflow_tune.engines.trinity.accounting import stop_at_limit
 from aflow_tune.engines.trinity.mixes import quick_tasksets
 from aflow_tune.engines.trinity.operators import StepStamp
+from aflow_tune.engines.trinity.recording import load_agentscope
 from aflow_tune.engines.trinity.rollout_model import LocalRolloutModel
-from aflow_tune.engines.trinity.run_state import (
-    forget_evaluation,
-    is_evaluated,
-    save_taskset_state,
-)
-from aflow_tune.engines.trinity.sampler_host import sampling_speed
+from aflow_tune.engines.trinity.run_state import forget_evaluation, is_evaluated, save_taskset_state
+from aflow_tune.engines.trinity.sampler_settings import sampling_speed
 from aflow_tune.errors import BudgetReached
 
 MAX_CONCURRENCY = 1000
 """How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
+GARBAGE = 10_000
+"""New objects between two looks of the runner's garbage collector; Python's own default is 700."""
 
 
 class LocalAllocator(Allocator):
@@ -74,6 +74,7 @@ class LocalAllocator(Allocator):
             .remote(config=engine_config)
         )
         await actor.prepare.remote()
+        engine_config.api_key = await actor.get_api_key.remote()
         wrapper = ModelWrapper(
             models=[actor],
             config=engine_config,
@@ -84,7 +85,18 @@ class LocalAllocator(Allocator):
 
 
 class LocalRunner(WorkflowRunner):
-    """Trinity's runner, as a class of this room: importing it installs the vLLM stand-in."""
+    """Trinity's runner, which also asks the models for the keys of their servers."""
+
+    async def prepare(self) -> None:
+        load_agentscope()
+        # What was imported stays: without it, and with fewer looks, collecting garbage stops the
+        # runs of this process for a shorter time.
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(GARBAGE)
+        for wrapper in (self.model_wrapper, *self.auxiliary_model_wrappers):
+            wrapper._api_key = await wrapper.model.get_api_key.remote()
+        await super().prepare()
 
 
 class SharedRunner(RunnerWrapper):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.schema_names import nearest
+from aflow_tune.shipping.arrival import travelled
 from aflow_tune.trace import POLICY
 from aflow_tune.writer.candidates import read_templates
 from aflow_tune.writer.harvest import SOURCES
@@ -83,7 +84,7 @@ def templates_of(config: AflowConfig) -> list[Template]:
     if name is None:
         return list(TEMPLATES.values())
     where = config.positions.where("harvest.templates")
-    return read_templates(config.positions.beside(name), where)
+    return read_templates(config.positions.beside(travelled(name)), where)
 
 
 def _teacher(config: AflowConfig) -> list[Fault]:

@@ -10,6 +10,7 @@ trains on is a subclass's matter: rollouts here, a data set in `data_training.py
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
@@ -26,7 +27,7 @@ from trinity.utils.metrics import aggregate_metrics
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.inline_rollouts import InlineRollouts, make_monitor
 from aflow_tune.engines.trinity.run_state import save_taskset_state
-from aflow_tune.engines.trinity.sampler_host import sampling_speed
+from aflow_tune.engines.trinity.sampler_settings import sampling_speed
 from aflow_tune.engines.trinity.train_engine import LocalTrainEngine
 from aflow_tune.errors import BudgetReached
 
@@ -133,6 +134,13 @@ class InlineLoop(ABC):
                     await self._evaluate(step)
             except BudgetReached:
                 break
+            except Exception:
+                # What was learned since the last save need not be learned again. If this fails
+                # as well, the first failure is the one to tell.
+                if engine.train_step_num > 0:
+                    with contextlib.suppress(Exception):
+                        await engine.save_checkpoint(block_until_saved=True)
+                raise
         if step == 0:
             return
         self.phase("saving")
@@ -152,10 +160,11 @@ class InlineLoop(ABC):
             await self.rollouts.sync(self.engine)
             metrics["time/sync_weight"] = time.time() - started
         step = self.engine.train_step_num
+        # Before the checkpoint: a resumed run does not do the step again, and cannot log it.
+        self.monitors[self.config.trainer.name].log(metrics, step)
         interval = self.config.trainer.save_interval
         if interval > 0 and step % interval == 0:
             await self.engine.save_checkpoint()
-        self.monitors[self.config.trainer.name].log(metrics, step)
         return step
 
     async def _evaluate(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Trinity's explorer/trainer split on a Ray of our own: start, watch, stop in order.
+"""Trinity's explorer/trainer split on the run's Ray: start, watch, stop in order.
 
 Upstream's launcher swallows errors, lets both sides synchronise at once and cannot be asked
 to save and stop. This one awaits the trainer's first weights before the explorer's, ends on
@@ -8,16 +8,16 @@ the first error with its cause, and turns Ctrl-C and SIGTERM into a saved state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.explorer import LocalExplorer
-from aflow_tune.engines.trinity.local_ray import local_ray
-from aflow_tune.engines.trinity.train_engine import LocalTrainActor
-from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed
+from aflow_tune.engines.trinity.ray_for_run import ray_for_run
+from aflow_tune.engines.trinity.train_actor import LocalTrainActor
+from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed, disk_fault
 
 STOP_SECONDS = 180.0
 """How long a stop waits for the trainer's step under way and its checkpoint."""
@@ -26,27 +26,32 @@ _POLL_SECONDS = 0.5
 
 
 def run_split(
-    config: AflowConfig, target: int, phase: Callable[[str], None], stop: Callable[[], bool]
+    config: AflowConfig,
+    functions: Sequence[Callable[..., Any] | None],
+    target: int,
+    phase: Callable[[str], None],
+    stop: Callable[[], bool],
 ) -> int:
     """Train through explorer and trainer actors; returns the step that was reached.
 
     Args:
-        config: a prepared configuration whose functions were shipped.
+        config: a prepared configuration that holds its functions.
+        functions: those functions, whose code every worker needs.
         target: the step to reach.
         phase: told in words what is going on.
         stop: asked twice a second whether to save and stop.
 
     Raises:
+        BadInput: there is no Ray that can be used, or the functions cannot be sent.
         RunFailed: either side failed; the message is its first cause.
     """
-    phase("starting Ray")
     # Spinning OpenMP threads of one actor would take the cores from the other.
     env_vars = {
         **config.get_envs(),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    with local_ray(config.ray_namespace, env_vars):
+    with ray_for_run(config, functions, env_vars, phase):
         split = _Split(config, target, phase, stop)
         try:
             return split.run()
@@ -95,7 +100,12 @@ class _Split:
         pending, deadline = [exploring, training], None
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
-            spent = _ended_by_budget(ready)
+            try:
+                spent = _ended_by_budget(ready)
+            except ray.exceptions.RayError:
+                if training in pending:
+                    self._save_before_failing(training, trainer)
+                raise
             if deadline is None and (spent or self.stop()):
                 self.phase("stopping: saving the state")
                 trainer.request_stop.remote()
@@ -105,6 +115,12 @@ class _Split:
             elif deadline is not None and time.monotonic() > deadline:
                 raise RunFailed(f"the trainer did not save its state within {STOP_SECONDS:.0f} s")
         return deadline is not None
+
+    def _save_before_failing(self, training: Any, trainer: Any) -> None:
+        """The explorer failed; what the trainer has learned since its last save is not lost."""
+        self.phase("stopping: saving the state")
+        trainer.request_stop.remote()
+        ray.wait([training], timeout=STOP_SECONDS)
 
     def _wait(self, references: list[Any]) -> None:
         """Until all are done; the first error is raised as soon as it happens."""
@@ -130,6 +146,6 @@ def _cause(error: ray.exceptions.RayTaskError) -> Exception:
     cause: Any = error
     while isinstance(cause, ray.exceptions.RayTaskError):
         cause = cause.cause
-    if isinstance(cause, AflowTuneError):
+    if isinstance(cause, AflowTuneError) or disk_fault(cause) is not None:
         return cause
     return RunFailed(str(error))

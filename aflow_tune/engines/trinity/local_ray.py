@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._private import ray_constants
@@ -26,13 +27,24 @@ OBJECT_STORE_BYTES = 256 * 2**20
 
 
 @contextlib.contextmanager
-def local_ray(namespace: str, env_vars: dict[str, str]) -> Iterator[None]:
+def local_ray(
+    namespace: str, env_vars: dict[str, str], hook: str | None = None, for_gpus: bool = False
+) -> Iterator[None]:
     """Start a local Ray for the block, whatever `RAY_ADDRESS` says, and stop it after.
 
     Args:
         namespace: Ray namespace of the run's actors.
         env_vars: environment of the workers. Ray logs it: never a place for secrets.
+        hook: dotted name of a function that every worker calls first.
+        for_gpus: leave the object store's size to Ray, which goes by the machine's memory.
     """
+    runtime_env: dict[str, Any] = {"env_vars": env_vars}
+    if hook is not None:
+        runtime_env["worker_process_setup_hook"] = hook
+    # More than there are on a small machine: Ray counts processors, and does not bind to them.
+    sizes = {"num_cpus": max(8, os.cpu_count() or 1)}
+    if not for_gpus:
+        sizes["object_store_memory"] = OBJECT_STORE_BYTES
     # A process of the session that outlives the command is recognised by this variable,
     # which every Ray process inherits from us.
     marker = f"{os.getpid()}-{time.time_ns()}"
@@ -44,18 +56,19 @@ def local_ray(namespace: str, env_vars: dict[str, str]) -> Iterator[None]:
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Workers that Ray starts in advance have no runtime_env, so no run would take them.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with _watchdog(marker):
         try:
             ray.init(
                 address="local",
-                num_cpus=max(8, os.cpu_count() or 1),
-                object_store_memory=OBJECT_STORE_BYTES,
+                **sizes,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
                 namespace=namespace,
-                runtime_env={"env_vars": env_vars},
+                runtime_env=runtime_env,
             )
             for number, handler in handlers.items():  # ray.init replaces them
                 signal.signal(number, handler)

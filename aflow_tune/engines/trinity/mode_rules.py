@@ -1,7 +1,8 @@
 """What each `mode` reads of a configuration.
 
 `both` rolls out a workflow and trains on it; `train` learns from a data set alone; `bench`
-evaluates; `harvest` writes a data set for a later `train`. A section that a mode does not read is
+evaluates; `harvest` writes a data set for a later `train`; `serve` answers whoever asks, until it
+is stopped. A section that a mode does not read is
 taken out before anything is checked, so that a stage may inherit it from the top level.
 """
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 FROM_DATA = ("sft", "dpo", "cpt")
 """Algorithms that learn from a data set alone, which `mode: train` reads."""
-WITHOUT_TASKS = ("train", "bench")
+WITHOUT_TASKS = ("train", "bench", "serve")
 """Modes that read no training task set."""
 TRAINING = ("both", "train")
 """Modes of the local engine that leave a trained model behind."""
@@ -26,12 +27,16 @@ TRAINING = ("both", "train")
 
 def needs_workflow(config: AflowConfig) -> bool:
     """Whether a run of this mode calls the workflow function."""
+    if config.mode == "serve":
+        return False
     return config.mode != "train" or bool(config.buffer.explorer_input.eval_tasksets)
 
 
 def settle_mode(config: AflowConfig) -> None:
     """Take out what this mode does not read, and fill in what it alone needs."""
     inputs = config.buffer.explorer_input
+    if config.mode == "serve":
+        inputs.eval_tasksets = []
     if config.mode in WITHOUT_TASKS and (inputs.taskset or inputs.tasksets or config.mix):
         inputs.taskset, inputs.tasksets, config.mix = None, [], {}
     key = "buffer.trainer_input.experience_buffer"

@@ -8,6 +8,7 @@ line in the log, never the run.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class RunMonitor(Monitor):
 
     def close(self) -> None:
         """Close the TensorBoard file; safe to call twice."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(OSError):  # a full disk; it was told when it was met
+                writer.close()

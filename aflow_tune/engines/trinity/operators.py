@@ -12,8 +12,7 @@ from collections import Counter, defaultdict
 from trinity.buffer.operators.experience_operator import ExperienceOperator
 from trinity.common.experience import Experience
 
-from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
-from aflow_tune.engines.trinity.sampling import STEP_SIZE_KEY
+from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, STEP_SIZE_KEY, TRACE_KEY
 from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.types import Failure
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from pathlib import Path
+
+from aflow_tune.doctor.clashes import refuse_clashes
+from aflow_tune.errors import disk_fault
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(filename)s:%(lineno)d %(message)s"
 _LIBRARIES = ("agentscope", "datasets", "httpx", "openai", "ray", "transformers", "uvicorn")
@@ -20,7 +24,12 @@ logger = logging.getLogger("trinity")
 
 
 def quiet() -> None:
-    """Send nothing of the libraries to the terminal. Call before Trinity is imported."""
+    """Send nothing of the libraries to the terminal. Call before Trinity is imported.
+
+    Raises:
+        BadInput: versions are installed that are known to break, some of them in that import.
+    """
+    refuse_clashes()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -36,12 +45,31 @@ def quiet() -> None:
     trinity_log._ray_logger = logger
 
 
+class _LogFile(logging.FileHandler):
+    """A log on a full disk has gaps; logging would print a traceback for each missing line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if error is None or disk_fault(error) is None:
+            super().handleError(record)
+
+
 def log_to(folder: Path) -> Path:
     """Write the libraries' logs of this process to `folder/driver.log` from now on."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "driver.log"
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
+    _hand_to(handler)
+    return path
+
+
+def end_log() -> None:
+    """Write the libraries' logs nowhere from now on: the folder of `log_to` goes."""
+    _hand_to(logging.NullHandler())
+
+
+def _hand_to(handler: logging.Handler) -> None:
     for name in _LIBRARIES:
         library = logging.getLogger(name)
         library.handlers = [handler]
@@ -50,4 +78,3 @@ def log_to(folder: Path) -> Path:
         logger.removeHandler(old)
         old.close()
     logger.addHandler(handler)
-    return path

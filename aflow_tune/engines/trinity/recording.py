@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import importlib
 import json
 import unicodedata
 import warnings
@@ -25,13 +26,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentscope.model import TrinityChatModel
-from openai.lib._parsing._completions import (
-    parse_chat_completion,
-    type_to_response_format_param,
-)
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 
@@ -40,6 +36,9 @@ from aflow_tune.models.ask import Ask
 from aflow_tune.models.ledger import current_ledger, is_booked
 from aflow_tune.models.types import Usage
 from aflow_tune.trace import POLICY
+
+if TYPE_CHECKING:
+    from agentscope.model import TrinityChatModel
 
 _DISTRIBUTION_KEYS = (
     "temperature",
@@ -222,8 +221,15 @@ async def _with_books(
         books.end(failure)
 
 
+def load_agentscope() -> None:
+    """Import what `chat_model` needs, which takes seconds, before the time of a run begins."""
+    importlib.import_module("agentscope.model")
+
+
 def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatModel:
     """AgentScope's model object over `client`, which has its `model_path`."""
+    from agentscope.model import TrinityChatModel
+
     model = object.__new__(TrinityChatModel)  # its own `__new__` warns that it is deprecated
     model.__dict__.update(
         _constructed(client.model_path).__dict__,
@@ -278,6 +284,11 @@ class _ClientProxy:
 
     def __init__(self, model_path: str, create: Callable[..., Any]) -> None:
         async def parse(*, response_format: Any, **kwargs: Any) -> Any:
+            from openai.lib._parsing._completions import (
+                parse_chat_completion,
+                type_to_response_format_param,
+            )
+
             schema = type_to_response_format_param(response_format)
             response = await create(response_format=schema, **kwargs)
             return parse_chat_completion(
@@ -302,6 +313,7 @@ async def recording_client(model: ModelWrapper) -> RecordingClient:
     of_loop = _open.setdefault(asyncio.get_running_loop(), {})
     key = (id(model.config), model.api_address)  # the wrapper below keeps the config alive
     if key not in of_loop:
+        load_agentscope()
         wrapper = model.clone_with_isolated_history()
         of_loop[key] = RecordingClient(wrapper, wrapper.get_openai_async_client())
         # A loop finalises its asynchronous generators before it closes, while the client's
@@ -322,6 +334,8 @@ async def _close_with_loop(client: Any) -> AsyncGenerator[None, None]:
 @functools.cache
 def _constructed(model_path: str) -> TrinityChatModel:
     """A model to copy: the constructor opens a connection pool, too slow for every run."""
+    from agentscope.model import TrinityChatModel
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return TrinityChatModel(SimpleNamespace(model_path=model_path))

@@ -22,11 +22,13 @@ from aflow_tune.config import KeyPositions, display
 from aflow_tune.data.checks import Findings
 from aflow_tune.engines.trinity.accounting import check_books
 from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.devices import check_devices
 from aflow_tune.engines.trinity.experience_checks import check_experiences
 from aflow_tune.engines.trinity.harvest_rules import check_harvest
 from aflow_tune.engines.trinity.mixes import check_mix
-from aflow_tune.engines.trinity.mode_rules import check_mode
+from aflow_tune.engines.trinity.mode_rules import WITHOUT_TASKS, check_mode
 from aflow_tune.engines.trinity.model_checks import check_model
+from aflow_tune.engines.trinity.refusals_cluster import check_cluster
 from aflow_tune.engines.trinity.refusals_local import check_local
 from aflow_tune.engines.trinity.refusals_together import check_together
 from aflow_tune.engines.trinity.refusals_writer import check_writer
@@ -77,6 +79,7 @@ _RANGES: tuple[Range, ...] = (
     ("trainer.total_steps", lambda v: v is None or v >= 1, "1 or more", "20"),
     ("trainer.save_interval", lambda v: v >= 0, "0 (only at the end) or more", "10"),
     ("trainer.max_checkpoints_to_keep", lambda v: v >= 0, "0 (keep all) or more", "0"),
+    ("checkpoints.keep_best", lambda v: v >= 0, "0 or more", "1"),
     ("trainer.grad_clip", lambda v: 0 <= v < math.inf, "0 (off) or more", "1.0"),
     ("explorer.eval_interval", lambda v: v >= 1, "1 or more", "10"),
     ("explorer.runner_per_model", lambda v: v >= 1, "1 or more", "8"),
@@ -102,8 +105,17 @@ _RANGES: tuple[Range, ...] = (
 )
 
 
-def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) -> Findings:
-    """Everything that keeps this configuration from training, as the user wrote it."""
+def refusals(
+    config: AflowConfig,
+    workflow: Callable[..., Any] | None = None,
+    *,
+    whole_model: bool = True,
+) -> Findings:
+    """Everything that keeps this configuration from training, as the user wrote it.
+
+    Args:
+        whole_model: as `check_model` takes it.
+    """
     found = Findings()
     rules: tuple[Callable[[AflowConfig], Iterable[Fault]], ...] = (
         _ranges,
@@ -114,6 +126,7 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
         _tasksets,
         check_mix,
         check_books,
+        check_devices,
         _rewards,
         _lengths,
         _folders,
@@ -122,12 +135,14 @@ def refusals(config: AflowConfig, workflow: Callable[..., Any] | None = None) ->
     for rule in rules:
         found.faults += rule(config)
     found.faults += _system_prompt(config, workflow)
-    found.add(check_model(config))
+    found.add(check_model(config, whole=whole_model))
     found.add(check_writer(config, workflow))
     if config.mode == "harvest":
         found.faults += check_harvest(config)
     if config.engine == "local":
         found.add(check_local(config))
+    else:
+        found.add(check_cluster(config))
     if not found.faults:
         found.add(check_together(config, workflow))
     # Several rules may take offence at one value; the first says it best.
@@ -253,7 +268,7 @@ def _tasksets(config: AflowConfig) -> Iterable[Fault]:
         expected, found = "either `taskset` or `tasksets`", "both"
         cure = "move `taskset` into the list `tasksets`"
         yield Fault(positions.where("buffer.explorer_input.tasksets"), expected, found, cure)
-    if not inputs.taskset and not inputs.tasksets and config.mode not in ("train", "bench"):
+    if not inputs.taskset and not inputs.tasksets and config.mode not in WITHOUT_TASKS:
         cure = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
         yield Fault(positions.where(key), "a task set to train on", "none", cure)
     names: dict[str, str] = {}

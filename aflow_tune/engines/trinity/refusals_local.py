@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aflow_tune.config import display
 from aflow_tune.data.checks import Findings
+from aflow_tune.engines.trinity.refusals_cluster import quantising
 from aflow_tune.engines.trinity.tasksets import user_tasksets
 from aflow_tune.errors import Fault
 
@@ -100,7 +101,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 )
 
 IGNORED = (
-    "cluster.*",
+    "cluster.node_num",
+    "cluster.gpu_per_node",
     "explorer.rollout_model.*_parallel_size",
     "explorer.rollout_model.gpu_memory_utilization",
     "explorer.rollout_model.enforce_eager",
@@ -282,7 +284,33 @@ def _device(config: AflowConfig) -> Iterable[Fault]:
         yield Fault(where, f"a machine with {device}", "none here", "device: auto")
 
 
-_RULES = (_algorithm, _settings, _adapters, _sampling, _answer_lengths, _deterministic, _device)
+def _quantised(config: AflowConfig) -> Iterable[Fault]:
+    """Weights asked for in 8 or 4 bits; without this they would be in 16 or 32."""
+    arguments = config.explorer.rollout_model.extra_engine_args or {}
+    asked = [
+        ("explorer.rollout_model.extra_engine_args.quantization", arguments.get("quantization"))
+    ]
+    asked += quantising(config.trainer.trainer_config, "trainer.trainer_config")
+    for key, value in asked:
+        if value is not None:
+            yield Fault(
+                config.positions.where(key),
+                "nothing: the layers of the local engine are plain ones (engine: local)",
+                f"{key.rpartition('.')[2]}: {value}",
+                "remove it; local.dtype: bf16 halves fp32, or engine: trinity (docs/recipes.md)",
+            )
+
+
+_RULES = (
+    _algorithm,
+    _settings,
+    _adapters,
+    _sampling,
+    _answer_lengths,
+    _deterministic,
+    _device,
+    _quantised,
+)
 
 
 def _warnings(config: AflowConfig) -> Iterable[str]:

@@ -40,6 +40,7 @@ def check_together(config: AflowConfig, workflow: Callable[..., Any] | None) -> 
         found.add(_train_batch(config, workflow))
     found.add(_evaluation(config))
     found.add(_warmup(config))
+    found.add(_best_checkpoints(config))
     kind = config.monitor.monitor_type
     if kind not in ("tensorboard", MONITOR):
         found.warnings.append(
@@ -104,8 +105,10 @@ def _train_batch(config: AflowConfig, workflow: Callable[..., Any] | None) -> Fi
         return found
     known = most_calls(workflow) if workflow is not None else None
     most = runs * (known if known is not None else MOST_CALLS)
-    rounds = config.synchronizer.sync_interval + config.synchronizer.sync_offset
-    if size > most * rounds:
+    interval = config.synchronizer.sync_interval
+    # Between two syncs the trainer takes `interval` batches, and the explorer goes on for as
+    # many steps, plus its lead, before it waits.
+    if size * interval > most * (interval + config.synchronizer.sync_offset):
         calls = f"at most {known} calls" if known is not None else f"even {MOST_CALLS} calls"
         found.faults.append(
             Fault(
@@ -138,7 +141,7 @@ def _evaluation(config: AflowConfig) -> Findings:
                 f"eval_interval: {max(1, steps // 4)}",
             )
         )
-    if steps == 0 and config.mode != "train":
+    if steps == 0 and config.mode not in ("train", "serve"):
         found.faults.append(
             Fault(
                 config.positions.where("buffer.batch_size"),
@@ -155,6 +158,23 @@ def _evaluation(config: AflowConfig) -> Findings:
     if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
         found.warnings.append(
             "no `buffer.explorer_input.eval_tasksets`: there will be no held-out score"
+        )
+    return found
+
+
+def _best_checkpoints(config: AflowConfig) -> Findings:
+    """Whether the best checkpoint is kept as it was asked for."""
+    found, key = Findings(), "checkpoints.keep_best"
+    save, interval = config.trainer.save_interval, config.explorer.eval_interval
+    if not config.positions.given(key) or config.checkpoints.keep_best == 0:
+        return found
+    where = config.positions.where(key)
+    if config.engine == "trinity":
+        found.warnings.append(f"{where}: verl keeps the newest only; `engine: local` the best too")
+    elif config.positions.given("trainer.save_interval") and save and interval % save:
+        found.warnings.append(
+            f"{where}: only a step that is both saved and evaluated can be the best: let "
+            f"trainer.save_interval ({save}) divide explorer.eval_interval ({interval})"
         )
     return found
 

@@ -1,15 +1,18 @@
 """The local sampler as a Trinity rollout model: one Ray actor that owns the sampler and its
 OpenAI-compatible server.
 
-Workflows reach it over HTTP exactly as they would reach vLLM; Trinity's Explorer reaches it
-through the `InferenceModel` methods. Weights come from Trinity's Synchronizer by memory.
+The server listens on loopback, or on the node's own address with a token of its own where the
+Ray has several nodes. Workflows reach it over HTTP exactly as they would reach vLLM; Trinity's
+Explorer reaches it through the `InferenceModel` methods. Weights come from Trinity's
+Synchronizer by memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -19,8 +22,11 @@ from trinity.common.experience import Experience
 from trinity.common.models.model import BaseInferenceModel
 
 from aflow_tune.engines.local.sampler import SamplingParams
-from aflow_tune.engines.trinity.sampler_host import SamplerHost
+from aflow_tune.engines.trinity.attached_ray import spans_nodes
 from aflow_tune.errors import RunFailed
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.trinity.sampler_host import SamplerHost
 
 
 class LocalRolloutModel(BaseInferenceModel):
@@ -29,10 +35,18 @@ class LocalRolloutModel(BaseInferenceModel):
     def __init__(self, config: InferenceModelConfig) -> None:
         super().__init__(config)
         self._host: SamplerHost | None = None
+        self._token: str | None = None
 
     async def prepare(self) -> None:
         """Load the model and start the server; called once by the allocator."""
-        self._host = await asyncio.to_thread(SamplerHost.from_model_config, self.config)
+        from aflow_tune.engines.trinity.sampler_host import SamplerHost
+
+        host = "127.0.0.1"
+        if spans_nodes():  # runners of other nodes ask it: by its own address, with its token
+            host, self._token = ray.util.get_node_ip_address(), secrets.token_urlsafe(32)
+        self._host = await asyncio.to_thread(
+            SamplerHost.from_model_config, self.config, host, self._token
+        )
         self.tokenizer = self._host.tokenizer
         self._prepared = True
 
@@ -49,6 +63,10 @@ class LocalRolloutModel(BaseInferenceModel):
 
     def get_api_server_url(self) -> str | None:
         return self.host.url
+
+    def get_api_key(self) -> str:
+        """What callers of the server send; it is nowhere but in the memory of this run."""
+        return self._token or str(super().get_api_key())
 
     def get_model_version(self) -> int:
         return self.host.sampler.version

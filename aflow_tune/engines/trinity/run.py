@@ -18,25 +18,18 @@ from typing import Any
 
 from trinity.buffer import get_buffer_reader
 
-from aflow_tune.engines.local.checkpoint import verify_checkpoint
+from aflow_tune.engines.local.manifest import verify_checkpoint
 from aflow_tune.engines.trinity.accounting import books_of
 from aflow_tune.engines.trinity.arguments import adapter_arguments
 from aflow_tune.engines.trinity.config import AflowConfig
+from aflow_tune.engines.trinity.devices import use_recorded
+from aflow_tune.engines.trinity.find_ray import check_address
 from aflow_tune.engines.trinity.fingerprint import fingerprint_of
 from aflow_tune.engines.trinity.mixes import merge_mix
 from aflow_tune.engines.trinity.mode_rules import needs_workflow
 from aflow_tune.engines.trinity.quiet import log_to
-from aflow_tune.engines.trinity.run_state import (
-    RunState,
-    check_restart,
-    checkpoints,
-    locked,
-    refuse_chain,
-    rewind,
-    write_state,
-)
-from aflow_tune.engines.trinity.sampler_host import give_engine_settings
-from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.run_state import check_restart, newest_sound, refuse_chain, rewind
+from aflow_tune.engines.trinity.sampler_settings import give_engine_settings
 from aflow_tune.engines.trinity.validate import check_data, check_run_prompts
 from aflow_tune.engines.trinity.validators import (
     Change,
@@ -46,10 +39,21 @@ from aflow_tune.engines.trinity.validators import (
     render_changes,
     save_resolved,
 )
-from aflow_tune.errors import BadInput, BudgetReached, Fault, Interrupted, RunFailed
+from aflow_tune.errors import (
+    AflowTuneError,
+    BadInput,
+    BudgetReached,
+    ExitCode,
+    Fault,
+    Interrupted,
+    RunFailed,
+    disk_fault,
+)
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import read_metrics, rewind_metrics
 from aflow_tune.report.panel import Panel
+from aflow_tune.runs.folder import MAX_ERROR, checkpoints, locked, new_state, write_state
+from aflow_tune.runs.listing import summarise
 from aflow_tune.signature import check_functions
 from aflow_tune.types import TuneResult
 
@@ -83,6 +87,9 @@ class Run:
             check_functions(self.workflow_func, self.judge_func)
         check_run_prompts(self.config)
         self.engine = choose_engine(self.config)
+        unreachable = list(check_address(self.config, self.engine[0]))
+        if unreachable:
+            raise BadInput("There is no such Ray.", unreachable)
         self.changes = prepare(self.config, workflow_func=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
         data = check_data(self.config, self.workflow_func, self.judge_func)
@@ -116,16 +123,29 @@ class Run:
             earlier = check_restart(self.run_dir, fingerprint, self.target)
             if self.built_upon is not None:
                 raise self._no_longer_extended(self.built_upon)
-            done = checkpoints(self.run_dir)
-            self.start = done[-1].step if done else 0
+            self.start = self._resume_step()
             if earlier is not None:
                 self._rewind()
             else:
                 print(f"run folder: {self.run_dir}")
-            self.state = RunState("running", self.start, self.target, fingerprint)
+            self.state = new_state(self.target, self.start, fingerprint, self.config.command)
             write_state(self.run_dir, self.state)
-            save_resolved(self.config, self.changes, self.run_dir / "resolved.yaml")
-            yield
+            try:
+                save_resolved(self.config, self.changes, self.run_dir / "resolved.yaml")
+                yield
+            except BaseException as error:
+                if self.state.status == "running":  # it ended before it was under way
+                    stopped = isinstance(error, (Interrupted, KeyboardInterrupt))
+                    status = "interrupted" if stopped else "failed"
+                    self._settle(status, str(error) or type(error).__name__)
+                raise
+
+    def _resume_step(self) -> int:
+        """The step to go on from. Checkpoints of `engine: trinity` are checked by Trinity."""
+        if self.config.engine == "local":
+            return newest_sound(self.run_dir)
+        done = checkpoints(self.run_dir)
+        return done[-1].step if done else 0
 
     def _no_longer_extended(self, later: str) -> BadInput:
         return BadInput(
@@ -155,8 +175,6 @@ class Run:
             BudgetReached: a limit of the configuration was reached; the state is saved.
         """
         self.books = books_of(self.config)
-        self.books.start()
-        self._inject()
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
 
@@ -165,15 +183,26 @@ class Run:
             return not in_time or self.books.reached() is not None
 
         try:
-            with Panel(self.run_dir, self.target) as panel:
+            self.books.start()
+            self._inject()
+            with (
+                use_recorded(self.config, self.run_dir),
+                Panel(self.run_dir, self.target) as panel,
+            ):
                 reached = self._engine(panel.phase, lambda: stop() or spent())
             self._prove(reached, stop(), spent())
-        except (Interrupted, BudgetReached):
-            self._settle("interrupted")
+        except (Interrupted, BudgetReached) as error:
+            self._settle("interrupted", str(error))
             raise
-        except BaseException:
-            self._settle("failed")
+        except KeyboardInterrupt:
+            self._settle("interrupted", "stopped at once, by a second Ctrl-C or SIGTERM")
             raise
+        except BaseException as error:
+            reason = _reason(error)
+            self._settle("failed", reason or f"{type(error).__name__}: {error}")
+            if reason is None:
+                raise
+            raise RunFailed(f"{reason}\n{self._left()}") from error
         self._settle("finished")
         report = self._report()
         return TuneResult(
@@ -198,7 +227,7 @@ class Run:
         if self.config.engine == "trinity":
             from aflow_tune.engines.trinity.cluster import run_cluster
 
-            return run_cluster(self.config, self.target, phase)
+            return run_cluster(self.config, self._functions, self.target, phase)
         return self._local(phase, stop)
 
     def _local(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
@@ -209,7 +238,11 @@ class Run:
             return asyncio.run(InlineRun(self.config, self.target, phase, stop, logger).run())
         from aflow_tune.engines.trinity.launcher import run_split
 
-        return run_split(self.config, self.target, phase, stop)
+        return run_split(self.config, self._functions, self.target, phase, stop)
+
+    @property
+    def _functions(self) -> tuple[Callable[..., Any] | None, ...]:
+        return self.workflow_func, self.judge_func
 
     def _inject(self) -> None:
         """Give the adapter the functions and what it needs to know about the run."""
@@ -217,7 +250,6 @@ class Run:
             give_engine_settings(self.config)
         if self.workflow_func is None:
             return
-        ship_by_value([self.workflow_func, self.judge_func])
         config = self.config
         arguments = adapter_arguments(
             config,
@@ -288,11 +320,54 @@ class Run:
             return Interrupted(f"stopped{rest}")
         return BudgetReached(f"{self.books.reached() or 'budget.wall_seconds reached'}{rest}")
 
-    def _settle(self, status: str) -> None:
+    def _left(self) -> str:
+        """What the run folder holds, and what the same command would do with it."""
+        saved = checkpoints(self.run_dir)
+        if self.target == 0:
+            return f"What was finished is kept in {self.run_dir}; the same command goes on there."
+        if not saved:
+            return f"No step was saved in {self.run_dir}; the same command begins again."
+        return (
+            f"The state of step {saved[-1].step} of {self.target} is saved in {self.run_dir}; the "
+            "same command resumes from there."
+        )
+
+    def _settle(self, status: str, error: str | None = None) -> None:
+        """Write down how the run ended.
+
+        Raises:
+            RunFailed: it could not be written, and the run would have been called finished.
+        """
         saved = checkpoints(self.run_dir)
         self.state.status = status
         self.state.step = saved[-1].step if saved else 0
-        write_state(self.run_dir, self.state)
+        self.state.error = error and _clipped(error)
+        self.state.ended = time.time()
+        self.state.summary = summarise(self.run_dir, self.config.algorithm.repeat_times)
+        try:
+            write_state(self.run_dir, self.state)
+        except OSError as problem:
+            if status == "finished":
+                raise RunFailed(
+                    f"the run reached its target, but that could not be written: {problem}. Make "
+                    "room; the same command then finishes it."
+                ) from problem
+            print(f"warning: how the run ended could not be written: {problem}", flush=True)
+
+
+def _reason(error: BaseException) -> str | None:
+    """Why a run failed, in words for the user; None for what is told otherwise, or is a defect."""
+    problem = disk_fault(error)
+    if problem is not None:
+        return f"a file of the run could not be written: {problem}. Make room."
+    foreseen = isinstance(error, AflowTuneError) and error.exit_code is ExitCode.FAILED
+    return str(error) if foreseen else None
+
+
+def _clipped(text: str) -> str:
+    """A long text without its middle: its first line says what, its last one why."""
+    half = MAX_ERROR // 2
+    return text if len(text) <= MAX_ERROR else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def last_metrics(run_dir: Path) -> dict[str, float]:

@@ -19,7 +19,7 @@ from aflow_tune.engines.trinity.experience_reader import (
     open_experiences,
 )
 from aflow_tune.engines.trinity.run import Run
-from aflow_tune.engines.trinity.sampler_host import give_engine_settings
+from aflow_tune.engines.trinity.sampler_settings import give_engine_settings
 from aflow_tune.errors import BadInput, Fault
 
 
@@ -89,6 +89,16 @@ class HarvestRun(Run):
         """`run_harvest` raises where the data set is not whole."""
 
 
+class ServeRun(Run):
+    """`mode: serve` of Trinity: its engines answer at one address until they are stopped."""
+
+    def _target(self) -> int:
+        return 0
+
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
+        """There is no step to reach."""
+
+
 MODES: Mapping[str, type[Run]] = {
     "both": Run,
     "train": DataRun,
@@ -97,7 +107,7 @@ MODES: Mapping[str, type[Run]] = {
     # Trinity's own, on its engines only.
     "colocate": Run,
     "explore": Run,
-    "serve": Run,
+    "serve": ServeRun,
 }
 
 

@@ -1,92 +1,44 @@
-"""What a run folder knows about itself: status, target, and where to resume.
+"""Where a run folder's run resumes, and what else must go back there.
 
     <run folder>/
-      run.json                   status, step, target, the configuration's fingerprint
-      run.lock                   held by the command that is running
+      run.json, run.lock         its state and who is at work in it: `runs/folder.py`
       resolved.yaml              the configuration as it was run
-      global_step_N/             checkpoints, each written atomically
+      global_step_N/             checkpoints, each written atomically and with its hashes
+      damaged_global_step_N/     one whose hashes were wrong when it was to be loaded
       taskset_state/step_N.json  position in the task sets after batch N was read
       metrics.jsonl, evaluations/, rollouts/, monitor/, log/
 
 A checkpoint of step N is the only truth on resume: the explorer's position, the metrics and
 the evaluations are taken back to N before anything starts, so that work done after N is done
-again from the same tasks.
+again from the same tasks. N is the newest whose hashes are right; a damaged one is set aside.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trinity.common.config import TasksetConfig
 
+from aflow_tune.engines.local.manifest import MANIFEST, CheckpointError, verify_checkpoint
+from aflow_tune.engines.trinity.fingerprint import is_free
 from aflow_tune.errors import AlreadyFinished, BadInput, Fault
 from aflow_tune.files import write_json
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.report.records import record_path
 from aflow_tune.report.rollouts import forget_rollouts
+from aflow_tune.runs.folder import (
+    CHAIN_FILE,
+    RUN_FILE,
+    RunState,
+    checkpoints,
+    read_state,
+)
 from aflow_tune.types import Checkpoint
-
-RUN_FILE = "run.json"
-CHAIN_FILE = "chain.json"
-"""In the folder of a chain of stages, in place of `run.json`; see `stage_chain.py`."""
-STEP_PREFIX = "global_step_"
-
-
-@dataclass
-class RunState:
-    """The content of `run.json`. `status`: running, interrupted, failed or finished."""
-
-    status: str
-    step: int
-    target: int
-    fingerprint: dict[str, Any]
-
-
-def read_state(run_dir: Path) -> RunState | None:
-    """The state of the run in `run_dir`; None where no run was started."""
-    path = run_dir / RUN_FILE
-    if not path.exists():
-        return None
-    return RunState(**json.loads(path.read_text(encoding="utf-8")))
-
-
-def write_state(run_dir: Path, state: RunState) -> None:
-    """Replace `run.json` atomically."""
-    write_json(run_dir / RUN_FILE, asdict(state))
-
-
-@contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder for this process.
-
-    Raises:
-        BadInput: another command is running in the same folder.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "run.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInput(
-                "Another command is using this run folder.",
-                [
-                    Fault(
-                        str(run_dir),
-                        "a run folder that nobody else is writing to",
-                        "a lock held by a running command",
-                        "wait for it, stop it, or choose another `name=`",
-                    )
-                ],
-            ) from None
-        yield
 
 
 def refuse_chain(run_dir: Path) -> None:
@@ -97,21 +49,6 @@ def refuse_chain(run_dir: Path) -> None:
             "This folder belongs to a configuration with `stages`.",
             [Fault(str(run_dir), "the folder of a single run, or a new one", found, cure)],
         )
-
-
-def checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """All checkpoints of the folder, oldest first. Half-written ones have other names."""
-    found = []
-    for path in run_dir.glob(f"{STEP_PREFIX}*"):
-        suffix = path.name.removeprefix(STEP_PREFIX)
-        if suffix.isdigit() and path.is_dir():
-            found.append(Checkpoint(int(suffix), path))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
-
-
-def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lives."""
-    return run_dir / f"{STEP_PREFIX}{step}"
 
 
 def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
@@ -131,6 +68,47 @@ def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
     directory = taskset.workflow_args.get("eval_dir")
     if directory:
         record_path(Path(directory), taskset.name, step).unlink(missing_ok=True)
+
+
+def newest_sound(run_dir: Path) -> int:
+    """The step of the newest checkpoint whose files are as they were written; 0 without any.
+
+    Newer ones that are damaged are set aside under the name `damaged_global_step_N`, and said.
+
+    Raises:
+        BadInput: there are checkpoints, and all of them are damaged; they stay where they are.
+    """
+    damaged: list[tuple[Checkpoint, CheckpointError]] = []
+    for checkpoint in reversed(checkpoints(run_dir)):
+        try:
+            verify_checkpoint(checkpoint.path)
+        except CheckpointError as error:
+            damaged.append((checkpoint, error))
+            continue
+        for other, problem in damaged:
+            aside = _set_aside(other.path)
+            print(
+                f"warning: the checkpoint of step {other.step} is damaged ({problem}). It was set "
+                f"aside as {aside.name}; the run goes on from step {checkpoint.step}.",
+                flush=True,
+            )
+        return checkpoint.step
+    if damaged:
+        cure = "put a sound copy back, or start again under another `name=`"
+        faults = [
+            Fault(str(checkpoint.path), "files as they were written", str(error), cure)
+            for checkpoint, error in damaged
+        ]
+        raise BadInput("No checkpoint of this run is sound.", faults)
+    return 0
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that nothing takes it for one, and nothing of it is lost."""
+    names = (f"damaged_{path.name}{end}" for end in ("", *(f"_{n}" for n in range(2, 1000))))
+    aside = next(place for name in names if not (place := path.with_name(name)).exists())
+    path.rename(aside)
+    return aside
 
 
 def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
@@ -156,7 +134,12 @@ def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
                     )
                 ],
             )
-        states = json.loads(source.read_text(encoding="utf-8"))
+        try:
+            states = json.loads(source.read_text(encoding="utf-8"))
+        except ValueError as error:
+            cure = "start again under another `name=`"
+            fault = Fault(str(source), "the position in the task sets", str(error), cure)
+            raise BadInput("This run cannot be resumed.", [fault]) from None
         write_json(explorer_file, {"latest_iteration": step, "taskset_states": states})
     for path in run_dir.glob("evaluations/*/step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > step:
@@ -173,10 +156,12 @@ def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> Ru
 
     Raises:
         AlreadyFinished: the same configuration already reached its target here.
-        BadInput: the configuration changed; every changed key is listed.
+        BadInput: the configuration changed, and every changed key is listed; or there are
+            checkpoints of ours, and nothing that says what was trained.
     """
     state = read_state(run_dir)
     if state is None:
+        _refuse_stray(run_dir)
         return None
     changed = changed_keys(run_dir, state, fingerprint)
     if changed:
@@ -195,6 +180,24 @@ def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> Ru
     return state
 
 
+def _refuse_stray(run_dir: Path) -> None:
+    """BadInput if checkpoints lie in a folder without `run.json`: they would be taken for this
+    run's, whatever was trained, and at its target it would be called done without a step."""
+    ours = [point for point in checkpoints(run_dir) if (point.path / MANIFEST).is_file()]
+    if ours:
+        raise BadInput(
+            "This folder holds checkpoints, and nothing says of which run.",
+            [
+                Fault(
+                    str(run_dir),
+                    f"{RUN_FILE} beside its checkpoints, or a folder without any",
+                    f"checkpoints up to step {ours[-1].step} without {RUN_FILE}",
+                    f"put {RUN_FILE} back, or give this run another `name=`",
+                )
+            ],
+        )
+
+
 def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) -> list[Fault]:
     """Every setting in which `fingerprint` differs from the run of `state`, by its key."""
     return [
@@ -205,5 +208,6 @@ def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) ->
             "set it back to resume, or give the changed run another `name=`",
         )
         for key in sorted(state.fingerprint.keys() | fingerprint.keys())
-        if state.fingerprint.get(key) != fingerprint.get(key)
+        # An older version may have counted a setting that is free by now.
+        if state.fingerprint.get(key) != fingerprint.get(key) and not is_free(key)
     ]

@@ -7,13 +7,13 @@ same way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from trinity.common.config import InferenceModelConfig
 from trinity.common.models.model import ModelWrapper
 
-from aflow_tune.engines.local.lora import LoraSpec
+from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.models import (
     load_model,
     load_tokenizer,
@@ -22,15 +22,13 @@ from aflow_tune.engines.local.models import (
     resolve_model,
 )
 from aflow_tune.engines.local.sampler import Sampler
+from aflow_tune.engines.local.scripted import ScriptedSampler, ScriptedServer
 from aflow_tune.engines.local.server import SamplerServer
-
-if TYPE_CHECKING:
-    from aflow_tune.engines.trinity.config import AflowConfig
 
 
 @dataclass
 class SamplerHost:
-    """A running sampler and the loopback server in front of it."""
+    """A running sampler and the server in front of it."""
 
     sampler: Sampler
     server: SamplerServer
@@ -38,8 +36,10 @@ class SamplerHost:
     url: str
 
     @classmethod
-    def from_model_config(cls, config: InferenceModelConfig) -> SamplerHost:
-        """Load the model named by `config.model_path` and serve it on loopback.
+    def from_model_config(
+        cls, config: InferenceModelConfig, host: str = "127.0.0.1", api_key: str | None = None
+    ) -> SamplerHost:
+        """Load the model named by `config.model_path` and serve it on `host`.
 
         Our own settings (`local.*`, the LoRA shape) travel in `config.extra_engine_args`,
         Trinity's place for engine-specific arguments.
@@ -52,7 +52,10 @@ class SamplerHost:
         tokenizer = load_tokenizer(path)
         if config.chat_template:
             tokenizer.chat_template = config.chat_template
-        sampler = Sampler(
+        scripted = bool(engine.get("scripted"))  # a dry run
+        make_sampler: type[Sampler] = ScriptedSampler if scripted else Sampler
+        make_server: type[SamplerServer] = ScriptedServer if scripted else SamplerServer
+        sampler = make_sampler(
             load_model(path, pick_dtype(engine["dtype"], device), device),
             tokenizer,
             max_batch=engine["max_batch"],
@@ -61,12 +64,14 @@ class SamplerHost:
             deterministic=engine["deterministic"],
             lora=LoraSpec(**engine["lora"]) if engine["lora"] else None,
         )
-        server = SamplerServer(
+        server = make_server(
             sampler,
             tokenizer,
             config.model_path,
+            host=host,
             tool_call_parser=config.tool_call_parser or "hermes",
             frozen=engine["frozen"],
+            api_key=api_key,
         )
         return cls(sampler, server, tokenizer, server.start())
 
@@ -90,36 +95,3 @@ class InlineModel(ModelWrapper):
     @property
     async def model_version_async(self) -> int:
         return self._host.sampler.version
-
-
-def give_engine_settings(config: AflowConfig) -> None:
-    """Put what `SamplerHost` asks for into the configuration's models."""
-    engine: dict[str, Any] = {
-        "device": config.local.device,
-        "dtype": "float32" if config.deterministic else config.local.dtype,
-        "threads": config.local.threads,
-        "max_batch": config.local.max_batch,
-        "deterministic": config.deterministic,
-        "lora": None,
-        "frozen": True,
-    }
-    for auxiliary in config.explorer.auxiliary_models:
-        auxiliary.extra_engine_args = dict(engine)
-    lora = config.model.lora_configs[0] if config.model.lora_configs else None
-    if lora is not None:
-        engine["lora"] = {
-            "rank": lora.lora_rank,
-            "alpha": lora.lora_alpha,
-            "target_modules": lora.target_modules,
-        }
-    engine["frozen"] = False
-    config.explorer.rollout_model.extra_engine_args = engine
-
-
-def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Tokens drawn per second of the sampler's work between two readings of its totals."""
-    seconds = after["busy_seconds"] - before["busy_seconds"]
-    if seconds <= 0:
-        return {}
-    tokens = after["generated_tokens"] - before["generated_tokens"]
-    return {"rollout/tokens_per_second": tokens / seconds}

@@ -15,8 +15,7 @@ from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrat
 from trinity.algorithm.sample_strategy.utils import representative_sample
 from trinity.common.experience import Experience
 
-STEP_SIZE_KEY = "step_experiences"
-"""Key of `Experience.info`: how many experiences of the same explorer step were kept."""
+from aflow_tune.engines.trinity.info_keys import STEP_SIZE_KEY
 
 
 class WholeStepSampleStrategy(DefaultSampleStrategy):

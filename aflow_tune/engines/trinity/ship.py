@@ -1,93 +1,188 @@
-"""How user code reaches the workers: by value.
+"""What a run's code needs on its workers, found before anything is started.
 
-A function from a file or from a folder that only this process knows cannot be imported in a
-Ray worker. Its module, and every module of the same folder that it imported, is therefore
-pickled by value. What is installed (in site-packages or the standard library) travels by
-reference. What a function imports only while it runs is found in `import_folders()`, as long
-as the worker sees the same disk.
+The tracing itself is in the room `shipping`. Here it is told what a configuration adds: the
+modules that it names by dotted path, what `runtime_env` includes and excludes, and the run
+folders that stay. Nothing of it may hold the value of a key.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
+import importlib.util
+import re
 import sys
-import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NewType
 
 from ray import cloudpickle
 
-_PACKAGE_DIR = Path(__file__).resolve().parents[2]
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.shipping.arrival import arrived
+from aflow_tune.shipping.bundle import secrets_in
+from aflow_tune.shipping.reach import is_by_value, modules_in_pickle
+from aflow_tune.shipping.tracing import Trace, trace
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.trinity.config import AflowConfig
+
+Function = Callable[..., Any]
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_FILE_NAME = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt|md|ya?ml|toml|py|gz|db|log)$")
+
+READ_INSIDE = "read it inside the function, with os.environ: every worker has it"
+NAME_IT = "give its name instead: `runtime_env: {secrets: [NAME]}`"
 
 
-def ship_by_value(functions: Iterable[Callable[..., Any] | None]) -> list[str]:
-    """Register the user modules behind `functions` for pickling by value.
+def trace_run(
+    config: AflowConfig, functions: Iterable[Function | None], further: Iterable[Any] = ()
+) -> tuple[Trace, bytes]:
+    """What the functions of a run and the modules that its configuration names need; and the
+    functions as bytes, which shows that they can be sent.
 
-    A function that is an object may hold others: it names them in `carries`.
+    In a submitted job the client has traced and sent everything, and only what is said of the
+    nodes is asked again.
 
-    Returns the names of the modules registered.
+    Args:
+        further: other objects whose code has to travel, such as operators.
+
+    Raises:
+        BadInput: something that a function holds cannot be pickled; it is named.
     """
-    given = [function for function in functions if function]
-    given += [inner for function in given for inner in getattr(function, "carries", ())]
-    roots = {root for function in given for root in _folders(function)}
-    registered = []
-    for name, module in list(sys.modules.items()):
-        path = _source(module)
-        if path is None or name == "__main__" or not _belongs(path, roots):
+    given = [function for function in functions if function is not None]
+    objects = [*given, *further]
+    modules = _named_modules(config)
+    runs = [Path(config.checkpoint_root_dir)] if config.checkpoint_root_dir else []
+    in_job = is_submitted()
+    include = () if in_job else [Path(name).expanduser() for name in config.runtime_env.include]
+    content = pack(given)
+    # Objects hide what they hold; what they become when they are sent does not.
+    modules |= modules_in_pickle(content)
+    found = trace(objects, modules, include, runs, config.runtime_env.exclude)
+    if found.without_file:
+        content = pack(given, found.without_file)
+    if in_job:
+        found.faults.clear()
+    return found, content
+
+
+def is_submitted() -> bool:
+    """Whether this process is a job that `aflow-tune submit` sent."""
+    arrival = arrived()
+    return arrival is not None and arrival.base is not None
+
+
+def refuse_secrets(content: bytes, secrets: Mapping[str, str], where: str, cure: str) -> None:
+    """Refuse to send what holds the value of a key: clusters log it and keep it on disk.
+
+    Raises:
+        BadInput: it does; the variables are named.
+    """
+    faults = list(secrets_in(content, secrets, where, cure))
+    if faults:
+        raise BadInput("A key would travel in clear.", faults)
+
+
+def _named_modules(config: AflowConfig) -> set[str]:
+    """The modules of dotted paths in the settings, such as that of a policy loss."""
+    named = [value for value in config.flatten().values() if isinstance(value, str)]
+    dotted = [value for value in named if _DOTTED.fullmatch(value)]
+    modules = {value.rpartition(".")[0] for value in dotted if not _FILE_NAME.search(value)}
+    return {name for name in modules if "." in name or _holds_code(name)}
+
+
+def _holds_code(name: str) -> bool:
+    """Whether a top-level module has a file: no class is in a mere folder of that name."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return name in sys.modules
+    return spec is not None and spec.origin is not None
+
+
+def pack(functions: Iterable[Function | None], without_file: Iterable[str] = ()) -> bytes:
+    """The functions as bytes. Modules without a file are sent by value, all others by the names
+    that the shipment gives them.
+
+    Raises:
+        BadInput: something that a function holds cannot be pickled; it is named.
+    """
+    for name in without_file:
+        cloudpickle.register_pickle_by_value(sys.modules[name])
+    given = [function for function in functions if function is not None]
+    try:
+        content: bytes = cloudpickle.dumps(given)
+        return content
+    except Exception as error:  # whatever the objects' own __reduce__ raises
+        raise BadInput(
+            "A function cannot be sent to the workers.",
+            [_culprit(function) or _unpicklable(function, error) for function in given],
+        ) from error
+
+
+def _culprit(function: Function) -> Fault | None:
+    """The name of the function's module that holds what cannot be pickled."""
+    plain = getattr(function, "func", function)
+    scope = getattr(plain, "__globals__", {})
+    code = getattr(plain, "__code__", None)
+    for name in code.co_names if code else ():
+        if name not in scope:
             continue
-        cloudpickle.register_pickle_by_value(module)
-        registered.append(name)
-    return sorted(registered)
+        try:
+            cloudpickle.dumps(scope[name])
+        except Exception as error:  # as above
+            return Fault(
+                f"{code.co_filename}:{code.co_firstlineno}" if code else str(function),
+                f"`{name}` in a form that can be sent to another process",
+                f"{type(scope[name]).__name__}: {error}",
+                f"make `{name}` inside the function, or in a module that the function imports",
+            )
+    return None
 
 
-def import_folders() -> list[str]:
-    """Folders of user code that this process imports from, in order."""
-    installed = tuple(Path(prefix).resolve() for prefix in {sys.prefix, sys.base_prefix})
-    folders = [Path(entry).resolve() for entry in sys.path]
-    return [
-        str(folder)
-        for folder in dict.fromkeys(folders)
-        if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)
-    ]
+def _unpicklable(function: Function, error: Exception) -> Fault:
+    return Fault(
+        getattr(function, "__qualname__", type(function).__name__),
+        "a function that can be sent to another process",
+        f"{type(error).__name__}: {error}",
+        "make files, clients and locks inside the function instead of around it",
+    )
 
 
-def see_import_folders(folders: Iterable[str]) -> None:
-    """In a worker: import from these folders too, after everything that is installed."""
-    sys.path += [folder for folder in folders if folder not in sys.path]
+def _cached_by_value(function: Any) -> Any:
+    """For pickling: what `functools.cache` made in a script has no name on a worker, where the
+    cache starts empty."""
+    if not is_by_value(function):
+        return function.__reduce__()
+    kept = function.cache_parameters()
+    return _cached, (function.__wrapped__, kept["maxsize"], kept["typed"])
 
 
-def _folders(function: Callable[..., Any]) -> Iterable[Path]:
-    unwrapped = inspect.unwrap(getattr(function, "func", function))
-    if not hasattr(unwrapped, "__code__"):
-        unwrapped = type(unwrapped)
-    module = sys.modules.get(getattr(unwrapped, "__module__", ""))
-    path = _source(module) if module else None
-    if path is None or _installed(path):
-        return
-    top_level = module.__name__.partition(".")[0] if module else ""
-    package = sys.modules.get(top_level)
-    package_path = _source(package) if package is not None else None
-    yield (package_path or path).parent if package_path else path.parent
+def _cached(function: Function, maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
 
 
-def _source(module: ModuleType) -> Path | None:
-    file = getattr(module, "__file__", None)
-    return Path(file).resolve() if file else None
+def _new_type_by_value(kind: Any) -> Any:
+    """The same for `typing.NewType`, which annotations of sent functions refer to."""
+    by_value = kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
+    return (NewType, (kind.__name__, kind.__supertype__)) if by_value else kind.__reduce__()
 
 
-def _installed(path: Path) -> bool:
-    return any(path.is_relative_to(place) for place in (*_install_folders(), _PACKAGE_DIR))
+# Of Ray's pickler alone, which sends the functions: others go on as they are.
+cloudpickle.CloudPickler.dispatch_table[functools._lru_cache_wrapper] = _cached_by_value
+cloudpickle.CloudPickler.dispatch_table[NewType] = _new_type_by_value
 
 
-@functools.cache
-def _install_folders() -> tuple[Path, ...]:
-    """Asked of every module of the process: looking them up each time would take seconds."""
-    keys = ("purelib", "platlib", "stdlib")
-    return tuple({Path(sysconfig.get_path(key)).resolve() for key in keys})
-
-
-def _belongs(path: Path, roots: set[Path]) -> bool:
-    return not _installed(path) and any(path.is_relative_to(root) for root in roots)
+def user_modules(functions: Iterable[Function | None]) -> list[str]:
+    """Names of the loaded modules of the user's own that functions come from, siblings that
+    they imported among them."""
+    given = [function for function in functions if function is not None]
+    found = trace(given)
+    return sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None)) is not None
+        and name != "__main__"
+        and Path(file).absolute() in found.files
+        and name.partition(".")[0] in found.modules
+    )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -28,13 +29,6 @@ from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.mode_rules import TRAINING
 from aflow_tune.engines.trinity.run import Run, last_metrics
 from aflow_tune.engines.trinity.run_modes import make_run
-from aflow_tune.engines.trinity.run_state import (
-    CHAIN_FILE,
-    RUN_FILE,
-    checkpoints,
-    locked,
-    read_state,
-)
 from aflow_tune.engines.trinity.stages import StagePositions, chain_folder, parts_of
 from aflow_tune.engines.trinity.validate import check_part
 from aflow_tune.errors import (
@@ -47,6 +41,7 @@ from aflow_tune.errors import (
 )
 from aflow_tune.files import write_json
 from aflow_tune.report.chain import chain_summary, write_chain_report
+from aflow_tune.runs.folder import CHAIN_FILE, RUN_FILE, checkpoints, locked, read_state
 from aflow_tune.types import TuneResult
 
 Function = Callable[..., Any]
@@ -192,11 +187,17 @@ class _Chain:
         except RunFailed as error:
             state.status = "failed"
             raise RunFailed(f"stage {state.name!r}: {error}") from error
+        except KeyboardInterrupt:
+            state.status = "interrupted"
+            raise
+        except Exception:
+            state.status = "failed"
+            raise
         else:
             state.status = "finished"
         finally:
             state.seconds += time.monotonic() - began
-            self._write_states()
+            self._write_states(finished=state.status == "finished")
             self._report()
 
     def _report(self) -> Path | None:
@@ -245,8 +246,19 @@ class _Chain:
             states.append(state)
         return states
 
-    def _write_states(self) -> None:
-        write_json(self.folder / CHAIN_FILE, {"stages": [asdict(s) for s in self.states]})
+    def _write_states(self, *, finished: bool = True) -> None:
+        """Write `chain.json`. How a stage failed is told even if the disk is full."""
+        content = {
+            "stages": [asdict(state) for state in self.states],
+            "command": self.config.command,
+            "host": socket.gethostname(),
+        }
+        try:
+            write_json(self.folder / CHAIN_FILE, content)
+        except OSError as problem:
+            if finished:
+                raise RunFailed(f"{self.folder / CHAIN_FILE}: {problem.strerror}") from problem
+            print(f"warning: how the stage ended could not be written: {problem}", flush=True)
 
 
 def trained_model(config: AflowConfig, folder: Path) -> str:

@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING
 
 from aflow_tune.data.checks import Findings, sources
 from aflow_tune.data.rows import Table, file_format, read_table
+from aflow_tune.engines.local.models import BUNDLED
+from aflow_tune.engines.trinity.find_ray import find_ray, uses_ray
 from aflow_tune.errors import Fault
+from aflow_tune.shipping.arrival import arrived
 
 if TYPE_CHECKING:
     from trinity.common.config import ExperienceBufferConfig, TasksetConfig
@@ -79,8 +82,7 @@ def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig)
     name = str(taskset.path or "")
     if not is_file(taskset):
         return Located("other")
-    for base in _bases(config):
-        path = base / Path(name).expanduser()
+    for path in _candidates(config, name):
         if path.is_file():
             return _locate_file(Path(os.path.abspath(path)))
         if path.is_dir():
@@ -171,6 +173,10 @@ def rows_a_step(config: AflowConfig) -> int:
 
 def settle_paths(config: AflowConfig) -> None:
     """Make the paths of files and folders absolute: workers start in other folders."""
+    for model in (config.model, *config.explorer.auxiliary_models):
+        name = str(model.model_path or "")
+        if name and name not in BUNDLED and Path(name).expanduser().is_dir():
+            model.model_path = os.path.abspath(os.path.expanduser(name))
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, _ in user_tasksets(config)]
     buffer = experience_buffer(config)
@@ -190,26 +196,37 @@ def materialise_tasksets(config: AflowConfig) -> None:
     """Link every task set that is a plain file into `<run folder>/data/<name>/train.<suffix>`.
 
     To be called on a prepared configuration whose run folder is held. The paths of the task
-    sets become those folders. A folder whose rows need our reader is linked as well, without
-    the files of its other splits.
+    sets become those folders. A folder is linked as well, without the files of its other splits.
+    For a Ray that others started files are copied: its nodes see the run folder, but perhaps not
+    what it would link to.
     """
+    copied = on_cluster(config)
     for _, taskset, held_out in user_tasksets(config):
         source = Path(str(taskset.path))
         role = "held_out" if held_out else "train"
         folder = Path(config.checkpoint_job_dir) / "data" / role / taskset.name
         if not is_file(taskset) or source == folder:
             continue
-        files = _own_files(config, taskset, held_out)
+        files, part = _own_files(config, taskset, held_out), ""
         if files:
             taskset.storage_type = ROWS_READER
-            shutil.rmtree(folder, ignore_errors=True)  # links of an earlier start
         elif source.is_file():
             files = [source]
-        else:
+        elif source.is_dir() and "+" not in taskset.split:
+            # On every Ray alike, so that a run may go on on another one.
+            files = locate(config, taskset).files
+            part = "".join(taskset.split.partition("[")[1:])
+        if not files:
             continue
-        link_files(files, folder)
+        shutil.rmtree(folder, ignore_errors=True)  # links of an earlier start
+        link_files(files, folder, copied)
         taskset.path = str(folder)
-        taskset.split, taskset.subset_name = _FILE_SPLIT, None
+        taskset.split, taskset.subset_name = _FILE_SPLIT + part, None
+
+
+def on_cluster(config: AflowConfig) -> bool:
+    """Whether the run is on a Ray that others started, whose nodes may see only the run folder."""
+    return uses_ray(config) and find_ray(config) is not None
 
 
 def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
@@ -227,14 +244,17 @@ def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
         taskset.format.chat_template = config.model.custom_chat_template
 
 
-def link_files(files: list[Path], folder: Path) -> None:
-    """Make `folder` hold these files as the split `train` of one data set."""
+def link_files(files: list[Path], folder: Path, copied: bool = False) -> None:
+    """Make `folder` hold these files, or copies, as the split `train` of one data set."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(files):
         name = f"{_FILE_SPLIT}-{number:05d}" if len(files) > 1 else _FILE_SPLIT
         link = folder / f"{name}{''.join(_data_suffixes(file))}"
         temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-        temporary.symlink_to(file)
+        if copied:
+            shutil.copyfile(file, temporary)
+        else:
+            temporary.symlink_to(file)
         temporary.rename(link)
 
 
@@ -250,6 +270,14 @@ def _own_files(config: AflowConfig, taskset: TasksetConfig, held_out: bool) -> l
 def _bases(config: AflowConfig) -> list[Path]:
     base = config.positions.base
     return [Path()] if base is None else [Path(), base]
+
+
+def _candidates(config: AflowConfig, name: str) -> list[Path]:
+    """Where a path of the configuration may lead; in a submitted job it may have travelled."""
+    arrival = arrived()
+    moved = None if arrival is None else arrival.relocated(os.path.expanduser(name))
+    own = [base / Path(name).expanduser() for base in _bases(config)]
+    return own if moved is None else [Path(moved), *own]
 
 
 def _data_suffixes(path: Path) -> list[str]:

@@ -1,13 +1,9 @@
-"""The local trainer behind Trinity's `TrainEngineWrapper`, and Trinity's Trainer around it.
-
-`LocalTrainEngine` owns the weights and the checkpoints; `LocalTrainActor` is Trinity's
-Trainer with that engine and with a loop that ends in an error when a step fails.
-"""
+"""The local trainer behind Trinity's `TrainEngineWrapper`: it owns weights and checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,18 +11,17 @@ from typing import Any, TypeVar
 
 import ray
 import torch
-from trinity.common.constants import RunningStatus
 from trinity.common.experience import Experience
-from trinity.trainer import trainer as trinity_trainer
-from trinity.trainer.trainer import TrainEngineWrapper, Trainer
+from trinity.trainer.trainer import TrainEngineWrapper
 
-from aflow_tune.engines.local.lora import LoraSpec
+from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.models import pick_device, pick_dtype, resolve_model
 from aflow_tune.engines.local.schedule import Schedule
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
 from aflow_tune.engines.trinity.algorithm import TrainStep
 from aflow_tune.engines.trinity.config import AflowConfig
-from aflow_tune.engines.trinity.run_state import checkpoint_path, checkpoints
+from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint
+from aflow_tune.runs.keep import kept_in_run
 
 T = TypeVar("T")
 
@@ -63,12 +58,17 @@ class LocalTrainEngine(TrainEngineWrapper):
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False
     ) -> None:
-        """Write the whole state atomically; `save_as_hf` adds the exported model beside it."""
+        """Write the whole state atomically; `save_as_hf` adds the exported model beside it.
+
+        Weights of an update that was broken off half-way belong to no step and are not saved.
+        """
+        if self.trainer.torn:
+            return
         step = self.train_step_num
         if self._saved_step != step:
             await self._run(lambda: self.trainer.save(checkpoint_path(self.run_dir, step)))
             self._saved_step = step
-            self._prune()
+            await self._run(self._prune)
         if save_as_hf:
             await self._run(self._export)
 
@@ -103,10 +103,18 @@ class LocalTrainEngine(TrainEngineWrapper):
         self.trainer.export_merged(self.run_dir / "export" / "merged")
 
     def _prune(self) -> None:
-        keep = self.config.trainer.max_checkpoints_to_keep
-        if keep > 0:
-            for old in checkpoints(self.run_dir)[:-keep]:
-                shutil.rmtree(old.path, ignore_errors=True)
+        config, saved = self.config, [point.step for point in checkpoints(self.run_dir)]
+        evaluates = bool(config.buffer.explorer_input.eval_tasksets)
+        staying = kept_in_run(
+            self.run_dir,
+            saved,
+            keep_last=config.trainer.max_checkpoints_to_keep,
+            keep_best=config.checkpoints.keep_best,
+            eval_interval=config.explorer.eval_interval if evaluates else None,
+        )
+        for step in staying.doomed(saved):
+            with contextlib.suppress(OSError):  # one that stays costs room, never the run
+                remove_checkpoint(checkpoint_path(self.run_dir, step))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -142,69 +150,3 @@ def build_trainer(config: AflowConfig) -> LocalTrainer:
         seed=config.seed,
     )
     return LocalTrainer(resolve_model(config.model.model_path), settings)
-
-
-class LocalTrainActor(Trainer):
-    """Trinity's Trainer on the local engine."""
-
-    def __init__(self, config: AflowConfig) -> None:
-        # Trinity's constructor asks a function of its own module for the engine. The swap
-        # lasts for this call and touches this actor's process only.
-        original = trinity_trainer.get_trainer_wrapper
-        trinity_trainer.get_trainer_wrapper = LocalTrainEngine
-        try:
-            super().__init__(config)
-        finally:
-            trinity_trainer.get_trainer_wrapper = original
-        self._stop_requested = False
-
-    def request_stop(self) -> None:
-        """Finish the step under way, save, and end `train()`."""
-        self._stop_requested = True
-
-    async def train(self) -> str:
-        """Train until the target, until the explorer has no more, or until asked to stop.
-
-        Always leaves a checkpoint of the last finished step. Raises what a step raised.
-        """
-        try:
-            while self.train_step_num < self.total_steps and not self._stop_requested:
-                experiences = await self._next_batch()
-                if experiences is None:
-                    break
-                await self._step(*experiences)
-        finally:
-            await self.synchronizer.set_trainer_status.remote(RunningStatus.STOPPED)
-            if self.train_step_num > 0:
-                await self.save_checkpoint(block_until_saved=True)
-        return self.config.trainer.name
-
-    async def finish(self) -> int:
-        """Export the trained model; returns the step that was reached."""
-        if self.train_step_num > 0 and self.config.trainer.save_hf_checkpoint != "never":
-            await self.save_checkpoint(block_until_saved=True, save_as_hf=True)
-        return self.train_step_num
-
-    async def _next_batch(self) -> tuple[list[Experience], dict[str, float]] | None:
-        """Wait for a batch, or None when there is none or a stop was asked for."""
-        sampling = asyncio.ensure_future(self._sample_data())
-        while not sampling.done():
-            if self._stop_requested:
-                sampling.cancel()
-                return None
-            if await self.need_sync():
-                await self.sync_weight()
-            await asyncio.wait([sampling], timeout=0.5)
-        try:
-            experiences, metrics, _ = await sampling
-        except StopAsyncIteration:
-            return None
-        return experiences, metrics
-
-    async def _step(self, experiences: list[Experience], metrics: dict[str, float]) -> None:
-        metrics.update(await self.train_step(experiences))
-        if await self.need_sync() or self.train_step_num >= self.total_steps:
-            metrics.update(await self.sync_weight())
-        if self.need_save():
-            metrics.update(await self.save_checkpoint())
-        self.monitor.log(metrics, self.train_step_num)

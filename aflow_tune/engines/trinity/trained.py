@@ -10,7 +10,6 @@ Loading the weights is left to `evaluating.LocalModels`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from trinity.common.config import GenerationConfig
 from aflow_tune.engines.local.saved_weights import Kind, kind_of
 from aflow_tune.engines.trinity.config import load_config
 from aflow_tune.engines.trinity.model_checks import check_model
-from aflow_tune.engines.trinity.run_state import CHAIN_FILE, STEP_PREFIX, checkpoints
 from aflow_tune.engines.trinity.stages import chain_folder, parts_of
 from aflow_tune.engines.trinity.validators import settle_models
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.runs.folder import STEP_PREFIX, checkpoints, read_stages
 from aflow_tune.types import Checkpoint
 
 if TYPE_CHECKING:
@@ -93,16 +92,7 @@ def find_run(folder: Path) -> Path | None:
 
 def stage_folders(folder: Path) -> list[Path]:
     """The run folders of a chain's stages, in their order; empty for any other folder."""
-    file = folder / CHAIN_FILE
-    if not file.is_file():
-        return []
-    try:
-        stages = json.loads(file.read_text(encoding="utf-8"))["stages"]
-        return [folder / str(stage["name"]) for stage in stages]
-    except (ValueError, KeyError, TypeError) as error:
-        cure = "name the folder of a stage"
-        fault = Fault(str(file), "the stages of a chain", f"{error}", cure)
-        raise BadInput("This chain cannot be read.", [fault]) from None
+    return [folder / stage["name"] for stage in read_stages(folder)]
 
 
 def _run_of(weights: Path) -> Path | None:

@@ -20,6 +20,7 @@ from aflow_tune.engines.trinity.changes import Change, render_changes
 from aflow_tune.engines.trinity.config import AflowConfig, read_config
 from aflow_tune.engines.trinity.engine_choice import choose_engine
 from aflow_tune.engines.trinity.experience_checks import check_experience_rows
+from aflow_tune.engines.trinity.find_ray import check_address
 from aflow_tune.engines.trinity.mixes import fields_of_mix
 from aflow_tune.engines.trinity.mode_rules import needs_workflow
 from aflow_tune.engines.trinity.refusals_writer import auxiliary_models, check_writer_rows
@@ -27,6 +28,7 @@ from aflow_tune.engines.trinity.stages import parts_of
 from aflow_tune.engines.trinity.tasksets import locate, read_taskset, user_tasksets
 from aflow_tune.engines.trinity.validators import prepare
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.shipping.arrival import travelled
 
 Function = Callable[..., Any]
 
@@ -120,6 +122,9 @@ def check_part(
     report = ValidationReport(str(path), config)
     if settings:
         _settings(config, workflow, report)
+        engine = report.engine[0] if report.engine is not None else None
+        address = check_address(config, engine)
+        report.faults += [fault for fault in address if fault not in report.faults]
     report.warnings += config.warnings
     found = check_data(config, workflow, judge)
     known = {fault.where for fault in report.faults}
@@ -189,9 +194,10 @@ def check_run_prompts(config: AflowConfig) -> None:
         return
     from aflow_tune.operators import OPERATORS, check_prompts, load_operators
 
-    keys = {spec: f"operators.{name}" for name, spec in config.operators.items()}
+    named = {name: travelled(spec) for name, spec in config.operators.items()}
+    keys = {spec: f"operators.{name}" for name, spec in named.items()}
     try:
-        own = load_operators(config.operators, config.positions.base)
+        own = load_operators(named, config.positions.base)
         check_prompts(config.prompts, operators={**OPERATORS, **own})
     except BadInput as error:
         where = config.positions.where
@@ -335,13 +341,13 @@ def _writer_workflow(config: AflowConfig) -> Function:
 def _settings(config: AflowConfig, workflow: Function | None, report: ValidationReport) -> None:
     try:
         report.engine = choose_engine(config)
-        with _leaving_no_folders(config):
+        with leaving_no_folders(config):
             report.changes = prepare(config, workflow_func=workflow, dry=True)
     except BadInput as error:
         report.add(error)
 
 
-class _leaving_no_folders:
+class leaving_no_folders:
     """Trinity's validators make the run's folders; checking must not leave them behind."""
 
     def __init__(self, config: AflowConfig) -> None:

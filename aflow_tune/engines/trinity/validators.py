@@ -16,14 +16,16 @@ from typing import Any
 
 from trinity.common import config_validator as upstream
 from trinity.common.config import Config
+from trinity.common.constants import SyncMethod
 
-from aflow_tune.engines.trinity.adaptations import adapt, adapt_local
+from aflow_tune.engines.trinity.adaptations import adapt, adapt_cluster, adapt_local
 from aflow_tune.engines.trinity.changes import Change, differences, render_changes, save_resolved
 from aflow_tune.engines.trinity.config import AflowConfig
 from aflow_tune.engines.trinity.engine_choice import choose_engine
+from aflow_tune.engines.trinity.find_ray import find_ray, greet, handlers_kept
 from aflow_tune.engines.trinity.mode_rules import settle_mode
 from aflow_tune.engines.trinity.refusals import refusals
-from aflow_tune.engines.trinity.sampler_host import give_engine_settings
+from aflow_tune.engines.trinity.sampler_settings import give_engine_settings
 from aflow_tune.engines.trinity.tasksets import fill_held_out, materialise_tasksets
 from aflow_tune.errors import BadInput, Fault
 
@@ -76,10 +78,37 @@ class ModeKeepingValidator(upstream.RayClusterConfigValidator):
     alone: a data set would then be taken for a queue."""
 
     def _set_cluster_info(self, config: Config) -> None:
-        mode = config.mode
-        super()._set_cluster_info(config)
-        if mode in ("train", "bench"):
+        mode, cluster = config.mode, config.cluster
+        found = find_ray(config) if isinstance(config, AflowConfig) else None
+        if found is None:  # one of our own is to be started here: nothing to ask yet
+            import torch
+
+            cluster.node_num = cluster.node_num or 1
+            cluster.gpu_per_node = cluster.gpu_per_node or torch.cuda.device_count()
+            if (cluster.node_num, cluster.gpu_per_node) == (1, 1):
+                config.mode = "colocate"
+        else:
+            greet(found)
+            cluster.ray_address = found.address
+            with handlers_kept():
+                super()._set_cluster_info(config)
+        if mode in ("train", "bench", "serve"):
             config.mode = mode
+
+
+class OfflineModelValidator(upstream.ModelConfigValidator):
+    """For checking without asking Tinker's service which models it has: that takes a key."""
+
+    def _check_tinker(self, config: Config) -> None:
+        from trinity.algorithm import ALGORITHM_TYPE
+
+        if ALGORITHM_TYPE.get(config.algorithm.algorithm_type).use_critic:
+            raise ValueError("Critic model is not supported when using tinker!")
+        for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
+            model.engine_type = "tinker"
+        config.trainer.trainer_type = "tinker"
+        if config.synchronizer.sync_method == SyncMethod.NCCL:
+            config.synchronizer.sync_method = SyncMethod.CHECKPOINT
 
 
 class NamespaceOnly(upstream.ConfigValidator):
@@ -111,6 +140,7 @@ def prepare(
     *,
     workflow_func: Callable[..., Any] | None = None,
     dry: bool = False,
+    whole_model: bool = True,
 ) -> list[Change]:
     """Make `config` ready to run, in place. Idempotent: a second call changes nothing.
 
@@ -118,6 +148,8 @@ def prepare(
         workflow_func: the function to tune, where it is known; its source bounds how many
             calls a run makes.
         dry: only check. A cluster is not asked for its size, and what needs it is left out.
+        whole_model: the model that is named must be one that can be loaded; False where its
+            config.json is enough.
 
     Returns:
         Every setting that now differs from what the user wrote.
@@ -132,7 +164,7 @@ def prepare(
     before = config.flatten()
     engine = choose_engine(config)
     config.engine = engine[0]
-    found = refusals(config, workflow_func)
+    found = refusals(config, workflow_func, whole_model=whole_model)
     config.warnings.extend(found.warnings)
     if found.faults:
         raise BadInput("These settings cannot train.", found.faults)
@@ -140,6 +172,8 @@ def prepare(
     adapt(config, reasons)
     if config.engine == "local":
         adapt_local(config, reasons)
+    else:
+        adapt_cluster(config, reasons)
     with _mode_of_trinity(config):
         for validator in _validators(config, dry):
             run_validator(validator, config)
@@ -185,6 +219,8 @@ def _validators(config: AflowConfig, dry: bool) -> list[upstream.ConfigValidator
             replacement = _REPLACED.get(kind, validator)
             if replacement is not None:
                 chosen.append(replacement)
+        elif dry and kind is upstream.ModelConfigValidator:
+            chosen.append(OfflineModelValidator())
         elif dry and not sized and kind is upstream.RayClusterConfigValidator:
             chosen.append(NamespaceOnly())
         elif kind is upstream.RayClusterConfigValidator:
@@ -194,7 +230,11 @@ def _validators(config: AflowConfig, dry: bool) -> list[upstream.ConfigValidator
         elif kind is upstream.GPUMemoryValidator and (dry or not sys.stdin.isatty()):
             # It asks a question on the terminal; where nobody answers it would wait for ever.
             continue
-        elif dry and not sized and kind is upstream.TrainerConfigValidator:
+        elif (
+            dry
+            and not (sized or config.model.tinker.enable)
+            and (kind is upstream.TrainerConfigValidator)
+        ):
             continue
         else:
             chosen.append(validator)
@@ -209,6 +249,11 @@ def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> N
         if isinstance(error, BadInput):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
+        root = config.checkpoint_root_dir
+        if root and str(getattr(error, "filename", None) or "").startswith(root):
+            where, cure = config.positions.where("checkpoint_root_dir"), "choose another folder"
+            fault = Fault(where, "a folder that can be made and written", message, cure)
+            raise BadInput("The run folder cannot be made.", [fault]) from error
         named = re.search(r"`?((?:[a-z_]+\.)+[a-z_]+)`?", message)
         key = named.group(1) if named else ""
         where = config.positions.where(key) if key in config.flatten() else "configuration"

@@ -1,0 +1,101 @@
+"""`aflow-tune cluster`: a Ray that outlives single commands, on one machine or several."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+_EPILOG = """\
+examples:
+  aflow-tune cluster up                              a Ray on this machine, on loopback
+  aflow-tune cluster up --num-cpus 4                 with fewer processors
+  aflow-tune cluster up gpu1 gpu2 --venv /opt/aflow  several hosts by ssh, the first is the head
+  aflow-tune cluster up cluster.yaml                 any cluster that `ray up` can start
+  aflow-tune cluster status
+  aflow-tune cluster down
+
+`aflow-tune CONFIG` and `aflow-tune submit CONFIG` find the Ray of this machine by themselves.
+Hosts need ssh without a password, and the same versions of Python and aflow-tune. A token in
+~/.ray/auth_token, made where there is none, guards the cluster.
+
+exit codes:
+  0  started, answering, or ended
+  1  it failed: the reason is printed last
+  2  bad input, such as a cluster that is not there
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "cluster",
+        help="start, show or end a Ray on this machine or on several",
+        description="Start, show or end a Ray that runs are then made on.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    up = actions.add_parser("up", help="start one", epilog=_EPILOG, formatter_class=_Raw)
+    up.add_argument(
+        "where", nargs="*", metavar="HOST|YAML", help="hosts, or a Ray cluster YAML (here)"
+    )
+    up.add_argument("--num-cpus", type=int, metavar="N", help="on this machine (all)")
+    up.add_argument("--num-gpus", type=int, metavar="N", help="on this machine (all)")
+    up.add_argument("--user", metavar="NAME", help="ssh user of the hosts (yours)")
+    up.add_argument("--ssh-key", metavar="FILE", help="private key for the hosts (ssh's own)")
+    up.add_argument("--venv", metavar="DIR", help="virtual environment on every host")
+    up.set_defaults(action=_up)
+    for name, action, text in (("status", _status, "show it"), ("down", _down, "end it")):
+        other = actions.add_parser(name, help=text, epilog=_EPILOG, formatter_class=_Raw)
+        other.add_argument("yaml", nargs="?", type=Path, help="a Ray cluster YAML (the last one)")
+        other.set_defaults(action=action)
+
+
+_Raw = argparse.RawDescriptionHelpFormatter
+
+
+def _up(options: argparse.Namespace) -> int:
+    from aflow_tune.engines.trinity import machines
+
+    where = options.where
+    if not where:
+        sizes = {"--num-cpus": options.num_cpus, "--num-gpus": options.num_gpus}
+        given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+        started = machines.up_here(given)
+        print(f"a Ray runs at {started.address}; dashboard {started.dashboard}")
+        print("next: aflow-tune CONFIG, or aflow-tune submit CONFIG; then aflow-tune cluster down")
+        return ExitCode.DONE
+    if options.num_cpus is not None or options.num_gpus is not None:
+        cure = "leave them out, or set them in a Ray cluster YAML"
+        found = "--num-cpus or --num-gpus for several"
+        raise BadInput("nothing was started", [Fault("--num-cpus", "one machine", found, cure)])
+    if len(where) == 1 and where[0].endswith((".yaml", ".yml")):
+        config = Path(where[0])
+    else:
+        user = options.user or getpass.getuser()
+        config = machines.hosts_yaml(where, user, options.ssh_key, options.venv)
+    started = machines.up_several(config, environment=options.venv)
+    print(f"the cluster of {config} is up")
+    print(f"next: ray dashboard {config}, and in another terminal")
+    print("      aflow-tune submit CONFIG --address http://127.0.0.1:8265")
+    if started.address:
+        print(f"on a node: RAY_ADDRESS={started.address} aflow-tune CONFIG")
+    return ExitCode.DONE
+
+
+def _status(options: argparse.Namespace) -> int:
+    from aflow_tune.engines.trinity import machines
+
+    print(machines.status(options.yaml))
+    return ExitCode.DONE
+
+
+def _down(options: argparse.Namespace) -> int:
+    from aflow_tune.engines.trinity import machines
+
+    print(machines.down(options.yaml))
+    return ExitCode.DONE

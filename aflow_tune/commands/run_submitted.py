@@ -1,0 +1,40 @@
+"""The command of a submitted job: `python -m aflow_tune.commands.run_submitted`.
+
+Not for people: `aflow-tune submit` makes the job that calls it.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from aflow_tune.errors import AflowTuneError, ExitCode
+
+
+def main() -> int:
+    """Run what was submitted; prints and returns the exit code of the run."""
+    from aflow_tune.engines.trinity.quiet import quiet
+
+    quiet()
+    from aflow_tune.engines.trinity.submitted import ENDED, open_payload
+    from aflow_tune.tuning import run_loaded
+
+    code = int(ExitCode.FAILED)
+    try:
+        payload = open_payload()
+        run_loaded(payload.config, *payload.functions)
+        code = int(ExitCode.DONE)
+    except AflowTuneError as error:
+        print(f"\naflow-tune: {error}", file=sys.stderr, flush=True)
+        code = int(error.exit_code)
+    except KeyboardInterrupt:
+        print("\naflow-tune: stopped at once; what was saved before is kept.", file=sys.stderr)
+    except Exception:  # a defect: told before the line that the client takes for the end
+        traceback.print_exc()
+    sys.stderr.flush()
+    print(f"{ENDED}{code}", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

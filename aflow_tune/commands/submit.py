@@ -1,0 +1,129 @@
+"""`aflow-tune submit`: a run as a job of a Ray cluster, followed, stopped or left alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+_EPILOG = """\
+examples:
+  aflow-tune submit my.yaml                          submit, follow the log, end as the run ends
+  aflow-tune submit my.yaml seed=1 name=second --detach
+  aflow-tune submit --follow JOB                     the log of a job, until it ends
+  aflow-tune submit --stop JOB                       save the state and end
+  aflow-tune submit --list
+
+--address is the cluster's dashboard, http://HEAD:8265 (or RAY_API_SERVER_ADDRESS); without it the
+Ray of this machine is used. `checkpoint_root_dir` has to be an absolute path that every node
+sees. Code and data files travel; keys go to the job in memory.
+
+Ctrl-C while following stops the run with its state saved; twice leaves the job alone.
+
+exit codes: as those of `aflow-tune CONFIG`; 0 with --detach and --stop once the cluster took it
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "submit",
+        help="run a configuration as a job of a Ray cluster",
+        description="Send a configuration with its code, data and keys to a Ray cluster and run "
+        "it there.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win")
+    parser.add_argument("--address", metavar="URL", help="the cluster's dashboard (this machine's)")
+    parser.add_argument("--detach", action="store_true", help="do not follow the log")
+    parser.add_argument("--follow", metavar="JOB", help="follow the log of a job")
+    parser.add_argument("--stop", metavar="JOB", help="ask a job to save its state and end")
+    parser.add_argument("--list", action="store_true", help="list the jobs of ours")
+    parser.add_argument("--json", action="store_true", help="with --list: print JSON")
+    parser.set_defaults(action=_submit)
+
+
+def arrange(arguments: list[str]) -> list[str]:
+    """Options may stand between CONFIG and its overrides; argparse wants them in front."""
+    options: list[str] = []
+    words: list[str] = []
+    rest = iter(arguments[1:])
+    for word in rest:
+        options += [word] if word.startswith("-") else []
+        if word in ("--address", "--follow", "--stop"):
+            options += [value for value in [next(rest, None)] if value is not None]
+        elif not word.startswith("-"):
+            words.append(word)
+    return [arguments[0], *options, *words]
+
+
+def _submit(options: argparse.Namespace) -> int:
+    _check(options)
+    from aflow_tune.engines.trinity.quiet import quiet
+
+    quiet()
+    from aflow_tune.engines.trinity.jobs import Jobs
+
+    jobs = Jobs(options.address)
+    if options.list:
+        _show(jobs.listed(), options.json)
+        return ExitCode.DONE
+    if options.stop:
+        asked = jobs.stop(options.stop)
+        print(f"asked {options.stop} to save and end" if asked else f"{options.stop} has ended")
+        return ExitCode.DONE
+    job = options.follow
+    if job is None:
+        job = jobs.submit(options.config, options.overrides).job
+        if options.detach:
+            print(f"follow: aflow-tune submit --follow {job}\nstop:   ... --stop {job}")
+            return ExitCode.DONE
+    return _followed(jobs, job)
+
+
+def _followed(jobs: Any, job: str) -> int:
+    """Follow a job; the first Ctrl-C stops it, the second one only us."""
+    asked = False
+    while True:
+        try:
+            code: int = jobs.follow(job, _write)
+            return code
+        except KeyboardInterrupt:
+            if asked:
+                print(f"\n{job} goes on saving; aflow-tune submit --follow {job}", flush=True)
+                return ExitCode.INTERRUPTED
+            asked = True
+            print(f"\nstopping {job}; once more to leave it alone", flush=True)
+            jobs.stop(job)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print(f"{row['job']}  {row['status']:<10} {row['seconds']:>9.0f} s  {row['run']}")
+    if not rows:
+        print("no job of ours")
+
+
+def _check(options: argparse.Namespace) -> None:
+    given = {"CONFIG": options.config, "--follow": options.follow, "--stop": options.stop}
+    named = [name for name, value in given.items() if value] + ["--list"] * options.list
+    if len(named) != 1:
+        found = " and ".join(named) or "none of them"
+        expected = "one of CONFIG, --follow JOB, --stop JOB, --list"
+        raise BadInput(
+            "nothing was submitted", [Fault("command line", expected, found, "name one")]
+        )
