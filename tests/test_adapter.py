@@ -29,7 +29,7 @@ from trinity.utils.metrics import aggregate_eval_metrics, calculate_task_level_m
 
 from aflow_tune import JudgeOutput, WorkflowOutput, caller, record_metrics, step_reward
 from aflow_tune.engines.trinity import adapter, run_thread
-from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
+from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, TRACE_KEY
 from aflow_tune.report.records import EvalRecord, read_records
 
 ASK = [{"role": "user", "content": "2 + 2?"}]

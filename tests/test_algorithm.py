@@ -12,7 +12,7 @@ from trinity.common.config import Config, ExperienceBufferConfig
 from trinity.common.config_validator import AlgorithmConfigValidator
 from trinity.common.experience import EID, CustomField, Experience
 
-from aflow_tune.engines.local.lora import LoraSpec
+from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.schedule import Schedule
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
 from aflow_tune.engines.trinity.algorithm import TrainStep, TrinityLoss, to_sample

@@ -71,6 +71,13 @@ def test_flags_may_stand_anywhere(words: list[str], monkeypatch: pytest.MonkeyPa
     assert seen == {"config": Path("c.yaml"), "overrides": ["seed=1", "name=x"], "inline": True}
 
 
+def test_options_of_a_dry_run_are_refused_without_it(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["c.yaml", "--tasks", "4", "seed=1", "--stage", "learn"]) == 2
+    told = capsys.readouterr().err
+    assert "command line: --tasks" in told
+    assert "command line: --stage" in told
+
+
 def test_without_arguments_the_help_is_shown_and_nothing_succeeds(
     capsys: pytest.CaptureFixture,
 ) -> None:

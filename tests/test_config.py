@@ -227,6 +227,25 @@ def test_the_key_that_was_meant(tmp_path: Path, name: str, meant: str) -> None:
     assert f"did you mean `{meant}`?" in fault.cure
 
 
+@pytest.mark.parametrize(
+    "name", ["models.judge.api_key", "OPENAI_API_KEY", "models.judge.token", "authorization"]
+)
+def test_a_key_that_stands_in_the_file_is_not_shown(tmp_path: Path, name: str) -> None:
+    section, _, key = name.rpartition(".")
+    text = "".join(f"{'  ' * at}{word}:\n" for at, word in enumerate(section.split(".")) if word)
+    indent = "  " * (len(section.split(".")) if section else 0)
+    found = faults(tmp_path, f"{text}{indent}{key}: sk-0123456789\n")
+    assert any(name in where for where in found)
+    assert "sk-0123456789" not in repr(found)
+
+
+def test_overrides_that_are_no_yaml(tmp_path: Path) -> None:
+    found = faults(tmp_path, "name: a\n", "name=a\0b", "seed=" + "[" * 3000)
+    assert len(found) == 2
+    found = faults(tmp_path, "name: a\n", "models.judge.api_key=sk-0123456789")
+    assert "sk-0123456789" not in repr(found)
+
+
 def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
     overrides = (
         "buffer.total_step=3",
@@ -254,7 +273,10 @@ def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
         ("# only a comment\n", "config.yaml", "an empty file"),
         ("- a\n- b\n", "config.yaml:1", "a sequence"),
         ("name: a\n---\nname: b\n", "config.yaml:2:1", "but found another document"),
+        ('name: "a\0b"\n', "config.yaml", "unacceptable character #x0000"),
+        ("a: " + "[" * 3000 + "]" * 3000, "config.yaml", "levels inside each other"),
     ],
+    ids=lambda text: text[:30],
 )
 def test_files_that_are_no_settings(tmp_path: Path, text: str, where: str, found: str) -> None:
     (fault,) = faults(tmp_path, text).items()
@@ -410,3 +432,16 @@ def test_functions_stay_out_of_the_file(tmp_path: Path) -> None:
     content = yaml.safe_load((tmp_path / "resolved.yaml").read_text())
     assert content["buffer"]["explorer_input"]["taskset"]["workflow_args"] == {"seed": 3}
     assert content["synchronizer"]["sync_method"] == "nccl"
+
+
+@pytest.mark.parametrize("character", ["\x00", "\x01", "\x1b"])
+def test_a_control_character_is_a_fault(tmp_path: Path, character: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"name: x{character}\n")
+    with pytest.raises(BadInput) as raised:
+        load_config(path)
+    assert "unacceptable character" in raised.value.faults[0].found
+    path.write_text("name: x\n")
+    with pytest.raises(BadInput) as raised:
+        load_config(path, [f"name=x{character}"])
+    assert "unacceptable character" in raised.value.faults[0].found

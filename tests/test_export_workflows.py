@@ -167,7 +167,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> P
 
     import torch
 
-    from aflow_tune.engines.local.lora import LoraSpec
+    from aflow_tune.engines.local.lora_spec import LoraSpec
     from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
 
     root = tmp_path_factory.mktemp("export")

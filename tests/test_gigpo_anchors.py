@@ -10,9 +10,9 @@ from test_operators import step
 from test_validate import CONFIG
 
 from aflow_tune.engines.trinity.adaptations import ANCHOR_RATE, RUN_FILTER, adapt
-from aflow_tune.engines.trinity.adapter import STATE_KEY
 from aflow_tune.engines.trinity.anchors import AnchorRate
 from aflow_tune.engines.trinity.config import load_config
+from aflow_tune.engines.trinity.info_keys import STATE_KEY
 from aflow_tune.engines.trinity.quiet import quiet
 
 # isort: split

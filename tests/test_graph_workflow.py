@@ -18,7 +18,7 @@ from test_validate import CONFIG
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.context import RunContext
 from aflow_tune.engines.trinity.config import load_config
-from aflow_tune.engines.trinity.ship import ship_by_value
+from aflow_tune.engines.trinity.ship import user_modules
 from aflow_tune.engines.trinity.validate import check_data, resolve_functions
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import load_graph
@@ -26,6 +26,8 @@ from aflow_tune.graph.workflow import GraphFailed, GraphResponse, GraphWorkflow
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import TestCases
 from aflow_tune.scoring.rewards import Unscored
+from aflow_tune.shipping.bundle import write_bundle
+from aflow_tune.shipping.tracing import trace
 from aflow_tune.signature import check_functions, check_workflow
 
 ROW = {"question": "What is 1+2?", "answer": "It is 3.\n#### 3"}
@@ -133,11 +135,15 @@ def test_it_travels_to_a_process_without_its_files(tmp_path: Path) -> None:
         sys.path.remove(str(user))
     folder = own_form(tmp_path / "mine", simple(CALL))
     workflow = GraphWorkflow(load_graph(folder, trust=True), score=half)
-    assert ship_by_value([workflow]) == ["graph_rewards"]
+    assert user_modules([workflow]) == ["graph_rewards"]
     payload = cloudpickle.dumps(workflow)
+    bundle = write_bundle(trace([workflow]), tmp_path)
     (folder / "graph.py").unlink()
+    (user / "graph_rewards.py").unlink()
     program = (
         "import asyncio, pickle, sys\n"
+        "from aflow_tune.shipping.arrival import arrive\n"
+        f"arrive({bundle.name!r})\n"
         "from aflow_tune.models import ScriptedModel\n"
         "workflow = pickle.loads(sys.stdin.buffer.read())\n"
         "print(asyncio.run(workflow({'question': 'q'}, ScriptedModel(['a']))))\n"

@@ -141,7 +141,7 @@ def test_killed_or_stopped_it_goes_on_where_it_was(
 def test_two_commands_at_once_do_not_share_a_folder(
     tmp_path: Path, executor: FaultyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from aflow_tune.engines.trinity.run_state import locked
+    from aflow_tune.runs.folder import locked
 
     path = write_project(tmp_path, executor.openai_url)
     with locked(folder(tmp_path)):

@@ -14,7 +14,7 @@ from scripted_server import ScriptedServer
 from writer_servers import executor, write_config
 
 from aflow_tune.cli import main
-from aflow_tune.engines.local.lora import LoraSpec
+from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
 from aflow_tune.engines.trinity.changes import save_resolved
 from aflow_tune.engines.trinity.config import load_config

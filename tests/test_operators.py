@@ -8,9 +8,8 @@ import pickle
 import pytest
 from trinity.buffer.operators import EXPERIENCE_OPERATORS
 
-from aflow_tune.engines.trinity.adapter import FAILURE_KEY, TRACE_KEY
+from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, STEP_SIZE_KEY, TRACE_KEY
 from aflow_tune.engines.trinity.operators import RunFilter, StepStamp
-from aflow_tune.engines.trinity.sampling import STEP_SIZE_KEY
 from aflow_tune.errors import RunFailed
 
 # isort: split

@@ -6,18 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from run_folders import write_saved
 
-from aflow_tune.engines.trinity.run_state import (
-    RunState,
-    check_restart,
-    checkpoints,
-    locked,
-    read_state,
-    rewind,
-    save_taskset_state,
-    write_state,
-)
+from aflow_tune.engines.trinity.run_state import check_restart, rewind, save_taskset_state
 from aflow_tune.errors import AlreadyFinished, BadInput
+from aflow_tune.runs.folder import RunState, checkpoints, locked, read_state, write_state
 
 
 def test_checkpoints_are_sorted_by_number_and_ignore_half_written_ones(tmp_path: Path) -> None:
@@ -85,3 +78,12 @@ def test_finished_resumed_and_extended_runs(tmp_path: Path) -> None:
     assert extended.step == 8
     write_state(tmp_path, RunState("failed", 4, 8, {"seed": 1}))
     assert check_restart(tmp_path, {"seed": 1}, 8) is not None
+
+
+def test_checkpoints_without_a_state_are_of_no_run_that_could_be_resumed(tmp_path: Path) -> None:
+    (tmp_path / "global_step_8").mkdir()
+    assert check_restart(tmp_path, {}, 8) is None  # not in our form: Trinity's own to judge
+    write_saved(tmp_path, 4)
+    with pytest.raises(BadInput, match="nothing says of which run") as caught:
+        check_restart(tmp_path, {}, 8)
+    assert "up to step 4 without run.json" in caught.value.faults[0].found

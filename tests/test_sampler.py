@@ -15,7 +15,7 @@ from aflow_tune.engines.local.decoder import make_decoder
 from aflow_tune.engines.local.generic import GenericDecoder
 from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore
 from aflow_tune.engines.local.llama import LlamaDecoder
-from aflow_tune.engines.local.lora import LoraSpec
+from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.models import load_model, load_tokenizer
 from aflow_tune.engines.local.prefix_plan import plan
 from aflow_tune.engines.local.sampler import Sampler, SamplingParams

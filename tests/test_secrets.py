@@ -13,7 +13,6 @@ from scripted_server import Reply, ScriptedServer
 from aflow_tune.models import Account
 from aflow_tune.tuning import run_config
 
-RAY_FOLDER = Path("/tmp/ray")
 KEYS = {
     name: f"sk-{name.lower()}-5f0c2b9d7e31"
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "JUDGE_KEY", "HF_TOKEN", "WANDB_API_KEY")
@@ -27,7 +26,7 @@ JUDGED = WORKFLOW.replace(
 
 def _sessions() -> set[Path]:
     """Of this process: other tests may run beside it."""
-    return set(RAY_FOLDER.glob(f"session_2*_{os.getpid()}"))
+    return set(Path(os.environ["RAY_TMPDIR"], "ray").glob(f"session_2*_{os.getpid()}"))
 
 
 def _files_with_a_key(folder: Path) -> list[str]:
@@ -62,6 +61,6 @@ def test_no_key_lies_in_any_file_after_a_run(
     assert spent["judge"].calls == len(asked)
     assert spent["policy"].calls == 2 * len(asked)
     sessions = _sessions() - before
-    assert sessions, f"Ray left no session folder in {RAY_FOLDER}"
+    assert sessions, "Ray left no session folder"
     for folder in (tmp_path, *sessions):
         assert not _files_with_a_key(folder)

@@ -456,6 +456,7 @@ def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:
 
 _CLUSTER = (
     "engine=trinity",
+    "inline=false",
     "cluster.ray_address=127.0.0.1:1",
     "cluster.node_num=1",
     "cluster.gpu_per_node=8",

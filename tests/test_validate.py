@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from test_config import AGENTSCOPE_REACT, AGENTSCOPE_TUNER
+from tiny import NO_WEIGHTS
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.engines.trinity.config import AflowConfig, apply_agentscope_args, load_config
-from aflow_tune.engines.trinity.tasksets import total_steps
+from aflow_tune.engines.trinity.tasksets import settle_paths, total_steps
 from aflow_tune.engines.trinity.validate import validate
 from aflow_tune.engines.trinity.validators import (
     choose_engine,
@@ -66,7 +67,7 @@ def project(tmp_path: Path) -> Path:
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 1024}')
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes(NO_WEIGHTS)
     (tmp_path / "config.yaml").write_text(CONFIG.format(root=tmp_path, model=model))
     return tmp_path
 
@@ -151,6 +152,15 @@ def test_the_resolved_file_is_a_fixed_point(project: Path) -> None:
     again = load_config(project / "resolved.yaml")
     assert prepare(again) == []
     assert again.flatten() == config.flatten()
+
+
+def test_a_run_folder_that_cannot_be_made_is_told_by_its_setting(project: Path) -> None:
+    config = load_config(project / "config.yaml", ["checkpoint_root_dir=/proc/none"])
+    with pytest.raises(BadInput, match="cannot be made") as refused:
+        prepare(config)
+    assert [fault.where for fault in refused.value.faults] == [
+        "command line: checkpoint_root_dir=/proc/none"
+    ]
 
 
 @pytest.mark.parametrize("text", [AGENTSCOPE_REACT, AGENTSCOPE_TUNER])
@@ -336,6 +346,35 @@ def test_a_file_becomes_a_folder_that_trinity_reads(project: Path) -> None:
     assert task.raw_task == {"question": "What is 0?", "answer": "0"}
     (held_out,) = config.buffer.explorer_input.eval_tasksets
     assert len(TaskFileReader(held_out.to_storage_config())) == 4
+
+
+def test_a_folder_is_linked_like_a_file_with_the_part_that_is_asked_for(project: Path) -> None:
+    from trinity.buffer.reader.file_reader import TaskFileReader
+
+    data = project / "data"
+    data.mkdir()
+    (project / "train.jsonl").rename(data / "train.jsonl")
+    key = "buffer.explorer_input.taskset"
+    config = load(project, f"{key}.path={data}", f"{key}.split=train[:5]")
+    prepare(config)
+    materialise_tasksets(config)
+    (taskset,) = config.buffer.explorer_input.tasksets
+    assert taskset.path == f"{project}/runs/tests/tiny/data/train/train"
+    assert taskset.split == "train[:5]"
+    assert len(TaskFileReader(taskset.to_storage_config())) == 5
+
+
+def test_a_model_in_a_folder_is_named_so_that_every_process_finds_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    (project / "weights").mkdir()
+    config = load_config(None, ["model.model_path=weights"])
+    settle_paths(config)
+    assert config.model.model_path == f"{project}/weights"
+    config = load_config(None, ["model.model_path=Qwen/Qwen2.5-7B"])
+    settle_paths(config)
+    assert config.model.model_path == "Qwen/Qwen2.5-7B"
 
 
 def test_folders_by_split(project: Path) -> None:

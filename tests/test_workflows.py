@@ -15,11 +15,12 @@ import pytest
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from trinity.common.experience import Experience
 
-from aflow_tune.engines.trinity.ship import ship_by_value
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import ScriptedModel as ScriptedReplies
 from aflow_tune.plugins import resolve
+from aflow_tune.shipping.bundle import write_bundle
+from aflow_tune.shipping.tracing import trace
 
 # isort: split
 from ray import cloudpickle
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 react_agent = resolve(f"{ROOT}/workflows/react_agent.py:react_agent")
 calculate = resolve(f"{ROOT}/workflows/react_agent.py:calculate")
 gsm8k_judge = resolve(f"{ROOT}/rewards/gsm8k.py:gsm8k_judge")
+gsm8k_reward = resolve(f"{ROOT}/rewards/gsm8k.py:gsm8k_reward")
 
 
 def _run(last_words: str) -> tuple[list[Experience], list[dict[str, Any]]]:
@@ -84,11 +86,13 @@ def test_shipped_functions_reach_a_process_that_does_not_know_their_files(tmp_pa
     quickstart = resolve(f"{ROOT}/workflows/three_terms.py:add_three_terms")
     math_judge = resolve(f"{ROOT}/rewards/math_boxed.py:math_judge")
     functions = [quickstart, react_agent, gsm8k_judge, math_judge]
-    ship_by_value(functions)
+    bundle = write_bundle(trace(functions), tmp_path)
     (tmp_path / "functions").write_bytes(cloudpickle.dumps(functions))
     code = (
         "import asyncio, json, pickle, sys\n"
-        "_, _, gsm8k, math = pickle.load(open('functions', 'rb'))\n"
+        "from aflow_tune.shipping.arrival import arrive\n"
+        f"assert '{bundle}/files' in str(arrive({bundle.name!r}).base)\n"
+        f"_, _, gsm8k, math = pickle.load(open({str(tmp_path / 'functions')!r}, 'rb'))\n"
         "print(json.dumps([asyncio.run(gsm8k({'answer': '#### 4'}, '4')).reward,\n"
         "                  asyncio.run(math({'solution': '0.5'}, r'\\boxed{\\frac12}')).reward]))\n"
     )
@@ -117,3 +121,20 @@ def test_the_shipped_graph_adds_in_two_calls(answers: Any, reward: float) -> Non
     run = asyncio.run(load_graph(folder).run(task["question"], model=ScriptedReplies(answers)))
     assert (run.ending, run.calls) == (GraphEnding.ANSWERED, 2)
     assert score(task, run.answer) == reward
+
+
+@pytest.mark.parametrize(("settled", "reward"), [("\\boxed{72}", 1.0), ("\\boxed{36}", 0.0)])
+def test_the_shipped_gsm8k_graph_settles_on_one_of_two_answers(settled: str, reward: float) -> None:
+    seen: list[str] = []
+
+    def answers(messages: Sequence[Mapping[str, Any]]) -> str:
+        seen.append(str(messages[-1]["content"]))
+        return settled if len(seen) == 3 else f"\\boxed{{{(48, 72)[len(seen) - 1]}}}"
+
+    graph = load_graph(ROOT / "workflows/graphs/gsm8k")
+    run = asyncio.run(graph.run("How many clips?", model=ScriptedReplies(answers)))
+    assert (run.ending, run.calls) == (GraphEnding.ANSWERED, 3)
+    assert "How many clips?" in seen[2]
+    assert "A: \\boxed{48}" in seen[2]
+    assert "B: \\boxed{72}" in seen[2]
+    assert gsm8k_reward(str(run.answer), "48 + 24\n#### 72") == reward

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aflow_tune.engines.local.sampler import Sampler
 
+NO_WEIGHTS = b"\x02" + bytes(7) + b"{}"
+"""A whole safetensors file without a tensor, where nothing is loaded."""
 CHATML_TEMPLATE = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n' }}
@@ -34,26 +36,12 @@ CHATML_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
 
 def tiny_tokenizer():
     """A `PreTrainedTokenizerFast` of 256 byte tokens and three special ones (vocabulary 259)."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from aflow_tune.engines.local.stand_in_model import byte_tokenizer
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHATML_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    return byte_tokenizer(CHATML_TEMPLATE)
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:

@@ -1,0 +1,96 @@
+"""What a run's processes import before they work: each of six pays for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aflow_tune.engines.trinity.sent_function import received, send
+
+T = "aflow_tune.engines.trinity"
+
+
+def python(program: str, *folders: Path) -> str:
+    """What a fresh process prints."""
+    path = os.pathsep.join(map(str, folders))
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["explorer", "train_actor", "adapter", "rollout_model"])
+def test_classes_that_every_process_loads_bring_no_framework(module: str) -> None:
+    """Whoever gets the handle of an actor imports its class, Trinity's Synchronizer too."""
+    heavy = ("peft", "agentscope", "openai", "fastapi", "torch._dynamo")
+    program = f"import sys, {T}.{module}\nprint([it for it in {heavy} if it in sys.modules])"
+    assert python(program) == "[]"
+
+
+def test_a_sent_function_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "users_agent.py").write_text("def score(task):\n    return 2 * task\n")
+    kept = tmp_path / "sent"
+    python(
+        "import pickle, users_agent\n"
+        f"from {T}.sent_function import send\n"
+        f"pickle.dump(send(users_agent.score, None), open({str(kept)!r}, 'wb'))",
+        tmp_path,
+    )
+    found = python(
+        "import json, pickle, sys\n"
+        f"sent, none = pickle.load(open({str(kept)!r}, 'rb'))\n"
+        "before = 'users_agent' in sys.modules\n"
+        "print(json.dumps([none, before, sent(21), 'users_agent' in sys.modules]))",
+        tmp_path,
+    )
+    assert json.loads(found) == [None, False, 42, True]
+
+
+def test_functions_that_were_sent_together_share_what_they_refer_to() -> None:
+    seen: list[int] = []
+
+    def workflow(item: int) -> None:
+        seen.append(item)
+
+    def judge() -> list[int]:
+        return seen
+
+    again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(send(workflow, None, judge)))))
+    sent, none, sent_judge = again
+    received(sent)(3)
+    assert none is None
+    assert sent_judge() == [3]
+    assert seen == []
+
+
+def test_a_copied_configuration_holds_the_function_itself() -> None:
+    (sent,) = send(python)
+    assert copy.deepcopy({"workflow_func": sent})["workflow_func"] is sent
+    assert received(sent) is python
+    assert received(len) is len
+
+
+def test_garbage_is_left_alone_at_first_and_then_collected() -> None:
+    program = (
+        "import gc, time\n"
+        "from aflow_tune import quick_start\n"
+        "quick_start.SECONDS = 0.2\n"
+        "quick_start.import_quickly()\n"
+        "first = gc.isenabled()\n"
+        "time.sleep(2)\n"
+        "print(first, gc.isenabled())"
+    )
+    assert python(program) == "False True"

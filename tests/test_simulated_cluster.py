@@ -1,0 +1,332 @@
+"""The simulated cluster on queues that can be computed by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from rollout_simulation import (
+    Clock,
+    Cluster,
+    Costs,
+    Engine,
+    Servers,
+    StepTimes,
+    Sync,
+    Work,
+    compute,
+    simulate,
+)
+from simulated_cluster import (
+    Plan,
+    by_formula,
+    calibrate,
+    from_file,
+    limit,
+    line,
+    measured_rows,
+    predict,
+    show_predictions,
+)
+
+SERVER = StepTimes(((1, 0.2),))
+"""200 ms a call, any number at once."""
+
+
+def rate(runners: int, costs: Costs, calls: int = 1, tasks: int = 0, **cluster: Any) -> float:
+    """Runs a second against `SERVER`, with cores enough unless said otherwise."""
+    given = {"cores": 1000, **cluster}
+    work = Work(calls)
+    return simulate(
+        Cluster(1, runners, SERVER, **given), work, costs, tasks or 10 * runners
+    ).runs_per_second
+
+
+@pytest.mark.parametrize(
+    ("runners", "calls", "expected"),
+    [(1, 1, 5.0), (4, 1, 20.0), (16, 1, 80.0), (1, 3, 5 / 3), (10, 2, 25.0)],
+)
+def test_runners_that_only_wait_are_linear(runners: int, calls: int, expected: float) -> None:
+    assert rate(runners, Costs(), calls) == pytest.approx(expected)
+
+
+def test_every_cost_adds_to_the_time_of_a_run() -> None:
+    # 20 ms scheduler, 30 ms on the way, 40 ms of its own, 2 calls of 200 ms: 490 ms.
+    costs = Costs(scheduler=0.02, runner=0.04, delay=0.03)
+    assert rate(1, costs, calls=2) == pytest.approx(1 / 0.49)
+
+
+def test_the_scheduler_hands_out_one_task_after_the_other() -> None:
+    costs = Costs(scheduler=0.02)
+    assert rate(5, costs) == pytest.approx(5 / 0.22)  # never waited for: 5 x 20 < 220 ms
+    assert rate(100, costs) == pytest.approx(50.0)  # one every 20 ms
+
+
+def test_work_of_one_process_is_done_one_piece_after_the_other() -> None:
+    costs, many = Costs(runner=0.2), {"runners": 10, "tasks": 500}
+    # 200 ms of a processor a run; alone a run takes 400 ms.
+    assert rate(costs=costs, **many, one_process=True) == pytest.approx(5.0, rel=0.03)
+    assert rate(costs=costs, **many, cores=1) == pytest.approx(5.0, rel=0.03)
+    assert rate(costs=costs, **many, cores=2) == pytest.approx(10.0, rel=0.03)
+    assert rate(costs=costs, **many) == pytest.approx(25.0)
+
+
+def test_other_processes_take_cores_but_nobody_waits_for_them() -> None:
+    assert rate(1, Costs(other=0.1)) == pytest.approx(5.0)
+    assert rate(10, Costs(other=0.1, runner=0.1), tasks=500, cores=1) == pytest.approx(5, rel=0.03)
+
+
+def test_nodes_have_cores_of_their_own() -> None:
+    costs = Costs(runner=0.2)
+    found = rate(10, costs, tasks=500, cores=1, nodes=2)
+    assert found == pytest.approx(10.0, rel=0.03)
+
+
+def test_engines_that_are_full_are_a_line_each() -> None:
+    # Two engines with room for one call of 200 ms each: 10 calls a second for 4 runners.
+    one = StepTimes(((1, 0.2),), limit=1)
+    found = simulate(Cluster(2, 4, one, cores=8), Work(1), Costs(), 40)
+    assert found.runs_per_second == pytest.approx(10.0)
+    assert found.engines == pytest.approx(1.0)
+    # With room for two calls that take no longer: twice as many.
+    two = StepTimes(((1, 0.2),), limit=2)
+    found = simulate(Cluster(2, 8, two, cores=8), Work(1), Costs(), 80)
+    assert found.runs_per_second == pytest.approx(20.0)
+
+
+def test_a_group_runs_side_by_side_and_waits_for_its_last() -> None:
+    cluster = Cluster(1, 1, SERVER, cores=8)
+    found = simulate(cluster, Work(1, group=4), Costs(), 5)
+    assert found.runs_per_second == pytest.approx(20.0)
+    spread = simulate(cluster, Work(1, group=4, spread=0.5), Costs(), 500)
+    # The longest of four even draws from 100 to 300 ms is 100 + 4 / 5 x 200 = 260 ms on average.
+    assert spread.runs_per_second == pytest.approx(4 / 0.26, rel=0.03)
+
+
+def test_a_batch_waits_for_its_last_run_and_for_the_weights() -> None:
+    # 4 tasks on 2 runners are 400 ms, 600 ms of weights: 4 runs a second.
+    found = simulate(Cluster(1, 2, SERVER, cores=8), Work(1), Costs(), 12, Sync(4, 0.6))
+    assert found.runs_per_second == pytest.approx(4.0)
+    assert found.seconds == pytest.approx(3.0)
+    assert found.slots == pytest.approx(0.4)
+    # A fifth task of a batch is a third wave, in which the second runner has none.
+    found = simulate(Cluster(1, 2, SERVER, cores=8), Work(1), Costs(), 10, Sync(5, 0.6))
+    assert found.runs_per_second == pytest.approx(5 / 1.2)
+
+
+def test_shares_say_what_was_busy() -> None:
+    times = StepTimes(((1, 0.01), (4, 0.02)), limit=4)
+    assert times.best_rate() == pytest.approx(200.0)
+    costs = Costs(scheduler=0.1, runner=0.4)
+    # A task: 100 ms scheduler, 2 x 200 ms of its own, 50 tokens alone at 10 ms: 1 s.
+    found = simulate(Cluster(1, 1, times, cores=2), Work(1, tokens=50), costs, 10)
+    assert found.runs_per_second == pytest.approx(1.0)
+    assert found.scheduler == pytest.approx(0.1)
+    assert found.process == pytest.approx(0.4)
+    assert found.cores == pytest.approx(0.5 / 2)
+    assert found.engines == pytest.approx(50 / 200)
+    assert found.slots == pytest.approx(1.0)
+
+
+def test_too_few_tasks_give_no_rate() -> None:
+    with pytest.raises(ValueError, match="4 tasks are too few for 4 runners"):
+        rate(4, Costs(), tasks=4)
+
+
+def test_step_times_lie_on_straight_lines() -> None:
+    times = StepTimes(((2, 0.010), (4, 0.020), (8, 0.060)), limit=8)
+    assert [times.seconds(batch) for batch in (1, 2, 3, 4, 6, 8, 9)] == pytest.approx(
+        [0.010, 0.010, 0.015, 0.020, 0.040, 0.060, 0.060]
+    )
+    assert times.best_rate() == pytest.approx(200.0)  # 2 at 10 ms, 4 at 20 ms
+    assert SERVER.seconds(1000) == 0.2
+    assert SERVER.best_rate() is None
+
+
+def ends(arrivals: list[tuple[float, float]], times: StepTimes, pause: Any = None) -> list[float]:
+    """When calls of (arrival, tokens) end on one engine; `pause`: (when, seconds)."""
+    clock, found = Clock(), [0.0] * len(arrivals)
+    engine = Engine(clock, times)
+    for number, (arrival, tokens) in enumerate(arrivals):
+
+        def end(number: int = number) -> None:
+            found[number] = clock.now
+
+        def come(tokens: float = tokens, end: Any = end) -> None:
+            engine.ask(tokens, end)
+
+        clock.after(arrival, come)
+    if pause:
+        clock.after(pause[0], lambda: engine.pause(pause[1]))
+    clock.run()
+    return found
+
+
+def test_a_batch_slows_down_and_speeds_up_with_its_size() -> None:
+    times = StepTimes(((1, 0.010), (2, 0.015)), limit=2)
+    assert ends([(0, 100)], times) == pytest.approx([1.0])
+    assert ends([(0, 100), (0, 100)], times) == pytest.approx([1.5, 1.5])
+    # 50 tokens alone (0.5 s), 50 beside the second (0.75 s); the second then 50 alone (0.5 s).
+    assert ends([(0, 100), (0.5, 100)], times) == pytest.approx([1.25, 1.75])
+    # The third waits until the batch has room.
+    assert ends([(0, 100), (0, 100), (0, 100)], times) == pytest.approx([1.5, 1.5, 2.5])
+    # Paused from 0.3 s to 0.5 s.
+    assert ends([(0, 100)], times, pause=(0.3, 0.2)) == pytest.approx([1.2])
+    assert ends([(0.4, 100)], times, pause=(0.3, 0.2)) == pytest.approx([1.5])
+
+
+def test_random_arrivals_wait_as_long_as_theory_says() -> None:
+    """M/D/1: the mean wait is load x service / (2 x (1 - load)) (Pollaczek and Khinchine)."""
+    clock, draws, waits = Clock(), random.Random(0), []
+    server = Servers(clock, 1)
+
+    def come() -> None:
+        came = clock.now
+        server.serve(1.0, lambda: waits.append(clock.now - came - 1.0))
+
+    at = 0.0
+    for _ in range(20_000):
+        at += draws.expovariate(0.5)
+        clock.after(at, come)
+    clock.run()
+    assert len(waits) == 20_000
+    assert sum(waits) / len(waits) == pytest.approx(0.5, rel=0.1)
+    assert server.busy_seconds == pytest.approx(20_000.0)
+
+
+def test_a_piece_of_work_keeps_its_process_while_it_waits_for_a_core() -> None:
+    clock, done = Clock(), []
+    cores, one, two = Servers(clock, 1), Servers(clock, 1), Servers(clock, 1)
+    for process, name in ((one, "a"), (one, "b"), (two, "c")):
+        compute(process, cores, 1.0, lambda name=name: done.append((name, clock.now)))
+    clock.run()
+    # c asked for the only core before b had its process.
+    assert done == [("a", 1.0), ("c", 2.0), ("b", 3.0)]
+    assert one.busy_seconds == pytest.approx(3.0)
+    assert two.busy_seconds == pytest.approx(2.0)
+
+
+def told(true: Costs, cores: int = 8, idle: float = 0.0, others: float = 0.0) -> dict[str, Any]:
+    """What `runner_scaling.py --json` would write of a machine with these costs, by formula: runs
+    of 3 calls of 200 ms that never wait for each other."""
+    rows = []
+    for runners in (1, 2, 4, 8, 16):
+        rate = runners / (0.6 + true.scheduler + true.runner + true.delay)
+        cpu = {
+            "scheduler": rate * true.scheduler + idle,
+            "runner": rate * true.runner,
+            "engine": 0.0,
+            "server": rate * true.other,
+            "ray": 0.0,
+        }
+        row = {"runners": runners, "runs_per_second": rate, "window_seconds": 30.0}
+        row |= {"window_runs": 30.0 * rate, "machine_busy": (sum(cpu.values()) + others) / cores}
+        rows.append(row | {"cpu_seconds": {role: 30 * share for role, share in cpu.items()}})
+    head = {"latency": 0.2, "calls": 3, "group": 1, "cores": cores, "processors": cores}
+    return head | {"measured": rows}
+
+
+def test_calibration_finds_the_costs_of_a_machine_that_never_waits() -> None:
+    true = Costs(scheduler=0.0005, runner=0.002, other=0.001, delay=0.030)
+    found = calibrate(told(true))
+    assert found.costs.scheduler == pytest.approx(0.0005)
+    assert found.costs.runner == pytest.approx(0.002)
+    assert found.costs.other == pytest.approx(0.001)
+    assert found.costs.delay == pytest.approx(0.030, abs=0.001)
+    assert found.costs.delay_spread == 0.005
+    assert found.background == pytest.approx(0.0, abs=1e-9)
+    assert predict(told(true), found, 1) == pytest.approx(1 / 0.6325, rel=0.005)
+    assert predict(told(true), found, 8) == pytest.approx(8 / 0.6325, rel=0.03)
+
+
+def test_what_others_take_of_the_machine_slows_every_core_down() -> None:
+    true = Costs(scheduler=0.001, runner=0.005, delay=0.030)
+    given = told(true, idle=0.4, others=5.6)
+    found = calibrate(given)
+    assert found.costs.scheduler == pytest.approx(0.001)
+    assert found.background == pytest.approx(6.0)
+    # 6 ms of a processor take 24 ms where 6 of 8 cores are taken: that leaves 12 of the 36 ms, and
+    # less where runners wait for each other.
+    assert 0.008 < found.costs.delay < 0.0121
+    assert predict(given, found, 1) == pytest.approx(1 / 0.636, rel=0.01)
+    elsewhere = given | {"processors": 64}
+    assert calibrate(elsewhere).background == pytest.approx(0.4)
+
+
+def test_predictions_are_judged_on_8_and_16(capsys: pytest.CaptureFixture[str]) -> None:
+    true = Costs(scheduler=0.001, runner=0.005, delay=0.030)
+    good = told(true)
+    assert show_predictions(good, calibrate(good))
+    slow = told(true)
+    slow["measured"][4]["runs_per_second"] *= 0.8  # 16 runners: 25% less than predicted
+    assert not show_predictions(slow, calibrate(slow))
+    text = capsys.readouterr().out
+    assert "met" in text
+    assert "missed" in text
+
+
+def test_a_missing_measurement_says_how_to_make_it() -> None:
+    given = told(Costs())
+    given["measured"] = [row for row in given["measured"] if row["runners"] != 8]
+    with pytest.raises(SystemExit, match=r"no measurement with \[8\] runners: python benchmarks"):
+        measured_rows(given, (1, 2, 4, 8, 16))
+
+
+def test_lines_are_never_negative() -> None:
+    assert line([(1, 3.0), (2, 5.0), (3, 7.0)]) == pytest.approx((2.0, 1.0))
+    # Least squares would be 2x - 1; through 0: (1 x 1 + 2 x 3 + 3 x 5) / (1 + 4 + 9) = 22 / 14.
+    assert line([(1, 1.0), (2, 3.0), (3, 5.0)]) == pytest.approx((22 / 14, 0.0))
+    assert line([(1, 3.0), (2, 2.0), (3, 1.0)]) == pytest.approx((0.0, 2.0))
+
+
+def test_the_formula_reads_weights_once_and_the_cache_of_each_sequence() -> None:
+    times = by_formula(weights=1e9, token=1e3, context=1e3, bandwidth=1e12, most=100)
+    assert times.seconds(1) == pytest.approx((1e9 + 1e6) / 1e12)
+    assert times.seconds(100) == pytest.approx((1e9 + 1e8) / 1e12)
+    assert times.limit == 100
+
+
+def test_measured_step_times_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps({"source": "a GPU", "step_seconds": {"8": 0.02, "1": 0.01}}))
+    assert from_file(path) == (StepTimes(((1, 0.01), (8, 0.02)), 8), "a GPU")
+    for wrong in ("[]", "{", '{"source": "a"}', '{"source": "a", "step_seconds": {"1": 0.01}}'):
+        path.write_text(wrong)
+        with pytest.raises(SystemExit, match=r"engine\.json"):
+            from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        # One sequence at a time takes as long as 64 would: more at once is what is missing.
+        ({"runners": 1, "sync": 0.0}, "runners (twice as many)"),
+        ({"costs": Costs(scheduler=2.0)}, "scheduler (free)"),
+        ({"costs": Costs(runner=10.0), "cores_per_node": 1}, "processors of runners (free)"),
+        ({"sync": 100.0}, "weight sync (at once)"),
+    ],
+)
+def test_what_limits_is_the_change_that_helps_most(plan: dict[str, Any], name: str) -> None:
+    times = StepTimes(((1, 0.010), (64, 0.0101)), limit=64)
+    given = {"times": times, "work": Work(2, tokens=100), "costs": Costs(), "tasks": 8, **plan}
+    made = Plan(**given)
+    found, gain = limit(made, 2, made.play(2).runs_per_second)
+    assert found == name
+    assert gain > 0.5
+
+
+def test_full_engines_are_what_limits() -> None:
+    times = StepTimes(((1, 0.010), (2, 0.020)), limit=2)  # a second sequence gains nothing
+    plan = Plan(times, Work(2, tokens=100), Costs(), runners=2, sync=0.0)
+    outcome = plan.play(4)
+    # 8 tasks of 200 tokens an engine at 100 tokens a second: 16 s, on four engines.
+    assert outcome.runs_per_second == pytest.approx(2.0)
+    name, gain = limit(plan, 4, outcome.runs_per_second)
+    assert name == "engines (twice as fast)"
+    assert gain == pytest.approx(1.0)
