@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fixed_server import completion, serve_fixed
+from fixed_server import policy_answer, serve_fixed
 
 TARGET_MS = 1.0
 MESSAGES = [
@@ -33,13 +33,7 @@ MESSAGES = [
 
 def serve(port_to: Connection, tokens: int) -> None:
     """Answer every request with the same bytes."""
-    scores = [{"token": "7", "logprob": -0.5, "bytes": [55], "top_logprobs": []}] * tokens
-    choice = {
-        "message": {"role": "assistant", "content": "7" * tokens},
-        "logprobs": {"content": scores},
-        "token_ids": list(range(tokens)),
-    }
-    serve_fixed(port_to, completion(choice, tokens, prompt_token_ids=list(range(50))))
+    serve_fixed(port_to, policy_answer(tokens))
 
 
 Cost = tuple[float, float]

@@ -1,4 +1,5 @@
-"""A server that answers every request with the same bytes, as fast as it can; for benchmarks."""
+"""A server that answers every request with the same bytes, at once or after a fixed time; for
+benchmarks."""
 
 from __future__ import annotations
 
@@ -21,8 +22,22 @@ def completion(choice: dict[str, Any], tokens: int, **more: Any) -> dict[str, An
     }
 
 
-def serve_fixed(port_to: Connection, answer: dict[str, Any]) -> None:
-    """Send the port, then answer every request with `answer` as JSON, for ever."""
+def policy_answer(tokens: int) -> dict[str, Any]:
+    """What a policy's server answers: `tokens` tokens with their ids and log-probabilities."""
+    scores = [{"token": "7", "logprob": -0.5, "bytes": [55], "top_logprobs": []}] * tokens
+    choice = {
+        "message": {"role": "assistant", "content": "7" * tokens},
+        "logprobs": {"content": scores},
+        "token_ids": list(range(tokens)),
+    }
+    return completion(choice, tokens, prompt_token_ids=list(range(50)))
+
+
+def serve_fixed(port_to: Connection, answer: dict[str, Any], latency: float = 0.0) -> None:
+    """Send the port, then answer every request with `answer` as JSON, for ever.
+
+    `latency`: seconds between a request and its answer; requests do not wait for each other.
+    """
     body = json.dumps(answer).encode()
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     reply = head.encode() + b"\r\n\r\n" + body
@@ -32,7 +47,9 @@ def serve_fixed(port_to: Connection, answer: dict[str, Any]) -> None:
             while True:
                 header = (await reader.readuntil(b"\r\n\r\n")).lower()
                 length = header.partition(b"content-length:")[2].partition(b"\r\n")[0]
-                await reader.readexactly(int(length))
+                await reader.readexactly(int(length or 0))
+                if latency:
+                    await asyncio.sleep(latency)
                 writer.write(reply)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()

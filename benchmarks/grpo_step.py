@@ -70,7 +70,7 @@ class Ours:
     def __init__(self, args: argparse.Namespace, folder: Path, prompts: list[str]) -> None:
         import torch
 
-        from aflow_tune.engines.local.lora import LoraSpec
+        from aflow_tune.engines.local.lora_spec import LoraSpec
         from aflow_tune.engines.local.models import load_model, load_tokenizer
         from aflow_tune.engines.local.sampler import Sampler
         from aflow_tune.engines.local.schedule import Schedule

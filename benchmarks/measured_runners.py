@@ -1,0 +1,189 @@
+"""Trinity's scheduler and runners with our adapter, as the local engine has them, made to tell.
+
+What is real: `SharedScheduler` (Trinity's scheduler over slots of one runner actor), Trinity's
+workflow runner in that actor, our adapter, AgentScope's chat model, the OpenAI client, Ray. What
+stands in: the rollout model, whose actor only knows the address of a scripted server.
+
+The scheduler notes when each task is finished, and that no run of it failed: a failed run is data
+to the adapter, and would count as a fast one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import thread_sampler
+from ray import cloudpickle
+from thread_sampler import ThreadSampler
+
+from aflow_tune.engines.trinity import explorer as room
+from aflow_tune.engines.trinity.adapter import WorkflowAdapter
+
+# isort: split
+# After the lines above, which install the stand-in for vLLM that Trinity needs.
+from trinity.common.config import Config, GenerationConfig
+from trinity.common.models.allocator import Allocator
+from trinity.common.workflows.workflow import Task
+
+NAMESPACE = "runner-scaling"
+MESSAGES = [
+    {"role": "system", "content": "You solve small problems. " * 8},
+    {"role": "user", "content": "What is 3 + 4? Think, then answer in one tag."},
+]
+
+# Workers need not be able to import from this folder.
+cloudpickle.register_pickle_by_value(thread_sampler)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class ScriptedEngine:
+    """What the scheduler and the runners ask of a rollout model's actor; asynchronous, as ours."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def get_model_version(self) -> int:
+        """No weights, no versions."""
+        return 0
+
+    async def get_api_server_url(self) -> str:
+        """Where the scripted server listens."""
+        return self._url
+
+    async def get_api_key(self) -> str:
+        """The server takes any."""
+        return "EMPTY"
+
+    async def process_id(self) -> int:
+        """For its share of the processors."""
+        return os.getpid()
+
+
+class MeasuredRunner(room.LocalRunner):
+    """The local engine's runner, which can be watched."""
+
+    _sampler: ThreadSampler
+
+    async def process_id(self) -> int:
+        """For its share of the processors."""
+        return os.getpid()
+
+    async def start_sampling(self) -> None:
+        """Watch the threads of this process."""
+        self._sampler = ThreadSampler()
+        self._sampler.start()
+
+    async def stop_sampling(self) -> dict[str, Any]:
+        """What they did; see `ThreadSampler.stop`."""
+        return self._sampler.stop()
+
+
+class MeasuredSlot(room.SharedRunner):
+    """The local engine's slot, with a runner that can be watched."""
+
+    def _create_runner(self) -> Any:
+        if self._shared is not None:
+            return self._shared
+        return (
+            ray.remote(MeasuredRunner)
+            .options(num_cpus=0, namespace=self.namespace, max_concurrency=room.MAX_CONCURRENCY)
+            .remote(self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
+        )
+
+
+class MeasuredScheduler(room.SharedScheduler):
+    """The local engine's scheduler, which notes its results.
+
+    Args:
+        config: from `config_of`.
+        calls: model calls of a run, for the check that all were made.
+    """
+
+    def __init__(self, config: Config, calls: int) -> None:
+        super().__init__(config)
+        self._calls = calls
+        self.finished: list[float] = []
+        """`time.perf_counter()` of each finished task, in order."""
+        self.fault = ""
+        """What went wrong first."""
+
+    async def start(self) -> None:
+        """Start the runner actor and its slots."""
+        held = room.SharedRunner
+        room.SharedRunner = MeasuredSlot
+        try:
+            await super().start()
+        finally:
+            room.SharedRunner = held
+
+    @property
+    def actor(self) -> Any:
+        """The runner actor that all slots share."""
+        return self.runners[0].runner
+
+    def _emit_task_result(self, task: Any) -> None:
+        self.finished.append(time.perf_counter())
+        made = sum(metrics.get("calls", 0.0) for metrics in task.metrics)
+        expected = self._calls * task.total_runs
+        if not self.fault and made != expected:
+            self.fault = f"{made:g} of {expected} calls: {task.first_error or task.metrics}"
+        super()._emit_task_result(task)
+
+
+def start_engine(url: str) -> Any:
+    """The stand-in for the rollout model, under the name that runners look for."""
+    name = Allocator(config_of(1).explorer).get_actor_name("rollout", 0, 0)
+    options = {"name": name, "namespace": NAMESPACE, "num_cpus": 0}
+    return (
+        ray.remote(ScriptedEngine)
+        .options(**options, max_concurrency=room.MAX_CONCURRENCY)
+        .remote(url)
+    )
+
+
+def config_of(runners: int) -> Config:
+    """Trinity's configuration with what the scheduler and the runners read, as our local engine
+    sets it."""
+    config = Config(ray_namespace=NAMESPACE)
+    config.explorer.runner_per_model = runners
+    config.explorer.concurrent_mode = "asynchronous"
+    model = config.explorer.rollout_model
+    model.model_path = "scripted"
+    model.ray_namespace = NAMESPACE
+    model.enable_openai_api = model.enable_history = True
+    model.temperature = model.top_p = 1.0
+    model.max_response_tokens = 64
+    return config
+
+
+def make_tasks(count: int, group: int, calls: int) -> list[Task]:
+    """Tasks of `group` runs each; a run asks the model `calls` times, one after the other."""
+    sampling = GenerationConfig(temperature=1.0, top_p=1.0, max_tokens=64, logprobs=0)
+    workflow = asks_in_turn(calls)
+    return [
+        Task(
+            workflow=WorkflowAdapter,
+            repeat_times=group,
+            raw_task={"question": "3 + 4", "answer": "7"},
+            rollout_args=sampling,
+            workflow_args={"workflow_func": workflow, "run_timeout": 300.0, "seed": 0},
+        )
+        for _ in range(count)
+    ]
+
+
+def asks_in_turn(calls: int) -> Callable[..., Any]:
+    """A workflow; it travels by value, as a user's function does."""
+    messages = MESSAGES
+
+    async def workflow(task: dict[str, Any], model: Any) -> float:
+        for _ in range(calls):
+            await model(messages)
+        return 1.0
+
+    return workflow
