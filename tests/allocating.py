@@ -8,6 +8,7 @@ is there; what a recipe does not have is held by somebody else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -95,7 +96,7 @@ def reserved(config: AflowConfig) -> dict[str, Any]:
     found["bundles"] = kind(config.explorer).allocate_bundles().bundles
     sampler = placement_group(found["bundles"], strategy="PACK")
     found["sampler"] = sampler.wait(SECONDS)
-    found["left"] = free_gpus()
+    found["left"] = settled_gpus(0)
     for group in [*groups, sampler, *held]:
         remove_placement_group(group)
     wait_for_gpus(all_gpus())
@@ -160,6 +161,13 @@ def wait_for_gpus(number: float) -> None:
             await asyncio.sleep(0.1)
 
     asyncio.run(asyncio.wait_for(come(), SECONDS))
+
+
+def settled_gpus(expected: float) -> float:
+    """What is free, once Ray's view has had the time to become what is expected."""
+    with contextlib.suppress(TimeoutError):
+        wait_for_gpus(expected)
+    return free_gpus()
 
 
 if __name__ == "__main__":

@@ -32,16 +32,28 @@ def _session_pids(root: int) -> set[int]:
     return {child.pid for child in psutil.Process(root).children(recursive=True)}
 
 
-def _gone(pids: set[int], seconds: float) -> set[int]:
-    """Those of the processes that are still there after at most `seconds`."""
+def _left(pids: set[int], seconds: float) -> set[int]:
+    """Those of the processes that still run after at most `seconds`."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        left = {pid for pid in pids if psutil.pid_exists(pid)}
-        left = {pid for pid in left if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
-        if not left:
-            return set()
+    while (left := {pid for pid in pids if _runs(pid)}) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _listening(pid: int) -> list[str]:
+    """The addresses that the process listens on; none if it has ended meanwhile."""
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []
+    return [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
 
 
 @pytest.mark.slow
@@ -61,14 +73,9 @@ def test_no_ray_process_is_left_behind(ending: signal.Signals | None) -> None:
         # The watchdog notes the session's processes once a second.
         time.sleep(1.5)
         pids |= _session_pids(process.pid)
-        listening = [
-            connection.laddr.ip
-            for pid in pids
-            for connection in psutil.Process(pid).net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN
-        ]
+        listening = [address for pid in pids for address in _listening(pid)]
         assert listening
         assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         process.send_signal(ending)
     process.wait(60)
-    assert _gone(pids, 15) == set()
+    assert _left(pids, 60) == set()
