@@ -73,9 +73,33 @@ def test_what_cannot_be_sent_is_named() -> None:
     assert "inside the function" in fault.cure
 
 
-CACHED = """
-import functools, sys, typing
+SCRIPT = """
+import contextvars, functools, sys, typing
 from pathlib import Path
+P = typing.ParamSpec("P")
+Rest = typing.TypeVarTuple("Rest")
+Result = typing.TypeVar("Result")
+depth = contextvars.ContextVar("depth", default=100.0)
+unset = contextvars.ContextVar("unset")
+depth.set(5.0)
+def once(function: typing.Callable[P, Result]) -> typing.Callable[P, Result]:
+    def run(*given: P.args, **named: P.kwargs) -> Result:
+        return function(*given, **named)
+    return run
+@functools.singledispatch
+def weight(item) -> float:
+    return 10.0
+@weight.register
+def _(item: int) -> float:
+    return 20.0
+assert weight("text") == 10.0  # looked up: remembered, weakly
+class Held(typing.Generic[typing.Unpack[Rest]]):
+    @functools.cached_property
+    def size(self) -> float:
+        return 1000.0
+    @functools.singledispatchmethod
+    def of(self, item) -> float:
+        return 2000.0
 Count = typing.NewType("Count", int)
 @functools.cache
 def fibonacci(n: Count) -> Count:
@@ -90,27 +114,55 @@ def make():
         return n
     async def flow(task, model):
         assert Reader.read.cache_parameters()["maxsize"] == 7
-        return fibonacci(90) + Reader().read("1") + inner(1.0)
+        assert unset.get(None) is None
+        assert once(weight)("text") == 10.0
+        held = Held[int]()
+        assert (held.size, held.__dict__["size"], held.of(1)) == (1000.0, 1000.0, 2000.0)
+        return fibonacci(20) + Reader().read("1") + inner(1.0) + weight(1) + depth.get()
     return flow
 if __name__ == "__main__":
     from aflow_tune.engines.trinity.ship import pack
     Path(sys.argv[1]).write_bytes(pack([make()]))
 """
-LOAD_CACHED = """
+LOAD_AND_SEND_ON = """
 import asyncio, pickle, sys
+from aflow_tune.engines.trinity.ship import pack
 (flow,) = pickle.load(open(sys.argv[1], "rb"))
+(flow,) = pickle.loads(pack([flow]))
 print(asyncio.run(flow({}, None)))
 """
 
 
-def test_cached_functions_and_new_types_of_a_script_arrive(tmp_path: Path) -> None:
+def test_what_scripts_make_beside_functions_and_classes_arrives(tmp_path: Path) -> None:
     script, sent = tmp_path / "train.py", tmp_path / "sent"
-    script.write_text(CACHED)
+    script.write_text(SCRIPT)
     subprocess.run([sys.executable, script, sent], check=True)
     ran = subprocess.run(
-        [sys.executable, "-c", LOAD_CACHED, sent], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LOAD_AND_SEND_ON, sent], capture_output=True, text=True, check=True
     )
-    assert float(ran.stdout) == 2880067194370816122.0
+    assert float(ran.stdout) == 6765 + 1 + 1 + 20 + 100
+
+
+SINGLETON = """
+class Only:
+    def __reduce__(self):
+        return "only"
+only = Only()
+async def flow(task, model):
+    return float(only is not None)
+if __name__ == "__main__":
+    from aflow_tune.engines.trinity.ship import pack
+    pack([flow])
+"""
+
+
+def test_what_is_sent_by_a_name_that_workers_do_not_have_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SINGLETON)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert f"{script}\n" in ran.stderr
+    assert "`only` in a form that can be sent" in ran.stderr
+    assert "a Only that is sent by its name only" in ran.stderr
 
 
 async def plain(task: dict, model: object, box: object = None) -> float:

@@ -90,7 +90,12 @@ def reach(objects: Iterable[Any], most: int = MOST_OBJECTS) -> Reach:
 
 def modules_in_pickle(content: bytes) -> set[str]:
     """Every module that unpickling would import, by the names in the bytes. Nothing is run."""
-    found: set[str] = set()
+    return {module for module, _ in names_in_pickle(content)}
+
+
+def names_in_pickle(content: bytes) -> set[tuple[str, str]]:
+    """What unpickling would import: a module and a name in it, "" for the module itself."""
+    found: set[tuple[str, str]] = set()
     memo: dict[Any, Any] = {}
     texts: list[str] = [""]
     last: Any = None
@@ -106,12 +111,12 @@ def modules_in_pickle(content: bytes) -> set[str]:
             memo[argument] = last
             continue
         if name == "STACK_GLOBAL":
-            found.add(texts[-2])
+            found.add((texts[-2], texts[-1]))
             last = _Subimport if texts[-1] == "subimport" else None
             continue
         if name == "GLOBAL":
             module, _, attribute = str(argument).partition(" ")
-            found.add(module)
+            found.add((module, attribute))
             last = _Subimport if attribute == "subimport" else None
             continue
         if name in ("GET", "BINGET", "LONG_BINGET"):
@@ -120,7 +125,7 @@ def modules_in_pickle(content: bytes) -> set[str]:
             top = argument if "UNICODE" in name else None
         if isinstance(top, str):
             if last is _Subimport:  # cloudpickle's way of sending a module
-                found.add(top)
+                found.add((top, ""))
             texts = [texts[-1], top]
         last = top
     return found

@@ -7,20 +7,20 @@ folders that stay. Nothing of it may hold the value of a key.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NewType
+from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
 
+from aflow_tune.engines.trinity.by_value import stays
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.shipping.arrival import arrived
 from aflow_tune.shipping.bundle import secrets_in
-from aflow_tune.shipping.reach import is_by_value, modules_in_pickle
+from aflow_tune.shipping.reach import modules_in_pickle, names_in_pickle
 from aflow_tune.shipping.tracing import Trace, trace
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FILE_NAME = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt|md|ya?ml|toml|py|gz|db|log)$")
 
 READ_INSIDE = "read it inside the function, with os.environ: every worker has it"
+CANNOT_BE_SENT = "A function cannot be sent to the workers."
 NAME_IT = "give its name instead: `runtime_env: {secrets: [NAME]}`"
 
 
@@ -105,19 +106,23 @@ def pack(functions: Iterable[Function | None], without_file: Iterable[str] = ())
     that the shipment gives them.
 
     Raises:
-        BadInput: something that a function holds cannot be pickled; it is named.
+        BadInput: something that a function holds cannot be pickled, or only by a name that no
+            worker knows; it is named.
     """
     for name in without_file:
         cloudpickle.register_pickle_by_value(sys.modules[name])
     given = [function for function in functions if function is not None]
     try:
         content: bytes = cloudpickle.dumps(given)
-        return content
     except Exception as error:  # whatever the objects' own __reduce__ raises
         raise BadInput(
-            "A function cannot be sent to the workers.",
+            CANNOT_BE_SENT,
             [_culprit(function) or _unpicklable(function, error) for function in given],
         ) from error
+    missed = sorted(name for name in names_in_pickle(content) if stays(name[0]))
+    if missed:
+        raise BadInput(CANNOT_BE_SENT, [_only_by_name(*name) for name in missed])
+    return content
 
 
 def _culprit(function: Function) -> Fault | None:
@@ -140,6 +145,17 @@ def _culprit(function: Function) -> Fault | None:
     return None
 
 
+def _only_by_name(module: str, name: str) -> Fault:
+    home = sys.modules.get(module)
+    kind = type(getattr(home, name.partition(".")[0], None)).__name__
+    return Fault(
+        getattr(home, "__file__", None) or module,
+        f"`{name or module}` in a form that can be sent to another process",
+        f"a {kind} that is sent by its name only, in a script that workers do not have",
+        f"move `{name or module}` into a module that the script imports",
+    )
+
+
 def _unpicklable(function: Function, error: Exception) -> Fault:
     return Fault(
         getattr(function, "__qualname__", type(function).__name__),
@@ -147,30 +163,6 @@ def _unpicklable(function: Function, error: Exception) -> Fault:
         f"{type(error).__name__}: {error}",
         "make files, clients and locks inside the function instead of around it",
     )
-
-
-def _cached_by_value(function: Any) -> Any:
-    """For pickling: what `functools.cache` made in a script has no name on a worker, where the
-    cache starts empty."""
-    if not is_by_value(function):
-        return function.__reduce__()
-    kept = function.cache_parameters()
-    return _cached, (function.__wrapped__, kept["maxsize"], kept["typed"])
-
-
-def _cached(function: Function, maxsize: int | None, typed: bool) -> Any:
-    return functools.lru_cache(maxsize, typed)(function)
-
-
-def _new_type_by_value(kind: Any) -> Any:
-    """The same for `typing.NewType`, which annotations of sent functions refer to."""
-    by_value = kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
-    return (NewType, (kind.__name__, kind.__supertype__)) if by_value else kind.__reduce__()
-
-
-# Of Ray's pickler alone, which sends the functions: others go on as they are.
-cloudpickle.CloudPickler.dispatch_table[functools._lru_cache_wrapper] = _cached_by_value
-cloudpickle.CloudPickler.dispatch_table[NewType] = _new_type_by_value
 
 
 def user_modules(functions: Iterable[Function | None]) -> list[str]:
