@@ -9,6 +9,7 @@ import pytest
 from tiny import NO_WEIGHTS
 
 from aflow_tune.engines.trinity.validate import ValidationReport, validate
+from aflow_tune.errors import Fault
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = "cluster.ray_address=10.0.0.1:6379"
@@ -60,6 +61,26 @@ def test_a_quantised_model_is_for_evaluation_only(tmp_path: Path) -> None:
     (fault,) = check(model).faults
     assert "bitsandbytes" in fault.found
     assert not check(model, recipe="serve").faults
+
+
+def test_an_auxiliary_model_has_to_be_whole_and_may_be_quantised(tmp_path: Path) -> None:
+    auxiliary = f"explorer.auxiliary_models=[{{name: judge, model_path: {tmp_path}}}]"
+
+    def refused() -> Fault:
+        (fault,) = check(auxiliary, "cluster.gpu_per_node=3").faults
+        assert "auxiliary_models" in fault.where
+        return fault
+
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert refused().expected == "weights (*.safetensors)"
+    (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS[:-1])
+    assert refused().expected == "whole files of weights"
+    (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS)
+    assert refused().expected == "a tokenizer"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "explorer.auxiliary_models.0.chat_template" in refused().cure
+    (tmp_path / "chat_template.jinja").write_text("{}")
+    assert not check(auxiliary, "cluster.gpu_per_node=3").faults
 
 
 def test_both_roles_on_one_gpu_is_colocate() -> None:

@@ -6,7 +6,8 @@ Reads small JSON files of a folder or of the local cache; nothing is loaded or f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,23 +35,20 @@ def check_model(config: AflowConfig, *, whole: bool = True) -> Findings:
     found = Findings()
     if config.model.tinker.enable or config.model.external_model.enable:
         return found
-    names = [("model.model_path", config.model.model_path)]
-    for number, auxiliary in enumerate(config.explorer.auxiliary_models):
-        key = f"explorer.auxiliary_models.{number}.model_path"
-        names.append((key, auxiliary.model_path or ""))
-    for key, name in names:
-        found.add(_check_name(config, key, name))
-        if whole and name in BUNDLED:
-            kept = cache_dir() / name
+    for named in _named_models(config):
+        found.add(_check_name(config, f"{named.key}.model_path", named.path))
+        folder = Path(named.path).expanduser()
+        if whole and named.path in BUNDLED:
+            kept = cache_dir() / named.path
             cure = f"rm -r {kept}: it is then fetched again"
-            found.faults += _damaged(kept, config.positions.where(key), cure)
+            where = config.positions.where(f"{named.key}.model_path")
+            found.faults += _damaged(kept, where, cure)
+        elif named.path and (folder / "config.json").is_file():
+            found.add(_check_folder(config, named, folder, whole))
     template = config.model.chat_template_path
     if template and not Path(template).expanduser().is_file():
         where = config.positions.where("model.chat_template_path")
         found.faults.append(Fault(where, "a template file", "no such file", "check the path"))
-    folder = Path(config.model.model_path).expanduser()
-    if config.model.model_path and (folder / "config.json").is_file():
-        found.add(_check_folder(config, folder, whole))
     prompt = config.model.max_prompt_tokens
     if prompt is None and config.model.max_model_len and config.model.max_response_tokens:
         prompt = config.model.max_model_len - config.model.max_response_tokens
@@ -60,6 +58,30 @@ def check_model(config: AflowConfig, *, whole: bool = True) -> Findings:
             f"about {_SHORT_PROMPT}"
         )
     return found
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A model that the configuration names."""
+
+    key: str
+    """Of the settings that hold its `model_path`."""
+    path: str
+    length: int | None
+    trained: bool
+    has_template: bool
+    """The configuration gives a chat template of its own."""
+
+
+def _named_models(config: AflowConfig) -> Iterator[_Named]:
+    """The policy and the auxiliary models."""
+    model, template = config.model, config.explorer.rollout_model.chat_template
+    trained = config.mode not in ("bench", "serve", "explore")
+    given = bool(model.custom_chat_template or model.chat_template_path or template)
+    yield _Named("model", model.model_path, model.max_model_len, trained, given)
+    for number, auxiliary in enumerate(config.explorer.auxiliary_models):
+        key, given = f"explorer.auxiliary_models.{number}", bool(auxiliary.chat_template)
+        yield _Named(key, auxiliary.model_path or "", auxiliary.max_model_len, False, given)
 
 
 def _check_name(config: AflowConfig, key: str, name: str) -> Findings:
@@ -95,27 +117,25 @@ def _check_name(config: AflowConfig, key: str, name: str) -> Findings:
     return found
 
 
-def _check_folder(config: AflowConfig, folder: Path, whole: bool) -> Findings:
+def _check_folder(config: AflowConfig, named: _Named, folder: Path, whole: bool) -> Findings:
     found = Findings()
-    where = config.positions.where("model.model_path")
+    where = config.positions.where(f"{named.key}.model_path")
     settings = _read(folder / "config.json")
     if settings is None:
         cure = "save the model again with save_pretrained"
         found.faults.append(Fault(where, "a readable config.json", "no JSON object", cure))
         return found
-    if settings.get("quantization_config") and config.mode not in ("bench", "serve", "explore"):
+    if settings.get("quantization_config") and named.trained:
         kind = settings["quantization_config"].get("quant_method", "quantised")
         cure = "name the model in 16 bits; docs/recipes.md says what can be quantised while loading"
         expected = "weights in 16 or 32 bits: the trainer cannot hold quantised ones"
         found.faults.append(Fault(where, expected, f"{folder}: {kind}", cure))
     if whole:
-        found.faults += _missing(config, folder, where)
-    longest, asked = settings.get("max_position_embeddings"), config.model.max_model_len
+        found.faults += _missing(folder, where, named)
+    longest, asked = settings.get("max_position_embeddings"), named.length
     if isinstance(longest, int) and asked and asked > longest and not settings.get("rope_scaling"):
-        found.warnings.append(
-            f"{config.positions.where('model.max_model_len')}: {asked} tokens, but the model was "
-            f"made for {longest}"
-        )
+        place = config.positions.where(f"{named.key}.max_model_len")
+        found.warnings.append(f"{place}: {asked} tokens, but the model was made for {longest}")
     return found
 
 
@@ -133,7 +153,7 @@ def _damaged(folder: Path, where: str, cure: str) -> Iterable[Fault]:
         yield Fault(where, "whole files of weights", damage, cure)
 
 
-def _missing(config: AflowConfig, folder: Path, where: str) -> Iterable[Fault]:
+def _missing(folder: Path, where: str, named: _Named) -> Iterable[Fault]:
     """What a folder with a config.json lacks for being loaded."""
     weights = ("*.safetensors", "*.bin", "*.safetensors.index.json")
     if not any(next(folder.glob(pattern), None) for pattern in weights):
@@ -149,14 +169,13 @@ def _missing(config: AflowConfig, folder: Path, where: str) -> Iterable[Fault]:
         cure = "save the tokenizer beside the model with save_pretrained"
         yield Fault(where, "a tokenizer", "none in the folder", cure)
     elif not (
-        config.model.custom_chat_template
-        or config.model.chat_template_path
-        or config.explorer.rollout_model.chat_template
+        named.has_template
         or (tokenizer or {}).get("chat_template")
         or (folder / "chat_template.jinja").is_file()
         or (folder / "chat_template.json").is_file()
     ):
-        cure = "use the model's Instruct version, or set model.chat_template_path"
+        setting = "chat_template_path" if named.key == "model" else "chat_template"
+        cure = f"use the model's Instruct version, or set {named.key}.{setting}"
         yield Fault(where, "a chat template", "none in the folder", cure)
 
 
