@@ -78,7 +78,8 @@ def refusal(config: AflowConfig) -> str:
 
 def reserved(config: AflowConfig) -> dict[str, Any]:
     held = others(config)
-    found: dict[str, Any] = {"free": free_gpus()}
+    of_recipe = config.cluster.node_num * config.cluster.gpu_per_node
+    found: dict[str, Any] = {"free": settled_gpus(of_recipe)}
     if config.mode == MODE:
         share_the_gpu(config)
         found["device_of_sampler"] = config.explorer.rollout_model.cuda_visible_devices

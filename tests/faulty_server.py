@@ -26,7 +26,7 @@ class Step:
     `kind`: 'answer'; 'cut' closes before the head, 'cut_body' in the middle of the body; 'drip'
     sends a byte each 20 ms; 'hang' sends nothing; 'huge' sends a body without end.
     `body` replaces the good reply: bytes as they are, anything else as JSON. `seconds` is a wait
-    before the reply.
+    before the reply, `until` what is waited for before that.
     """
 
     kind: str = "answer"
@@ -36,6 +36,7 @@ class Step:
     text: str = "fine"
     usage: tuple[int, int] | None = USAGE
     seconds: float = 0.0
+    until: Callable[[], bool] | None = None
 
 
 @dataclass
@@ -71,14 +72,14 @@ class FaultyServer:
         started = asyncio.run_coroutine_threadsafe(
             asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=2048), self._loop
         )
-        self._server = started.result(10)
+        self._server = started.result(60)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     async def _stop(self) -> None:
@@ -126,6 +127,8 @@ class FaultyServer:
                     await task
 
     async def _play(self, step: Step, request: Request, writer: asyncio.StreamWriter) -> bool:
+        while step.until is not None and not step.until():
+            await asyncio.sleep(0.005)
         await asyncio.sleep(step.seconds)
         if step.kind == "hang":
             await asyncio.Event().wait()

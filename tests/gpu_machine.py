@@ -91,4 +91,4 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be seve
 
 
 def was_killed(child: subprocess.Popen[str], number: signal.Signals) -> bool:
-    return child.wait(timeout=10) == -number
+    return child.wait(timeout=60) == -number

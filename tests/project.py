@@ -33,7 +33,7 @@ workflow: {root}/flow.py:two_calls
 seed: 3
 local: {{dtype: float32, threads: 1, max_batch: 16}}
 report: {{score: letters, transcripts: 2}}
-rollout: {{run_timeout: 60}}
+rollout: {{run_timeout: 300}}
 algorithm:
   algorithm_type: multi_step_grpo
   repeat_times: 4

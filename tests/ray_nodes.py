@@ -51,7 +51,8 @@ class Nodes:
 def ray_nodes(hidden: Path, workers: int = 2) -> Iterator[Nodes]:
     """A head without processors and `workers` nodes with four each; `hidden` is hidden there."""
     temp = Path(tempfile.mkdtemp(prefix="aft-", dir="/tmp"))  # sockets want short paths
-    port, dashboard = _free_port(), _free_port()
+    ports = _free_ports()
+    port, dashboard = next(ports), next(ports)
     (temp / "token").write_text(secrets.token_hex(16))
     environment = {
         name: text
@@ -69,13 +70,13 @@ def ray_nodes(hidden: Path, workers: int = 2) -> Iterator[Nodes]:
     }
     head = ["--head", f"--port={port}", "--num-cpus=0", f"--temp-dir={temp}/ray"]
     head += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-    head += ["--include-dashboard=true"]
+    head += ["--include-dashboard=true", f"--ray-client-server-port={next(ports)}"]
     joined = [f"--address=127.0.0.1:{port}", "--num-cpus=4"]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(workers + 1):
             own = [*(joined if number else head), f"--node-ip-address=127.0.0.{number + 1}"]
-            own += [f"--dashboard-agent-listen-port={_free_port()}"]
+            own += [f"--dashboard-agent-listen-port={next(ports)}"]
             own += ["--object-store-memory=100000000", "--block", "--disable-usage-stats"]
             wall = ["bwrap", "--dev-bind", "/", "/", "--tmpfs", str(hidden), "--chdir", "/"]
             with (temp / f"node{number}.log").open("wb") as log:
@@ -145,7 +146,13 @@ def _wait_for(
     raise RuntimeError(f"the test cluster did not start:\n{logs}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports() -> Iterator[int]:
+    """Ports that nobody has, each once: above those of Ray's workers, and below those that the
+    system gives to anybody's connections before a node gets as far as listening."""
+    for port in secrets.SystemRandom().sample(range(20_000, 32_000), 1000):
+        try:
+            with socket.socket() as probe:
+                probe.bind(("", port))
+        except OSError:
+            continue
+        yield port

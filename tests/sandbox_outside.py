@@ -32,7 +32,7 @@ def run(policy: str, source: str, stdin: str = "", **limits: float) -> Execution
         source,
         stdin=stdin,
         policy=policy,
-        limits=Limits(**{"seconds": 10.0, **limits}),  # type: ignore[arg-type]
+        limits=Limits(**{"seconds": 60.0, **limits}),  # type: ignore[arg-type]
     )
 
 
@@ -81,13 +81,30 @@ class Watcher:
         self._thread.join()
 
 
-def memory_below() -> float:
-    """MB of the processes below this one, shared pages divided among their users."""
-    total = 0
-    for process in below():
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            total += pss(process.pid)
-    return total / (1 << 20)
+def newly_below(measure: Callable[[int], float]) -> Callable[[], float]:
+    """The sum of a measure over the processes that start below this one from now on: earlier
+    tests have left sandboxes that wait, of every kind that they used."""
+    earlier = set(below())
+
+    def look() -> float:
+        total = 0.0
+        for process in set(below()) - earlier:
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                total += measure(process.pid)
+        return total
+
+    return look
+
+
+def memory_of(pid: int) -> float:
+    """MB of a process, shared pages divided among their users."""
+    return pss(pid) / (1 << 20)
+
+
+def written_by(pid: int) -> float:
+    """MB that a process has written so far, wherever to. What is free on the machine's disk says
+    less: others write there too."""
+    return int(Path(f"/proc/{pid}/io").read_text().split("wchar:")[1].split()[0]) / (1 << 20)
 
 
 def pss(pid: int) -> int:
@@ -102,11 +119,14 @@ def pss(pid: int) -> int:
     return (int(resident[1]) - int(resident[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
-def tasks_below() -> float:
-    return sum(1 for process in below() if process.pid)
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that ended may stay listed until its new parent takes note."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether it becomes true; what ends by itself may take a moment on a busy machine."""
     end = time.monotonic() + seconds
     while not condition():

@@ -50,7 +50,12 @@ class ScriptedServer:
         self.keys: set[str] = set()
         self.cancelled = 0
         config = uvicorn.Config(
-            self._app, port=0, log_level="error", lifespan="off", interface="asgi3"
+            self._app,
+            port=0,
+            log_level="error",
+            lifespan="off",
+            interface="asgi3",
+            timeout_keep_alive=600,  # a connection that is closed while it is reused fails a call
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -194,7 +199,7 @@ def make_task(
         workflow=WorkflowAdapter,
         raw_task={"question": "2 + 2?", "answer": "4"},
         rollout_args=GenerationConfig(temperature=1.0, top_p=1.0, max_tokens=64, logprobs=0),
-        workflow_args={"workflow_func": workflow_func, "run_timeout": 20.0, "seed": 7, **arguments},
+        workflow_args={"workflow_func": workflow_func, "run_timeout": 60.0, "seed": 7, **arguments},
         is_eval=is_eval,
         batch_id=batch_id,
         task_id=0,

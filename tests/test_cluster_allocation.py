@@ -25,6 +25,7 @@ from aflow_tune.engines.trinity.validators import prepare
 from trinity.common.models.allocator import Allocator
 from trinity.trainer import trainer
 
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all recipes
 ROOT = Path(__file__).parents[1]
 RECIPES = [
     path

@@ -22,6 +22,12 @@ PROVIDERS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers has the time to do so on a busy machine."""
+    monkeypatch.setattr("aflow_tune.doctor.keys.SECONDS", 60.0)
+
+
 def _model(server: ModelsServer, provider: str, model: str = "m", **more: object) -> ModelSettings:
     url = f"{server.url}/v1" if provider == "openai" else server.url
     settings = {"api_key_env": "DOCTOR_TEST_KEY", "base_url": url, **more}
@@ -152,7 +158,9 @@ def test_variables_of_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HUB = """
 import json, sys
+from aflow_tune.doctor import hub
 from aflow_tune.doctor.hub import check_hub
+hub.SECONDS = 60.0
 for name, kind in json.loads(sys.argv[1]):
     lines, there = check_hub("model", name, kind)
     known = None if there is None else [there.bytes, there.parameters]

@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,15 @@ def test_the_probed_folder_is_gone_afterwards(tmp_path: Path) -> None:
 
 
 CLUSTER = """
-import json, sys
+import json, sys, time
 from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-cluster.add_node(num_cpus=1)
-cluster.wait_for_nodes()
+head = {"num_cpus": 1, "include_dashboard": False, "wait": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+cluster.wait_for_nodes(timeout=120)
+cluster.add_node(num_cpus=1, wait=False)
+cluster.wait_for_nodes(timeout=120)
+while cluster.global_state.available_resources().get("CPU") != 2:
+    time.sleep(0.1)
 print(json.dumps(cluster.address), flush=True)
 sys.stdin.read()
 cluster.shutdown()
@@ -172,20 +177,23 @@ cluster.shutdown()
 
 def _start(**environment: str) -> Iterator[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**kept, "RAY_USAGE_STATS_ENABLED": "0", **environment},
-    )
-    try:
-        assert process.stdout is not None
-        line = next(text for text in process.stdout if text.startswith('"'))
-        yield json.loads(line)
-    finally:
-        process.communicate("")
+    # In a folder of its own: it writes down there that it is the Ray of this machine.
+    with tempfile.TemporaryDirectory("", "aft-", "/tmp", ignore_cleanup_errors=True) as folder:
+        kept |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**kept, **environment},
+        )
+        try:
+            assert process.stdout is not None
+            line = next(text for text in process.stdout if text.startswith('"'))
+            yield json.loads(line)
+        finally:
+            process.communicate("")
 
 
 @pytest.mark.slow
@@ -195,6 +203,7 @@ def test_a_real_cluster_of_two_nodes_with_a_token(
     """Every node runs the probe; the token is another one, then held back, then the right one.
 
     It is sent as a run sends it: without RAY_AUTH_MODE, to an address that is named."""
+    monkeypatch.setattr(ray_check, "SECONDS", 120.0)  # workers start on a busy machine
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     token, other = tmp_path / "token", tmp_path / "other"

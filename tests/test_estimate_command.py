@@ -21,6 +21,12 @@ def tiny(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A rehearsal is not given up because the machine is busy."""
+    monkeypatch.setattr("aflow_tune.engines.trinity.rehearsal.SECONDS", 300.0)
+
+
 @pytest.fixture
 def project(tmp_path, tiny):
     return write_project(tmp_path, tiny)

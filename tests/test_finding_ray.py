@@ -37,6 +37,13 @@ from aflow_tune.shipping import arrival
 from aflow_tune.shipping.tracing import Trace
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever answers has the time to do so on a busy machine."""
+    monkeypatch.setattr(finding, "_ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(finding, "_GREET_SECONDS", 60.0)
+
+
 @pytest.fixture
 def no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine on which no Ray was started; returns the file that would name one."""
@@ -136,12 +143,12 @@ def test_a_job_server_that_is_silent_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_is_submitted_where_no_head_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "use_token", lambda: False)
     monkeypatch.setattr(jobs, "JobSubmissionClient", None)  # it would ask for a long time
-    with socket.socket() as other:
+    with socket.socket() as other:  # nobody else can listen at the port meanwhile
         other.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{other.getsockname()[1]}"
-    monkeypatch.setenv("RAY_ADDRESS", closed)
-    with pytest.raises(BadInput) as refused:
-        jobs.Jobs()
+        monkeypatch.setenv("RAY_ADDRESS", closed)
+        with pytest.raises(BadInput) as refused:
+            jobs.Jobs()
     (fault,) = refused.value.faults
     assert (fault.where, fault.found) == (closed, "no Ray answers there")
     assert "http://HOST:8265" in fault.cure
@@ -286,10 +293,13 @@ def test_a_cluster_that_was_not_started_here_is_not_ended(
 def test_what_runs_here_is_used_only_if_it_is_a_ray_of_ones_own(
     no_ray: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "_ANSWER_SECONDS", 1.0)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef0123456789abcdef")
-    with socket.create_server(("127.0.0.1", 0)) as server:  # takes the connection, says nothing
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,  # takes the connection, says nothing
+        monkeypatch.context() as silent,
+    ):
+        silent.setattr(finding, "_ANSWER_SECONDS", 1.0)
         no_ray.write_text(f"127.0.0.1:{server.getsockname()[1]}")
         assert running_here() is None
     with gcs(method="/else/Method") as (address, _):

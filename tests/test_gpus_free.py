@@ -41,7 +41,7 @@ Machine = Callable[..., Library]
 
 
 def asked(*devices: str, pids: tuple[int, ...] = (), yes: bool = True, **more: object) -> Freed:
-    options: dict[str, object] = {"grace": 5.0, "confirm": lambda count: yes, **more}
+    options: dict[str, object] = {"grace": 60.0, "confirm": lambda count: yes, **more}
     return free(devices, pids, **options)  # type: ignore[arg-type]
 
 
@@ -235,7 +235,12 @@ def test_sigkill_comes_after_the_grace_and_only_to_who_needs_it(
 ) -> None:
     stubborn, obedient = children.start(ignoring_sigterm), children.start()
     machine([on_gpu(stubborn, obedient)])
-    freed = asked("0", grace=0.3)
+
+    def say(text: str) -> None:
+        if text.startswith("SIGTERM sent"):
+            obedient.wait(60)  # the grace begins when it has ended, however busy the machine is
+
+    freed = asked("0", grace=0.3, say=say)
     assert freed.outcomes == {stubborn.pid: "killed", obedient.pid: "ended"}
     assert freed.whole
     assert was_killed(stubborn, signal.SIGKILL)

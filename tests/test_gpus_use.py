@@ -36,10 +36,14 @@ def test_a_record_for_each_step_with_means_and_peaks(machine: Machine) -> None:
     library = machine([Gpu(use=100, used=10 * GIB), Gpu(use=0, used=GIB)])
     written: list[tuple[int, dict[str, float]]] = []
     steps = [0]
-    with UseLog(
-        snapshot().devices, lambda: steps[0], lambda s, n: written.append((s, n)), print, 0.01
-    ):
-        time.sleep(0.05)
+    looks: list[int] = []
+
+    def step() -> int:
+        looks.append(steps[0])
+        return steps[0]
+
+    with UseLog(snapshot().devices, step, lambda s, n: written.append((s, n)), print, 0.01):
+        until(lambda: len(looks) > 1)  # it has begun at step 0
         steps[0] = 1
         until(lambda: written)
         library.gpus[0].use = library.gpus[1].use = 20

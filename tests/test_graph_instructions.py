@@ -190,7 +190,7 @@ def test_a_run_says_whether_the_workflow_was_constructed(trust: bool) -> None:
 
 
 def test_construction_is_known_though_the_run_ends_by_force() -> None:
-    limits = GraphLimits(seconds=2, cpu_seconds=1)
+    limits = GraphLimits(seconds=60, cpu_seconds=1)
     endless = run(graph_of("pass", "while True: pass", {}), ScriptedModel([]), limits=limits)
     assert (endless.ending, endless.built) == (GraphEnding.TIMED_OUT, True)
     stuck = run(graph_of("while True: pass", "pass", {}), ScriptedModel([]), limits=limits)
@@ -212,8 +212,11 @@ def test_who_lies_about_the_construction_loses_by_it() -> None:
 # -- limits of the models
 
 
-def model_with(tokens: tuple[int, int], seconds: float = 0.0) -> tuple[ScriptedModel, list[int]]:
-    """A model whose every reply has this usage, and the most of its calls that ran at once."""
+def model_with(
+    tokens: tuple[int, int], seconds: float = 0.0, together: int = 0
+) -> tuple[ScriptedModel, list[int]]:
+    """A model whose every reply has this usage and waits until so many ran together, and the most
+    of its calls that ran at once."""
     running, most = 0, [0]
 
     async def reply(_: Sequence[Any]) -> Reply:
@@ -221,6 +224,8 @@ def model_with(tokens: tuple[int, int], seconds: float = 0.0) -> tuple[ScriptedM
         running += 1
         most[0] = max(most[0], running)
         await asyncio.sleep(seconds)
+        while most[0] < together:
+            await asyncio.sleep(0.01)
         running -= 1
         return Reply(text="two", model="m", usage=Usage(*tokens))
 
@@ -259,7 +264,7 @@ def test_gathered_calls_pass_the_limit_of_tokens_by_one_call_at_most(trust: bool
     assert ran.prompt_tokens + ran.completion_tokens == 300
     assert len(model.asked) == 5
     assert model.asked[0].max_tokens == 10
-    model, most = model_with((50, 10), 0.05)
+    model, most = model_with((50, 10), together=12)
     ran = run(many(trust), model, limits=GraphLimits(tokens=100_000))
     assert (ran.answer, most[0]) == ("12", 12)
 

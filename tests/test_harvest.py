@@ -261,12 +261,12 @@ def test_what_was_executed_is_not_executed_again(tmp_path: Path, executor: Fault
     assert len(executor.requests) == 33
 
 
-@pytest.mark.parametrize("trouble", [Step(status=500), Step(seconds=4.0)], ids=["error", "slow"])
+@pytest.mark.parametrize("trouble", [Step(status=500), Step(kind="hang")], ids=["error", "slow"])
 def test_what_failed_for_want_of_an_answer_is_tried_again(
     tmp_path: Path, executor: FaultyServer, trouble: Step
 ) -> None:
     path = write_project(
-        tmp_path, executor.openai_url, templates=["always"], change=changed(writer={"timeout": 3})
+        tmp_path, executor.openai_url, templates=["always"], change=changed(writer={"timeout": 20})
     )
     executor.steps = lambda number, request: (
         trouble if "What is 5" in str(request.body) else sums(number, request)

@@ -21,6 +21,7 @@ from user_packages import CASES
 
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
 
+pytestmark = pytest.mark.timeout(1800)  # a cluster, and commands that import everything anew
 TESTS = Path(__file__).parent
 KEY = f"sk-launching-{secrets.token_hex(8)}"
 WRAPPED = WORKFLOW.replace(
@@ -54,7 +55,8 @@ def project(folders: tuple[Path, Path], tiny_model_dir: Path) -> Path:
     """The configuration of a run whose code and data only the driver sees."""
     driver, shared = folders
     text = WRAPPED.replace("KEY = os", f"HIDDEN = {str(driver)!r}\nKEY = os")
-    config = write_project(driver, shared / "model", steps=40, workflow=text)
+    # More steps than a run can make before the command that stops it has started.
+    config = write_project(driver, shared / "model", steps=1000, workflow=text)
     (driver / "beside.py").write_text("def scale(x):\n    return x\n")
     shutil.copytree(tiny_model_dir, shared / "model")
     config.write_text(config.read_text().replace(f"{driver}/runs", f"{shared}/runs"))

@@ -126,6 +126,7 @@ def test_every_batch_has_the_shares_and_a_resumed_run_goes_on_exactly(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_ray_and_inline_read_the_same_batches(tmp_path: Path, tiny_model_dir: Path) -> None:
     for name in ("split", "inline"):
         (tmp_path / name).mkdir()

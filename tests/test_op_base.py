@@ -29,6 +29,7 @@ from aflow_tune.operators import (
     use_prompts,
 )
 from aflow_tune.operators.registry import BUILT_IN
+from aflow_tune.sandbox import Limits
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 GOOD = "<thought>t</thought><answer>42</answer>"
@@ -200,7 +201,8 @@ def test_experiences_of_a_tuned_run_carry_the_operator() -> None:
 
     with ScriptedServer(reply) as server:
         runner = ScriptedRunner(RecordedModel(server.url))
-        status, payload = asyncio.run(runner.run_task(make_task(workflow), "1", repeat_times=1))
+        task = make_task(workflow, run_timeout=120.0)
+        status, payload = asyncio.run(runner.run_task(task, "1", repeat_times=1))
     assert status.ok, status.message
     experiences = Experience.deserialize_many(payload)
     callers = sorted(exp.info["caller"] for exp in experiences)
@@ -217,7 +219,7 @@ def test_a_tuned_run_uses_the_prompts_of_its_configuration() -> None:
 
     with ScriptedServer(lambda request: request["messages"][-1]["content"]) as server:
         runner = ScriptedRunner(RecordedModel(server.url))
-        task = make_task(workflow, prompts={"Custom": "RUN {input}"})
+        task = make_task(workflow, prompts={"Custom": "RUN {input}"}, run_timeout=120.0)
         status, _ = asyncio.run(runner.run_task(task, "1", repeat_times=1))
         assert status.ok, status.message
         (request,) = server.requests
@@ -354,7 +356,8 @@ def test_a_bare_text_of_a_run_is_the_only_prompt_of_an_operator() -> None:
 
     async def work() -> OperatorResult:
         with use_prompts({"Test": "MEND {solution} {failure}"}):
-            return await OPERATORS["Test"](model, tests=tests)("p", "def f(): return 2", "f")
+            test = OPERATORS["Test"](model, tests=tests, limits=Limits(seconds=60))
+            return await test("p", "def f(): return 2", "f")
 
     assert run(work())[0]["result"] is True
     assert texts(model)[0].startswith("MEND def f(): return 2 AssertionError: assert candidate()")

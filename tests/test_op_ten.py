@@ -12,6 +12,7 @@ from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import OPERATORS, MdEnsemble, Operator, OperatorResult, ScEnsemble
 from aflow_tune.operators.reading import MAX_REPLY_CHARACTERS
+from aflow_tune.sandbox import Limits
 
 PROGRAM = "def f(x):\n    return x"
 PYTHON = f"```python\n{PROGRAM}\n```"
@@ -79,6 +80,8 @@ TEXT = ("Custom", "Format")
 
 def use(name: str, reply: Any, **settings: Any) -> tuple[OperatorResult, ScriptedModel]:
     """One use of an operator by name, on a model that always replies the same."""
+    if name in ("Programmer", "Test"):
+        settings.setdefault("limits", Limits(seconds=60))  # for a busy machine
     if name == "Test":
         settings.setdefault("tests", {"f": ["assert candidate(3) == 3"]})
     model = ScriptedModel(reply if callable(reply) else lambda _: reply)

@@ -116,7 +116,7 @@ def test_the_comparing_process_ends_with_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     child = int(done.stdout)
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(child).wait(timeout=30)
+        psutil.Process(child).wait(timeout=120)
 
 
 @pytest.mark.parametrize("wrap", [str, lambda text: SimpleNamespace(get_text_content=lambda: text)])

@@ -18,6 +18,14 @@ from project import WORKFLOW, run_dir, write_project
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, RunFailed
 from aflow_tune.tuning import run_config, tune
 
+HELD = "import asyncio\nfrom pathlib import Path\n" + WORKFLOW.replace(
+    '    with caller("first"):',
+    '    while Path(__file__).with_name("held").exists():\n'
+    "        await asyncio.sleep(0.05)\n"
+    '    with caller("first"):',
+)
+"""Does not go on while there is a file `held` beside it: a link, so while that is what it names."""
+
 
 def _metrics(root: Path) -> dict[tuple[str, int], dict[str, float]]:
     """Metrics by role and step; the last line wins."""
@@ -149,7 +157,7 @@ def _start(config: Path, *words: str) -> subprocess.Popen:
     )
 
 
-def _wait_for(path: Path, process: subprocess.Popen, seconds: float = 180) -> None:
+def _wait_for(path: Path, process: subprocess.Popen, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():
         assert process.poll() is None, process.communicate()[0]
@@ -158,6 +166,7 @@ def _wait_for(path: Path, process: subprocess.Popen, seconds: float = 180) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # three commands, each of which imports everything anew
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_inline_run_resumes_to_the_uninterrupted_result(
     tmp_path: Path, tiny_model_dir: Path, how: signal.Signals
@@ -168,10 +177,13 @@ def test_a_stopped_inline_run_resumes_to_the_uninterrupted_result(
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
 
-    parts = write_project(tmp_path / "parts", tiny_model_dir)
+    parts = write_project(tmp_path / "parts", tiny_model_dir, workflow=HELD)
+    saved, held = run_dir(tmp_path / "parts") / "global_step_2", tmp_path / "parts" / "held"
+    held.symlink_to(saved)  # so that the run cannot be over before it is stopped
     process = _start(parts, *words)
-    _wait_for(run_dir(tmp_path / "parts") / "global_step_2", process)
+    _wait_for(saved, process)
     process.send_signal(how)
+    held.unlink()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == (3 if how is signal.SIGINT else -signal.SIGKILL), output
     process = _start(parts, *words)
@@ -184,48 +196,46 @@ def test_a_stopped_inline_run_resumes_to_the_uninterrupted_result(
 
 
 @pytest.mark.slow
-def test_ray_and_inline_agree_token_for_token(tmp_path: Path, tiny_model_dir: Path) -> None:
-    overrides = ["deterministic=true", "buffer.total_steps=3", "explorer.eval_interval=1"]
-    results = {}
-    for name, inline in (("split", False), ("inline", True)):
-        config = write_project(tmp_path / name, tiny_model_dir)
-        words = ["--inline"] if inline else []
-        process = _start(config, *words, *overrides)
-        output, _ = process.communicate(timeout=400)
-        assert process.returncode == 0, output
-        root = tmp_path / name
-        results[name] = {
-            "texts": [_texts(root, step) for step in range(4)],
-            "rewards": [
-                _metrics(root)["explorer", step]["rollout/reward/mean"] for step in (1, 2, 3)
-            ],
-        }
-    assert results["split"]["texts"] == results["inline"]["texts"]
-    # The means are summed in the order in which tasks finished: equal but for the last bit.
-    assert results["split"]["rewards"] == pytest.approx(results["inline"]["rewards"], abs=1e-12)
-    assert _same_weights(_weights(tmp_path / "split", 3), _weights(tmp_path / "inline", 3))
-
-
-@pytest.mark.slow
-def test_a_killed_split_leaves_no_process_and_resumes(tmp_path: Path, tiny_model_dir: Path) -> None:
+@pytest.mark.timeout(1800)  # three commands, two of which start a Ray
+def test_a_killed_run_through_ray_resumes_to_what_an_inline_run_comes_to(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Token for token and bit for bit; the kill leaves no process."""
     import psutil
 
+    words = ["deterministic=true", "buffer.total_steps=4", "explorer.eval_interval=1"]
+    parts, whole = tmp_path / "split", tmp_path / "inline"
+    saved, held = run_dir(parts) / "global_step_2", tmp_path / "held"
     # Imported only when a run gets there, in a worker that never saw this folder.
-    late = WORKFLOW.replace("    share = sum", "    import late_helper\n\n    share = sum")
+    late = HELD.replace('Path(__file__).with_name("held")', f"Path({str(held)!r})")
+    late = late.replace("    share = sum", "    import late_helper\n\n    share = sum")
     late = late.replace(
         "record_metrics(letters=share)", "record_metrics(letters=late_helper.same(share))"
     )
-    config = write_project(tmp_path, tiny_model_dir, workflow=late)
-    (tmp_path / "late_helper.py").write_text("def same(value):\n    return value\n")
-    process = _start(config, "buffer.total_steps=4")
-    _wait_for(run_dir(tmp_path) / "global_step_2", process)
+    configs = [write_project(root, tiny_model_dir, workflow=late) for root in (parts, whole)]
+    for root in (parts, whole):
+        (root / "late_helper.py").write_text("def same(value):\n    return value\n")
+
+    held.symlink_to(saved)  # so that the run cannot be over before it is killed
+    process = _start(configs[0], *words)
+    _wait_for(saved, process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
+    held.unlink()
     process.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert alive == []
-    process = _start(config, "buffer.total_steps=4")
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    trained = {step for role, step in _metrics(tmp_path) if role == "trainer"}
-    assert trained == {1, 2, 3, 4}
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert [child for child in alive if child.is_running()] == []  # not another of its number
+    for config, more in zip(configs, ((), ("--inline",)), strict=True):
+        process = _start(config, *more, *words)
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
+
+    split, inline = _metrics(parts), _metrics(whole)
+    assert {step for role, step in split if role == "trainer"} == {1, 2, 3, 4}
+    for step in range(5):
+        assert _texts(parts, step) == _texts(whole, step)
+    for step in range(1, 5):
+        # The means are summed in the order in which tasks finished: equal but for the last bit.
+        reward = split["explorer", step]["rollout/reward/mean"]
+        assert reward == pytest.approx(inline["explorer", step]["rollout/reward/mean"], abs=1e-12)
+    assert _same_weights(_weights(parts, 4), _weights(whole, 4))

@@ -67,12 +67,19 @@ def _rest(until: threading.Event) -> None:
     until.wait()
 
 
+def _rests(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == "wait"
+
+
 def test_the_sampler_counts_threads_that_work_and_not_those_that_wait() -> None:
     until = threading.Event()
     resting = threading.Thread(target=_rest, args=(until,))
     burning = threading.Thread(target=_burn, args=(0.5,))
     switch = sys.getswitchinterval()
     resting.start()
+    while not _rests(resting):
+        time.sleep(0.01)
     sampler = ThreadSampler(0.002)
     sampler.start()
     burning.start()

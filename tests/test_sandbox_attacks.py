@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,14 +18,16 @@ import pytest
 from sandbox_outside import (
     WALLS,
     Watcher,
+    alive,
     below,
     commands,
     eventually,
-    memory_below,
+    memory_of,
     need,
+    newly_below,
     open_folder,
     run,
-    tasks_below,
+    written_by,
 )
 
 from aflow_tune.sandbox import Ending
@@ -58,7 +59,7 @@ def outside() -> Iterator[Path]:
 @pytest.fixture
 def victim() -> Iterator[subprocess.Popen[bytes]]:
     """A process of the same user as the parent."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     process.kill()
     process.wait()
@@ -239,7 +240,7 @@ print("end")
     "program",
     [
         "import os\nwhile True:\n    os.fork()",
-        "import os, time\nfor _ in range(100_000):\n    try:\n        os.fork() or os.setsid()\n"
+        "import os, time\nfor _ in range(10**9):\n    try:\n        os.fork() or os.setsid()\n"
         "    except OSError:\n        pass",
         "import os\nos.system(':(){ :|:& };:')\nimport time\ntime.sleep(60)",
         "import threading, time\nwhile True:\n"
@@ -247,10 +248,10 @@ print("end")
     ],
 )
 def test_fork_bombs_stay_small_and_end(wall: str, program: str) -> None:
-    with Watcher(tasks_below) as watcher:
+    with Watcher(newly_below(lambda _: 1)) as watcher:
         ended = run(wall, program, seconds=2, processes=16)
     assert ended.ending is not Ending.FINISHED
-    # Beside the program's own: the supervisor, bubblewrap's, and sandboxes that wait.
+    # Beside the program's own: the supervisor, bubblewrap's, and sandboxes that are to wait.
     assert watcher.most <= 16 + 20
 
 
@@ -265,14 +266,14 @@ MEMORY_BOMBS = {
     "many processes": "import os\nfor _ in range(4):\n    os.fork()\n" + GROW,
     "many below half each": """
 import os, time
-for _ in range(3):
+for _ in range(4):
     os.fork()
 x = bytearray(b"x") * 100_000_000
 time.sleep(120)
 """,
     "behind first threads that ended": """
 import ctypes, os, threading, time
-for _ in range(3):
+for _ in range(4):
     os.fork()
 def grow():
     time.sleep(0.2)
@@ -313,13 +314,15 @@ while True:
 
 @pytest.mark.parametrize("name", MEMORY_BOMBS)
 def test_memory_bombs_are_held(wall: str, name: str) -> None:
-    with Watcher(memory_below) as watcher:
-        ended = run(wall, MEMORY_BOMBS[name], memory_mb=256, processes=24, seconds=60)
+    with Watcher(newly_below(memory_of)) as watcher:
+        ended = run(wall, MEMORY_BOMBS[name], memory_mb=256, processes=40, seconds=60)
     assert ended.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED)
     if name not in ("memfd", "shared memory"):  # which are refused from the start
         assert ended.ending is Ending.OUT_OF_MEMORY
         assert "memory_mb" in ended.limits_hit
-    assert watcher.most < 256 * 2.5
+    # Sixteen processes that nobody holds take 1700 MB or more, and on a busy machine who looks
+    # at them has to wait for a core.
+    assert watcher.most < 256 * 5
 
 
 DISK_BOMBS = {
@@ -380,7 +383,7 @@ def write():
             os.unlink("big")
             os.write(kept[-1], b"x" * 5_000_000)
     except OSError:  # behind bubblewrap, where a full disk is noted and no more
-        time.sleep(0.5)
+        time.sleep(3)
         os._exit(1)
 threading.Thread(target=write).start()
 ctypes.CDLL(None).syscall(60, 0)
@@ -396,25 +399,18 @@ while True:
 
 @pytest.mark.parametrize("name", DISK_BOMBS)
 def test_disk_bombs_are_held_and_leave_nothing(wall: str, name: str) -> None:
-    def used() -> float:
-        room = os.statvfs(tempfile.gettempdir())
-        return (room.f_blocks - room.f_bfree) * room.f_frsize / (1 << 20)
-
-    ours = {*Path(tempfile.gettempdir()).glob("aflow-tune-*")}
-    before = used()
-    with Watcher(used) as watcher:
-        ended = run(wall, DISK_BOMBS[name], disk_mb=32, seconds=60)
+    mark = secrets.token_hex(8)
+    told = f"import os\nopen({mark!r}, 'w').close()\nprint(os.getcwd(), flush=True)\n"
+    with Watcher(newly_below(written_by)) as watcher:
+        ended = run(wall, told + DISK_BOMBS[name], disk_mb=32, seconds=60)
     assert ended.ending is Ending.FAILED
     assert ended.limits_hit == ("disk_mb",)
-    assert watcher.most - before < 1000
-    # Sandboxes that wait for a program have a folder too, with nothing in it.
-    left = {*Path(tempfile.gettempdir()).glob("aflow-tune-*")} - ours
-
-    # Those of a test in another process are in use, and go as well.
-    def full() -> bool:
-        return any(folders or files for it in left for _, folders, files in os.walk(it))
-
-    assert eventually(lambda: not full(), 120)
+    assert watcher.most < 3000  # MB; who holds it may have to wait for a core
+    folder = Path(ended.stdout.strip())
+    # Behind bubblewrap it is a /tmp of its own; ours has many others' files.
+    left = folder / mark if wall == "bubblewrap" else folder
+    assert folder.is_absolute()
+    assert eventually(lambda: not left.exists())
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -482,9 +478,10 @@ attempt(os.kill, -1, signal.SIGKILL)
             signal.signal(number, handler)
     assert received == []
     assert victim.poll() is None
-    about = Path(f"/proc/{victim.pid}/status").read_text()
-    assert "TracerPid:\t0" in about
-    assert "State:\tS" in about
+    about = Path(f"/proc/{victim.pid}/status")
+    assert "TracerPid:\t0" in about.read_text()
+    # On a busy machine it may only be about to sleep; one that was stopped stays so.
+    assert eventually(lambda: "State:\tS" in about.read_text())
     assert psutil.Process().nice() == nice
     assert psutil.Process(victim.pid).nice() == nice
     assert psutil.Process(victim.pid).cpu_affinity() == affinity
@@ -567,7 +564,7 @@ libc.chroot(b"/tmp")
 attempt(os.setuid, 0)
 attempt(os.setgid, 0)
 attempt(os.seteuid, 0)
-time.sleep(3)
+time.sleep(5)
 """
     )
     names = ("user", "mnt", "net", "pid", "ipc", "uts")
@@ -597,7 +594,7 @@ time.sleep(3)
 
     watching = threading.Thread(target=look)
     watching.start()
-    run(wall, program, mark, seconds=2)
+    run(wall, program, mark)
     done.set()
     watching.join()
     assert rights == {"0" * 16}
@@ -649,7 +646,7 @@ def test_closed_streams_are_no_way_out(wall: str) -> None:
 def test_how_it_ended_is_what_it_did(
     wall: str, program: str, ending: Ending | None, code: int | None
 ) -> None:
-    ended = run(wall, program, seconds=2)
+    ended = run(wall, program, seconds=60 if ending else 2)
     assert (ended.ending, ended.exit_code) == (ending or Ending.TIMED_OUT, code)
 
 
@@ -699,22 +696,22 @@ if os.fork() == 0:
     if os.fork() == 0:
         os.execv("/usr/bin/sleep", ["sleep", "{mark}"])
     os._exit(0)
-time.sleep(60)
+time.sleep(600)
 """
     code = f"""
 import os, threading, time
 from aflow_tune.sandbox import run_program_sync, Limits
 for _ in range(2):
     run_program_sync("print(1)", policy={wall!r})
-long = dict(policy={wall!r}, limits=Limits(seconds=60))
+long = dict(policy={wall!r}, limits=Limits(seconds=600))
 threading.Thread(target=run_program_sync, args=({program!r},), kwargs=long).start()
 input()
 fork = os.fork()
 if fork == 0:
-    time.sleep(60)
+    time.sleep(600)
     os._exit(0)
 print(fork, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     words = [sys.executable, "-c", code]
@@ -732,6 +729,6 @@ time.sleep(60)
     parent.stdout.close()
     try:
         assert eventually(lambda: f"sleep {mark}" not in commands())
-        assert eventually(lambda: not [process for process in sandboxed if process.is_running()])
+        assert eventually(lambda: not [process for process in sandboxed if alive(process)])
     finally:
         os.kill(fork, signal.SIGKILL)

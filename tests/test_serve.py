@@ -47,7 +47,7 @@ class Waiting:
             raise RunFailed("/home/somebody/secret.txt is missing")
         self.begun.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
@@ -69,7 +69,7 @@ class Client:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, body (read as JSON where it is), headers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         text = body if isinstance(body, (bytes, str, type(None))) else json.dumps(body)
         sent = headers if headers is not None else (JSON if text is not None else {})
         connection.request(method or ("GET" if text is None else "POST"), path, text, sent)
@@ -100,12 +100,12 @@ def serving(make: Callable[[], Any], **settings: Any) -> Iterator[Client]:
 
     thread = threading.Thread(target=asyncio.run, args=(work(),), daemon=True)
     thread.start()
-    assert ready.wait(60)
+    assert ready.wait(120)
     try:
         yield Client(held["server"].port)
     finally:
         held["loop"].call_soon_threadsafe(held["server"].stop)
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -124,9 +124,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 @pytest.fixture
 def waiting() -> Iterator[tuple[Client, Waiting]]:
-    """A server that works on one problem at a time, for half a minute."""
+    """A server that works on one problem at a time, for minutes."""
     solver = Waiting()
-    with serving(lambda: solver, bounds=Bounds(at_once=1, seconds=30)) as client:
+    with serving(lambda: solver, bounds=Bounds(at_once=1, seconds=300)) as client:
         yield client, solver
 
 
@@ -273,7 +273,7 @@ def test_requests_that_are_refused(body: Any, status: int, said: str, trained: C
 
 
 def test_a_body_without_a_length_is_bounded_too(trained: Client) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", trained.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", trained.port, timeout=120)
     chunks = (b"x" * 65536 for _ in range(64))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.request("POST", "/solve", chunks, JSON, encode_chunked=True)
@@ -301,7 +301,7 @@ def test_one_too_many_is_told_429(waiting: tuple[Client, Waiting]) -> None:
     client, solver = waiting
     first = threading.Thread(target=client, kwargs={"body": QUESTION}, daemon=True)
     first.start()
-    assert solver.begun.wait(20)
+    assert solver.begun.wait(60)
     assert client("/health")[1]["working"] == 1
     status, got, headers = client(body=QUESTION)
     assert status == 429
@@ -318,13 +318,12 @@ def test_a_client_that_goes_away_cancels_its_run(waiting: tuple[Client, Waiting]
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         connection.sendall(head.encode() + body)
-        assert solver.begun.wait(20)
-    assert solver.cancelled.wait(20)
-    for _ in range(200):
-        if client("/health")[1]["working"] == 0:
-            return
+        assert solver.begun.wait(60)
+    assert solver.cancelled.wait(60)
+    deadline = time.monotonic() + 60
+    while client("/health")[1]["working"]:
+        assert time.monotonic() < deadline, "the run still counts as worked on"
         time.sleep(0.05)
-    raise AssertionError("the run still counts as worked on")
 
 
 def test_a_problem_that_takes_too_long() -> None:
@@ -338,11 +337,11 @@ def test_a_problem_that_takes_too_long() -> None:
 
 def test_stopping_ends_what_is_under_way() -> None:
     solver, answers = Waiting(), []
-    with serving(lambda: solver, bounds=Bounds(1, 30)) as client:
+    with serving(lambda: solver, bounds=Bounds(1, 300)) as client:
         asking = threading.Thread(target=lambda: answers.append(client(body=QUESTION)))
         asking.start()
-        assert solver.begun.wait(20)
-    asking.join(20)
+        assert solver.begun.wait(60)
+    asking.join(120)
     assert solver.cancelled.is_set()
     assert [(status, got["error"]) for status, got, _ in answers] == [
         (503, "the server is being stopped")
@@ -431,7 +430,7 @@ def test_the_command_serves_and_ends_with_ctrl_c(tmp_path: Path) -> None:
             while client("/health")[1]["working"] == 0:
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-            out, errors = process.communicate(timeout=60)
+            out, errors = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 0

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from data_project import pair, write_rows
-from project import write_project
+from project import WORKFLOW, write_project
+from test_run import HELD
 from trinity.common.config import Config
 
 from aflow_tune.cli import main
@@ -53,8 +54,8 @@ def chain(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return _write_chain(tmp_path, tiny_model_dir)
 
 
-def _write_chain(root: Path, model: Path) -> Path:
-    config = write_project(root, model)
+def _write_chain(root: Path, model: Path, workflow: str = WORKFLOW) -> Path:
+    config = write_project(root, model, workflow=workflow)
     write_rows(root / "sft.jsonl", [pair(f"What is {n}?", "aaaa bbbb") for n in range(12)])
     config.write_text(config.read_text() + "inline: true\n" + STAGES.format(root=root))
     return config
@@ -402,9 +403,11 @@ def test_a_chain_that_is_stopped_in_every_stage_ends_as_one_that_is_not(
     output, _ = (process := _start(whole, *_LONG)).communicate(timeout=900)
     assert process.returncode == 0, output
 
-    parts = _write_chain(tmp_path / "parts", tiny_model_dir)
+    parts = _write_chain(tmp_path / "parts", tiny_model_dir, HELD)
+    held = tmp_path / "parts" / "held"
     signs = ("warm_up/global_step_2", "learn/global_step_1", "test/run.json")
     for sign in signs:
+        held.symlink_to(_folder(parts) / sign)  # so that the stage cannot be over before
         process = _start(parts, *_LONG)
         deadline = time.monotonic() + 900
         while not (_folder(parts) / sign).exists():
@@ -412,7 +415,10 @@ def test_a_chain_that_is_stopped_in_every_stage_ends_as_one_that_is_not(
             assert time.monotonic() < deadline, sign
             time.sleep(0.02)
         process.send_signal(how)
+        if not sign.startswith("test/"):  # an evaluation is broken off, a step is made to its end
+            held.unlink()
         output, _ = process.communicate(timeout=900)
+        held.unlink(missing_ok=True)
         assert process.returncode == (3 if how is signal.SIGINT else -signal.SIGKILL), output
         if how is signal.SIGINT:
             assert _statuses(parts)[sign.partition("/")[0]] == "interrupted"
@@ -431,6 +437,7 @@ def test_a_chain_that_is_stopped_in_every_stage_ends_as_one_that_is_not(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_rollout_stage_through_ray(chain: Path) -> None:
     chain.write_text(chain.read_text().replace("inline: true", "inline: false"))
     output, _ = (process := _start(chain)).communicate(timeout=900)

@@ -236,17 +236,24 @@ class Answering(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    """Beside a socket that holds its port and does not listen."""
+
+    allow_reuse_port = True
+
+
 class Api:
     """An API at an address of its own that can be up or down."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.held = socket.socket()  # while it is down, nobody else gets the port
+        self.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self.held.bind(("127.0.0.1", 0))
+        self.port = self.held.getsockname()[1]
         self.server: ThreadingHTTPServer | None = None
 
     def up(self) -> None:
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Answering)
+        self.server = Server(("127.0.0.1", self.port), Answering)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def down(self) -> None:
@@ -261,6 +268,7 @@ def api() -> Iterator[Api]:
     found = Api()
     yield found
     found.down()
+    found.held.close()
 
 
 def asking(api: Api, retries: int) -> list[str]:
@@ -271,12 +279,15 @@ def asking(api: Api, retries: int) -> list[str]:
 def test_an_api_that_is_down_stops_the_run_with_what_it_learned(
     tmp_path: Path, tiny_model_dir: Path, api: Api
 ) -> None:
-    # Down from the second step on: the run counts its own calls.
+    # Down from the second step on: the run counts its own calls, and waits for that.
     leaving = ASKING.replace(
         "    await client_for",
-        "    import pathlib\n"
-        f"    with (pathlib.Path({str(tmp_path)!r}) / 'calls').open('a') as log:\n"
+        "    import asyncio, pathlib\n"
+        f"    place = pathlib.Path({str(tmp_path)!r})\n"
+        "    with (place / 'calls').open('a') as log:\n"
         "        log.write('.')\n"
+        "    while (place / 'calls').stat().st_size > 8 and not (place / 'down').exists():\n"
+        "        await asyncio.sleep(0.01)\n"
         "    await client_for",
     )
     config = write_project(tmp_path, tiny_model_dir, steps=6, workflow=leaving)
@@ -286,6 +297,7 @@ def test_an_api_that_is_down_stops_the_run_with_what_it_learned(
         while not (tmp_path / "calls").exists() or len((tmp_path / "calls").read_text()) < 9:
             time.sleep(0.01)  # a step has 8 runs
         api.down()
+        (tmp_path / "down").touch()
 
     watcher = threading.Thread(target=leave)
     watcher.start()
@@ -334,7 +346,7 @@ def test_a_straggler_costs_only_itself(tmp_path: Path, tiny_model_dir: Path) -> 
         "    share = sum",
     )
     config = write_project(tmp_path, tiny_model_dir, steps=2, workflow=hanging)
-    assert run_config(config, [*QUIET, "rollout.run_timeout=8"], inline=True).steps_done == 2
+    assert run_config(config, [*QUIET, "rollout.run_timeout=20"], inline=True).steps_done == 2
     lines = map(json.loads, (run_dir(tmp_path) / "metrics.jsonl").read_text().splitlines())
     counts = [line["metrics"].get("rollout/failure/timed_out/sum", 0) for line in lines]
     assert sum(counts) == 1

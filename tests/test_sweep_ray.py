@@ -116,7 +116,7 @@ def test_a_run_that_cannot_begin_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
 
     def ended(condition: Callable[[], object]) -> object:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while (found := condition()) is None and time.monotonic() < deadline:
             time.sleep(0.2)
         return found
@@ -138,6 +138,7 @@ def test_a_run_that_cannot_begin_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a cluster, and three commands that import everything anew
 def test_a_sweep_on_a_cluster_that_wants_a_token(tmp_path: Path, tiny_model_dir: Path) -> None:
     """Real runs on the nodes of a cluster, with a key that the nodes have only from the command
     and that Ray has written nowhere."""

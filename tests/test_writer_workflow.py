@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
@@ -351,12 +350,11 @@ def test_the_policys_own_failure_is_raised_as_it_is() -> None:
 
 def test_a_slow_executor_ends_within_the_runs_time() -> None:
     async def slowly(messages: Any) -> str:
-        await asyncio.sleep(60)
+        await asyncio.sleep(6000)
         return "3"
 
-    started = time.monotonic()
-    ran = run([text()], slowly, seconds=1.5)
-    assert time.monotonic() - started < 30
+    # The first attempt has three quarters of it, in which its sandbox starts and it asks.
+    ran = run([text()], slowly, seconds=12)
     assert isinstance(ran.error, ExecutorFailed)
     assert "in time" in str(ran.error)
 

@@ -67,7 +67,7 @@ name: writer
 checkpoint_root_dir: {root}/runs
 seed: 3
 local: {{dtype: float32, threads: 1, max_batch: 8}}
-writer: {{executor: executor, benchmark: gsm8k, timeout: 30, max_calls: 4}}
+writer: {{executor: executor, benchmark: gsm8k, timeout: 120, max_calls: 4}}
 models:
   executor:
     model: frozen
@@ -75,7 +75,7 @@ models:
     retries: 0
     max_tokens: 64
     prices: {{input: 1.0, output: 2.0}}
-rollout: {{run_timeout: 60}}
+rollout: {{run_timeout: 300}}
 model:
   model_path: {model}
   max_prompt_tokens: 900

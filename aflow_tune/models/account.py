@@ -253,11 +253,24 @@ class Account:
             check_same_thread=False,
         )
         if self.path is not None:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _write_ahead(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
         connection.executescript(_SCHEMA)
         self._connection, self._pid = connection, os.getpid()
         return connection
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """SQLite does not wait by itself while another process changes the mode of a new file."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _spent(connection: sqlite3.Connection) -> Spent:

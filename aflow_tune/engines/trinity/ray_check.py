@@ -120,7 +120,7 @@ def _ask(question: dict[str, Any], **environment: str) -> dict[str, Any]:
     finally:
         if process.poll() is None:
             process.kill()
-    reader.join(1)
+    reader.join(5)
     try:
         return dict(json.loads(told[0]))
     except (IndexError, ValueError):
