@@ -44,8 +44,8 @@ async def measure(port: int, calls: int, rounds: int) -> dict[tuple[int, str], l
     """The cost by number of callers and kind of client, one value a round."""
     import openai
 
-    from aflow_tune.engines.trinity.adapter import WorkflowAdapter
-    from aflow_tune.engines.trinity.recording import chat_model
+    from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
+    from aflow_tune.engines.trinity.rollout.recording import chat_model
 
     # isort: split
     # After the lines above, which install the stand-in for vLLM that Trinity needs.

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.engines.trinity.calibration import tree_bytes
+from aflow_tune.engines.trinity.preflight.calibration import tree_bytes
 
 ALLOWED = 0.2
 _MEASURED_EVERY = 0.25

@@ -75,7 +75,7 @@ class Ours:
         from aflow_tune.engines.local.sampler import Sampler
         from aflow_tune.engines.local.schedule import Schedule
         from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
-        from aflow_tune.engines.trinity.algorithm import TrainStep
+        from aflow_tune.engines.trinity.training.algorithm import TrainStep
 
         torch.set_num_threads(args.threads)
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32

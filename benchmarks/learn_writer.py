@@ -131,10 +131,10 @@ async def default_scores(config_file: Path) -> dict[str, dict[int, float]]:
     default workflow of its type: check, executor, scoring and reward are the same.
     """
     from aflow_tune.context import RunContext
-    from aflow_tune.engines.trinity.config import load_config
-    from aflow_tune.engines.trinity.evaluating import LocalModels
-    from aflow_tune.engines.trinity.trained import make_ready
-    from aflow_tune.engines.trinity.validate import resolve_functions
+    from aflow_tune.engines.trinity.checks.validate import resolve_functions
+    from aflow_tune.engines.trinity.inference.evaluating import LocalModels
+    from aflow_tune.engines.trinity.inference.trained import make_ready
+    from aflow_tune.engines.trinity.settings.config import load_config
     from aflow_tune.models import ScriptedModel
     from aflow_tune.operators.prompts import use_prompts
     from aflow_tune.writer.form import as_text

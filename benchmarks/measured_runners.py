@@ -21,8 +21,8 @@ import thread_sampler
 from ray import cloudpickle
 from thread_sampler import ThreadSampler
 
-from aflow_tune.engines.trinity import explorer as room
-from aflow_tune.engines.trinity.adapter import WorkflowAdapter
+from aflow_tune.engines.trinity.rollout import explorer as room
+from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
 
 # isort: split
 # After the lines above, which install the stand-in for vLLM that Trinity needs.

@@ -225,7 +225,7 @@ def main() -> None:
     from thread_sampler import table
     from trinity.common.constants import LOG_DIR_ENV_VAR
 
-    from aflow_tune.engines.trinity.local_ray import local_ray
+    from aflow_tune.engines.trinity.launching.local_ray import local_ray
 
     context = multiprocessing.get_context("spawn")
     port_from, port_to = context.Pipe(duplex=False)

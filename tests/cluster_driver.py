@@ -58,9 +58,9 @@ def main() -> None:
     from user_packages import CASES
 
     import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-    from aflow_tune.engines.trinity.config import load_config
-    from aflow_tune.engines.trinity.ray_for_run import ray_for_run
-    from aflow_tune.engines.trinity.validators import set_namespace
+    from aflow_tune.engines.trinity.checks.validators import set_namespace
+    from aflow_tune.engines.trinity.launching.ray_for_run import ray_for_run
+    from aflow_tune.engines.trinity.settings.config import load_config
     from aflow_tune.plugins import resolve
 
     functions = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from aflow_tune.engines.trinity.adapter import WorkflowAdapter
+from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
 
 # isort: split
 # After the line above, which installs the stand-in for vLLM that Trinity needs.

@@ -28,8 +28,8 @@ from trinity.explorer.workflow_runner import Status
 from trinity.utils.metrics import aggregate_eval_metrics, calculate_task_level_metrics
 
 from aflow_tune import JudgeOutput, WorkflowOutput, caller, record_metrics, step_reward
-from aflow_tune.engines.trinity import adapter, run_thread
 from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, TRACE_KEY
+from aflow_tune.engines.trinity.rollout import adapter, run_thread
 from aflow_tune.report.records import EvalRecord, read_records
 
 ASK = [{"role": "user", "content": "2 + 2?"}]

@@ -15,7 +15,7 @@ from trinity.common.experience import EID, CustomField, Experience
 from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.schedule import Schedule
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
-from aflow_tune.engines.trinity.algorithm import TrainStep, TrinityLoss, to_sample
+from aflow_tune.engines.trinity.training.algorithm import TrainStep, TrinityLoss, to_sample
 from aflow_tune.errors import BadInput
 
 IN_EXPLORER = ["grpo", "multi_step_grpo", "gigpo", "opmd", "topr", "cispo", "gspo", "sapo", "rec"]

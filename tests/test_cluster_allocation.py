@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.engines.trinity.cluster import our_actors
-from aflow_tune.engines.trinity.config import AflowConfig, load_config
-from aflow_tune.engines.trinity.unpadding import UnpaddingTrainer
-from aflow_tune.engines.trinity.validators import prepare
+from aflow_tune.engines.trinity.checks.validators import prepare
+from aflow_tune.engines.trinity.running.cluster import our_actors
+from aflow_tune.engines.trinity.settings.config import AflowConfig, load_config
+from aflow_tune.engines.trinity.training.unpadding import UnpaddingTrainer
 
 # isort: split
 from trinity.common.models.allocator import Allocator

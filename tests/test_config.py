@@ -11,8 +11,8 @@ import yaml
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.config import KeyPositions, canonical, display
-from aflow_tune.engines.trinity.changes import differences, render_changes, save_resolved
-from aflow_tune.engines.trinity.config import apply_agentscope_args, load_config
+from aflow_tune.engines.trinity.settings.changes import differences, render_changes, save_resolved
+from aflow_tune.engines.trinity.settings.config import apply_agentscope_args, load_config
 from aflow_tune.errors import BadInput, Fault
 
 # The keys of the two files that AgentScope ships for its tuner (1.0.8 and 1.0.21).

@@ -12,8 +12,8 @@ import pytest
 
 from aflow_tune.config import AflowSections
 from aflow_tune.data.sums import single_additions
-from aflow_tune.engines.trinity.config import load_config
-from aflow_tune.engines.trinity.validate import validate
+from aflow_tune.engines.trinity.checks.validate import validate
+from aflow_tune.engines.trinity.settings.config import load_config
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

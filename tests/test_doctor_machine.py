@@ -234,7 +234,7 @@ def test_sizes_for_people() -> None:
 
 
 def test_weights_whose_download_was_cut_off(tmp_path: Path) -> None:
-    from aflow_tune.engines.trinity.model_checks import missing_shards
+    from aflow_tune.engines.trinity.checks.model_checks import missing_shards
 
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     index = {"weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
@@ -246,8 +246,8 @@ def test_weights_whose_download_was_cut_off(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_not_written_whole(tmp_path: Path) -> None:
-    from aflow_tune.engines.trinity.config import load_config
-    from aflow_tune.engines.trinity.model_checks import check_model
+    from aflow_tune.engines.trinity.checks.model_checks import check_model
+    from aflow_tune.engines.trinity.settings.config import load_config
 
     def damages() -> list[str]:
         found = check_model(load_config(None, [f"model.model_path={tmp_path}"])).faults

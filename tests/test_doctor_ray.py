@@ -17,8 +17,8 @@ import pytest
 
 from aflow_tune.doctor.clashes import WATCHED, installed_versions
 from aflow_tune.doctor.lines import State
-from aflow_tune.engines.trinity import ray_check
-from aflow_tune.engines.trinity.ray_check import Wanted, check_ray
+from aflow_tune.engines.trinity.launching import ray_check
+from aflow_tune.engines.trinity.launching.ray_check import Wanted, check_ray
 
 HERE = installed_versions(WATCHED)
 

@@ -17,9 +17,9 @@ from test_validate import CONFIG
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.context import RunContext
-from aflow_tune.engines.trinity.config import load_config
-from aflow_tune.engines.trinity.ship import user_modules
-from aflow_tune.engines.trinity.validate import check_data, resolve_functions
+from aflow_tune.engines.trinity.checks.validate import check_data, resolve_functions
+from aflow_tune.engines.trinity.launching.ship import user_modules
+from aflow_tune.engines.trinity.settings.config import load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.workflow import GraphFailed, GraphResponse, GraphWorkflow

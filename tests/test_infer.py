@@ -14,8 +14,8 @@ from scripted_server import ScriptedServer
 from writer_servers import PROMPT, executor, policy, write_config
 
 from aflow_tune.cli import main
-from aflow_tune.engines.trinity.inferring import benchmark_row, open_trained
-from aflow_tune.engines.trinity.solved import Problem, Solved
+from aflow_tune.engines.trinity.inference.inferring import benchmark_row, open_trained
+from aflow_tune.engines.trinity.inference.solved import Problem, Solved
 from aflow_tune.errors import BadInput
 from aflow_tune.writer.types import Level
 

@@ -16,9 +16,9 @@ from writer_servers import executor, write_config
 from aflow_tune.cli import main
 from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
-from aflow_tune.engines.trinity.changes import save_resolved
-from aflow_tune.engines.trinity.config import load_config
-from aflow_tune.engines.trinity.trained import find_weights
+from aflow_tune.engines.trinity.inference.trained import find_weights
+from aflow_tune.engines.trinity.settings.changes import save_resolved
+from aflow_tune.engines.trinity.settings.config import load_config
 from aflow_tune.errors import BadInput
 
 SAME = ("--set", "deterministic=true", "--temperature", "0")

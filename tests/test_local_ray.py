@@ -14,7 +14,7 @@ import pytest
 SCRIPT = """
 import os, sys, time
 import ray
-from aflow_tune.engines.trinity.local_ray import local_ray
+from aflow_tune.engines.trinity.launching.local_ray import local_ray
 
 with local_ray("test/space", {"GIVEN": "1"}):
     @ray.remote

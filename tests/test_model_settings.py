@@ -12,7 +12,7 @@ import pytest
 from faulty_server import FaultyServer, Step, openai_reply
 
 from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
-from aflow_tune.engines.trinity.config import load_config, read_config
+from aflow_tune.engines.trinity.settings.config import load_config, read_config
 from aflow_tune.errors import BadInput
 from aflow_tune.models import (
     Account,

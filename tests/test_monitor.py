@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import aflow_tune.engines.trinity  # noqa: F401  installs what Trinity's imports need
 from aflow_tune.report.metrics import read_metrics, series
 
-NAME = "aflow_tune.engines.trinity.monitor.RunMonitor"
+NAME = "aflow_tune.engines.trinity.training.monitor.RunMonitor"
 
 
 def _monitor(run_dir: Path, role: str = "trainer"):  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ import pytest
 from trinity.buffer.operators import EXPERIENCE_OPERATORS
 
 from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, STEP_SIZE_KEY, TRACE_KEY
-from aflow_tune.engines.trinity.operators import RunFilter, StepStamp
+from aflow_tune.engines.trinity.rollout.operators import RunFilter, StepStamp
 from aflow_tune.errors import RunFailed
 
 # isort: split
@@ -121,7 +121,7 @@ def test_the_share_of_failed_runs_has_a_limit() -> None:
 def test_trinity_builds_it_by_its_dotted_path() -> None:
     from trinity.buffer.operators.experience_operator import create_operators
 
-    name = "aflow_tune.engines.trinity.operators.RunFilter"
+    name = "aflow_tune.engines.trinity.rollout.operators.RunFilter"
     assert EXPERIENCE_OPERATORS.get(name) is RunFilter
     (operator,) = create_operators([OperatorConfig(name=name, args={"max_failed_fraction": 0.5})])
     kept, _ = asyncio.run(operator.process([step(0, 0, 1.0), step(0, 1, 0.0)]))

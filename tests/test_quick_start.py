@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.engines.trinity.sent_function import received, send
+from aflow_tune.engines.trinity.launching.sent_function import received, send
 
 T = "aflow_tune.engines.trinity"
 
@@ -32,7 +32,10 @@ def python(program: str, *folders: Path) -> str:
     return ended.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["explorer", "train_actor", "adapter", "rollout_model"])
+@pytest.mark.parametrize(
+    "module",
+    ["rollout.explorer", "training.train_actor", "rollout.adapter", "rollout.rollout_model"],
+)
 def test_classes_that_every_process_loads_bring_no_framework(module: str) -> None:
     """Whoever gets the handle of an actor imports its class, Trinity's Synchronizer too."""
     heavy = ("peft", "agentscope", "openai", "fastapi", "torch._dynamo")
@@ -45,7 +48,7 @@ def test_a_sent_function_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
     kept = tmp_path / "sent"
     python(
         "import pickle, users_agent\n"
-        f"from {T}.sent_function import send\n"
+        f"from {T}.launching.sent_function import send\n"
         f"pickle.dump(send(users_agent.score, None), open({str(kept)!r}, 'wb'))",
         tmp_path,
     )

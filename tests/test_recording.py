@@ -15,7 +15,7 @@ from scripted_server import Reply, ScriptedModel, ScriptedServer
 
 from aflow_tune import caller, state_key
 from aflow_tune.context import RunContext
-from aflow_tune.engines.trinity.recording import (
+from aflow_tune.engines.trinity.rollout.recording import (
     RecordedCall,
     RunRecorder,
     recording_client,

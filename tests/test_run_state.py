@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_folders import write_saved
 
-from aflow_tune.engines.trinity.run_state import check_restart, rewind, save_taskset_state
+from aflow_tune.engines.trinity.training.run_state import check_restart, rewind, save_taskset_state
 from aflow_tune.errors import AlreadyFinished, BadInput
 from aflow_tune.runs.folder import RunState, checkpoints, locked, read_state, write_state
 

@@ -20,8 +20,8 @@ from test_run import HELD
 from trinity.common.config import Config
 
 from aflow_tune.cli import main
-from aflow_tune.engines.trinity.config import read_config
-from aflow_tune.engines.trinity.stages import parts_of, stage_configs
+from aflow_tune.engines.trinity.settings.config import read_config
+from aflow_tune.engines.trinity.settings.stages import parts_of, stage_configs
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
 from aflow_tune.tuning import run_config, tune, validate_config
 
@@ -299,8 +299,8 @@ def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
 
     from aflow_tune.engines.local.packing import Sample
     from aflow_tune.engines.local.trainer import LocalTrainer
-    from aflow_tune.engines.trinity.train_engine import build_trainer
-    from aflow_tune.engines.trinity.validators import prepare
+    from aflow_tune.engines.trinity.checks.validators import prepare
+    from aflow_tune.engines.trinity.training.train_engine import build_trainer
 
     run_config(chain)
     merged = _folder(chain) / "warm_up" / "export" / "merged"
@@ -448,8 +448,8 @@ def test_the_rollout_stage_through_ray(chain: Path) -> None:
 
 
 def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:
-    from aflow_tune.engines.trinity.stage_chain import run_chain
-    from aflow_tune.engines.trinity.validate import functions_of
+    from aflow_tune.engines.trinity.checks.validate import functions_of
+    from aflow_tune.engines.trinity.running.stage_chain import run_chain
 
     config = read_config(chain)[0]
     finished = _folder(chain) / "warm_up" / "report.html"
@@ -481,7 +481,7 @@ def test_a_chain_for_trinitys_engines_is_checked_too(chain: Path) -> None:
 
 
 def test_the_next_stage_begins_from_trinitys_newest_hugging_face_checkpoint(chain: Path) -> None:
-    from aflow_tune.engines.trinity.stage_chain import trained_model
+    from aflow_tune.engines.trinity.running.stage_chain import trained_model
 
     warm_up = stage_configs(read_config(chain, _CLUSTER)[0])[0]
     folder = _folder(chain) / "warm_up"

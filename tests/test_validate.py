@@ -11,16 +11,20 @@ from test_config import AGENTSCOPE_REACT, AGENTSCOPE_TUNER
 from tiny import NO_WEIGHTS
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.engines.trinity.config import AflowConfig, apply_agentscope_args, load_config
-from aflow_tune.engines.trinity.tasksets import settle_paths, total_steps
-from aflow_tune.engines.trinity.validate import validate
-from aflow_tune.engines.trinity.validators import (
+from aflow_tune.engines.trinity.checks.validate import validate
+from aflow_tune.engines.trinity.checks.validators import (
     choose_engine,
     materialise_tasksets,
     prepare,
     render_changes,
     save_resolved,
 )
+from aflow_tune.engines.trinity.settings.config import (
+    AflowConfig,
+    apply_agentscope_args,
+    load_config,
+)
+from aflow_tune.engines.trinity.settings.tasksets import settle_paths, total_steps
 from aflow_tune.errors import BadInput, Fault
 
 WORKFLOW = '''\
@@ -98,14 +102,14 @@ def test_what_is_filled_in_for_the_local_engine(project: Path) -> None:
     assert config.synchronizer.sync_method.value == "memory"
     assert config.synchronizer.sync_style.value == "fixed"
     (taskset,) = config.buffer.explorer_input.tasksets
-    adapter = "aflow_tune.engines.trinity.adapter.WorkflowAdapter"
+    adapter = "aflow_tune.engines.trinity.rollout.adapter.WorkflowAdapter"
     assert taskset.default_workflow_type == adapter
     assert config.buffer.explorer_input.eval_tasksets[0].default_workflow_type == adapter
     assert (taskset.name, taskset.repeat_times, taskset.is_eval) == ("train", 4, False)
     assert config.algorithm.sample_strategy.endswith("WholeStepSampleStrategy")
     assert config.data_processor.experience_pipeline.operators[0].name.endswith("RunFilter")
     assert not config.data_processor.experience_pipeline.save_input
-    assert config.monitor.monitor_type == "aflow_tune.engines.trinity.monitor.RunMonitor"
+    assert config.monitor.monitor_type == "aflow_tune.engines.trinity.training.monitor.RunMonitor"
     assert config.trainer.save_interval == 2  # a tenth of 20 steps
     assert config.explorer.eval_interval == 20  # Trinity's 100 would never be reached
     assert config.model.lora_configs[0].path is None  # no adapter was written for verl

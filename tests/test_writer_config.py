@@ -10,10 +10,10 @@ import pytest
 from test_validate import CONFIG, project  # noqa: F401  (a fixture)
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.engines.trinity.changes import save_resolved
-from aflow_tune.engines.trinity.config import AflowConfig, load_config
-from aflow_tune.engines.trinity.refusals_writer import auxiliary_models, check_writer
-from aflow_tune.engines.trinity.validate import check_data, resolve_functions, validate
+from aflow_tune.engines.trinity.checks.refusals_writer import auxiliary_models, check_writer
+from aflow_tune.engines.trinity.checks.validate import check_data, resolve_functions, validate
+from aflow_tune.engines.trinity.settings.changes import save_resolved
+from aflow_tune.engines.trinity.settings.config import AflowConfig, load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.operators import OPERATORS
 from aflow_tune.signature import check_functions

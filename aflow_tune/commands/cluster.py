@@ -59,7 +59,7 @@ _Raw = argparse.RawDescriptionHelpFormatter
 
 
 def _up(options: argparse.Namespace) -> int:
-    from aflow_tune.engines.trinity import machines
+    from aflow_tune.engines.trinity.launching import machines
 
     where = options.where
     if not where:
@@ -88,14 +88,14 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from aflow_tune.engines.trinity import machines
+    from aflow_tune.engines.trinity.launching import machines
 
     print(machines.status(options.yaml))
     return ExitCode.DONE
 
 
 def _down(options: argparse.Namespace) -> int:
-    from aflow_tune.engines.trinity import machines
+    from aflow_tune.engines.trinity.launching import machines
 
     print(machines.down(options.yaml))
     return ExitCode.DONE

@@ -171,7 +171,7 @@ def _protected_by(config: Path | None) -> list[int]:
     from aflow_tune.engines.trinity.quiet import quiet
 
     quiet()
-    from aflow_tune.engines.trinity.config import load_config
+    from aflow_tune.engines.trinity.settings.config import load_config
     from aflow_tune.gpus.freeing import pid_faults
 
     loaded = load_config(config)

@@ -17,8 +17,8 @@ from aflow_tune.commands.trained_model import (
 from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 
 if TYPE_CHECKING:
-    from aflow_tune.engines.trinity.inferring import Inferer
-    from aflow_tune.engines.trinity.solved import Problem, Solved
+    from aflow_tune.engines.trinity.inference.inferring import Inferer
+    from aflow_tune.engines.trinity.inference.solved import Problem, Solved
 
 _DESCRIPTION = """\
 Let the trained policy write a workflow for a problem, and the frozen executor run it. Prints the
@@ -135,7 +135,7 @@ async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
 
 
 def _problem(options: argparse.Namespace) -> Problem:
-    from aflow_tune.engines.trinity.solved import Problem
+    from aflow_tune.engines.trinity.inference.solved import Problem
 
     truth = options.truth
     if truth is not None and options.type == "code":

@@ -16,7 +16,7 @@ def main() -> int:
     from aflow_tune.engines.trinity.quiet import quiet
 
     quiet()
-    from aflow_tune.engines.trinity.submitted import ENDED, open_payload
+    from aflow_tune.engines.trinity.launching.submitted import ENDED, open_payload
     from aflow_tune.tuning import run_loaded
 
     code = int(ExitCode.FAILED)

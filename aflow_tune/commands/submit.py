@@ -68,7 +68,7 @@ def _submit(options: argparse.Namespace) -> int:
     from aflow_tune.engines.trinity.quiet import quiet
 
     quiet()
-    from aflow_tune.engines.trinity.jobs import Jobs
+    from aflow_tune.engines.trinity.launching.jobs import Jobs
 
     jobs = Jobs(options.address)
     if options.list:

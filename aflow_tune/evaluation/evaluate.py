@@ -20,12 +20,9 @@ from typing import Any
 import transformers.utils.logging
 
 from aflow_tune.config import ModelSettings
-from aflow_tune.engines.trinity.accounting import books_of
-from aflow_tune.engines.trinity.arguments import adapter_arguments
-from aflow_tune.engines.trinity.config import AflowConfig
-from aflow_tune.engines.trinity.endpoint import base_url, check_endpoint
-from aflow_tune.engines.trinity.eval_settings import lay_out_tasksets, prepare_evaluation
-from aflow_tune.engines.trinity.evaluating import (
+from aflow_tune.engines.trinity.checks.validate import check_run_prompts, resolve_functions
+from aflow_tune.engines.trinity.inference.eval_settings import lay_out_tasksets, prepare_evaluation
+from aflow_tune.engines.trinity.inference.evaluating import (
     Batch,
     LocalModels,
     TaskSets,
@@ -33,9 +30,12 @@ from aflow_tune.engines.trinity.evaluating import (
     read_tasks,
     rows_by_item,
 )
+from aflow_tune.engines.trinity.inference.trained import load_trained
 from aflow_tune.engines.trinity.quiet import log_to
-from aflow_tune.engines.trinity.trained import load_trained
-from aflow_tune.engines.trinity.validate import check_run_prompts, resolve_functions
+from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
+from aflow_tune.engines.trinity.rollout.endpoint import base_url, check_endpoint
+from aflow_tune.engines.trinity.settings.accounting import books_of
+from aflow_tune.engines.trinity.settings.config import AflowConfig
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
 from aflow_tune.evaluation.columns import Column, Plan, make_plan
 from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.engines.local.saved_weights import fingerprint
-from aflow_tune.engines.trinity.config import AflowConfig
-from aflow_tune.engines.trinity.endpoint import base_url
-from aflow_tune.engines.trinity.eval_settings import prepare_evaluation
-from aflow_tune.engines.trinity.ship import user_modules
-from aflow_tune.engines.trinity.trained import load_trained
-from aflow_tune.engines.trinity.validate import resolve_functions
+from aflow_tune.engines.trinity.checks.validate import resolve_functions
+from aflow_tune.engines.trinity.inference.eval_settings import prepare_evaluation
+from aflow_tune.engines.trinity.inference.trained import load_trained
+from aflow_tune.engines.trinity.launching.ship import user_modules
+from aflow_tune.engines.trinity.rollout.endpoint import base_url
+from aflow_tune.engines.trinity.settings.config import AflowConfig
 from aflow_tune.evaluation.columns import Column, Plan, Side, Wanted
 from aflow_tune.evaluation.prompts import as_graph
 from aflow_tune.files import write_json

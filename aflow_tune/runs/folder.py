@@ -8,7 +8,7 @@
       chain.json, run.lock, and a run folder for each stage
 
 What the other files of a run folder are for, and how a run goes back to a checkpoint, is the
-matter of `engines/trinity/run_state.py`.
+matter of `engines/trinity/training/run_state.py`.
 """
 
 from __future__ import annotations

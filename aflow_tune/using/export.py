@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.engines.local.manifest import CheckpointError
-from aflow_tune.engines.trinity.config import load_config
-from aflow_tune.engines.trinity.trained import (
+from aflow_tune.engines.trinity.inference.trained import (
     RESOLVED,
     Found,
     config_source,
@@ -27,6 +26,7 @@ from aflow_tune.engines.trinity.trained import (
     of_checkpoint,
     stage_folders,
 )
+from aflow_tune.engines.trinity.settings.config import load_config
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.files import write_json
 from aflow_tune.graph import inside

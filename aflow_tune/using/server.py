@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from aflow_tune.engines.local.server import bound_socket
-from aflow_tune.engines.trinity.solved import Problem, Solved
+from aflow_tune.engines.trinity.inference.solved import Problem, Solved
 from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, RunFailed
 from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.sandbox.types import SandboxUnavailable

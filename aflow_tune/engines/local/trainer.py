@@ -9,7 +9,7 @@ that is a sum over sequences divided by something that depends on masks only, wh
 aggregation modes of Trinity are, the gradient of its rows does not depend on the stand-ins.
 A loss that couples rows (DPO's pairs) sets `per_group` and is called on one group at a time.
 
-What a loss is and where samples come from is left to `engines/trinity/algorithm.py`.
+What a loss is and where samples come from is left to `engines/trinity/training/algorithm.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Models asked and nothing trained: evaluation, harvests, a trained policy's answers."""

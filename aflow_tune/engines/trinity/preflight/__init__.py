@@ -1,0 +1,1 @@
+"""Before a run: `doctor`, `run --dry-run` and `estimate`."""

@@ -1,0 +1,331 @@
+"""Trinity's Explorer on the local engine.
+
+What differs from the stock Explorer, and why:
+
+- rollout models are our sampler actors instead of vLLM's (`LocalAllocator`);
+- all workflow runners are one process: a Trinity runner handles one task at a time, but its
+  methods are asynchronous, so one actor serves every slot of the scheduler and saves half a
+  gigabyte and an import of five seconds for each further one;
+- an error ends the run with its cause instead of being logged and forgotten;
+- an evaluation is made *after* the weights of its step arrived, and the last weights are
+  always evaluated, so that the number called 'step N' belongs to the weights of step N;
+- the task set's position is saved for every step before its tasks are submitted, so that a
+  resumed run can go back to the step of whichever checkpoint survived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from trinity.buffer.operators.experience_operator import ensure_v1_operator
+from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
+from trinity.common.config import AlgorithmConfig, Config, InferenceModelConfig
+from trinity.common.constants import RunningStatus
+from trinity.common.models.allocator import Allocator
+from trinity.common.models.model import ModelWrapper
+from trinity.explorer.explorer import Explorer
+from trinity.explorer.rollout_coordinator import RolloutCoordinator
+from trinity.explorer.scheduler import RunnerWrapper, Scheduler
+from trinity.explorer.workflow_runner import WorkflowRunner
+
+from aflow_tune.engines.trinity.rollout.operators import StepStamp
+from aflow_tune.engines.trinity.rollout.recording import load_agentscope
+from aflow_tune.engines.trinity.rollout.rollout_model import LocalRolloutModel
+from aflow_tune.engines.trinity.settings.accounting import stop_at_limit
+from aflow_tune.engines.trinity.settings.mixes import quick_tasksets
+from aflow_tune.engines.trinity.settings.sampler_settings import sampling_speed
+from aflow_tune.engines.trinity.training.run_state import (
+    forget_evaluation,
+    is_evaluated,
+    save_taskset_state,
+)
+from aflow_tune.errors import BudgetReached
+
+MAX_CONCURRENCY = 1000
+"""How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
+GARBAGE = 10_000
+"""New objects between two looks of the runner's garbage collector; Python's own default is 700."""
+
+
+class LocalAllocator(Allocator):
+    """Creates sampler actors where Trinity's allocator creates vLLM engines."""
+
+    async def create_engine(
+        self, config: InferenceModelConfig, role: str, engine_id: int
+    ) -> ModelWrapper:
+        engine_config = deepcopy(config)
+        engine_config.engine_id = engine_id
+        name = self.get_actor_name(role, engine_id, 0)
+        engine_config.ray_actor_name = name
+        actor = (
+            ray.remote(LocalRolloutModel)
+            .options(
+                name=name,
+                namespace=config.ray_namespace,
+                max_concurrency=MAX_CONCURRENCY,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self.pg,
+                    placement_group_bundle_index=self.bundle_result.actor_bundle_map[name],
+                ),
+            )
+            .remote(config=engine_config)
+        )
+        await actor.prepare.remote()
+        engine_config.api_key = await actor.get_api_key.remote()
+        wrapper = ModelWrapper(
+            models=[actor],
+            config=engine_config,
+            api_address=await actor.get_api_server_url.remote(),
+        )
+        await wrapper.prepare()
+        return wrapper
+
+
+class LocalRunner(WorkflowRunner):
+    """Trinity's runner, which also asks the models for the keys of their servers."""
+
+    async def prepare(self) -> None:
+        load_agentscope()
+        # What was imported stays: without it, and with fewer looks, collecting garbage stops the
+        # runs of this process for a shorter time.
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(GARBAGE)
+        for wrapper in (self.model_wrapper, *self.auxiliary_model_wrappers):
+            wrapper._api_key = await wrapper.model.get_api_key.remote()
+        await super().prepare()
+
+
+class SharedRunner(RunnerWrapper):
+    """A scheduler slot; all slots of one process share the runner actor of the first."""
+
+    def __init__(self, *args: Any, actor: Any = None, **kwargs: Any) -> None:
+        self._shared = actor
+        super().__init__(*args, **kwargs)
+
+    def _create_runner(self) -> Any:
+        if self._shared is not None:
+            return self._shared
+        return (
+            ray.remote(LocalRunner)
+            .options(num_cpus=0, namespace=self.namespace, max_concurrency=MAX_CONCURRENCY)
+            .remote(self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
+        )
+
+
+class SharedScheduler(Scheduler):
+    """Trinity's scheduler over slots that share one runner process."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._first = asyncio.Lock()
+
+    async def _create_runner(self, runner_id: int) -> None:
+        async with self._first:
+            actor = next((runner.runner for runner in self.runners.values()), None)
+            auxiliary = self.config.explorer.auxiliary_models
+            slot = SharedRunner(
+                runner_id=runner_id,
+                rollout_model_id=0,
+                auxiliary_model_ids=[runner_id % model.engine_num for model in auxiliary],
+                config=self.config,
+                actor=actor,
+            )
+            if actor is None:
+                await slot.prepare()
+            self.runners[runner_id] = slot
+            self.idle_runners.add(runner_id)
+
+
+class StampedPipeline(ExperiencePipeline):
+    """Trinity's experience pipeline with one operator more, after its own advantages."""
+
+    def _set_algorithm_operators(self, algorithm_config: AlgorithmConfig) -> None:
+        super()._set_algorithm_operators(algorithm_config)
+        self.operators.append(ensure_v1_operator(StepStamp()))
+
+
+class LocalCoordinator(RolloutCoordinator):
+    """Trinity's rollout coordinator with the shared-process scheduler."""
+
+    experience_pipeline: Any
+
+    async def _init_experience_pipeline(self) -> None:
+        self.experience_pipeline = StampedPipeline(self.config)
+        await self.experience_pipeline.prepare()
+
+    async def _init_scheduler(self) -> None:
+        self.scheduler = SharedScheduler(self.config)
+        await self.scheduler.start()
+
+    async def close_pipeline(self) -> None:
+        """Release the experience buffer: readers stop once they took what is in it."""
+        if self.experience_pipeline is not None:
+            await self.experience_pipeline.close()
+            self.experience_pipeline = None
+
+    @classmethod
+    def get_actor(cls, config: Config) -> Any:
+        return ray.remote(cls).options(namespace=config.ray_namespace).remote(config)
+
+
+class _Held:
+    """Takes a monitor's place and keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[dict[str, Any], int]] = []
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        self.lines.append((data, step))
+
+
+class LocalExplorer(Explorer):
+    """Explores on the local engine; see the module's docstring for what differs."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.model_allocator = LocalAllocator(config.explorer)
+        self._stop_requested = False
+        self._last_evaluated = -1
+        self.explore_start_time: float | None = None
+        self.monitor: Any
+        self.model_version: int = -1
+
+    def request_stop(self) -> None:
+        """Finish the step under way, then end `explore()`."""
+        self._stop_requested = True
+
+    async def prepare(self) -> None:
+        """Start models and runners. Unlike upstream, evaluation waits for `explore()`."""
+        self.models, self.auxiliary_models = await self.model_allocator.create_all_models()
+        self.rollout_coordinator = LocalCoordinator.get_actor(self.config)
+        await self.rollout_coordinator.prepare.remote()
+        await self.synchronizer.set_explorer_status.remote(RunningStatus.RUNNING)
+
+    async def explore(self) -> str:
+        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up.
+
+        Returns the explorer's name, as upstream does. Raises whatever a step raised.
+        """
+        try:
+            if self._owes_evaluation():
+                await self._evaluate()
+            while not self._stop_requested and await self.explore_step():
+                if await self.need_sync():
+                    await self.sync_weight()
+                if self.need_eval():
+                    await self.finish_current_steps()
+                    await self._evaluate()
+            await self.finish_current_steps()
+        except BudgetReached:
+            await self._end()
+            raise
+        await self._end()
+        return self.config.explorer.name
+
+    async def _end(self) -> None:
+        await self.synchronizer.set_explorer_status.remote(
+            RunningStatus.STOPPED, old_status=RunningStatus.RUNNING
+        )
+        # Closing the coordinator closes the experience buffer: the trainer then knows that
+        # nothing more will come.
+        await self.rollout_coordinator.close_pipeline.remote()
+
+    def _owes_evaluation(self) -> bool:
+        """Whether to evaluate before the first batch.
+
+        On resume: whether the run was killed while it evaluated the checkpoint's weights.
+        """
+        step, explorer = self.explore_step_num, self.config.explorer
+        if not (self.need_eval() if step else explorer.eval_on_startup):
+            return False
+        tasksets = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
+        return not is_evaluated(Path(self.config.checkpoint_job_dir), step, tasksets)
+
+    async def evaluate_last(self, version: int) -> None:
+        """Evaluate the weights of the trainer's last step, unless that was done already."""
+        if self._last_evaluated >= version:
+            return
+        await self._pull_version(version)
+        self.explore_step_num = version
+        await self._evaluate()
+
+    async def explore_step(self) -> bool:
+        """Submit one batch of tasks; False when the task set is used up."""
+        try:
+            tasks = await self.taskset.read()
+        except StopAsyncIteration:
+            return False
+        self.explore_step_num += 1
+        save_taskset_state(
+            Path(self.config.checkpoint_job_dir), self.explore_step_num, self.taskset.state_dict()
+        )
+        self.explore_start_time = self.explore_start_time or time.time()
+        await self.rollout_coordinator.submit_batch.remote(
+            batch_id=self.explore_step_num,
+            tasks=tasks,
+            batch_type="train",
+            min_wait_num=self.min_wait_num,
+        )
+        return True
+
+    async def _finish_explore_step(self, step: int) -> None:
+        before = await self._sampler_stats()
+        await super()._finish_explore_step(step)
+        speed = sampling_speed(before, await self._sampler_stats())
+        if self.monitor is not None and speed:
+            self.monitor.log(speed, step=step)
+
+    async def _finish_eval_step(self, step: int | None = None, prefix: str = "eval") -> None:
+        """As upstream's; an evaluation in which the budget ended is not logged as made."""
+        monitor: Any = self.monitor
+        held = _Held()
+        self.monitor = held
+        try:
+            await super()._finish_eval_step(step, prefix)
+        finally:
+            self.monitor = monitor
+        stop_at_limit(self.config)
+        for metrics, at in held.lines:
+            monitor.log(metrics, at)
+
+    async def _sampler_stats(self) -> dict[str, float]:
+        stats: dict[str, float] = await self.models[0].model.sampler_stats.remote()
+        return stats
+
+    async def _evaluate(self) -> None:
+        """Evaluate the current weights on the held-out task sets and wait for the result."""
+        step, inputs = self.explore_step_num, self.config.buffer.explorer_input
+        for taskset in inputs.eval_tasksets:
+            forget_evaluation(taskset, step)
+        whole = inputs.eval_tasksets
+        inputs.eval_tasksets = quick_tasksets(self.config, step)
+        try:
+            await self.eval()
+        finally:
+            inputs.eval_tasksets = whole
+        await self._finish_eval_step(step=step)
+        self._last_evaluated = step
+
+    async def _pull_version(self, version: int) -> None:
+        if self.model_version < version:
+            await asyncio.gather(
+                *[
+                    model.sync_model_weights(version, self.sync_method, timeout=600)
+                    for model in self.models
+                ]
+            )
+            self.model_version = version
+
+    async def shutdown(self) -> None:
+        if self.rollout_coordinator is not None:
+            await self.rollout_coordinator.shutdown.remote()
+            self.rollout_coordinator = None
+        await super().shutdown()

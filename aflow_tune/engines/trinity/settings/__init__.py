@@ -1,0 +1,1 @@
+"""The configuration: how it is read, and what single parts of it mean."""

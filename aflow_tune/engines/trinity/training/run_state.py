@@ -1,0 +1,213 @@
+"""Where a run folder's run resumes, and what else must go back there.
+
+    <run folder>/
+      run.json, run.lock         its state and who is at work in it: `runs/folder.py`
+      resolved.yaml              the configuration as it was run
+      global_step_N/             checkpoints, each written atomically and with its hashes
+      damaged_global_step_N/     one whose hashes were wrong when it was to be loaded
+      taskset_state/step_N.json  position in the task sets after batch N was read
+      metrics.jsonl, evaluations/, rollouts/, monitor/, log/
+
+A checkpoint of step N is the only truth on resume: the explorer's position, the metrics and
+the evaluations are taken back to N before anything starts, so that work done after N is done
+again from the same tasks. N is the newest whose hashes are right; a damaged one is set aside.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trinity.common.config import TasksetConfig
+
+from aflow_tune.engines.local.manifest import MANIFEST, CheckpointError, verify_checkpoint
+from aflow_tune.engines.trinity.settings.fingerprint import is_free
+from aflow_tune.errors import AlreadyFinished, BadInput, Fault
+from aflow_tune.files import write_json
+from aflow_tune.report.metrics import read_metrics
+from aflow_tune.report.quantities import finished_evaluations
+from aflow_tune.report.records import record_path
+from aflow_tune.report.rollouts import forget_rollouts
+from aflow_tune.runs.folder import (
+    CHAIN_FILE,
+    RUN_FILE,
+    RunState,
+    checkpoints,
+    read_state,
+)
+from aflow_tune.types import Checkpoint
+
+
+def refuse_chain(run_dir: Path) -> None:
+    """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
+    if (run_dir / CHAIN_FILE).exists():
+        found, cure = "a chain of stages", "give this run another `name=`"
+        raise BadInput(
+            "This folder belongs to a configuration with `stages`.",
+            [Fault(str(run_dir), "the folder of a single run, or a new one", found, cure)],
+        )
+
+
+def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
+    """Keep the task sets' position after batch `step` was read, before it is submitted."""
+    write_json(run_dir / "taskset_state" / f"step_{step}.json", state)
+
+
+def is_evaluated(run_dir: Path, step: int, tasksets: Iterable[str]) -> bool:
+    """Whether the weights of `step` were evaluated to the end on every one of `tasksets`."""
+    lines = (line for line in read_metrics(run_dir) if line.step == step)
+    done = {name for line in lines for name in finished_evaluations(line.metrics)}
+    return done.issuperset(tasksets)
+
+
+def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
+    """Remove what an earlier, broken-off evaluation of these weights left, before a new one."""
+    directory = taskset.workflow_args.get("eval_dir")
+    if directory:
+        record_path(Path(directory), taskset.name, step).unlink(missing_ok=True)
+
+
+def newest_sound(run_dir: Path) -> int:
+    """The step of the newest checkpoint whose files are as they were written; 0 without any.
+
+    Newer ones that are damaged are set aside under the name `damaged_global_step_N`, and said.
+
+    Raises:
+        BadInput: there are checkpoints, and all of them are damaged; they stay where they are.
+    """
+    damaged: list[tuple[Checkpoint, CheckpointError]] = []
+    for checkpoint in reversed(checkpoints(run_dir)):
+        try:
+            verify_checkpoint(checkpoint.path)
+        except CheckpointError as error:
+            damaged.append((checkpoint, error))
+            continue
+        for other, problem in damaged:
+            aside = _set_aside(other.path)
+            print(
+                f"warning: the checkpoint of step {other.step} is damaged ({problem}). It was set "
+                f"aside as {aside.name}; the run goes on from step {checkpoint.step}.",
+                flush=True,
+            )
+        return checkpoint.step
+    if damaged:
+        cure = "put a sound copy back, or start again under another `name=`"
+        faults = [
+            Fault(str(checkpoint.path), "files as they were written", str(error), cure)
+            for checkpoint, error in damaged
+        ]
+        raise BadInput("No checkpoint of this run is sound.", faults)
+    return 0
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that nothing takes it for one, and nothing of it is lost."""
+    names = (f"damaged_{path.name}{end}" for end in ("", *(f"_{n}" for n in range(2, 1000))))
+    aside = next(place for name in names if not (place := path.with_name(name)).exists())
+    path.rename(aside)
+    return aside
+
+
+def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
+    """Take everything but the checkpoints back to `step`.
+
+    Raises:
+        BadInput: the position in the task sets at `step` was lost.
+    """
+    explorer_file = run_dir / f"{explorer_name}_meta.json"
+    if step == 0:
+        explorer_file.unlink(missing_ok=True)
+    else:
+        source = run_dir / "taskset_state" / f"step_{step}.json"
+        if not source.exists():
+            raise BadInput(
+                "This run cannot be resumed.",
+                [
+                    Fault(
+                        str(source),
+                        f"the position in the task sets after step {step}",
+                        "no such file",
+                        "start again under another `name=`",
+                    )
+                ],
+            )
+        try:
+            states = json.loads(source.read_text(encoding="utf-8"))
+        except ValueError as error:
+            cure = "start again under another `name=`"
+            fault = Fault(str(source), "the position in the task sets", str(error), cure)
+            raise BadInput("This run cannot be resumed.", [fault]) from None
+        write_json(explorer_file, {"latest_iteration": step, "taskset_states": states})
+    for path in run_dir.glob("evaluations/*/step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
+    forget_rollouts(run_dir, step)
+    # The queue's copy on disk is only a log; a stale one would mix two attempts.
+    shutil.rmtree(run_dir / "buffer", ignore_errors=True)
+
+
+def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> RunState | None:
+    """Compare a folder's earlier run with the one asked for.
+
+    Returns the earlier state if it is to be resumed, None for a new run.
+
+    Raises:
+        AlreadyFinished: the same configuration already reached its target here.
+        BadInput: the configuration changed, and every changed key is listed; or there are
+            checkpoints of ours, and nothing that says what was trained.
+    """
+    state = read_state(run_dir)
+    if state is None:
+        _refuse_stray(run_dir)
+        return None
+    changed = changed_keys(run_dir, state, fingerprint)
+    if changed:
+        raise BadInput("This run folder belongs to a run with another configuration.", changed)
+    if state.status == "finished" and target == 0:  # a mode without steps
+        raise AlreadyFinished(
+            f"The run in {run_dir} is finished. Nothing was started. For a new run give another "
+            "`name=`."
+        )
+    if state.status == "finished" and state.step >= target:
+        raise AlreadyFinished(
+            f"The run in {run_dir} already reached step {state.step} of {target}. Nothing was "
+            "started. For more steps raise `buffer.total_steps` or `buffer.total_epochs`; for a "
+            "new run give another `name=`."
+        )
+    return state
+
+
+def _refuse_stray(run_dir: Path) -> None:
+    """BadInput if checkpoints lie in a folder without `run.json`: they would be taken for this
+    run's, whatever was trained, and at its target it would be called done without a step."""
+    ours = [point for point in checkpoints(run_dir) if (point.path / MANIFEST).is_file()]
+    if ours:
+        raise BadInput(
+            "This folder holds checkpoints, and nothing says of which run.",
+            [
+                Fault(
+                    str(run_dir),
+                    f"{RUN_FILE} beside its checkpoints, or a folder without any",
+                    f"checkpoints up to step {ours[-1].step} without {RUN_FILE}",
+                    f"put {RUN_FILE} back, or give this run another `name=`",
+                )
+            ],
+        )
+
+
+def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) -> list[Fault]:
+    """Every setting in which `fingerprint` differs from the run of `state`, by its key."""
+    return [
+        Fault(
+            key,
+            f"{state.fingerprint.get(key)!r} (as the run in {run_dir} was started)",
+            repr(fingerprint.get(key)),
+            "set it back to resume, or give the changed run another `name=`",
+        )
+        for key in sorted(state.fingerprint.keys() | fingerprint.keys())
+        # An older version may have counted a setting that is free by now.
+        if state.fingerprint.get(key) != fingerprint.get(key) and not is_free(key)
+    ]

@@ -1,0 +1,152 @@
+"""The local trainer behind Trinity's `TrainEngineWrapper`: it owns weights and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+import torch
+from trinity.common.experience import Experience
+from trinity.trainer.trainer import TrainEngineWrapper
+
+from aflow_tune.engines.local.lora_spec import LoraSpec
+from aflow_tune.engines.local.models import pick_device, pick_dtype, resolve_model
+from aflow_tune.engines.local.schedule import Schedule
+from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
+from aflow_tune.engines.trinity.settings.config import AflowConfig
+from aflow_tune.engines.trinity.training.algorithm import TrainStep
+from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint
+from aflow_tune.runs.keep import kept_in_run
+
+T = TypeVar("T")
+
+
+class LocalTrainEngine(TrainEngineWrapper):
+    """One optimiser step a call on our trainer; checkpoints under the run folder.
+
+    All torch work happens on one thread of its own, so that the actor's event loop stays
+    free to answer and the arithmetic is always done by the same thread.
+    """
+
+    def __init__(self, config: AflowConfig) -> None:
+        self.config = config
+        self.run_dir = Path(config.checkpoint_job_dir)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._saved_step: int | None = None
+
+    async def prepare(self) -> None:
+        """Build the trainer and load the latest checkpoint, if there is one."""
+        self.trainer = await self._run(lambda: build_trainer(self.config))
+        self.train = await self._run(lambda: TrainStep(self.config, self.trainer))
+        existing = checkpoints(self.run_dir)
+        if existing:
+            await self._run(lambda: self.trainer.load(existing[-1].path))
+            self._saved_step = existing[-1].step
+
+    @property
+    def train_step_num(self) -> int:
+        return self.trainer.step_count
+
+    async def train_step(self, batch_exps: list[Experience]) -> dict[str, float]:
+        return await self._run(lambda: self.train(batch_exps))
+
+    async def save_checkpoint(
+        self, block_until_saved: bool = False, save_as_hf: bool = False
+    ) -> None:
+        """Write the whole state atomically; `save_as_hf` adds the exported model beside it.
+
+        Weights of an update that was broken off half-way belong to no step and are not saved.
+        """
+        if self.trainer.torn:
+            return
+        step = self.train_step_num
+        if self._saved_step != step:
+            await self._run(lambda: self.trainer.save(checkpoint_path(self.run_dir, step)))
+            self._saved_step = step
+            await self._run(self._prune)
+        if save_as_hf:
+            await self._run(self._export)
+
+    async def upload_state_dict(self) -> None:
+        """Hand the current weights to Trinity's Synchronizer."""
+        weights = await self._run(self.trainer.weights)
+        synchronizer = ray.get_actor("synchronizer", namespace=self.config.ray_namespace)
+        await synchronizer.set_model_state_dict.remote(weights, self.train_step_num)
+
+    async def save_state_dict(self) -> None:
+        raise NotImplementedError("the local engine syncs by memory")
+
+    def sync_weight_nccl(self) -> None:
+        raise NotImplementedError("the local engine syncs by memory")
+
+    async def get_weight_sync_info(self) -> Any:
+        return None, None, []
+
+    async def setup_weight_sync_group(self, *_: Any, **__: Any) -> None:
+        """Nothing to set up: weights travel through the Synchronizer's memory."""
+
+    async def teardown_weight_sync_group(self) -> None:
+        """Nothing to tear down."""
+
+    def close(self) -> None:
+        """Wait for the step under way and end the thread."""
+        self._thread.shutdown(wait=True)
+
+    def _export(self) -> None:
+        if self.trainer.peft is not None:
+            self.trainer.export_peft(self.run_dir / "export" / "adapter")
+        self.trainer.export_merged(self.run_dir / "export" / "merged")
+
+    def _prune(self) -> None:
+        config, saved = self.config, [point.step for point in checkpoints(self.run_dir)]
+        evaluates = bool(config.buffer.explorer_input.eval_tasksets)
+        staying = kept_in_run(
+            self.run_dir,
+            saved,
+            keep_last=config.trainer.max_checkpoints_to_keep,
+            keep_best=config.checkpoints.keep_best,
+            eval_interval=config.explorer.eval_interval if evaluates else None,
+        )
+        for step in staying.doomed(saved):
+            with contextlib.suppress(OSError):  # one that stays costs room, never the run
+                remove_checkpoint(checkpoint_path(self.run_dir, step))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def build_trainer(config: AflowConfig) -> LocalTrainer:
+    """The local trainer that a prepared configuration describes."""
+    local, optimizer = config.local, config.algorithm.optimizer
+    device = pick_device(local.device)
+    if local.threads:
+        torch.set_num_threads(local.threads)
+    total = config.trainer.total_steps
+    warmup = optimizer.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(optimizer.lr_warmup_steps_ratio * (total or 0))
+    lora = config.model.lora_configs[0] if config.model.lora_configs else None
+    settings = TrainerSettings(
+        lora=LoraSpec(lora.lora_rank, lora.lora_alpha, lora.target_modules) if lora else None,
+        schedule=Schedule(
+            kind=optimizer.lr_scheduler_type,
+            peak=optimizer.lr,
+            warmup_steps=warmup,
+            total_steps=total,
+            floor=optimizer.min_lr_ratio,
+        ),
+        betas=(optimizer.betas[0], optimizer.betas[1]),
+        weight_decay=optimizer.weight_decay,
+        grad_clip=config.trainer.grad_clip,
+        micro_batch_tokens=local.micro_batch_tokens,
+        temperature=config.model.temperature,
+        dtype=torch.float32 if config.deterministic else pick_dtype(local.dtype, device),
+        device=device,
+        seed=config.seed,
+    )
+    return LocalTrainer(resolve_model(config.model.model_path), settings)
