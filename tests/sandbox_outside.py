@@ -97,8 +97,10 @@ def newly_below(measure: Callable[[int], float]) -> Callable[[], float]:
 
 
 def memory_of(pid: int) -> float:
-    """MB of a process, shared pages divided among their users."""
-    return pss(pid) / (1 << 20)
+    """MB of a process, shared pages divided among their users; none of what is just being
+    started and still has the memory of this process."""
+    ours = Path("/proc/self/cmdline").read_bytes()
+    return 0.0 if Path(f"/proc/{pid}/cmdline").read_bytes() == ours else pss(pid) / (1 << 20)
 
 
 def written_by(pid: int) -> float:
