@@ -288,11 +288,11 @@ def test_a_killed_runs_claim_is_gone_and_what_it_protects_counts_before(machine:
     holder = holder_of(uuid)
     assert holder is not None
     assert holder.pid == run.pid
-    assert protected_by_runs([uuid]) == {4711}
+    assert protected_by_runs() == {4711}
     run.send_signal(signal.SIGKILL)
     run.communicate()
     assert holder_of(uuid) is None
-    assert protected_by_runs([uuid]) == set()
+    assert protected_by_runs() == set()
     again = Claims("p/b")
     assert again.take(uuid)
     again.release()
@@ -357,7 +357,7 @@ def test_a_run_says_which_device_is_which(machine: Machine, tmp_path: Path) -> N
     text = f"engine: local\nphysical_gpus: auto\nprotected_pids: [{os.getpid()}, {gone}]\n"
     with own_devices(config_of(tmp_path, text), said.append):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
-        assert protected_by_runs(["GPU-00000001-test"]) == {os.getpid(), gone}
+        assert protected_by_runs() == {os.getpid(), gone}
     assert said == [
         f"warning: protected_pids: there is no process {gone} (any more)",
         "GPU 1 (NVIDIA Test 80GB, GPU-00000001-test) is cuda:0 of this run",

@@ -30,6 +30,7 @@ from gpu_machine import (
 from aflow_tune.cli import main
 from aflow_tune.errors import BadInput
 from aflow_tune.gpus import ending, freeing, owner, processes
+from aflow_tune.gpus.claims import Claims
 from aflow_tune.gpus.ending import pin
 from aflow_tune.gpus.freeing import Freed, free
 from aflow_tune.gpus.owner import Guard, invoking_user
@@ -535,6 +536,63 @@ def test_instances_whose_processes_are_hidden_are_not_free(machine: Machine) -> 
     machine([Gpu(instances=[Gpu(), Gpu(refuse=hidden)], refuse=hidden)])
     assert asked("0").unknown == ("0",)
     assert asked("0:0").whole
+
+
+@pytest.mark.parametrize(
+    "fails", ["nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex"]
+)
+def test_instances_that_cannot_be_counted_are_not_none(
+    machine: Machine, children: Children, fails: str
+) -> None:
+    refuse = dict.fromkeys(
+        (f"nvmlDeviceGetComputeRunningProcesses_v{n}" for n in (2, 3)),
+        pynvml.NVML_ERROR_NO_PERMISSION,
+    )
+    part = on_gpu(children.start())
+    machine([Gpu(instances=[part], refuse={**refuse, fails: pynvml.NVML_ERROR_UNKNOWN})])
+    freed = asked("0")
+    assert freed.unknown == ("0",)
+    assert not freed.whole
+
+
+def test_a_list_that_fails_hides_processes_and_one_that_is_not_offered_does_not(
+    machine: Machine,
+) -> None:
+    names = [f"nvmlDeviceGetGraphicsRunningProcesses_v{n}" for n in (2, 3)]
+    machine([Gpu(refuse=dict.fromkeys(names, pynvml.NVML_ERROR_UNKNOWN))])
+    assert asked("0").unknown == ("0",)
+    machine([Gpu(refuse=dict.fromkeys(names, pynvml.NVML_ERROR_NOT_SUPPORTED))])
+    assert asked("0").whole
+
+
+def test_what_a_run_protects_counts_also_when_its_gpu_is_lost(
+    machine: Machine, children: Children
+) -> None:
+    protected = children.start()
+    run = Claims("p/a", [protected.pid])
+    assert run.take("GPU-00000001-test")
+    lost = {"nvmlDeviceGetHandleByIndex_v2": pynvml.NVML_ERROR_GPU_IS_LOST}
+    machine([on_gpu(protected), Gpu(refuse=lost)])
+    assert asked("0").spared == {protected.pid: "it is protected"}
+    assert alive(protected)
+    run.release()
+
+
+def test_a_device_is_not_free_while_what_was_ended_is_started_again(
+    machine: Machine, children: Children
+) -> None:
+    first, second = children.start(), children.start()
+    library = machine([on_gpu(first)])
+
+    def say(text: str) -> None:
+        if text.startswith("SIGTERM"):
+            library.gpus[0].compute = [(second.pid, GIB)]
+
+    freed = asked("0", say=say)
+    assert freed.outcomes == {first.pid: "ended"}
+    assert freed.spared == {second.pid: "it came meanwhile"}
+    assert not freed.whole
+    assert alive(second)
 
 
 @pytest.mark.parametrize("grace", ["1e12", "1e300"])

@@ -145,8 +145,12 @@ def in_turn() -> Iterator[None]:
 
 def holder_of(uuid: str) -> Holder | None:
     """Who holds a device; None if nobody does."""
+    return _holder(_path(uuid))
+
+
+def _holder(path: Path) -> Holder | None:
     try:
-        descriptor = _open(_path(uuid), create=False)
+        descriptor = _open(path, create=False)
     except OSError:
         return None
     if descriptor is None:
@@ -169,9 +173,10 @@ def holder_of(uuid: str) -> Holder | None:
         os.close(descriptor)
 
 
-def protected_by_runs(uuids: Iterable[str]) -> set[int]:
-    """Processes that the holders of some devices want left alone."""
-    holders = (holder_of(uuid) for uuid in uuids)
+def protected_by_runs() -> set[int]:
+    """Processes that those who hold devices want left alone: also devices that the driver does
+    not name any more, as when one has fallen off the bus."""
+    holders = [_holder(path) for path in FOLDER.glob("aflow-tune-gpu-*.lock")]
     return {pid for holder in holders if holder is not None for pid in holder.protected}
 
 

@@ -15,6 +15,7 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.gpus.claims import protected_by_runs
 from aflow_tune.gpus.devices import Device, GpuProcess, Snapshot
 from aflow_tune.gpus.ending import Pin, end, pin
+from aflow_tune.gpus.nvml import NvmlUnavailable
 from aflow_tune.gpus.owner import Guard, invoking_user
 from aflow_tune.gpus.processes import Seen, look
 from aflow_tune.gpus.reading import snapshot
@@ -68,9 +69,8 @@ def free(
     now = snapshot()
     named = _named_devices(now, devices)
     listed = _listed(named or list(now.all()))
-    everywhere = [device.uuid for device in now.all() if device.uuid]
     named_protected = frozenset(protect)
-    guard = Guard(invoking_user(), named_protected | protected_by_runs(everywhere))
+    guard = Guard(invoking_user(), named_protected | protected_by_runs())
     pins: dict[int, Pin] = {}
     try:
         asked = list(dict.fromkeys(pids or listed))
@@ -97,11 +97,14 @@ def free(
             say("nothing was signalled")
             return Freed(False, {}, spared, unknown)
         # A run may have begun while the question stood.
-        guard = Guard(guard.owner, named_protected | protected_by_runs(everywhere))
+        guard = Guard(guard.owner, named_protected | protected_by_runs())
         outcomes |= end(chosen, guard, grace, say)
         for pid, outcome in outcomes.items():
             say(f"{pid}: {outcome}")
-        return Freed(True, outcomes, spared, unknown)
+        came, lost = _meanwhile(named, {*asked, *beside})
+        for pid, why in came.items():
+            say(f"{pid}: left alone: {why}")
+        return Freed(True, outcomes, spared | came, (*unknown, *lost))
     finally:
         for held in pins.values():
             held.close()
@@ -130,6 +133,20 @@ def _named_devices(now: Snapshot, words: Sequence[str]) -> list[Device]:
     if faults:
         raise BadInput("These GPUs are not there; nothing was signalled.", faults)
     return found
+
+
+def _meanwhile(named: Sequence[Device], known: set[int]) -> tuple[dict[int, str], list[str]]:
+    """Processes that came onto the named devices since they were shown, such as one that is
+    started again whenever it ends; and the devices that do not tell any more."""
+    try:
+        now = snapshot()
+    except NvmlUnavailable:
+        return {}, [device.label for device in named]
+    again = [now.find(device.label) for device in named]
+    here = [device for device in again if device is not None and device.processes is not None]
+    came = {pid: "it came meanwhile" for pid in _listed(here) if pid not in known}
+    told = {device.label for device in here}
+    return came, [device.label for device in named if device.label not in told]
 
 
 def _listed(devices: Iterable[Device]) -> dict[int, GpuProcess]:

@@ -18,6 +18,9 @@ _LIBRARY_NOT_FOUND = 12
 _DRIVER_NOT_LOADED = 9
 _NO_PERMISSION = 4
 _VERSION_MISMATCH = 18
+_NOT_SUPPORTED = 3
+_NO_SUCH_FUNCTION = 13
+_NOT_FOUND = 6
 # nvmlReturn_t in nvml.h
 
 _CURES = {
@@ -62,6 +65,7 @@ class Nvml:
         self.errors: tuple[type[BaseException], ...] = tuple(
             kind for name in names if isinstance(kind := getattr(library, name, None), type)
         )
+        self.errors += (UnicodeDecodeError,)  # a name that is no text
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """The answer of a function; None where it is missing, unsupported or forbidden."""
@@ -77,6 +81,16 @@ class Nvml:
         except self.errors as error:
             return None, str(error) or type(error).__name__
         return (answer.decode(errors="replace") if isinstance(answer, bytes) else answer), None
+
+    def lacks(self, name: str, *arguments: Any) -> bool:
+        """Whether there is nothing that this asks for; not, that it is kept from us."""
+        function = getattr(self._library, name, None)
+        try:
+            return function is None or function(*arguments) is None
+        except self.errors as error:
+            # Without a number it is the bindings' own: a library older than they are.
+            absent = (None, _NOT_SUPPORTED, _NO_SUCH_FUNCTION, _NOT_FOUND)
+            return getattr(error, "value", None) in absent
 
 
 @contextlib.contextmanager

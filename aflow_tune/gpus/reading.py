@@ -85,11 +85,17 @@ def _gpu(nvml: Nvml, index: int) -> Device:
     divided = bool(mode) and mode[0] == 1
     instances: list[Device] = []
     if divided:
-        for number in range(nvml.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-            part = nvml.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+        most, why = nvml.ask_or_why("nvmlDeviceGetMaxMigDeviceCount", handle)
+        for number in range(most or 0):
+            question = ("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+            part, problem = nvml.ask_or_why(*question)
             if part is not None:
                 instances.append(_device(nvml, part, index, number, False, ()))
-    return _device(nvml, handle, index, None, divided, tuple(instances))
+            elif not nvml.lacks(*question):
+                instances.append(
+                    Device(index, "unknown", None, number, unknown_why=problem, problem=problem)
+                )
+    return _device(nvml, handle, index, None, divided, tuple(instances), why if divided else None)
 
 
 def _device(
@@ -99,12 +105,14 @@ def _device(
     mig: int | None,
     divided: bool,
     instances: tuple[Device, ...],
+    hidden: str | None = None,
 ) -> Device:
+    """`hidden`: why nobody can tell how many instances there are."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
     processes, why = _processes(nvml, handle)
     if divided and processes is None:  # only root may ask the whole GPU
         known = [part.processes for part in instances if part.processes is not None]
-        if len(known) == len(instances):
+        if len(known) == len(instances) and hidden is None:
             processes = tuple(process for part in known for process in part)
             why = None
     uuid = _text(nvml.ask("nvmlDeviceGetUUID", handle))
@@ -137,10 +145,10 @@ def _processes(nvml: Nvml, handle: Any) -> tuple[tuple[GpuProcess, ...] | None, 
             if listed is None:
                 listed, problem = nvml.ask_or_why(name, handle)
                 why = why or problem
-        if listed is None and number == 0:
+        if listed is None and (number == 0 or not nvml.lacks(names[0], handle)):
             return None, why
         for entry in listed or ():
-            pid = int(entry.pid)
+            pid = int(entry.pid or 0)  # somebody, whoever it is
             if kind not in kinds.setdefault(pid, []):
                 kinds[pid].append(kind)
             used = _bytes(getattr(entry, "usedGpuMemory", None))
