@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,3 +189,16 @@ def test_a_folder_without_weights_has_no_shapes(tmp_path: Path) -> None:
     assert shapes_of(tmp_path) is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 16)
     assert shapes_of(tmp_path) is None
+
+
+def test_only_json_is_written_whatever_the_workflow_writes(project: Path, tmp_path: Path) -> None:
+    flow = tmp_path / "flow.py"
+    noise = "import os, sys\nos.write(1, b'raw')\nsys.__stdout__.write('late')\n"
+    flow.write_text(noise + flow.read_text())
+    words = ["doctor", str(project), "inline=true", "--offline", "--json"]
+    result = subprocess.run(
+        [sys.executable, "-m", "aflow_tune.cli", *words], capture_output=True, text=True
+    )
+    assert json.loads(result.stdout)["lines"]
+    assert "raw" in result.stderr
+    assert "late" in result.stderr
