@@ -21,6 +21,8 @@ from aflow_tune.schema_names import nearest
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.settings.config import AflowConfig
 
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenization_*.py")
+"""Any of these holds a vocabulary, or makes one."""
 _SHORT_PROMPT = 32
 """Tokens that a chat template and one short question take together."""
 
@@ -131,12 +133,25 @@ def _check_folder(config: AflowConfig, named: _Named, folder: Path, whole: bool)
         expected = "weights in 16 or 32 bits: the trainer cannot hold quantised ones"
         found.faults.append(Fault(where, expected, f"{folder}: {kind}", cure))
     if whole:
+        found.faults += _kind(settings, where)
         found.faults += _missing(folder, where, named)
     longest, asked = settings.get("max_position_embeddings"), named.length
     if isinstance(longest, int) and asked and asked > longest and not settings.get("rope_scaling"):
         place = config.positions.where(f"{named.key}.max_model_len")
         found.warnings.append(f"{place}: {asked} tokens, but the model was made for {longest}")
     return found
+
+
+def _kind(settings: dict[str, Any], where: str) -> Iterable[Fault]:
+    """A model_type that transformers cannot load, and no code of its own."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = settings.get("model_type")
+    wrong = kind not in CONFIG_MAPPING if kind else not settings
+    if wrong and not settings.get("auto_map"):
+        expected = "a config.json whose model_type the installed transformers knows"
+        cure = "save the model again with save_pretrained, or check model_type in its config.json"
+        yield Fault(where, expected, repr(kind) if kind else "no model_type", cure)
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -165,9 +180,14 @@ def _missing(folder: Path, where: str, named: _Named) -> Iterable[Fault]:
         yield Fault(where, "every file of weights that its index names", found, cure)
     yield from _damaged(folder, where, "fetch or save the model again: it was cut off")
     tokenizer = _read(folder / "tokenizer_config.json")
-    if tokenizer is None and not (folder / "tokenizer.json").is_file():
-        cure = "save the tokenizer beside the model with save_pretrained"
+    cure = "save the tokenizer beside the model with save_pretrained"
+    names = ("tokenizer.json", "tokenizer_config.json")
+    torn = [name for name in names if (folder / name).is_file() and _read(folder / name) is None]
+    named_only = tokenizer is None or "tokenizer_class" in tokenizer
+    if named_only and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):
         yield Fault(where, "a tokenizer", "none in the folder", cure)
+    elif torn:
+        yield Fault(where, "a tokenizer that can be read", f"{torn[0]}: no JSON object", cure)
     elif not (
         named.has_template
         or (tokenizer or {}).get("chat_template")
