@@ -16,6 +16,7 @@ from pathlib import Path
 
 from aflow_tune.commands import dry_run
 from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, disk_fault
+from aflow_tune.import_faults import package_fault
 from aflow_tune.quick_start import import_quickly
 
 _COMMAND_MODULES: tuple[str, ...] = (
@@ -110,11 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads our output, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FAILED)
-    except OSError as error:
-        problem = disk_fault(error)
-        if problem is None:
+    except Exception as error:
+        problem = disk_fault(error) if isinstance(error, OSError) else None
+        broken = None if problem else package_fault(error)
+        if broken is not None:
+            text = f"a package is missing or damaged (`aflow-tune doctor`).\n1. {broken}"
+        elif problem is not None:
+            text = f"a file could not be written: {problem}"
+        else:
             raise
-        print(f"\naflow-tune: a file could not be written: {problem}", file=sys.stderr)
+        print(f"\naflow-tune: {text}", file=sys.stderr)
         return int(ExitCode.FAILED)
 
 

@@ -1,7 +1,9 @@
-"""What went wrong while a user's file was imported, told with the user's own line."""
+"""What went wrong while something was imported: a user's file, or a package that is damaged."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import sys
 import sysconfig
 import traceback
@@ -37,6 +39,51 @@ def import_fault(spec: str, error: BaseException) -> Fault:
         message + (f" at `{line}`" if line else ""),
         _cure(error, line or spec),
     )
+
+
+def package_fault(error: BaseException) -> Fault | None:
+    """The fault behind an import of a package that is missing or damaged; None for other errors.
+
+    What fails is in site-packages, or not there at all, and never a file of ours.
+    """
+    if isinstance(error, importlib.metadata.PackageNotFoundError):  # its name may be a sentence
+        name = re.search(r"[\w.-]+(?=[<>=!~])|^[\w.-]+$", str(error.name))
+        top = name[0] if name else "that it asks for"
+    elif isinstance(error, ModuleNotFoundError):
+        top = str(error.name or "").partition(".")[0]
+    else:
+        top = _being_imported(error)
+    if top in ("", Path(__file__).parent.name):
+        return None
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    expected = "that it can be imported"
+    return Fault(f"the package {top}", expected, message, package_cure(top))
+
+
+def _being_imported(error: BaseException) -> str:
+    """The installed package whose module failed while it was imported; empty if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    modules = [frame.filename for frame in frames if frame.name == "<module>"]
+    if isinstance(error, SyntaxError):
+        statement = re.match(r"(?:from|import) (\w+)", (frames[-1].line or "") if frames else "")
+        if not error.filename and statement:  # bytes that are no text at all
+            return statement[1]
+        modules.append(error.filename or "")
+    for place in [Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")]:
+        if modules and Path(modules[-1]).is_relative_to(place):
+            return Path(modules[-1]).relative_to(place).parts[0].partition(".")[0]
+    return ""
+
+
+def package_cure(module: str) -> str:
+    """The command that brings an installed package, or one that others need, back."""
+    names = importlib.metadata.packages_distributions().get(module)
+    if not names:
+        return "python -m pip install 'aflow-tune'"
+    version = importlib.metadata.version(names[0])
+    label = version.partition("+")[2]  # a build of PyTorch's own index
+    index = f" --index-url https://download.pytorch.org/whl/{label}" if label else ""
+    return f"python -m pip install --force-reinstall --no-deps '{names[0]}=={version}'{index}"
 
 
 def _cure(error: BaseException, line: str) -> str:

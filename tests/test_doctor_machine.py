@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -264,3 +265,38 @@ def test_weights_that_were_not_written_whole(tmp_path: Path) -> None:
     assert damages() == [f"model.safetensors has {len(whole) - 1:,} of its {len(whole):,} bytes"]
     file.write_bytes(b"\xff" * 500)
     assert damages() == ["model.safetensors has no header that can be read"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("config.json", "{}", "no model_type"),
+        ("config.json", '{"model_type": "no-such"}', "'no-such'"),
+        ("tokenizer.json", "[", "tokenizer.json: no JSON object"),
+        ("tokenizer.json", None, "none in the folder"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: no JSON object"),
+    ],
+)
+def test_a_damaged_model_folder(
+    name: str, content: str | None, found: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from aflow_tune.engines.trinity.checks.model_checks import check_model
+    from aflow_tune.engines.trinity.settings.config import load_config
+
+    folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    config = load_config(None, [f"model.model_path={folder}"])
+    assert check_model(config).faults == []
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    assert [fault.found for fault in check_model(config).faults] == [found]
+
+
+def test_a_pytorch_that_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise FileNotFoundError("version.py")
+
+    monkeypatch.setattr(gpus, "torch_cuda", gone)
+    (line,) = gpus.check_gpus()
+    assert line.state is State.FAULT
+    assert "--force-reinstall --no-deps 'torch==" in line.cure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 from fake_installed import install
 
 from aflow_tune.cli import main
+from aflow_tune.doctor import clashes
 from aflow_tune.doctor.clashes import (
     CLASHES,
     DOUBTS,
@@ -27,6 +30,7 @@ from aflow_tune.doctor.lines import State
 from aflow_tune.doctor.machine import check_python
 from aflow_tune.doctor.versions import check_versions, different, read_pins, tested_versions
 from aflow_tune.errors import BadInput
+from aflow_tune.import_faults import package_fault
 
 ROOT = Path(__file__).parents[1]
 TESTED = {
@@ -302,3 +306,69 @@ def test_looking_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert json.loads(result.stdout) == [], result.stderr
+
+
+def test_metadata_without_modules_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    """A package whose files are gone: its version alone says that it is there."""
+    there = clashes._is_there
+    monkeypatch.setattr(clashes, "_is_there", lambda name: name != "trinity" and there(name))
+    found = [line for line in check_versions() if line.state is State.FAULT]
+    assert [line.found.split(" has ")[0] for line in found] == ["trinity-rft"]
+    cure = "python -m pip install --force-reinstall --no-deps 'trinity-rft==0.6.0'"
+    assert found[0].cure == cure
+    with pytest.raises(BadInput) as refused:
+        refuse_clashes()
+    assert [fault.cure for fault in refused.value.faults] == [cure]
+
+
+def test_what_needed_packages_need_is_missed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy, which only others declare; and torch, in a checkout that is not installed."""
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name in ("numpy", "torch"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("importlib.metadata.version", without)
+    found = [line for line in check_versions("not-installed") if line.state is State.FAULT]
+    assert {line.found.split(",")[0] for line in found} == {"torch", "numpy"}
+    assert {line.cure for line in found} == {
+        "python -m pip install 'torch'",
+        "python -m pip install 'numpy'",
+    }
+
+
+@pytest.mark.parametrize(
+    "code", ["raise OSError('lib.so: not there')", "import (", "import no_such_thing_at_all"]
+)
+def test_a_damaged_package_is_told_with_its_cure(
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "site" / "torn_package").mkdir(parents=True)
+    (tmp_path / "site" / "torn_package" / "__init__.py").write_text(code + "\n")
+    monkeypatch.syspath_prepend(install(tmp_path / "site", torn_package="1.2"))
+    monkeypatch.setattr("sysconfig.get_path", lambda key: str(tmp_path / "site"))
+
+    def validate(config: Path, overrides: list[str]) -> None:
+        importlib.import_module("torn_package")
+
+    monkeypatch.setattr("aflow_tune.tuning.validate_config", validate)
+    assert main(["validate", "config.yaml"]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert "the package no_such" in told or "the package torn_package" in told
+    assert "python -m pip install" in told
+
+
+def test_an_error_of_ours_or_of_a_users_file_is_no_damaged_package(tmp_path: Path) -> None:
+    assert package_fault(ModuleNotFoundError("no", name="aflow_tune.gone")) is None
+    assert package_fault(ValueError("no")) is None
+    found = package_fault(importlib.metadata.PackageNotFoundError("The 'some-thing>=1' was not"))
+    assert found is not None
+    assert found.where == "the package some-thing"

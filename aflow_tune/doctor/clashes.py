@@ -3,6 +3,7 @@
 The table is data. It is judged on the metadata of what is installed, without importing any of
 it: several of these clashes break the very import. It is used by `aflow-tune doctor`, for every
 node of a cluster, and at the start of every command that needs Trinity, which refuses.
+`packaging` may be missing as well, and is imported where it is used.
 
 How each line was found: 'seen' means that the versions were installed and the failure was seen;
 'read' that it follows from the installed sources or from the package's own requirements.
@@ -13,15 +14,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+from typing import TYPE_CHECKING
 
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.import_faults import package_cure
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 Installed = Mapping[str, str]
 """Version by name of the distribution; what is not installed is not in it."""
@@ -193,6 +197,23 @@ def missing(installed: Installed) -> list[str]:
     return [name for name in NEEDED if name not in installed]
 
 
+def hollow(installed: Installed) -> list[str]:
+    """What is needed and installed by its metadata only: its modules are not there."""
+    return [name for name in NEEDED if name in installed and not _is_there(module_of(name))]
+
+
+def module_of(name: str) -> str:
+    """The module of a distribution of `NEEDED`."""
+    return "trinity" if name == "trinity-rft" else name
+
+
+def _is_there(module: str) -> bool:
+    if module in sys.modules:
+        return True
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
 def install(*requirements: str) -> str:
     """The command that installs these into the environment that runs us."""
     return f"python -m pip install {' '.join(repr(text) for text in requirements)}"
@@ -221,6 +242,9 @@ def refuse_clashes() -> None:
         Fault(f"the package {name}", "that it is installed", "it is not", install("aflow-tune"))
         for name in missing(installed)
     ]
+    for name in hollow(installed):
+        cure = package_cure(module_of(name))
+        faults.append(Fault(f"the package {name}", "its modules", "its metadata only", cure))
     if faults:
         raise BadInput(
             "These installed versions are known to break (`aflow-tune doctor` shows the rest).",
@@ -230,6 +254,9 @@ def refuse_clashes() -> None:
 
 def matches(version: str, specifiers: str) -> bool:
     """Whether a version is one of those; False for a version that cannot be read."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
     try:
         return SpecifierSet(specifiers).contains(Version(version), prereleases=True)
     except InvalidVersion:
@@ -272,6 +299,8 @@ def _torchvision(
 
     seen: torchvision 0.29.2 beside torch 2.13.0+cpu: transformers cannot import a model.
     """
+    from packaging.version import InvalidVersion, Version
+
     torch, vision = installed.get("torch"), installed.get("torchvision")
     if torch is None or vision is None:
         return None
@@ -296,6 +325,8 @@ def requirements_of(
     name: str, requires: Callable[[str], list[str] | None] = importlib.metadata.requires
 ) -> list[Requirement]:
     """What an installed distribution itself asks for, here and without extras."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
     try:
         lines = requires(name) or []
     except (importlib.metadata.PackageNotFoundError, OSError, UnicodeDecodeError):

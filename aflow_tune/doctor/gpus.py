@@ -13,6 +13,7 @@ from aflow_tune.doctor.machine import torch_cuda
 from aflow_tune.gpus.devices import Device
 from aflow_tune.gpus.nvml import NvmlUnavailable
 from aflow_tune.gpus.reading import snapshot
+from aflow_tune.import_faults import package_cure
 
 
 def check_gpus(needed: bool | None = None) -> list[Line]:
@@ -21,7 +22,11 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
     Args:
         needed: whether the run needs GPUs of this machine; None: that is not known.
     """
-    built = torch_cuda()
+    try:
+        built = torch_cuda()
+    except (OSError, SyntaxError, ValueError) as error:
+        text = f"PyTorch is damaged ({type(error).__name__}: {error})"
+        return [fault("gpu", text, package_cure("torch"))]
     torch = "a CPU build of PyTorch" if built is None else f"PyTorch built for CUDA {built}"
     try:
         now = snapshot()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.import_faults import package_fault
 
 T = TypeVar("T")
 GIB = 2**30
@@ -147,16 +148,24 @@ def _run(check: Check, answer: queue.SimpleQueue[list[Line]]) -> None:
         lines = [line_of(check.name, found) for found in error.faults]
         lines = lines or [fault(check.name, error.title, "correct this", given=True)]
     except BaseException as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        lines = [
-            fault(
-                check.name,
-                f"the check itself failed: {type(error).__name__}: {' '.join(str(error).split())} "
-                f"({Path(place.filename).name}:{place.lineno})",
-                "report this line as a defect of aflow-tune; the other lines stand",
-            )
-        ]
+        answer.put(_crashed(check, error))
+        return
     answer.put(lines)
+
+
+def _crashed(check: Check, error: BaseException) -> list[Line]:
+    broken = package_fault(error)
+    if broken is not None:
+        return [fault(check.name, f"{broken.where}: {broken.found}", broken.cure)]
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return [
+        fault(
+            check.name,
+            f"the check itself failed: {type(error).__name__}: {' '.join(str(error).split())} "
+            f"({Path(place.filename).name}:{place.lineno})",
+            "report this line as a defect of aflow-tune; the other lines stand",
+        )
+    ]
 
 
 def size(count: float) -> str:

@@ -92,6 +92,8 @@ def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
     cure = INSTALL
     if "bwrap is not installed" not in found.why:
         cure = "sudo sysctl -w user.max_user_namespaces=15000  # docs/sandbox.md has the rest"
+    if "util-linux" in found.why:
+        cure = "sudo apt-get install -y util-linux, or export PATH=$PATH:/usr/bin"
     if sys.platform != "linux":
         cure = "use a Linux machine or container, where a wall can be built"
     return [fault("sandbox", text, cure) if needed else note("sandbox", text, cure)]

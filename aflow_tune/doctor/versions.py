@@ -14,19 +14,22 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from packaging.utils import canonicalize_name
-
 from aflow_tune.doctor.clashes import (
+    NEEDED,
     Installed,
     cure_of,
     doubtful,
+    hollow,
     install,
     installed_versions,
     known_clashes,
     matches,
+    missing,
+    module_of,
     requirements_of,
 )
 from aflow_tune.doctor.lines import Line, fault, note, ok
+from aflow_tune.import_faults import package_cure
 
 TESTED = "tested_cpu.txt"
 _SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers", "vllm")
@@ -35,6 +38,8 @@ _MOST_NAMED = 8
 
 def read_pins(text: str) -> dict[str, str]:
     """`name==version` lines by canonical name; comments and empty lines are left out."""
+    from packaging.utils import canonicalize_name
+
     pins: dict[str, str] = {}
     for line in text.splitlines():
         name, equals, version = line.partition("#")[0].strip().partition("==")
@@ -56,6 +61,7 @@ def check_versions(distribution: str = "aflow-tune") -> list[Line]:
         ok("versions", ", ".join(shown)),
         *clash_lines(installed),
         *_declared(distribution, installed),
+        *_hollow(installed),
         *_differences(installed),
     ]
 
@@ -72,10 +78,12 @@ def clash_lines(installed: Installed, place: str = "") -> list[Line]:
 
 def _declared(distribution: str, installed: Installed) -> list[Line]:
     """What this package's own metadata asks for, and is missing or outside of its range."""
+    from packaging.utils import canonicalize_name
+
     clashing = [clash for clash, _ in (*known_clashes(installed), *doubtful(installed))]
     told = {canonicalize_name(clash.name) for clash in clashing}
-    lines = []
-    for requirement in requirements_of(distribution):
+    lines, asked = [], requirements_of(distribution)
+    for requirement in asked:
         version = installed_versions((requirement.name,)).get(requirement.name)
         range_ = str(requirement.specifier)
         cure = install(f"{requirement.name}{range_}")
@@ -84,7 +92,24 @@ def _declared(distribution: str, installed: Installed) -> list[Line]:
         elif canonicalize_name(requirement.name) not in told and not matches(version, range_):
             found = f"{requirement.name} {version}: outside of the range that aflow-tune declares"
             lines.append(note("versions", f"{found} ({range_})", cure))
+    # A checkout without an installation declares nothing; and what these need is needed too.
+    known = {canonicalize_name(requirement.name) for requirement in asked}
+    wanted = dict.fromkeys(missing(installed), "aflow-tune")
+    wanted |= {need.name: name for name in NEEDED for need in requirements_of(name)}
+    for name, by in wanted.items():
+        if canonicalize_name(name) not in known and not installed_versions((name,)):
+            lines.append(
+                fault("versions", f"{name}, which {by} needs, is not installed", install(name))
+            )
     return lines
+
+
+def _hollow(installed: Installed) -> list[Line]:
+    return [
+        fault("versions", f"{name} has its metadata only: its modules are not there", cure)
+        for name in hollow(installed)
+        for cure in [package_cure(module_of(name))]
+    ]
 
 
 def _differences(installed: Installed) -> list[Line]:

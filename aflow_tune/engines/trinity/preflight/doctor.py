@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aflow_tune.doctor.clashes import installed_versions, known_clashes, missing
+from aflow_tune.doctor.clashes import hollow, installed_versions, known_clashes, missing
 from aflow_tune.doctor.disk import check_folder
 from aflow_tune.doctor.gpus import check_gpus
 from aflow_tune.doctor.hub import OnHub, check_hub
@@ -281,7 +281,7 @@ class Examination:
         if self.path is None:
             return None
         installed = installed_versions()
-        if known_clashes(installed) or missing(installed):
+        if known_clashes(installed) or missing(installed) or hollow(installed):
             text = f"{self.path}: not examined until the versions are put right"
             return [note("config", text, "the commands under `versions`")]
         from aflow_tune.engines.trinity.quiet import quiet
