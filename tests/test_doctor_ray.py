@@ -19,6 +19,9 @@ from aflow_tune.doctor.clashes import WATCHED, installed_versions
 from aflow_tune.doctor.lines import State
 from aflow_tune.engines.trinity.launching import ray_check
 from aflow_tune.engines.trinity.launching.ray_check import Wanted, check_ray
+from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.engines.trinity.settings.find_ray import find_ray
+from aflow_tune.errors import BadInput
 
 HERE = installed_versions(WATCHED)
 
@@ -233,3 +236,16 @@ def test_a_real_cluster_of_two_nodes_with_a_token(
         assert list(runs.iterdir()) == []
     finally:
         started.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("address", ["http://me:hunter2@h:1", "me:hunter2@127.0.0.1:9"])
+def test_a_password_in_the_address_is_not_shown(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    (line,) = check_ray(Wanted())
+    assert line.state is State.FAULT
+    assert "hunter2" not in str(line)
+    with pytest.raises(BadInput) as refused:
+        find_ray(load_config(None))
+    assert "hunter2" not in str(refused.value)

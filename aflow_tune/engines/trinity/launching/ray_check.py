@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.doctor.clashes import WATCHED, installed_versions
+from aflow_tune.doctor.clashes import WATCHED, hollow, installed_versions
 from aflow_tune.doctor.lines import Line, fault, note, ok, size
 from aflow_tune.doctor.versions import clash_lines
+from aflow_tune.import_faults import package_cure
 
 SECONDS = 14.0
 CONNECT_SECONDS = 2.0
@@ -33,6 +34,7 @@ _RAY_PORT = 6379
 _AUTH = re.compile(
     r"InvalidAuthToken|RAY_AUTH_TOKEN|Unauthenticated|AuthenticationError|auth\w* token", re.I
 )
+_ABSENT = re.compile(r"No module named '(\w+)")
 _SAME = ("ray", "trinity-rft", "torch", "transformers", "vllm", "verl", "agentscope")
 """What has to be the same on every node: actors and tensors travel between them."""
 _START = "ray start --head"
@@ -55,14 +57,17 @@ class Wanted:
 
 def check_ray(wanted: Wanted) -> list[Line]:
     """Lines about the cluster that is named, or is running here."""
-    if "ray" not in installed_versions(("ray",)):
-        cure = "python -m pip install aflow-tune"
-        return [fault("ray", "Ray is not installed", cure)]
+    here = installed_versions(("ray",))
+    if "ray" not in here or hollow(here):
+        return [fault("ray", "Ray is not installed", package_cure("ray"))]
     if wanted.cluster is False:
         return [ok("ray", "not looked at: the run starts its own")]
     address = os.environ.get("RAY_ADDRESS", "").strip() or wanted.address or "auto"
     if wanted.address not in ("", "auto"):
         address = wanted.address
+    if "@" in address:
+        found = "the address of Ray has an @, and is not shown since it may hold a key"
+        return [fault("ray", found, "unset RAY_ADDRESS, or export RAY_ADDRESS=HOST:6379")]
     if reason := _silent(address):
         answer = {"ending": "unreachable", "address": address, "reason": reason}
         return _lines(wanted, address, answer, None, "")
@@ -175,6 +180,8 @@ def _lines(
             cure = "ray status  # with the address above; then the same versions on both sides"
             if "version" in reason.lower():
                 cure = _same_versions()
+            if absent := _ABSENT.search(reason):
+                return [fault("ray", f"Ray cannot be imported: {reason}", package_cure(absent[1]))]
             return [fault("ray", f"the cluster does not take us: {text}", cure)]
         cure = f"{_START} there, or name another: cluster.ray_address=HOST:6379"
         if os.environ.get("RAY_ADDRESS", "").strip() == address:

@@ -211,12 +211,16 @@ def _check(address: str, where: str) -> None:
         found, cure = "the address of a Ray Client server", "the address without `ray://`"
     elif address.startswith(("http://", "https://")):
         found = "the address of a dashboard"
-        cure = f"`aflow-tune submit CONFIG --address {address}` runs it there"
+        scheme, _, rest = address.partition("://")
+        shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without a password
+        cure = f"`aflow-tune submit CONFIG --address {shown}` runs it there"
     else:
         host, colon, port = address.rpartition(":")
-        if colon and host and port.isdigit():
+        if colon and host and port.isdigit() and "@" not in address:
             return
-        found, cure = repr(address), "HOST:6379, `auto`, or `local`"
+        shown = "something with an @, not shown since it may hold a key"
+        found = shown if "@" in address else repr(address)
+        cure = "HOST:6379, `auto`, or `local`"
     raise BadInput(
         "This is no address of a Ray that a run can join.",
         [Fault(where, "HOST:PORT of a Ray head node, `auto` or `local`", found, cure)],
