@@ -80,10 +80,8 @@ def package_cure(module: str) -> str:
     names = importlib.metadata.packages_distributions().get(module)
     if not names:
         return "python -m pip install 'aflow-tune'"
-    version = importlib.metadata.version(names[0])
-    label = version.partition("+")[2]  # a build of PyTorch's own index
-    index = f" --index-url https://download.pytorch.org/whl/{label}" if label else ""
-    return f"python -m pip install --force-reinstall --no-deps '{names[0]}=={version}'{index}"
+    version = importlib.metadata.version(names[0]).partition("+")[0]
+    return f"python -m pip install --force-reinstall --no-deps '{names[0]}=={version}'"
 
 
 def _cure(error: BaseException, line: str) -> str:
