@@ -60,8 +60,9 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 def elsewhere(name: str, parent: str, siblings: list[str], index: Mapping[str, Any]) -> str | None:
     """The key path that an unknown `name` under `parent` stands for, or None.
 
-    In this order: a sibling spelled almost so; the same name at another level (the least deep
-    one); another framework's name; a sibling somewhat like it; a key anywhere almost so.
+    In this order: a sibling spelled almost so, or with more behind it; the same name at another
+    level (the least deep one); another framework's name; a sibling somewhat like it; a key
+    anywhere almost so.
     """
     prefix = f"{parent}." if parent else ""
     bare = name.rpartition(".")[2]
@@ -69,6 +70,9 @@ def elsewhere(name: str, parent: str, siblings: list[str], index: Mapping[str, A
         return prefix + name
     if close := nearest(name, siblings, 0.8):
         return prefix + close
+    longer = [sibling for sibling in siblings if sibling.startswith(f"{name}_")]
+    if len(longer) == 1:  # `api_key_env` for `api_key`
+        return prefix + longer[0]
     by_leaf: dict[str, list[str]] = {}
     for path in index:
         by_leaf.setdefault(path.rpartition(".")[2], []).append(path)

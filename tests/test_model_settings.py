@@ -57,12 +57,14 @@ def test_the_section_is_read_from_yaml_and_command_line(tmp_path: Path) -> None:
 def test_faults_of_the_section_have_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("models:\n  judge:\n    modle: x\n    provider: opnai\n")
-    _, faults = read_config(path, ["models.judge.top_k=3"])
+    _, faults = read_config(path, ["models.judge.top_k=3", "models.judge.api_key=sk-1234567890"])
     told = [str(fault) for fault in faults]
     assert "run.yaml:3: models.judge.modle" in told[0]
     assert "did you mean `models.judge.model`?" in told[0]
     assert "run.yaml:4: models.judge.provider" in told[1]
-    assert "models.judge.top_k" in told[2]
+    assert any("models.judge.top_k" in fault for fault in told[2:])
+    assert any("did you mean `models.judge.api_key_env`?" in fault for fault in told[2:])
+    assert not any("1234567890" in fault for fault in told)
 
 
 @pytest.mark.usefixtures("no_keys")
