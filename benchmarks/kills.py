@@ -8,7 +8,8 @@ given until it ends: with a second kill in every third run, so that resuming is 
 `--who any` and `--ray` the victim is any process of the run: command, explorer, trainer, sampler,
 Ray's own servers.
 
-Checked for each: exit code 0 in the end, the same last step, the same tasks in every training
+Checked for each: exit code 0 in the end (5 where the kill came after the result was proven: the
+next command finds a finished run), the same last step, the same tasks in every training
 step, and the same weights bit for bit (by the hashes in the checkpoint's manifest). A command
 that ends by itself with another exit code must say so and leave a state that the next command
 goes on from. Prints a line a run and ends with exit code 1 if one differs.
@@ -27,6 +28,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from aflow_tune.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_COMMANDS = 6
@@ -110,9 +113,10 @@ def _one(
         moment = moments[attempt] if attempt < len(moments) else None
         code, said = _command(config, options, moment, draw)
         told.append(said)
-        if code == 0:
+        done = code == 0 or (attempt > 0 and code == ExitCode.ALREADY_FINISHED)
+        if done:
             break
-    if code != 0:
+    if not done:
         print(f"{number:3}  {'; '.join(told)}: not finished after {MOST_COMMANDS} commands")
         return False
     end = End.of(_run_dir(folder))
@@ -153,6 +157,8 @@ def _command(
     when = "" if moment is None else f"{victim or 'nothing'} killed at {moment:.1f} s, "
     if code > 0:
         lines = [line for line in log.read_text().splitlines() if line.strip()]
+        if code == ExitCode.ALREADY_FINISHED:
+            return code, "had finished"
         return code, f"{when}exit {code}: {lines[-1] if lines else 'nothing was said'}"
     return code, f"{when}{'done' if code == 0 else 'gone'}"
 

@@ -83,17 +83,10 @@ class MeasuredRunner(room.LocalRunner):
         return self._sampler.stop()
 
 
-class MeasuredSlot(room.SharedRunner):
-    """The local engine's slot, with a runner that can be watched."""
+class MeasuredProcess(room.RunnerProcess):
+    """The local engine's process of runners, which can be watched."""
 
-    def _create_runner(self) -> Any:
-        if self._shared is not None:
-            return self._shared
-        return (
-            ray.remote(MeasuredRunner)
-            .options(num_cpus=0, namespace=self.namespace, max_concurrency=room.MAX_CONCURRENCY)
-            .remote(self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
-        )
+    kind = MeasuredRunner
 
 
 class MeasuredScheduler(room.SharedScheduler):
@@ -106,25 +99,17 @@ class MeasuredScheduler(room.SharedScheduler):
 
     def __init__(self, config: Config, calls: int) -> None:
         super().__init__(config)
+        self.process = MeasuredProcess(config)
         self._calls = calls
         self.finished: list[float] = []
         """`time.perf_counter()` of each finished task, in order."""
         self.fault = ""
         """What went wrong first."""
 
-    async def start(self) -> None:
-        """Start the runner actor and its slots."""
-        held = room.SharedRunner
-        room.SharedRunner = MeasuredSlot
-        try:
-            await super().start()
-        finally:
-            room.SharedRunner = held
-
     @property
     def actor(self) -> Any:
         """The runner actor that all slots share."""
-        return self.runners[0].runner
+        return self.process.actor
 
     def _emit_task_result(self, task: Any) -> None:
         self.finished.append(time.perf_counter())

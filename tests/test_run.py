@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from project import WORKFLOW, run_dir, write_project
 
@@ -165,6 +167,19 @@ def _wait_for(path: Path, process: subprocess.Popen, seconds: float = 600) -> No
         time.sleep(0.1)
 
 
+def _child_named(process: subprocess.Popen, name: str, seconds: float = 600) -> psutil.Process:
+    """A process below that calls itself so."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name in " ".join(child.cmdline()):
+                    return child
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"no process {name}"
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # three commands, each of which imports everything anew
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -200,9 +215,8 @@ def test_a_stopped_inline_run_resumes_to_the_uninterrupted_result(
 def test_a_killed_run_through_ray_resumes_to_what_an_inline_run_comes_to(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """Token for token and bit for bit; the kill leaves no process."""
-    import psutil
-
+    """Token for token and bit for bit; the kill leaves no process. Nor does it matter that the
+    process in which the workflows run is killed: its tasks run again in another one."""
     words = ["deterministic=true", "buffer.total_steps=4", "explorer.eval_interval=1"]
     parts, whole = tmp_path / "split", tmp_path / "inline"
     saved, held = run_dir(parts) / "global_step_2", tmp_path / "held"
@@ -225,15 +239,23 @@ def test_a_killed_run_through_ray_resumes_to_what_an_inline_run_comes_to(
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert [child for child in alive if child.is_running()] == []  # not another of its number
-    for config, more in zip(configs, ((), ("--inline",)), strict=True):
-        process = _start(config, *more, *words)
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output
+
+    held.symlink_to(configs[0])  # so that its process dies with runs under way
+    process = _start(configs[0], *words)
+    runner = _child_named(process, "ray::LocalRunner.run_task")
+    runner.kill()
+    held.unlink()
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    process = _start(configs[1], "--inline", *words)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
 
     split, inline = _metrics(parts), _metrics(whole)
     assert {step for role, step in split if role == "trainer"} == {1, 2, 3, 4}
     for step in range(5):
         assert _texts(parts, step) == _texts(whole, step)
+    assert any(metrics.get("rollout/process_died/sum") for metrics in split.values())
     for step in range(1, 5):
         # The means are summed in the order in which tasks finished: equal but for the last bit.
         reward = split["explorer", step]["rollout/reward/mean"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trinity.buffer.operators.experience_operator import ensure_v1_operator
 from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
@@ -32,8 +33,8 @@ from trinity.common.models.allocator import Allocator
 from trinity.common.models.model import ModelWrapper
 from trinity.explorer.explorer import Explorer
 from trinity.explorer.rollout_coordinator import RolloutCoordinator
-from trinity.explorer.scheduler import RunnerWrapper, Scheduler
-from trinity.explorer.workflow_runner import WorkflowRunner
+from trinity.explorer.scheduler import RunnerWrapper, Scheduler, TaskWrapper
+from trinity.explorer.workflow_runner import Status, WorkflowRunner
 
 from aflow_tune.engines.trinity.rollout.operators import StepStamp
 from aflow_tune.engines.trinity.rollout.recording import load_agentscope
@@ -50,6 +51,10 @@ from aflow_tune.errors import BudgetReached
 
 MAX_CONCURRENCY = 1000
 """How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
+SILENT_SECONDS = 60.0
+"""A runner process that answers nothing for so long counts as dead."""
+PROCESS_DIED = "process_died:sum"
+"""The metric that counts how often tasks lost their process and were run again."""
 GARBAGE = 10_000
 """New objects between two looks of the runner's garbage collector; Python's own default is 700."""
 
@@ -103,21 +108,93 @@ class LocalRunner(WorkflowRunner):
         await super().prepare()
 
 
-class SharedRunner(RunnerWrapper):
-    """A scheduler slot; all slots of one process share the runner actor of the first."""
+class RunnerProcess:
+    """The process in which all workflows run. Where it has died (killed, out of memory), the
+    first slot that notices starts the next one."""
 
-    def __init__(self, *args: Any, actor: Any = None, **kwargs: Any) -> None:
-        self._shared = actor
+    kind: type[LocalRunner] = LocalRunner
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.actor: Any = None
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start it, unless it runs."""
+        await self.replace(None)
+
+    async def replace(self, old: Any) -> None:
+        """Start another one than `old`, unless somebody has done so."""
+        async with self._turn:
+            if self.actor is not old:
+                return
+            auxiliary = [0] * len(self.config.explorer.auxiliary_models)
+            actor = (
+                ray.remote(self.kind)
+                .options(
+                    num_cpus=0,
+                    namespace=self.config.ray_namespace,
+                    max_concurrency=MAX_CONCURRENCY,
+                )
+                .remote(self.config, 0, auxiliary, 0)
+            )
+            await actor.prepare.remote()
+            self.actor = actor
+        if old is not None:
+            ray.kill(old)
+
+
+class SharedRunner(RunnerWrapper):
+    """A scheduler slot; all slots share one process."""
+
+    def __init__(self, *args: Any, process: RunnerProcess, **kwargs: Any) -> None:
+        self._process = process
         super().__init__(*args, **kwargs)
 
     def _create_runner(self) -> Any:
-        if self._shared is not None:
-            return self._shared
-        return (
-            ray.remote(LocalRunner)
-            .options(num_cpus=0, namespace=self.namespace, max_concurrency=MAX_CONCURRENCY)
-            .remote(self.config, self.rollout_model_id, self.auxiliary_model_ids, self.runner_id)
-        )
+        return self._process.actor
+
+    async def run_with_retry(
+        self, task: TaskWrapper, repeat_times: int, *args: Any, **kwargs: Any
+    ) -> tuple[Status, bytes, int, float]:
+        """As upstream's. A task whose process died is run again in the next process: its seeds
+        are the same, and so are its runs."""
+        died = 0
+        while True:
+            self.runner = self._process.actor
+            try:
+                result = await super().run_with_retry(task, repeat_times, *args, **kwargs)
+                if result[0].ok or await _lives(self.runner):
+                    break
+            except RayActorError as error:
+                status = Status(0, repeat_times, metrics=[], message=str(error))
+                result = status, b"", self.runner_id, 0.0
+            died += 1
+            if died > self.retry_times:
+                break
+            self.logger.warning(
+                "the process that runs workflows died; task %s of batch %s runs again in a new one",
+                task.task.task_id,
+                task.batch_id,
+            )
+            await self._process.replace(self.runner)
+        if died:
+            result[0].metrics.append({PROCESS_DIED: float(died)})
+        return result
+
+    async def restart_runner(self) -> None:
+        """Upstream ends the process of a task that was given up. Ours has other tasks' runs too,
+        each with a time limit of its own, and ends only where it is dead or answers nothing."""
+        if not await _lives(self.runner):
+            await self._process.replace(self.runner)
+
+
+async def _lives(actor: Any) -> bool:
+    try:
+        await asyncio.wait_for(actor.__ray_ready__.remote(), SILENT_SECONDS)
+    except (RayActorError, TimeoutError):
+        return False
+    return True
 
 
 class SharedScheduler(Scheduler):
@@ -125,23 +202,18 @@ class SharedScheduler(Scheduler):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._first = asyncio.Lock()
+        self.process = RunnerProcess(config)
 
     async def _create_runner(self, runner_id: int) -> None:
-        async with self._first:
-            actor = next((runner.runner for runner in self.runners.values()), None)
-            auxiliary = self.config.explorer.auxiliary_models
-            slot = SharedRunner(
-                runner_id=runner_id,
-                rollout_model_id=0,
-                auxiliary_model_ids=[runner_id % model.engine_num for model in auxiliary],
-                config=self.config,
-                actor=actor,
-            )
-            if actor is None:
-                await slot.prepare()
-            self.runners[runner_id] = slot
-            self.idle_runners.add(runner_id)
+        await self.process.start()
+        self.runners[runner_id] = SharedRunner(
+            runner_id=runner_id,
+            rollout_model_id=0,
+            auxiliary_model_ids=[],
+            config=self.config,
+            process=self.process,
+        )
+        self.idle_runners.add(runner_id)
 
 
 class StampedPipeline(ExperiencePipeline):
