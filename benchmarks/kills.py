@@ -145,14 +145,13 @@ def _command(
         )
         victim = ""
         try:
-            process.wait(timeout=moment if moment is not None else options.limit)
-        except subprocess.TimeoutExpired:
-            if moment is None:
-                process.kill()
-                process.wait()
-                return 1, f"HUNG after {options.limit:.0f} s"
-            victim = _kill(process, options, draw)
+            if moment is not None and _still_runs(process, moment):
+                victim = _kill(process, options, draw)
             process.wait(timeout=options.limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return 1, f"{victim or 'nothing'} killed, HUNG for {options.limit:.0f} s"
     code = process.returncode
     when = "" if moment is None else f"{victim or 'nothing'} killed at {moment:.1f} s, "
     if code > 0:
@@ -161,6 +160,14 @@ def _command(
             return code, "had finished"
         return code, f"{when}exit {code}: {lines[-1] if lines else 'nothing was said'}"
     return code, f"{when}{'done' if code == 0 else 'gone'}"
+
+
+def _still_runs(process: subprocess.Popen[Any], seconds: float) -> bool:
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
 
 
 def _kill(process: subprocess.Popen[Any], options: argparse.Namespace, draw: random.Random) -> str:

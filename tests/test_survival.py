@@ -12,6 +12,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -350,3 +351,18 @@ def test_a_straggler_costs_only_itself(tmp_path: Path, tiny_model_dir: Path) -> 
     lines = map(json.loads, (run_dir(tmp_path) / "metrics.jsonl").read_text().splitlines())
     counts = [line["metrics"].get("rollout/failure/timed_out/sum", 0) for line in lines]
     assert sum(counts) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_workflow_that_ends_its_process_stops_the_run(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    ending = WORKFLOW.replace(
+        "    share = sum", "    import os\n\n    os._exit(3)\n    share = sum"
+    )
+    config = write_project(tmp_path, tiny_model_dir, workflow=ending)
+    words = [sys.executable, "-m", "aflow_tune.cli", str(config), *QUIET]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=1000)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "died 3 times in a row in step 1" in ran.stderr

@@ -47,7 +47,7 @@ from aflow_tune.engines.trinity.training.run_state import (
     is_evaluated,
     save_taskset_state,
 )
-from aflow_tune.errors import BudgetReached
+from aflow_tune.errors import BudgetReached, RunFailed
 
 MAX_CONCURRENCY = 1000
 """How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
@@ -117,6 +117,8 @@ class RunnerProcess:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.actor: Any = None
+        self.given_up = ""
+        """Why no other one is started any more."""
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
@@ -171,6 +173,11 @@ class SharedRunner(RunnerWrapper):
                 result = status, b"", self.runner_id, 0.0
             died += 1
             if died > self.retry_times:
+                self._process.given_up = (
+                    f"the process that runs workflows died {died} times in a row in step "
+                    f"{task.batch_id}: killed, out of memory, or ended by what a workflow calls "
+                    "(os._exit, a crash in C code); the run's log folder has what it printed"
+                )
                 break
             self.logger.warning(
                 "the process that runs workflows died; task %s of batch %s runs again in a new one",
@@ -214,6 +221,18 @@ class SharedScheduler(Scheduler):
             process=self.process,
         )
         self.idle_runners.add(runner_id)
+
+    async def drain_batch_payload_results(
+        self, batch_id: int | str
+    ) -> tuple[list[Status], list[bytes]]:
+        """As upstream's.
+
+        Raises:
+            RunFailed: workflows end their process again and again.
+        """
+        if self.process.given_up:
+            raise RunFailed(self.process.given_up)
+        return await super().drain_batch_payload_results(batch_id)
 
 
 class StampedPipeline(ExperiencePipeline):
