@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trinity.buffer.operators.experience_operator import ensure_v1_operator
 from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
@@ -149,6 +149,8 @@ class RunnerProcess:
 class SharedRunner(RunnerWrapper):
     """A scheduler slot; all slots share one process."""
 
+    runner: Any
+
     def __init__(self, *args: Any, process: RunnerProcess, **kwargs: Any) -> None:
         self._process = process
         super().__init__(*args, **kwargs)
@@ -163,12 +165,14 @@ class SharedRunner(RunnerWrapper):
         are the same, and so are its runs."""
         died = 0
         while True:
-            self.runner = self._process.actor
             try:
+                if died:
+                    await self._process.replace(self.runner)
+                self.runner = self._process.actor
                 result = await super().run_with_retry(task, repeat_times, *args, **kwargs)
                 if result[0].ok or await _lives(self.runner):
                     break
-            except RayActorError as error:
+            except RayError as error:
                 status = Status(0, repeat_times, metrics=[], message=str(error))
                 result = status, b"", self.runner_id, 0.0
             died += 1
@@ -184,7 +188,6 @@ class SharedRunner(RunnerWrapper):
                 task.task.task_id,
                 task.batch_id,
             )
-            await self._process.replace(self.runner)
         if died:
             result[0].metrics.append({PROCESS_DIED: float(died)})
         return result
