@@ -58,7 +58,7 @@ def run_split(
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from error
         except ray.exceptions.RayActorError as error:
-            raise RunFailed(f"a worker process died: {error}") from error
+            raise _died(error) from error
 
 
 class _Split:
@@ -148,4 +148,10 @@ def _cause(error: ray.exceptions.RayTaskError) -> Exception:
         cause = cause.cause
     if isinstance(cause, AflowTuneError) or disk_fault(cause) is not None:
         return cause
+    if isinstance(cause, ray.exceptions.RayActorError):
+        return _died(cause)
     return RunFailed(str(error))
+
+
+def _died(error: ray.exceptions.RayActorError) -> RunFailed:
+    return RunFailed(f"a worker process died: {error}")
