@@ -25,6 +25,13 @@ async def two_calls(task: Dict, model: TrinityChatModel) -> float:
     return share
 """
 
+HELD = "import asyncio\nfrom pathlib import Path\n" + WORKFLOW.replace(
+    '    with caller("first"):',
+    '    while Path(__file__).with_name("held").exists():\n'
+    "        await asyncio.sleep(0.05)\n"
+    '    with caller("first"):',
+)
+"""Does not go on while there is a file `held` beside it: a link, so while that is what it names."""
 CONFIG = """
 project: tests
 name: tiny

@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from sandbox_outside import alive
 
 SCRIPT = """
 import os, sys, time
@@ -39,16 +40,9 @@ def _process(pid: int) -> set[psutil.Process]:
 def _left(processes: set[psutil.Process], seconds: float) -> set[psutil.Process]:
     """Those of the processes that still run after at most `seconds`."""
     deadline = time.monotonic() + seconds
-    while (left := {each for each in processes if _runs(each)}) and time.monotonic() < deadline:
+    while (left := {each for each in processes if alive(each)}) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _listening(process: psutil.Process) -> list[str]:

@@ -15,18 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
-from project import WORKFLOW, run_dir, write_project
+from project import HELD, WORKFLOW, run_dir, write_project
 
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, RunFailed
 from aflow_tune.tuning import run_config, tune
-
-HELD = "import asyncio\nfrom pathlib import Path\n" + WORKFLOW.replace(
-    '    with caller("first"):',
-    '    while Path(__file__).with_name("held").exists():\n'
-    "        await asyncio.sleep(0.05)\n"
-    '    with caller("first"):',
-)
-"""Does not go on while there is a file `held` beside it: a link, so while that is what it names."""
 
 
 def _metrics(root: Path) -> dict[tuple[str, int], dict[str, float]]:

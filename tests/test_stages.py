@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 from data_project import pair, write_rows
-from project import WORKFLOW, write_project
-from test_run import HELD
+from project import HELD, WORKFLOW, write_project
 from trinity.common.config import Config
 
 from aflow_tune.cli import main

@@ -105,10 +105,10 @@ def _declared(distribution: str, installed: Installed) -> list[Line]:
 
 
 def _hollow(installed: Installed) -> list[Line]:
+    found = "has its metadata only: its modules are not there"
     return [
-        fault("versions", f"{name} has its metadata only: its modules are not there", cure)
+        fault("versions", f"{name} {found}", package_cure(module_of(name)))
         for name in hollow(installed)
-        for cure in [package_cure(module_of(name))]
     ]
 
 
