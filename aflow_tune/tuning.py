@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -340,7 +341,11 @@ def _signals(asked: threading.Event) -> Iterator[None]:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
-        print("\nstopping after the step under way; once more to stop at once", flush=True)
+        text = "\nstopping after the step under way; once more to stop at once"
+        try:
+            print(text, flush=True)
+        except RuntimeError:  # this thread is in the middle of a print: its buffer is taken
+            os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in previous:

@@ -79,11 +79,12 @@ def alive(child: subprocess.Popen[str]) -> bool:
 
 
 COUNTING = """
-log = open({path!r}, 'a', buffering=1)
+log = open({path!r}, 'ab', buffering=0)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-    signal.signal(number, lambda n, f: log.write(f'{{n}}\\n'))
+    signal.signal(number, lambda n, f: log.write(b'%d\\n' % n))
 """
-"""Writes down every signal instead of dying of it."""
+"""Writes down every signal instead of dying of it; unbuffered, since a handler that meets its
+own file's buffer in use raises."""
 
 ignoring_sigterm = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 

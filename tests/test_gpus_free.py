@@ -321,7 +321,7 @@ def test_who_changes_user_between_show_and_yes_is_left_alone(
 ) -> None:
     mine = children.start(
         f"signal.signal(signal.SIGUSR1, lambda n, f: (os.setresuid(*[{OTHER_UID}] * 3), "
-        "print('changed', flush=True)))"
+        r"os.write(1, b'changed\n')))"
     )
     machine([on_gpu(mine)])
 
