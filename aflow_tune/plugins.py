@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import sys
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.import_faults import import_fault
@@ -194,13 +195,26 @@ def _module_names(parent: str) -> list[str]:
 
 @contextlib.contextmanager
 def _importing(spec: str) -> Iterator[None]:
-    """Turn whatever the user's code raises into a refusal that shows their line."""
+    """Turn whatever the user's code raises into a refusal that shows their line.
+
+    `os._exit` raises too: it would end the command with a code that tells of success.
+    """
+    really_exit, process, under_way = os._exit, os.getpid(), True
+
+    def refused_exit(status: int) -> NoReturn:
+        if under_way and os.getpid() == process:  # not a child, nor later by `from os import _exit`
+            raise SystemExit(status)
+        really_exit(status)
+
+    os._exit = refused_exit
     try:
         yield
     except (KeyboardInterrupt, BadInput):
         raise
     except BaseException as error:
         raise BadInput(f"{spec} could not be imported.", [import_fault(spec, error)]) from error
+    finally:
+        os._exit, under_way = really_exit, False
 
 
 def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:

@@ -239,6 +239,7 @@ def test_each_error_says_what_to_write(tmp_path: Path, spec: str, found: str, cu
         ("import json.nothing\n", 1, "No module named 'json.nothing'", "`json` is there"),
         ("from json import dmps\n", 1, "cannot import name 'dmps' from 'json'", "json/__init__"),
         ("import sys\nsys.exit(3)\n", 2, "SystemExit: 3 at `sys.exit(3)`", '"__main__"'),
+        ("import os\nos._exit(0)\n", 2, "SystemExit: 0 at `os._exit(0)`", '"__main__"'),
         ("from .near import x\n", 1, "attempted relative import", ""),
         ("import json\njson.loads('{')\n", 2, "JSONDecodeError", ""),
         ("def f():\n    raise KeyError\nf()\n", 2, "KeyError at `raise KeyError`", ""),
@@ -273,6 +274,27 @@ def test_ctrl_c_is_not_swallowed(tmp_path: Path) -> None:
     write(tmp_path, flow="raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         resolve(f"{tmp_path}/flow.py:f")
+
+
+def test_os_exit_is_refused_only_while_its_own_process_imports(tmp_path: Path) -> None:
+    text = """
+        import os
+        from os import _exit
+
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        ENDED = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        def flow():
+            _exit(8)
+        """
+    (tmp_path / "flow.py").write_text(textwrap.dedent(text))
+    code = (
+        f"from aflow_tune.plugins import resolve\nflow = resolve({f'{tmp_path}/flow.py:flow'!r})\n"
+        "assert flow.__globals__['ENDED'] == 7\nflow()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 8
 
 
 def test_a_module_that_fails_is_not_called_missing(
