@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import sys
 import types
 import zipfile
@@ -137,6 +139,29 @@ def test_an_installed_package_is_used_without_pip(monkeypatch, tmp_path: Path) -
     gguf.write_bytes(b"weights")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     assert smollm2._installed_gguf() == gguf
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected", "found"),
+    [
+        ("num_hidden_layers", "weights for all", "9 missing, model.layers.2.input_layernorm"),
+        ("intermediate_size", "down_proj.weight of (64, 256)", "(64, 128); 6 of its weights"),
+        ("hidden_size", "embed_tokens.weight of (259, 128)", "(259, 64); 20 of its weights"),
+    ],
+)
+def test_weights_that_would_be_left_random_are_refused(
+    tiny_model_dir: Path, tmp_path: Path, setting: str, expected: str, found: str
+) -> None:
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    settings[setting] += 1 if setting == "num_hidden_layers" else settings[setting]
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(BadInput) as refused:
+        models.load_model(folder, torch.float32, CPU)
+    told = refused.value.faults[0]
+    assert told.where == f"{folder}/config.json"
+    assert expected in told.expected
+    assert found in told.found
 
 
 @pytest.mark.skipif(not models.is_cached("smollm2-135m"), reason="smollm2-135m is not cached")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aflow_tune.engines.local.cache import cache_dir
 from aflow_tune.engines.local.smollm2 import fetch_smollm2
@@ -67,6 +67,10 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
 
     Loads with one torch thread: a thread that ran one parallel operation keeps a pool of
     OpenMP workers for good, and pools that outnumber the cores slow each other down.
+
+    Raises:
+        BadInput: config.json asks for weights that the files lack or hold in another shape, which
+            would be left random.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -74,10 +78,32 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+        _refuse_random_weights(path, loaded)
         return model.to(torch.device(device)).eval()
     finally:
         torch.set_num_threads(threads)
+
+
+def _refuse_random_weights(path: Path, loaded: dict[str, Any]) -> None:
+    faults = []
+    cure = "use the config.json that the weights were saved with"
+    if missing := sorted(loaded["missing_keys"]):
+        found = f"{len(missing)} missing, {missing[0]} among them"
+        faults.append(Fault(f"{path}/config.json", "weights for all of the model", found, cure))
+    if differing := sorted(loaded["mismatched_keys"]):
+        name, saved, wanted = differing[0]
+        expected = f"{name} of {tuple(wanted)}"
+        found = f"{tuple(saved)}; {len(differing)} of its weights differ so"
+        faults.append(Fault(f"{path}/config.json", expected, found, cure))
+    if faults:
+        raise BadInput("The model's weights are not those that its config.json describes", faults)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
