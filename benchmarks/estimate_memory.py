@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.engines.local.models import resolve_model
 from aflow_tune.engines.trinity.preflight.calibration import tree_bytes
 
 ALLOWED = 0.2
@@ -99,6 +100,8 @@ def write_project(case: Case, root: Path, inline: bool) -> Path:
     model = case.model
     if model == "tiny":
         model = str(write_tiny_model(root / "tiny"))
+    else:
+        resolve_model(model)  # without its tokenizer an estimate knows only the limits
     (root / "flow.py").write_text(WORKFLOW.format(remarks=case.remarks))
     rows = [json.dumps({"question": f"What is {n} + {n + 1}?"}) for n in range(64)]
     (root / "train.jsonl").write_text("\n".join(rows) + "\n")

@@ -220,7 +220,10 @@ class _Stage:
         reason = can_rehearse(config)
         folders = {model.name: model.folder for model in (self.policy, *self.auxiliary)}
         if reason is None and None in folders.values():
-            reason = "a model's tokenizer is not on this machine"
+            reason = (
+                "a model's tokenizer is not on this machine; until it is, prompts count as long as "
+                "their limit (--prompt-tokens N: a nearer estimate)"
+            )
         if reason is None and workflow is not None:
             known = {name: folder for name, folder in folders.items() if folder is not None}
             found = rehearse(config, workflow, judge, known)
