@@ -92,10 +92,12 @@ def ray_nodes(hidden: Path, workers: int = 2) -> Iterator[Nodes]:
             # One after the other: two that start at once take the same names for sockets.
             _wait_for(_has_started(temp / f"node{number}.log"), processes, temp)
         _wait_for(_accepts(dashboard), processes, temp)
+        (temp / "own").mkdir()  # so that a command looks for no other Ray of this machine
+        path = f"{ROOT}:{ROOT / 'tests'}"
         yield Nodes(
             f"127.0.0.1:{port}",
             f"http://127.0.0.1:{dashboard}",
-            {**environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            {**environment, "PYTHONPATH": path, "RAY_TMPDIR": f"{temp}/own"},
             temp / "ray",
         )
     finally:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,15 @@ def reservations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
         "OPENAI_API_KEY": "not-a-key",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
     }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "allocating.py"), *map(str, RECIPES)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-    )
+    # In a folder of its own: it writes down there that it is the Ray of this machine.
+    with tempfile.TemporaryDirectory("", "aft-", "/tmp", ignore_cleanup_errors=True) as own:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tests" / "allocating.py"), *map(str, RECIPES)],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment | {"RAY_TMPDIR": own},
+        )
     assert done.returncode == 0, done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {item.pop("recipe"): item for item in found}
