@@ -72,6 +72,25 @@ CASES = (
     Case("smollm2, fp32, rank 64, long", "smollm2-135m", rank=64, response=96, remarks=12),
     Case("smollm2, fp32, 512 at once", "smollm2-135m", tasks=8, micro=512),
     Case("smollm2, bf16, full weights", "smollm2-135m", rank=None, dtype="bf16"),
+    Case("smollm2, fp32, full, long", "smollm2-135m", rank=None, response=96, remarks=12),
+    Case(
+        "smollm2, fp32, responses of 256",
+        "smollm2-135m",
+        tasks=2,
+        repeats=8,
+        response=256,
+        longest=1024,
+        remarks=20,
+    ),
+    Case(
+        "smollm2, bf16, 4,096 at once",
+        "smollm2-135m",
+        tasks=8,
+        repeats=16,
+        dtype="bf16",
+        response=64,
+        micro=4096,
+    ),
 )
 
 

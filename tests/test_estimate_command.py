@@ -99,6 +99,21 @@ def test_without_a_rehearsal_limits_are_bounds(capsys, project):
     assert found["quantities"]["calls of a run"]["value"] == 2  # seen in the source
 
 
+def test_answers_that_end_early_leave_room_for_another_task(capsys, project):
+    known = ("--prompt-tokens", 20, "--calls", 1, "model.max_response_tokens=100")
+    known += ("model.max_model_len=300",)
+    for limit, tokens in (
+        (1000, 2 * (20 + 4 * 99)),  # both tasks; a response's last token is not computed
+        (700, 2 * (20 + 4 * 74)),  # with answers of 75 tokens both, with longer ones one
+        (500, 2 * (20 + 4 * 49)),
+        (430, 20 + 4 * 99),  # never both
+    ):
+        bound = f"local.micro_batch_tokens={limit}"
+        found = run(capsys, project, "inline=true", *known, bound)["runs"][0]
+        (how,) = (p["note"] for p in found["needs"][0]["parts"] if p["name"] == "activations")
+        assert how == f"{tokens} tokens at once"
+
+
 def test_ray_adds_its_processes(capsys, project):
     split = run(capsys, project)["peak_bytes"]["memory"]
     inline = run(capsys, project, "--inline")["peak_bytes"]["memory"]

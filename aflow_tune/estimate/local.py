@@ -40,6 +40,9 @@ RAY = 2550 * _MB
 """Allowance: Ray's own processes and the workers of Trinity's split, without weights."""
 FRAGMENTATION = 1.15
 """Allowance: what malloc's arenas take for each byte that tensors below 32 MB hold at most."""
+SEVERAL = 1.1
+"""Allowance: that times more where a step has several micro-batches, of which none fits exactly
+into what the one before has left."""
 CUDA_CONTEXT = 600 * _MB
 """Allowance: CUDA's own memory in one process."""
 
@@ -66,7 +69,8 @@ class MicroBatch:
 
     tokens: nodes of the trie. queries, keys: rows of all attention blocks together, padding and
     repeated prefixes included. masks: mask elements of all blocks. scores: elements of the
-    largest block's scores for one head. scored: tokens whose log-probability counts.
+    largest block's scores for one head. scored: tokens whose log-probability counts. several: it
+    is one of several of a step.
     """
 
     tokens: int
@@ -75,6 +79,7 @@ class MicroBatch:
     masks: int
     scores: int
     scored: int
+    several: bool = False
 
 
 @dataclass(frozen=True)
@@ -292,7 +297,7 @@ def _forward(run: LocalRun, load: SamplerLoad) -> float:
 def _trainer(run: LocalRun, t: TrainerLoad) -> list[Part]:
     parts = trained_states(t)
     micro = t.micro
-    waste = _waste(run)
+    waste = _waste(run) * (SEVERAL if micro.several and run.device == "cpu" else 1.0)
     kept = micro_batch_bytes(t)
     parts.append(Part("activations", kept * waste, f"{micro.tokens} tokens at once"))
     working = micro.tokens * layer_working_set(t.shape, t.itemsize)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,9 @@ LIMITS = EngineLimits(
 )
 _ENOUGH = 4
 """Micro-batches' worth of samples that are packed to find the largest."""
+_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5)
+"""Of the response's length, at which a step is packed. Where answers end early another task may fit
+into a micro-batch, which then holds more than one that full answers leave half empty."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,8 @@ def local_run(
             )
     trainer = None
     if trains:
-        groups = _step(config, lengths, rehearsal) if rows is None else rows
-        trainer = _trainer_load(config, models.policy, dtype, groups)
+        steps = _steps(config, lengths, rehearsal) if rows is None else iter([rows])
+        trainer = _trainer_load(config, models.policy, dtype, steps)
     return LocalRun(
         tuple(samplers),
         trainer,
@@ -173,7 +177,7 @@ def _trainer_load(
     config: AflowConfig,
     model: NamedModel,
     dtype: torch.dtype,
-    groups: list[list[Sample]],
+    steps: Iterator[list[list[Sample]]],
 ) -> TrainerLoad:
     from aflow_tune.engines.trinity.training.algorithm import TrinityLoss
 
@@ -183,7 +187,7 @@ def _trainer_load(
         dtype.itemsize,
         model.stored_itemsize,
         lora_of(config),
-        micro_batch(config, groups, whole_groups=loss.per_group),
+        micro_batch(config, steps, whole_groups=loss.per_group),
         entropy=loss.needs_entropy,
         reference=_reads_reference(config, loss),
         exports=config.trainer.save_hf_checkpoint != "never",
@@ -206,11 +210,17 @@ def _reads_reference(config: AflowConfig, loss: TrinityLoss) -> bool:
     return not isinstance(penalty, DummyKLFn) and penalty.kl_coef != 0
 
 
-def _step(config: AflowConfig, lengths: Lengths, rehearsal: Rehearsal | None) -> list[list[Sample]]:
-    """The samples of a step by task: rehearsed ones, or some of the known lengths."""
-    if rehearsal is None:
-        return _groups(config, lengths)
-    return step_groups(config, rehearsal, whole(lengths.response))
+def _steps(
+    config: AflowConfig, lengths: Lengths, rehearsal: Rehearsal | None
+) -> Iterator[list[list[Sample]]]:
+    """The samples of a step by task, with shorter and shorter responses: rehearsed ones, or some
+    of the known lengths."""
+    full = whole(lengths.response)
+    for response in sorted({math.ceil(full * share) for share in _SHARES}, reverse=True):
+        if rehearsal is None:
+            yield _groups(config, lengths, response)
+        else:
+            yield step_groups(config, rehearsal, response)
 
 
 _known: dict[str, MicroBatch] = {}
@@ -218,14 +228,24 @@ _known: dict[str, MicroBatch] = {}
 
 
 def micro_batch(
-    config: AflowConfig, groups: list[list[Sample]], *, whole_groups: bool = False
+    config: AflowConfig, steps: Iterable[list[list[Sample]]], *, whole_groups: bool = False
 ) -> MicroBatch:
-    """The largest packed row of a step, found by packing its samples."""
+    """The largest packed row of what a step may be, found by packing its samples.
+
+    Args:
+        steps: samples by task, the longest first: one that goes into one micro-batch is the last
+            that is looked at.
+    """
     limit = config.local.micro_batch_tokens
-    key = _digest(groups, limit, whole_groups)
-    if key not in _known:
-        _known[key] = _largest(groups, limit, whole_groups)
-    return _known[key]
+    found = []
+    for groups in steps:
+        key = _digest(groups, limit, whole_groups)
+        if key not in _known:
+            _known[key] = _largest(groups, limit, whole_groups)
+        found.append(_known[key])
+        if not _known[key].several:
+            break
+    return max(found, key=lambda row: row.tokens)
 
 
 def _digest(groups: list[list[Sample]], limit: int, whole_groups: bool) -> str:
@@ -261,14 +281,15 @@ def _largest(groups: list[list[Sample]], limit: int, whole_groups: bool) -> Micr
         masks=sum(s * q * k for s, q, k in shapes),
         scores=max(s * q * k for s, q, k in shapes),
         scored=len(largest.scored_U),
+        several=len(rows) > 1,
     )
 
 
-def _groups(config: AflowConfig, lengths: Lengths) -> list[list[Sample]]:
-    """Samples of the known lengths: runs of a task share the prompt of their first call, later
+def _groups(config: AflowConfig, lengths: Lengths, response: int) -> list[list[Sample]]:
+    """Samples of the known prompts: runs of a task share the prompt of their first call, later
     calls of a run have prompts of their own."""
     draw = random.Random(0)
-    prompt, response = whole(lengths.prompt), whole(lengths.response)
+    prompt = whole(lengths.prompt)
     response = min(response, max(1, limits_of(config)[2] - prompt))
     trains_rows = config.mode == "train"
     calls = 1 if trains_rows else whole(lengths.calls)
