@@ -297,7 +297,7 @@ def _forward(run: LocalRun, load: SamplerLoad) -> float:
 def _trainer(run: LocalRun, t: TrainerLoad) -> list[Part]:
     parts = trained_states(t)
     micro = t.micro
-    waste = _waste(run) * (SEVERAL if micro.several and run.device == "cpu" else 1.0)
+    waste = _waste(run, several=micro.several)
     kept = micro_batch_bytes(t)
     parts.append(Part("activations", kept * waste, f"{micro.tokens} tokens at once"))
     working = micro.tokens * layer_working_set(t.shape, t.itemsize)
@@ -385,8 +385,10 @@ def _head(run: LocalRun, t: TrainerLoad) -> float:
     return float(logits + rows + head)
 
 
-def _waste(run: LocalRun) -> float:
-    return FRAGMENTATION if run.device == "cpu" else 1.0
+def _waste(run: LocalRun, *, several: bool = False) -> float:
+    if run.device != "cpu":
+        return 1.0
+    return FRAGMENTATION * (SEVERAL if several else 1.0)
 
 
 _OF_TRAINER = ("activations", "backward pass", "logits")

@@ -117,7 +117,7 @@ def local_run(
             )
     trainer = None
     if trains:
-        steps = _steps(config, lengths, rehearsal) if rows is None else iter([rows])
+        steps = _steps(config, lengths, rehearsal) if rows is None else [rows]
         trainer = _trainer_load(config, models.policy, dtype, steps)
     return LocalRun(
         tuple(samplers),
@@ -177,7 +177,7 @@ def _trainer_load(
     config: AflowConfig,
     model: NamedModel,
     dtype: torch.dtype,
-    steps: Iterator[list[list[Sample]]],
+    steps: Iterable[list[list[Sample]]],
 ) -> TrainerLoad:
     from aflow_tune.engines.trinity.training.algorithm import TrinityLoss
 
@@ -235,6 +235,7 @@ def micro_batch(
     Args:
         steps: samples by task, the longest first: one that goes into one micro-batch is the last
             that is looked at.
+        whole_groups: each task is a micro-batch, so that the longest samples make the largest.
     """
     limit = config.local.micro_batch_tokens
     found = []
@@ -243,7 +244,7 @@ def micro_batch(
         if key not in _known:
             _known[key] = _largest(groups, limit, whole_groups)
         found.append(_known[key])
-        if not _known[key].several:
+        if whole_groups or not _known[key].several:
             break
     return max(found, key=lambda row: row.tokens)
 
