@@ -60,6 +60,11 @@ def commands() -> list[str]:
     return found
 
 
+def runs(mark: str) -> bool:
+    """Whether a process of the machine that we may see has a text in its command line."""
+    return any(mark in command for command in commands())
+
+
 class Watcher:
     """Looks at something outside every hundredth of a second while a program runs."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sandbox_outside import WALLS, commands, eventually, need, open_folder, run
+from sandbox_outside import WALLS, eventually, need, open_folder, run, runs
 
 from aflow_tune.config import AflowSections
 from aflow_tune.errors import BadInput
@@ -164,12 +164,12 @@ def test_a_cancelled_call_has_killed_its_program(level: str) -> None:
 
     async def main() -> bool:
         task = asyncio.ensure_future(run_program(program, policy=level, limits=AMPLE))
-        while not any(mark in command for command in commands()):
+        while not runs(mark):
             await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return any(mark in command for command in commands())
+        return runs(mark)
 
     assert asyncio.run(main()) is False
 
@@ -181,9 +181,8 @@ def test_a_loop_that_is_busy_delays_no_limit(level: str) -> None:
     async def main() -> bool:
         task = asyncio.ensure_future(run_program(program, policy=level, limits=Limits(seconds=5)))
         await asyncio.sleep(0)
-        ended = eventually(lambda: any(mark in c for c in commands())) and eventually(
-            lambda: not any(mark in c for c in commands())
-        )  # without ever awaiting
+        # without ever awaiting
+        ended = eventually(lambda: runs(mark)) and eventually(lambda: not runs(mark))
         assert (await task).ending is Ending.TIMED_OUT
         return ended
 

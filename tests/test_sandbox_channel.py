@@ -9,7 +9,7 @@ import secrets
 from typing import Any
 
 import pytest
-from sandbox_outside import WALLS, commands, eventually, need
+from sandbox_outside import WALLS, eventually, need, runs
 
 from aflow_tune.sandbox import Ending, Limits, ProgramEnded, SandboxUnavailable, open_channel
 from aflow_tune.sandbox._inside import TOLD
@@ -172,15 +172,12 @@ import time
 time.sleep(600)
 """
 
-    def runs() -> bool:
-        return any(mark in command for command in commands())
-
     async def main() -> bool:
         async with open_channel(program, policy=level, limits=AMPLE) as channel:
             assert await channel.receive() == "there"
             # While a process is being replaced by another program it has no command line.
-            assert await asyncio.to_thread(eventually, runs)
-        return runs()
+            assert await asyncio.to_thread(eventually, lambda: runs(mark))
+        return runs(mark)
 
     assert asyncio.run(main()) is False
 
