@@ -20,7 +20,7 @@ import pytest
 from aflow_tune.engines.trinity.checks.validators import prepare
 from aflow_tune.engines.trinity.running.cluster import our_actors
 from aflow_tune.engines.trinity.settings.config import AflowConfig, load_config
-from aflow_tune.engines.trinity.training.unpadding import UnpaddingTrainer
+from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
 
 # isort: split
 from trinity.common.models.allocator import Allocator
@@ -57,7 +57,7 @@ def test_trinitys_launcher_makes_our_trainer_for_the_length_of_a_run(tmp_path: P
     config, stock = one_gpu_config(tmp_path), trainer.Trainer
     config.mode = "both"
     with our_actors(config):
-        assert trainer.Trainer is UnpaddingTrainer
+        assert trainer.Trainer is VerlTrainer
     assert trainer.Trainer is stock
 
 

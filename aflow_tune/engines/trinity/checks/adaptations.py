@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trinity.common.config import OperatorConfig
 from trinity.common.constants import SyncMethod, SyncStyle
 
+from aflow_tune.engines.local.models import BUNDLED, is_cached, resolve_model
 from aflow_tune.engines.trinity.checks.refusals import ADAPTER
 from aflow_tune.engines.trinity.checks.refusals_together import MONITOR
 from aflow_tune.engines.trinity.settings.tasksets import settle_paths, total_steps, user_tasksets
@@ -123,16 +124,26 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
         reasons[interval] = "would never be reached in this run"
 
 
-def adapt_cluster(config: AflowConfig, reasons: dict[str, str]) -> None:
-    """Settings of Trinity's vLLM and verl that only have one value that works."""
+def adapt_cluster(config: AflowConfig, reasons: dict[str, str], *, fetch: bool) -> None:
+    """Settings of Trinity's vLLM and verl that only have one value that works.
+
+    Args:
+        fetch: a model with a name of ours may be fetched now, if this machine has it not.
+    """
     if config.model.tinker.enable:
         return
+    for model in (config.model, *config.explorer.auxiliary_models):
+        if model.model_path in BUNDLED and (fetch or is_cached(model.model_path)):
+            model.model_path = str(resolve_model(model.model_path))
+            reasons["model.model_path"] = "the folder of this model, which vLLM and verl load"
     synchronizer, trainer = config.synchronizer, config.trainer
     if config.model.lora_configs is not None and synchronizer.sync_method != SyncMethod.CHECKPOINT:
         # Trinity would set `memory` in colocate mode: then no adapter is written, and vLLM, which
         # reads it from the checkpoint, finds none.
         synchronizer.sync_method = SyncMethod.CHECKPOINT
         reasons["synchronizer.sync_method"] = "vLLM reads the adapter from the checkpoint"
+    for lora in config.model.lora_configs or []:
+        lora.name = lora.name or "adapter"  # vLLM asks for one; Trinity sends it None
     if not trainer.use_remove_padding:
         overrides = trainer.trainer_config if isinstance(trainer.trainer_config, dict) else {}
         trainer.trainer_config = _attending_without_flash_attn(overrides)

@@ -20,6 +20,7 @@ from trinity.common.constants import SyncMethod
 
 from aflow_tune.engines.trinity.checks.adaptations import adapt, adapt_cluster, adapt_local
 from aflow_tune.engines.trinity.checks.refusals import refusals
+from aflow_tune.engines.trinity.settings import cpu_set
 from aflow_tune.engines.trinity.settings.changes import (
     Change,
     differences,
@@ -89,7 +90,8 @@ class ModeKeepingValidator(upstream.RayClusterConfigValidator):
             import torch
 
             cluster.node_num = cluster.node_num or 1
-            cluster.gpu_per_node = cluster.gpu_per_node or torch.cuda.device_count()
+            here = cpu_set.logical_gpus(config) if cpu_set.in_use() else torch.cuda.device_count()
+            cluster.gpu_per_node = cluster.gpu_per_node or here
             if (cluster.node_num, cluster.gpu_per_node) == (1, 1):
                 config.mode = "colocate"
         else:
@@ -178,7 +180,7 @@ def prepare(
     if config.engine == "local":
         adapt_local(config, reasons)
     else:
-        adapt_cluster(config, reasons)
+        adapt_cluster(config, reasons, fetch=not dry)
     with _mode_of_trinity(config):
         for validator in _validators(config, dry):
             run_validator(validator, config)

@@ -28,7 +28,11 @@ OBJECT_STORE_BYTES = 256 * 2**20
 
 @contextlib.contextmanager
 def local_ray(
-    namespace: str, env_vars: dict[str, str], hook: str | None = None, for_gpus: bool = False
+    namespace: str,
+    env_vars: dict[str, str],
+    hook: str | None = None,
+    for_gpus: bool = False,
+    logical_gpus: int | None = None,
 ) -> Iterator[None]:
     """Start a local Ray for the block, whatever `RAY_ADDRESS` says, and stop it after.
 
@@ -37,12 +41,16 @@ def local_ray(
         env_vars: environment of the workers. Ray logs it: never a place for secrets.
         hook: dotted name of a function that every worker calls first.
         for_gpus: leave the object store's size to Ray, which goes by the machine's memory.
+        logical_gpus: how many GPUs Ray counts; None for those that it finds.
     """
     runtime_env: dict[str, Any] = {"env_vars": env_vars}
     if hook is not None:
         runtime_env["worker_process_setup_hook"] = hook
     # More than there are on a small machine: Ray counts processors, and does not bind to them.
     sizes = {"num_cpus": max(8, os.cpu_count() or 1)}
+    if logical_gpus is not None:
+        sizes["num_gpus"] = logical_gpus
+        sizes["num_cpus"] += 4 * logical_gpus  # verl reserves three beside each of its GPUs
     if not for_gpus:
         sizes["object_store_memory"] = OBJECT_STORE_BYTES
     # A process of the session that outlives the command is recognised by this variable,

@@ -15,6 +15,7 @@ from aflow_tune.engines.trinity.launching import worker_setup
 from aflow_tune.engines.trinity.launching.attached_ray import attached_ray
 from aflow_tune.engines.trinity.launching.local_ray import local_ray
 from aflow_tune.engines.trinity.launching.ship import trace_run
+from aflow_tune.engines.trinity.settings import cpu_set
 from aflow_tune.engines.trinity.settings.config import AflowConfig
 from aflow_tune.engines.trinity.settings.find_ray import find_ray
 from aflow_tune.errors import BadInput, Fault
@@ -53,7 +54,8 @@ def ray_for_run(
         manifest.write_text(json.dumps(manifest_of(code)), encoding="utf-8")
         own = {**config.runtime_env.env_vars, **env_vars, arrival.VARIABLE: str(manifest)}
         for_gpus = config.engine == "trinity"
-        with local_ray(config.ray_namespace, own, hook=worker_setup.HOOK, for_gpus=for_gpus):
+        logical = cpu_set.logical_gpus(config) if for_gpus and cpu_set.in_use() else None
+        with local_ray(config.ray_namespace, own, worker_setup.HOOK, for_gpus, logical):
             yield
 
 

@@ -119,9 +119,10 @@ class Examination:
         found = self._settings()
         if found is None:
             return check_gpus()
+        from aflow_tune.engines.trinity.settings import cpu_set
         from aflow_tune.engines.trinity.settings.devices import missing_devices
 
-        elsewhere = found.remote or _joins_ray(found.config)
+        elsewhere = found.remote or _joins_ray(found.config) or cpu_set.in_use()
         lines = check_gpus(needed=found.on_trinity and not elsewhere)
         for obstacle in missing_devices(found.config):
             text = f"{obstacle.where}: {obstacle.found} (expected: {obstacle.expected})"

@@ -31,17 +31,17 @@ from trinity.common.config import AlgorithmConfig, Config, InferenceModelConfig
 from trinity.common.constants import RunningStatus
 from trinity.common.models.allocator import Allocator
 from trinity.common.models.model import ModelWrapper
-from trinity.explorer.explorer import Explorer
 from trinity.explorer.rollout_coordinator import RolloutCoordinator
 from trinity.explorer.scheduler import RunnerWrapper, Scheduler, TaskWrapper
 from trinity.explorer.workflow_runner import Status, WorkflowRunner
 
+from aflow_tune.engines.trinity.rollout.checked_explorer import CheckedExplorer
 from aflow_tune.engines.trinity.rollout.operators import StepStamp
 from aflow_tune.engines.trinity.rollout.recording import load_agentscope
 from aflow_tune.engines.trinity.rollout.rollout_model import LocalRolloutModel
 from aflow_tune.engines.trinity.settings.accounting import stop_at_limit
 from aflow_tune.engines.trinity.settings.mixes import quick_tasksets
-from aflow_tune.engines.trinity.settings.sampler_settings import sampling_speed
+from aflow_tune.engines.trinity.settings.sampler_settings import computes_in_16_bits, sampling_speed
 from aflow_tune.engines.trinity.training.run_state import (
     forget_evaluation,
     is_evaluated,
@@ -280,17 +280,16 @@ class _Held:
         self.lines.append((data, step))
 
 
-class LocalExplorer(Explorer):
+class LocalExplorer(CheckedExplorer):
     """Explores on the local engine; see the module's docstring for what differs."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        super().__init__(config, computes_in_16_bits(config))
         self.model_allocator = LocalAllocator(config.explorer)
         self._stop_requested = False
         self._last_evaluated = -1
         self.explore_start_time: float | None = None
         self.monitor: Any
-        self.model_version: int = -1
 
     def request_stop(self) -> None:
         """Finish the step under way, then end `explore()`."""
@@ -417,6 +416,7 @@ class LocalExplorer(Explorer):
                 ]
             )
             self.model_version = version
+            await self._check_sync()
 
     async def shutdown(self) -> None:
         if self.rollout_coordinator is not None:

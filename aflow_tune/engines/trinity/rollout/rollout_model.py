@@ -105,6 +105,10 @@ class LocalRolloutModel(BaseInferenceModel):
         values = await asyncio.to_thread(self.host.sampler.token_logprobs, token_ids, scale)
         return torch.tensor(values, dtype=torch.float32)
 
+    async def served_logprobs(self, tokens: list[int], temperature: float) -> list[float]:
+        """Log-probabilities of tokens 1..T-1, by the sampler behind the server."""
+        return await asyncio.to_thread(self.host.sampler.token_logprobs, tokens, temperature)
+
     def sampler_stats(self) -> dict[str, float]:
         """Totals of the sampler since its start."""
         return self.host.sampler.stats()

@@ -50,8 +50,8 @@ def run_cluster(
 
 @contextlib.contextmanager
 def our_actors(config: AflowConfig) -> Iterator[None]:
-    """For the length of the block Trinity's launcher makes our trainer, and our explorer where
-    both share one GPU. Ray must be joined.
+    """For the length of the block Trinity's launcher makes our explorer and trainer. Ray must be
+    joined.
 
     Raises:
         RunFailed: the cluster has no room for a run on one GPU.
@@ -59,14 +59,15 @@ def our_actors(config: AflowConfig) -> Iterator[None]:
     from trinity.explorer import explorer
     from trinity.trainer import trainer
 
+    from aflow_tune.engines.trinity.rollout.vllm_explorer import VllmExplorer
     from aflow_tune.engines.trinity.running.one_gpu import MODE, OneGpuExplorer, share_the_gpu
-    from aflow_tune.engines.trinity.training.unpadding import UnpaddingTrainer
+    from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
 
     explorer_class, trainer_class = explorer.Explorer, trainer.Trainer
+    explorer.Explorer, trainer.Trainer = VllmExplorer, VerlTrainer
     if config.mode == MODE:
         share_the_gpu(config)
         explorer.Explorer = OneGpuExplorer
-    trainer.Trainer = UnpaddingTrainer
     try:
         yield
     finally:

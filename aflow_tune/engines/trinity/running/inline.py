@@ -26,8 +26,9 @@ from trinity.utils.metrics import aggregate_metrics
 
 from aflow_tune.engines.trinity.rollout.inline_rollouts import InlineRollouts, make_monitor
 from aflow_tune.engines.trinity.settings.config import AflowConfig
-from aflow_tune.engines.trinity.settings.sampler_settings import sampling_speed
+from aflow_tune.engines.trinity.settings.sampler_settings import computes_in_16_bits, sampling_speed
 from aflow_tune.engines.trinity.training.run_state import save_taskset_state
+from aflow_tune.engines.trinity.training.sync_check import MISMATCH, SyncCheck
 from aflow_tune.engines.trinity.training.train_engine import LocalTrainEngine
 from aflow_tune.errors import BudgetReached
 
@@ -92,6 +93,7 @@ class InlineLoop(ABC):
         self.rollouts = InlineRollouts(config, phase, logger) if rolls_out else None
         self.monitors: dict[str, Any] = {}
         self._evaluated = -1
+        self._check = SyncCheck(computes_in_16_bits(config))
 
     async def run(self) -> int:
         """Train; returns the step reached. Raises what a step raised."""
@@ -119,8 +121,10 @@ class InlineLoop(ABC):
     async def _loop(self) -> None:
         engine, rollouts = self.engine, self.rollouts
         step = engine.train_step_num
-        if rollouts is not None and step:
-            await rollouts.sync(engine)
+        if rollouts is not None:
+            if step:
+                await rollouts.sync(engine)
+            await self._check_sync()
         self._evaluated = step if rollouts is None or rollouts.is_evaluated(step) else -1
         if rollouts is not None and rollouts.is_due(step):
             await self._evaluate(step)
@@ -159,6 +163,7 @@ class InlineLoop(ABC):
             started = time.time()
             await self.rollouts.sync(self.engine)
             metrics["time/sync_weight"] = time.time() - started
+            metrics[MISMATCH] = await self._check_sync()
         step = self.engine.train_step_num
         # Before the checkpoint: a resumed run does not do the step again, and cannot log it.
         self.monitors[self.config.trainer.name].log(metrics, step)
@@ -166,6 +171,15 @@ class InlineLoop(ABC):
         if interval > 0 and step % interval == 0:
             await self.engine.save_checkpoint()
         return step
+
+    async def _check_sync(self) -> float:
+        """How far the sampler is from the trainer's weights; raises as `SyncCheck.compare`."""
+        assert self.rollouts is not None
+        tokens, trainer = await self.engine.probe()
+        sampler = await asyncio.to_thread(
+            self.rollouts.sampler.token_logprobs, tokens, self.config.model.temperature
+        )
+        return self._check.compare(self.engine.train_step_num, sampler, trainer)
 
     async def _evaluate(self, step: int) -> None:
         """Evaluate the current weights, unless that was done already."""

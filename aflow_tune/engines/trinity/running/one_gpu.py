@@ -30,8 +30,8 @@ import ray
 from trinity.common.config import Config, InferenceModelConfig
 from trinity.common.models.allocator import Allocator, BundleResult
 from trinity.common.models.model import ModelWrapper
-from trinity.explorer.explorer import Explorer
 
+from aflow_tune.engines.trinity.rollout.vllm_explorer import VllmExplorer
 from aflow_tune.errors import RunFailed
 
 MODE = "colocate"
@@ -64,8 +64,8 @@ class OneGpuAllocator(Allocator):
         return await super().create_engine(shared, role, engine_id)
 
 
-class OneGpuExplorer(Explorer):
-    """Trinity's, with `OneGpuAllocator`."""
+class OneGpuExplorer(VllmExplorer):
+    """With `OneGpuAllocator`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

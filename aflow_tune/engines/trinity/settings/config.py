@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity.common.config import Config
 
 from aflow_tune.config import AflowSections, KeyPositions, canonical, display
+from aflow_tune.engines.trinity.settings import cpu_set
 from aflow_tune.engines.trinity.settings.agentscope_args import apply_agentscope_args
 from aflow_tune.engines.trinity.settings.changes import base_of
 from aflow_tune.engines.trinity.settings.stages import StageSection, check_stages, merge_stages
@@ -99,7 +100,9 @@ class AflowConfig(Config, AflowSections):
         """Trinity's environment for workers, without keys: Ray logs it and shows it."""
         external = self.model.external_model
         held = {external.api_key_env, external.base_url_env} if external.enable else set()
-        return {name: text for name, text in super().get_envs().items() if name not in held}
+        envs = {name: text for name, text in super().get_envs().items() if name not in held}
+        on_cpu = self.engine == "trinity" and cpu_set.in_use()
+        return {**cpu_set.ENVIRONMENT, **envs} if on_cpu else envs
 
     def flatten(self) -> dict[str, Any]:
         """Every setting by its dotted key path; enum members as their values."""

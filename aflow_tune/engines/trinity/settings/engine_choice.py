@@ -11,6 +11,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from aflow_tune.engines.trinity import vllm_stub
+from aflow_tune.engines.trinity.settings import cpu_set
 from aflow_tune.engines.trinity.settings.find_ray import find_ray
 from aflow_tune.errors import BadInput, Fault
 
@@ -44,7 +45,8 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
             if config.inline:
                 cure += " and set inline: false"
             raise _refused(config, "trinity", "; ".join(missing), cure)
-        return "trinity", "as configured"
+        where = " on processors, without a GPU" if cpu_set.in_use() else ""
+        return "trinity", f"as configured{where}"
     if missing:
         return "local", "; ".join(missing)
     return "trinity", "CUDA, vLLM and verl are there"
@@ -63,7 +65,7 @@ def _missing(config: AflowConfig) -> list[str]:
     import torch
 
     missing = []
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not (config.engine == "trinity" and cpu_set.in_use()):
         missing.append("no CUDA device")
     if not vllm_stub.installed():
         missing.append("vLLM is not installed")

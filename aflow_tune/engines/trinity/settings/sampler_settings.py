@@ -32,6 +32,17 @@ def give_engine_settings(config: AflowConfig) -> None:
     config.explorer.rollout_model.extra_engine_args = engine
 
 
+def computes_in_16_bits(config: AflowConfig) -> bool:
+    """Whether sampler and trainer of the local engine compute in bf16 or fp16."""
+    import torch
+
+    from aflow_tune.engines.local.models import pick_device, pick_dtype
+
+    local = config.local
+    chosen = pick_dtype(local.dtype, pick_device(local.device))
+    return not config.deterministic and chosen != torch.float32
+
+
 def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Tokens drawn per second of the sampler's work between two readings of its totals."""
     seconds = after["busy_seconds"] - before["busy_seconds"]

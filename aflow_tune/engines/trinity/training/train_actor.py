@@ -14,6 +14,7 @@ from trinity.trainer import trainer as trinity_trainer
 from trinity.trainer.trainer import Trainer
 
 from aflow_tune.engines.trinity.settings.config import AflowConfig
+from aflow_tune.engines.trinity.training.sync_check import publish
 
 
 class LocalTrainActor(Trainer):
@@ -31,6 +32,19 @@ class LocalTrainActor(Trainer):
         finally:
             trinity_trainer.get_trainer_wrapper = original
         self._stop_requested = False
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        await self._publish()
+
+    async def train_step(self, exps: list[Experience]) -> dict[str, float]:
+        metrics: dict[str, float] = await super().train_step(exps)
+        await self._publish()
+        return metrics
+
+    async def _publish(self) -> None:
+        """Say what the weights of this step score the text of the sync check."""
+        publish(self.config.ray_namespace, self.train_step_num, *await self.engine.probe())
 
     def request_stop(self) -> None:
         """Finish the step under way, save, and end `train()`."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +16,18 @@ from trinity.common.experience import Experience
 from trinity.trainer.trainer import TrainEngineWrapper
 
 from aflow_tune.engines.local.lora_spec import LoraSpec
-from aflow_tune.engines.local.models import pick_device, pick_dtype, resolve_model
+from aflow_tune.engines.local.models import (
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    resolve_model,
+)
+from aflow_tune.engines.local.packing import Sample
 from aflow_tune.engines.local.schedule import Schedule
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
 from aflow_tune.engines.trinity.settings.config import AflowConfig
 from aflow_tune.engines.trinity.training.algorithm import TrainStep
+from aflow_tune.engines.trinity.training.sync_check import probe_tokens
 from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint
 from aflow_tune.runs.keep import kept_in_run
 
@@ -54,6 +62,19 @@ class LocalTrainEngine(TrainEngineWrapper):
 
     async def train_step(self, batch_exps: list[Experience]) -> dict[str, float]:
         return await self._run(lambda: self.train(batch_exps))
+
+    async def probe(self) -> tuple[list[int], list[float]]:
+        """The fixed text of the sync check, and the log-probabilities of its tokens 1..T-1."""
+        sample = Sample(
+            torch.tensor(self._tokens), 1, torch.ones(len(self._tokens) - 1, dtype=torch.bool)
+        )
+        scores = await self._run(lambda: self.trainer.logprobs([sample]))
+        return self._tokens, scores[0].tolist()
+
+    @cached_property
+    def _tokens(self) -> list[int]:
+        tokenizer = load_tokenizer(resolve_model(self.config.model.model_path))
+        return probe_tokens(tokenizer, self.config.model.max_model_len)
 
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from verl.utils import attention_utils
 
 from aflow_tune.engines.trinity.settings.engine_choice import removes_padding
-from aflow_tune.engines.trinity.training.unpadding import provide_unpadding
+from aflow_tune.engines.trinity.training.verl_trainer import provide_unpadding
 
 # isort: split
 from trinity.trainer.verl.monkey_patch import left_right_2_no_padding

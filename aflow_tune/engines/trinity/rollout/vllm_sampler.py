@@ -1,0 +1,105 @@
+"""Trinity's sampler actor on vLLM, with what 0.6.0 leaves out.
+
+- **The adapter reaches the rollouts.** Trinity loads a trained adapter into vLLM's engine and
+  passes it to its own calls, but the OpenAI server, which workflows call, is started without it: a
+  request by the model's name gets the base model for ever. `VllmSampler` gives such a request the
+  adapter of the newest version, and none while the version is 0, the base model.
+- **No cache of older adapters.** vLLM knows cached prefixes by the adapter's name, which stays.
+- **Ranks that vLLM has no kernels for** are rounded up to the next it has.
+- **A fixed text can be scored** for the sync check, by the server, as a workflow would ask it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, get_args
+
+import httpx
+from trinity.common.config import InferenceModelConfig
+from trinity.common.constants import SyncMethod
+from trinity.common.models.vllm_model import vLLMRolloutModel
+
+from aflow_tune.errors import RunFailed
+
+_SERVER_SECONDS = 300.0
+_POLL_SECONDS = 0.5
+
+
+class VllmSampler(vLLMRolloutModel):
+    """Trinity's vLLM actor; see the module's docstring for what it adds."""
+
+    def __init__(self, config: InferenceModelConfig) -> None:
+        if config.enable_lora:
+            from vllm.config.lora import MaxLoRARanks
+
+            wanted = config.lora_kwargs["max_lora_rank"]
+            ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= wanted]
+            config.lora_kwargs["max_lora_rank"] = min(ranks)
+        super().__init__(config)
+
+    async def run_api_server(self) -> bool:
+        engine = self.async_llm
+        if self.enable_lora:
+            self.async_llm = _WithNewestAdapter(engine, self)
+        try:
+            started: bool = await super().run_api_server()
+            return started
+        finally:
+            self.async_llm = engine
+
+    async def sync_model_weights(
+        self, model_version: int, method: SyncMethod, timeout: float = 1200
+    ) -> int:
+        version: int = await super().sync_model_weights(model_version, method, timeout)
+        if self.enable_lora:
+            await self.async_llm.reset_prefix_cache(reset_running_requests=True)
+        return version
+
+    async def served_logprobs(self, tokens: list[int], temperature: float) -> list[float]:
+        """Log-probabilities of tokens 1..T-1, as the OpenAI server gives them.
+
+        Raises:
+            RunFailed: the server does not answer, or refuses.
+        """
+        body = {
+            "model": self.config.model_path,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": temperature,
+            "prompt_logprobs": 0,
+        }
+        url = f"{self.get_api_server_url()}/v1/completions"
+        deadline = time.monotonic() + _SERVER_SECONDS
+        async with httpx.AsyncClient(timeout=_SERVER_SECONDS, trust_env=False) as client:
+            while True:
+                try:
+                    answer = await client.post(url, json=body)
+                    answer.raise_for_status()
+                    break
+                except httpx.ConnectError as error:  # Trinity starts it without waiting for it
+                    if self.async_llm.errored or time.monotonic() > deadline:
+                        raise RunFailed(
+                            f"vLLM does not answer at {url}: see {self.config.ray_actor_name} in "
+                            "the run's log folder, and Ray's logs of its process"
+                        ) from error
+                    await asyncio.sleep(_POLL_SECONDS)
+                except httpx.HTTPError as error:
+                    raise RunFailed(f"the sampler's server at {url} failed: {error}") from error
+        scores = answer.json()["choices"][0]["prompt_logprobs"][1:]
+        return [next(iter(score.values()))["logprob"] for score in scores]
+
+
+class _WithNewestAdapter:
+    """vLLM's engine as its OpenAI server sees it: a request without an adapter gets the newest."""
+
+    def __init__(self, engine: Any, sampler: VllmSampler) -> None:
+        self._engine, self._sampler = engine, sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("lora_request") is None and self._sampler.model_version:
+            kwargs["lora_request"] = self._sampler.get_lora_request()
+        return self._engine.generate(*args, **kwargs)

@@ -1,0 +1,134 @@
+"""Whether the sampler has the trainer's weights: one fixed text, scored by both after each sync.
+
+A sync that does nothing goes unnoticed otherwise: rollouts keep coming, from the base model, and
+the loss corrects for them as for a policy that is a little old. So the trainer scores a fixed text
+after every step, the sampler after every sync, by the way that workflows take to it, and both must
+agree. `MISMATCH` is the mean absolute difference of the log-probabilities of the text's tokens.
+
+What counts as rounding is measured: before the first step both have the same weights, and what
+they differ by then is what their kernels and number formats differ by.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
+from aflow_tune.errors import RunFailed
+from aflow_tune.report.quantities import MISMATCH
+
+__all__ = ["MISMATCH", "SyncCheck", "probe_tokens", "publish", "published"]
+
+MOST_TOKENS = 48
+CHECKED_UPDATES = 3
+"""Once the sampler has followed so many updates, the mismatch is only recorded."""
+
+_TEXT = (
+    "The workflow asks the model twice: first for a draft, then for a check of it. "
+    "What is 17 + 25? <answer>42</answer> def add(a, b): return a + b"
+)
+_TABLE = b"aflow-tune-sync"
+_POLL_SECONDS = 0.1
+
+
+def probe_tokens(tokenizer: Any, max_model_len: int) -> list[int]:
+    """The fixed text in tokens of `tokenizer`, at most `MOST_TOKENS` and with room to answer."""
+    ids: list[int] = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
+    return ids[: min(MOST_TOKENS, max_model_len - 1)]
+
+
+class SyncCheck:
+    """Compares sampler and trainer of one run, version by version.
+
+    Args:
+        sixteen_bit: whether either of them computes in bf16 or fp16 (or less).
+    """
+
+    def __init__(self, sixteen_bit: bool) -> None:
+        self.floor = 5e-3 if sixteen_bit else 1e-5
+        """A difference that is always rounding."""
+        self.limit = 0.5 if sixteen_bit else 0.05
+        """A difference that never is, not even between different kernels."""
+        self.followed = 0
+        self._first: tuple[Sequence[float], Sequence[float], float] | None = None
+        self._last: Sequence[float] = ()
+
+    def compare(self, version: int, sampler: Sequence[float], trainer: Sequence[float]) -> float:
+        """The mismatch of `version`, of which both say the text's log-probabilities (T - 1 each).
+
+        Raises:
+            RunFailed: the sampler did not change though the trainer did, or they disagree beyond
+                rounding, within the first updates of this run.
+        """
+        mismatch = _distance(sampler, trainer)
+        if self._first is None:
+            self._first, self._last = (sampler, trainer, mismatch), trainer
+            if not mismatch <= self.limit:
+                raise _disagreeing(version, mismatch, self.limit, "the same weights")
+            return mismatch
+        first_sampler, first_trainer, at_first = self._first
+        rounding = max(at_first, self.floor)
+        if self.followed < CHECKED_UPDATES:
+            moved = _distance(trainer, first_trainer)
+            if list(sampler) == list(first_sampler) and moved > 3 * rounding:
+                raise RunFailed(
+                    f"the sampler does not have the trainer's weights: at version {version} it "
+                    "gives a fixed text exactly the log-probabilities that it gave at first, while "
+                    f"the trainer's have moved by {moved:.3g} in the mean ({rounding:.3g} is "
+                    f"rounding). Rollouts would go on coming from the old weights. {_WHAT_TO_DO}"
+                )
+            if not mismatch <= max(4 * at_first, 10 * self.floor):
+                raise _disagreeing(version, mismatch, rounding, "what should be the same weights")
+        self.followed += _distance(trainer, self._last) > 3 * rounding
+        self._last = trainer
+        return mismatch
+
+
+_WHAT_TO_DO = (
+    "Look for errors of the weight sync in the run's log folder, try another "
+    "synchronizer.sync_method, and compare the versions of vllm, verl and peft with the set of the "
+    "README (`aflow-tune doctor`)."
+)
+
+
+def _disagreeing(version: int, mismatch: float, rounding: float, weights: str) -> RunFailed:
+    return RunFailed(
+        f"sampler and trainer disagree: with {weights} (version {version}) the log-probabilities "
+        f"of a fixed text differ by {mismatch:.3g} in the mean, where {rounding:.3g} is rounding. "
+        f"The gradient would be that of another policy. {_WHAT_TO_DO}"
+    )
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Mean absolute difference; infinite where the two are not of one text."""
+    if len(one) != len(other) or not one:
+        return float("inf")
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def publish(namespace: str, version: int, tokens: list[int], logprobs: list[float]) -> None:
+    """From the trainer's actor: what `version` says of the text, for the explorer's."""
+    content = json.dumps({"tokens": tokens, "logprobs": logprobs})
+    _internal_kv_put(_key(namespace, version), content.encode(), namespace=_TABLE)
+
+
+def published(namespace: str, version: int, timeout: float) -> tuple[list[int], list[float]] | None:
+    """What the trainer's actor has published of `version`, taken; None if nothing within
+    `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    key = _key(namespace, version)
+    while not (content := _internal_kv_get(key, namespace=_TABLE)):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_SECONDS)
+    _internal_kv_del(key, namespace=_TABLE)
+    found = json.loads(content)
+    return found["tokens"], found["logprobs"]
+
+
+def _key(namespace: str, version: int) -> bytes:
+    return f"{namespace}/{version}".encode()
