@@ -2,6 +2,8 @@
 
 - **Its samplers are `VllmSampler`s**, whose rollouts come from the trained adapter.
 - **An error ends the run.** Upstream logs it, stops exploring, and leaves the trainer waiting.
+- **An evaluation belongs to the weights of its step**: it follows the sync, where upstream's comes
+  before it, and the last step is always evaluated.
 - **The sync check** of `CheckedExplorer`.
 """
 
@@ -27,19 +29,26 @@ class VllmExplorer(CheckedExplorer):
         super().__init__(config, _computes_in_16_bits(config))
 
     async def explore(self) -> str:
-        """As upstream's; raises what a step raised."""
+        """Roll out, sync, evaluate, until the tasks are used up. Raises what a step raised."""
         while await self.explore_step():
-            if self.need_eval():
-                await self.eval()
             if await self.need_sync():
                 await self.sync_weight()
+            if self.need_eval():
+                await self.finish_current_steps()
+                await self.eval()
+                await self._finish_eval_step(step=self.explore_step_num)
         name: str = self.config.explorer.name
         return name
 
+    def need_eval(self) -> bool:
+        last: bool = self.explore_step_num == self.config.trainer.total_steps
+        return last or super().need_eval()
+
 
 def _computes_in_16_bits(config: Config) -> bool:
-    """Whether sampler or trainer do; verl's autocast does, unless told otherwise."""
-    if config.explorer.rollout_model.dtype != "float32":
+    """Whether sampler or trainer do. verl's autocast does unless told otherwise, and it sends full
+    weights in bf16 whatever it is told."""
+    if config.explorer.rollout_model.dtype != "float32" or config.model.lora_configs is None:
         return True
     settings: Any = config.trainer.trainer_config or {}
     settings = settings.get("actor_rollout_ref") or settings

@@ -29,6 +29,8 @@ _POLL_SECONDS = 0.5
 class VllmSampler(vLLMRolloutModel):
     """Trinity's vLLM actor; see the module's docstring for what it adds."""
 
+    async_llm: Any
+
     def __init__(self, config: InferenceModelConfig) -> None:
         if config.enable_lora:
             from vllm.config.lora import MaxLoRARanks

@@ -81,7 +81,7 @@ class SyncCheck:
                     f"the trainer's have moved by {moved:.3g} in the mean ({rounding:.3g} is "
                     f"rounding). Rollouts would go on coming from the old weights. {_WHAT_TO_DO}"
                 )
-            if not mismatch <= max(4 * at_first, 10 * self.floor):
+            if not mismatch <= max(4 * at_first, 20 * self.floor):
                 raise _disagreeing(version, mismatch, rounding, "what should be the same weights")
         self.followed += _distance(trainer, self._last) > 3 * rounding
         self._last = trainer
