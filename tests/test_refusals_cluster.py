@@ -101,3 +101,10 @@ def test_the_local_engine_quantises_nothing(asked: str) -> None:
     assert "plain" in fault.expected
     assert fault.found in ("quantization: fp8", "load_in_4bit: True")
     assert not validate(ROOT / "configs" / "quickstart.yaml", ["engine=local"]).faults
+
+
+def test_a_rank_that_vllm_has_no_room_for_is_refused() -> None:
+    """It would end the run when the sampler starts."""
+    (fault,) = check("model.lora_configs=[{lora_rank: 513}]").faults
+    assert "lora_rank" in fault.where
+    assert not check("model.lora_configs=[{lora_rank: 512}]").faults

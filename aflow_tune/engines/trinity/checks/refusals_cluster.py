@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TRAINING = ("both", "train", "colocate")
 BF16_BASE = "trainer.trainer_config: {actor: {fsdp_config: {model_dtype: bfloat16}}}"
+MAX_RANK = 512
 _SAMPLER = "explorer.rollout_model.extra_engine_args"
 _QUANTISING = ("quantization", "load_in_4bit", "load_in_8bit", "bnb_")
 _AWARE_TRAINING = "qat"
@@ -32,6 +33,7 @@ def check_cluster(config: AflowConfig) -> Findings:
     found = Findings()
     found.faults += _one_gpu(config)
     found.faults += _trainer(config)
+    found.faults += _adapter(config)
     found.add(_sampler(config))
     return found
 
@@ -58,6 +60,15 @@ def _trainer(config: AflowConfig) -> Iterable[Fault]:
             f"{key.rpartition('.')[2]}: {value}",
             f"remove it; {BF16_BASE} takes half the memory of the default",
         )
+
+
+def _adapter(config: AflowConfig) -> Iterable[Fault]:
+    for number, lora in enumerate(config.model.lora_configs or []):
+        if not 0 < lora.lora_rank <= MAX_RANK:
+            key = f"model.lora_configs.{number}.lora_rank"
+            expected = f"1 to {MAX_RANK}: vLLM has no kernels for more"
+            where = config.positions.where(key)
+            yield Fault(where, expected, str(lora.lora_rank), "lora_rank: 64, or full weights")
 
 
 def _sampler(config: AflowConfig) -> Findings:
