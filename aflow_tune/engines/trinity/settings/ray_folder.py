@@ -20,7 +20,7 @@ from pathlib import Path
 
 from aflow_tune.errors import BadInput, Fault
 
-_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/dash_UsageStatsHead"
+_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/dash_TaskEventsHead"
 """The longest of those that Ray opens below its RAY_TMPDIR."""
 _PATH_BYTES = 107
 _PLAIN = re.compile(r"[\w/.,+=@~-]+", re.ASCII)
@@ -39,7 +39,7 @@ def ray_base() -> tuple[Path, str]:
     """
     name, told = _told()
     base = Path(os.path.abspath(Path(told).expanduser()))
-    own = f"aflow-tune-{os.getuid()}"
+    own = f"ray-{os.getuid()}"
     closed = not os.path.exists(base) or open_to_others(base) is None
     chosen = base if closed else base / own
     if len(os.fsencode(chosen)) + len(_SOCKET) > _PATH_BYTES:
@@ -94,16 +94,12 @@ def open_to_others(folder: str | Path) -> str | None:
     its place. What is below it does not matter.
     """
     folder = Path(os.path.abspath(folder))
-    return _way_in(folder) or _way_in(folder.resolve())
-
-
-def _way_in(folder: Path) -> str | None:
     for path in (*reversed(folder.parents), folder):
         found = os.lstat(path)
         if found.st_uid not in _trusted():
             return f"{path} belongs to another user"
         if stat.S_ISLNK(found.st_mode):
-            continue
+            return open_to_others(path.parent / os.readlink(path) / folder.relative_to(path))
         if not found.st_mode & 0o011:
             return None
         if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
