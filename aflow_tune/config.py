@@ -242,6 +242,8 @@ class RuntimeEnvSection:
     exclude: list[str] = field(default_factory=list)
     """Files and folders that stay although they lie in a folder that travels: from here, such as
     data/raw, or by name wherever they lie, such as *.ckpt."""
+    trust_users: bool = False
+    """Use a Ray that is there even if other users of its machines could change the run's code."""
 
 
 @dataclass

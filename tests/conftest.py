@@ -40,6 +40,15 @@ def no_ray_of_this_machine() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short folder that everybody may use, as /tmp is; Ray is told to use it."""
+    with tempfile.TemporaryDirectory("", "aft-", "/tmp", ignore_cleanup_errors=True) as name:
+        os.chmod(name, 0o1777)
+        monkeypatch.setenv("RAY_TMPDIR", name)
+        yield Path(name)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
     """Commands of the tests heed Ctrl-C, also where a shell started the tests in the background."""

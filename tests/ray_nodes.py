@@ -36,11 +36,13 @@ class Nodes:
     environment: dict[str, str]
     temp: Path
     """Where Ray keeps its sessions: logs among them."""
+    elsewhere: Path
+    """That of the last node, which has it under a path that is nothing on this machine."""
 
     def files_with(self, text: str) -> list[str]:
         """Files of Ray's that hold a text."""
         found = []
-        for path in self.temp.rglob("*"):
+        for path in (*self.temp.rglob("*"), *self.elsewhere.rglob("*")):
             with contextlib.suppress(OSError):
                 if path.is_file() and not path.is_symlink() and text.encode() in path.read_bytes():
                     found.append(str(path))
@@ -72,6 +74,11 @@ def ray_nodes(hidden: Path, workers: int = 2) -> Iterator[Nodes]:
     head += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     head += ["--include-dashboard=true", f"--ray-client-server-port={next(ports)}"]
     joined = [f"--address=127.0.0.1:{port}", "--num-cpus=4"]
+    other = Path(tempfile.mkdtemp(prefix="aft-", dir="/tmp"))
+    other.chmod(0o755)
+    disk, mounted = other / "disk", other / "there"
+    for folder in (disk, mounted):
+        folder.mkdir(mode=0o700)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(workers + 1):
@@ -79,6 +86,9 @@ def ray_nodes(hidden: Path, workers: int = 2) -> Iterator[Nodes]:
             own += [f"--dashboard-agent-listen-port={next(ports)}"]
             own += ["--object-store-memory=100000000", "--block", "--disable-usage-stats"]
             wall = ["bwrap", "--dev-bind", "/", "/", "--tmpfs", str(hidden), "--chdir", "/"]
+            if number == workers:
+                wall += ["--dev-bind", str(disk), str(mounted)]
+                own += [f"--temp-dir={mounted}/ray"]
             with (temp / f"node{number}.log").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
@@ -99,6 +109,7 @@ def ray_nodes(hidden: Path, workers: int = 2) -> Iterator[Nodes]:
             f"http://127.0.0.1:{dashboard}",
             {**environment, "PYTHONPATH": path, "RAY_TMPDIR": f"{temp}/own"},
             temp / "ray",
+            disk,
         )
     finally:
         for process in reversed(processes):
@@ -108,7 +119,8 @@ def ray_nodes(hidden: Path, workers: int = 2) -> Iterator[Nodes]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             _end_children(environment["RAY_AUTH_TOKEN_PATH"])
-        shutil.rmtree(temp, ignore_errors=True)
+        for folder in (temp, other):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_children(token: str) -> None:

@@ -100,6 +100,19 @@ def test_none_is_running() -> None:
     assert cure.startswith("aflow-tune cluster up")
 
 
+@pytest.mark.parametrize(
+    ("trusts", "states"), [(False, ["ok", "fault", "ok"]), (True, ["ok", "ok"])]
+)
+def test_a_node_that_other_users_can_enter(trusts: bool, states: list[str]) -> None:
+    opened = {
+        **_cluster(_node()),
+        "open": [["node 10.0.0.2: /tmp/ray", "others may enter", "close"]],
+    }
+    lines = _told(opened, Wanted(trust_users=trusts))
+    assert [state for state, _, _ in lines] == states
+    assert [cure for state, _, cure in lines if state == "fault"] == ["close"] * (not trusts)
+
+
 def test_a_sound_cluster() -> None:
     first, second = _told(_cluster(_node()))
     assert first[1] == (

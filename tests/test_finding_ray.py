@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,8 @@ from aflow_tune.engines.trinity.settings.find_ray import (
     uses_ray,
 )
 from aflow_tune.engines.trinity.settings.fingerprint import fingerprint_of
-from aflow_tune.errors import BadInput, RunFailed
+from aflow_tune.engines.trinity.settings.ray_folder import make_ray_base
+from aflow_tune.errors import BadInput, Fault, RunFailed
 from aflow_tune.shipping import arrival
 from aflow_tune.shipping.tracing import Trace
 
@@ -45,12 +48,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine on which no Ray was started; returns the file that would name one."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    (tmp_path / "ray").mkdir()
-    return tmp_path / "ray" / "ray_current_cluster"
+    with tempfile.TemporaryDirectory("", "aft-", "/tmp") as folder:  # short, as sockets want it
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        Path(folder, "ray").mkdir()
+        yield Path(folder, "ray", "ray_current_cluster")
 
 
 def test_an_address_wins_then_the_environment_then_what_runs_here(
@@ -93,6 +97,35 @@ def test_what_is_no_address_is_refused_with_what_to_write(
     (fault,) = refused.value.faults
     assert fault.where == f"command line: cluster.ray_address={address}"
     assert word in fault.cure
+
+
+def test_what_runs_here_is_found_in_rays_own_folder_and_in_that_of_cluster_up(
+    no_ray: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = no_ray.parents[1]
+    shared.chmod(0o1777)
+    ours = make_ray_base() / "ray"
+    ours.mkdir()
+    with gcs() as (here, _):
+        for folder in (no_ray.parent, ours):
+            assert running_here() is None
+            (folder / no_ray.name).write_text(here)
+            assert running_here() == here
+            (folder / no_ray.name).unlink()
+
+
+def test_a_run_whose_own_ray_cannot_start_here_is_refused_before(
+    no_ray: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault("ulimit -u", "400", "7", "more")
+    monkeypatch.setattr(finding, "check_process_room", lambda: iter([fault]))
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/no")
+    own = load_config(None, ["engine=local"])
+    assert [told.where for told in check_address(own)] == ["RAY_TMPDIR=/proc/no", "ulimit -u"]
+    assert list(check_address(load_config(None, ["engine=local", "inline=true"]))) == []
+    with gcs() as (here, _):
+        joined = load_config(None, ["engine=local", f"cluster.ray_address={here}"])
+        assert list(check_address(joined)) == []
 
 
 def test_a_token_that_is_missing_is_told_apart() -> None:
@@ -287,7 +320,7 @@ def test_a_cluster_that_was_not_started_here_is_not_ended(
         assert "which something else started" in refused.value.faults[0].found
         with pytest.raises(BadInput, match="runs on this machine already"):
             machines.up_here()
-    assert os.listdir(tmp_path / "ray") == ["ray_current_cluster"]
+    assert os.listdir(no_ray.parent) == ["ray_current_cluster"]
 
 
 def test_what_runs_here_is_used_only_if_it_is_a_ray_of_ones_own(

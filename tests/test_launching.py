@@ -159,3 +159,22 @@ def test_what_nodes_lack_is_refused_before_anything_runs(
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert "RAY_AUTH_TOKEN" in ran.stderr
     assert "0" * 32 not in ran.stderr
+
+
+@pytest.mark.slow
+def test_nodes_that_other_users_can_enter_are_refused_before_code_is_sent(
+    nodes: Nodes, project: Path, folders: tuple[Path, Path]
+) -> None:
+    for closed, address in ((nodes.temp.parent, "127.0.0.2"), (nodes.elsewhere, "127.0.0.3")):
+        closed.chmod(0o755)
+        ran = _aflow_tune(project.name, nodes=nodes, cwd=folders[0], RAY_ADDRESS=nodes.address)
+        # What is refused then comes after.
+        further = ("runtime_env.trust_users=true", f"checkpoint_root_dir={folders[0]}/runs")
+        trusting = _aflow_tune(
+            project.name, *further, nodes=nodes, cwd=folders[0], RAY_ADDRESS=nodes.address
+        )
+        closed.chmod(0o700)
+        assert "a folder that every node sees" in trusting.stderr, trusting.stderr
+        assert ran.returncode == 2, ran.stdout + ran.stderr
+        assert f"node {address}: " in ran.stderr
+        assert "runtime_env.trust_users=true" in ran.stderr

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from sandbox_outside import alive
+
+from aflow_tune.engines.trinity.settings.ray_folder import open_to_others
 
 SCRIPT = """
 import os, sys, time
@@ -23,7 +26,8 @@ with local_ray("test/space", {"GIVEN": "1"}):
         def environment(self):
             return os.environ.get("GIVEN"), os.getpid()
     actor = Actor.remote()
-    print(*ray.get(actor.environment.remote()), os.environ["AFLOW_TUNE_RAY_SESSION"], flush=True)
+    folder = ray._private.worker.global_worker.node.get_temp_dir_path()
+    print(*ray.get(actor.environment.remote()), folder, flush=True)
     if sys.argv[1] == "wait":
         time.sleep(120)
 """
@@ -56,7 +60,9 @@ def _listening(process: psutil.Process) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, None])
-def test_no_ray_process_is_left_behind(ending: signal.Signals | None) -> None:
+def test_a_ray_of_ours_is_closed_to_others_and_leaves_no_process_behind(
+    ending: signal.Signals | None, shared: Path
+) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, "wait" if ending else "end"],
         stdout=subprocess.PIPE,
@@ -64,8 +70,10 @@ def test_no_ray_process_is_left_behind(ending: signal.Signals | None) -> None:
         env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
     )
     assert process.stdout is not None
-    given, actor, _ = process.stdout.readline().split()
+    given, actor, folder = process.stdout.readline().split()
     assert given == "1"
+    assert Path(folder).is_relative_to(shared)
+    assert open_to_others(folder) is None
     processes = _process(int(actor))
     if ending is not None:
         # The watchdog notes the session's processes once a second, and later on a busy machine.

@@ -34,9 +34,8 @@ def configured(*overrides: str) -> AflowConfig:
     return load_config(None, overrides)
 
 
-def test_which_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_which_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # no Ray was started here
     assert cluster_for(configured()) is None
     named = "cluster.ray_address=10.0.0.1:6379"
     found = FoundRay("10.0.0.1:6379", f"command line: {named}")

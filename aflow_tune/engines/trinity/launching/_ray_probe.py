@@ -7,7 +7,8 @@ JSON object to the file descriptor FD; `ending` in it says how it went:
 
 - `none`: no cluster was named and none is running here
 - `unreachable`, `refused`: with `reason`
-- `connected`: with `resources`, `available` and `nodes`
+- `connected`: with `resources`, `available`, `nodes`, and as `open` the nodes of this machine whose
+  folders other users can change, each with place, reason and cure
 
 Which Ray runs here, and whether a token is sent, is decided as for a run (`find_ray.py`). What runs
 on the nodes is sent by value (it stands in `__main__`), so that nodes need Ray alone.
@@ -48,11 +49,13 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {"address": address}
     import ray
 
+    from aflow_tune.engines.trinity.launching.open_sessions import open_here
     from aflow_tune.engines.trinity.settings.find_ray import FoundRay, greet
     from aflow_tune.errors import BadInput
 
     try:
         greet(FoundRay(address, "probed"))
+        known["open"] = [(told.where, told.found, told.cure) for told in open_here(address)[0]]
         ray.init(
             address=address,
             namespace="aflow-tune-doctor",

@@ -21,6 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from aflow_tune.engines.trinity.launching import keys, worker_setup
+from aflow_tune.engines.trinity.launching.open_sessions import refuse_open_sessions
 from aflow_tune.engines.trinity.launching.ship import (
     NAME_IT,
     READ_INSIDE,
@@ -61,12 +62,15 @@ def attached_ray(
         env_vars: plain environment of the workers. Ray logs it: never a place for keys.
 
     Raises:
-        BadInput: it cannot be joined, the code cannot travel, or nodes lack something.
+        BadInput: it cannot be joined, the code cannot travel or could be changed by other users
+            of a node, or nodes lack something.
     """
     if code.faults:
         raise BadInput("The code of this run cannot travel to the workers.", code.faults)
     refuse_secrets(content, keys.secrets_of(config, code), "the functions", READ_INSIDE)
     greet(found)
+    if not config.runtime_env.trust_users:
+        refuse_open_sessions(found)
     names = keys.names_of_keys(config, code)
     with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder, handlers_kept():
         runtime_env = runtime_env_of(config, code, Path(folder), env_vars, bool(names))

@@ -24,6 +24,7 @@ import aiohttp
 import requests
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from aflow_tune.engines.trinity.launching.open_sessions import refuse_open_server
 from aflow_tune.engines.trinity.launching.sealed import seal
 from aflow_tune.engines.trinity.launching.submission import prepare_submission
 from aflow_tune.engines.trinity.launching.submitted import (
@@ -90,13 +91,18 @@ class Jobs:
         """Check a configuration as far as this machine can, send it, and hand over its keys.
 
         Raises:
-            BadInput: the configuration, its code or its data were refused; nothing was sent.
+            BadInput: the configuration, its code or its data were refused, or other users of this
+                machine, if the cluster is here, could change them; nothing was sent.
             RunFailed: the cluster did not take the job, or it ended before it asked for its keys.
         """
         with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
             run = prepare_submission(config_path, overrides, Path(folder))
             for warning in run.warnings:
                 say(f"warning: {warning}")
+            if not run.config.runtime_env.trust_users:
+                answer = self.client._do_request("GET", "/nodes?view=summary")
+                told = answer.json() if answer.ok else {}
+                refuse_open_server((told.get("data") or {}).get("summary") or [])
             # With `pip` the job's own environment is active, and `python` is its interpreter.
             own = run.config.runtime_env.pip
             python = "python" if own else f'"${{{PYTHON_VARIABLE}:-python}}"'

@@ -21,6 +21,8 @@ import ray
 from ray._private import ray_constants
 
 from aflow_tune.engines.trinity.launching._watchdog import end_session
+from aflow_tune.engines.trinity.settings.ray_folder import make_ray_base
+from aflow_tune.errors import RunFailed
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Weights of a laptop-size model and a step's experiences fit several times."""
@@ -42,7 +44,12 @@ def local_ray(
         hook: dotted name of a function that every worker calls first.
         for_gpus: leave the object store's size to Ray, which goes by the machine's memory.
         logical_gpus: how many GPUs Ray counts; None for those that it finds.
+
+    Raises:
+        BadInput: there is no folder for its files that other users cannot change.
+        RunFailed: it did not come up.
     """
+    base = make_ray_base()
     runtime_env: dict[str, Any] = {"env_vars": env_vars}
     if hook is not None:
         runtime_env["worker_process_setup_hook"] = hook
@@ -69,15 +76,19 @@ def local_ray(
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with _watchdog(marker):
         try:
-            ray.init(
-                address="local",
-                **sizes,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                namespace=namespace,
-                runtime_env=runtime_env,
-            )
+            try:
+                ray.init(
+                    address="local",
+                    **sizes,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    namespace=namespace,
+                    runtime_env=runtime_env,
+                    _temp_dir=str(base / "ray"),
+                )
+            except Exception as error:  # Ray raises whatever it met, and plain Exception
+                raise did_not_start(str(error) or type(error).__name__, base) from error
             for number, handler in handlers.items():  # ray.init replaces them
                 signal.signal(number, handler)
             yield
@@ -85,6 +96,19 @@ def local_ray(
             ray.shutdown()
             end_session(marker, spare=os.getpid())
             os.environ.pop("AFLOW_TUNE_RAY_SESSION", None)
+
+
+def did_not_start(told: str, base: Path) -> RunFailed:
+    """The error of a Ray with its files in `base`, of which all that it `told` is known."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    last, logs = (
+        lines[-1][:600] if lines else "it does not say why",
+        base / "ray/session_latest/logs",
+    )
+    return RunFailed(
+        f"Ray did not start: {last}\nIts logs are in {logs}; `aflow-tune doctor` looks at memory, "
+        "disk and limits. `--inline` runs without Ray."
+    )
 
 
 @contextlib.contextmanager

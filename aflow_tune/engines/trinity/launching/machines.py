@@ -24,8 +24,10 @@ import yaml
 
 from aflow_tune.engines.local.cache import cache_dir
 from aflow_tune.engines.trinity.launching._watchdog import alive, end_session, session_processes
+from aflow_tune.engines.trinity.launching.local_ray import did_not_start
 from aflow_tune.engines.trinity.launching.submitted import PYTHON_VARIABLE
-from aflow_tune.engines.trinity.settings.find_ray import running_here, use_token
+from aflow_tune.engines.trinity.settings import ray_folder
+from aflow_tune.engines.trinity.settings.find_ray import check_own, running_here, use_token
 from aflow_tune.errors import BadInput, Fault, RunFailed
 
 GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 6379, 8265, 52365
@@ -69,7 +71,7 @@ def up_here(options: Sequence[str] = ()) -> Machines:
         options: further arguments of `ray start`, such as --num-cpus=4.
 
     Raises:
-        BadInput: one runs already.
+        BadInput: one runs already, or the machine has no place or no room for its processes.
         RunFailed: it did not start.
     """
     running = running_here()
@@ -86,11 +88,16 @@ def up_here(options: Sequence[str] = ()) -> Machines:
                 )
             ],
         )
+    faults = list(check_own())
+    if faults:
+        raise BadInput("A Ray cannot be started here.", faults)
+    base, _ = ray_folder.ray_base()
     make_token()
     session = f"cluster-{os.getpid()}-{time.time_ns()}"
     environment = {
         **os.environ,
         _SESSION: session,
+        "RAY_TMPDIR": str(base),
         PYTHON_VARIABLE: sys.executable,
         # Off, the node's address is loopback, and Ray's servers listen there alone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -107,7 +114,8 @@ def up_here(options: Sequence[str] = ()) -> Machines:
     address = running_here()
     if started.returncode != 0 or address is None:
         end_session(session)
-        raise RunFailed(f"Ray did not start:\n{(started.stdout + started.stderr)[-3000:]}")
+        silent = "it started, but does not answer" if started.returncode == 0 else ""
+        raise did_not_start(silent or started.stderr or started.stdout, base)
     machines = Machines("here", address, f"http://127.0.0.1:{dashboard}", session)
     machines.keep()
     return machines
@@ -159,7 +167,9 @@ def hosts_yaml(
         raise BadInput("A host is named twice.", [Fault(found, "each host once", found, "once")])
     token = _token_file()
     path = _path(environment)
-    ray_start = f"{_prefix(environment)}RAY_USAGE_STATS_ENABLED=0 ray start"
+    # A worker would take the path of the head's folder, which may be another user's there.
+    folder = f"python -m {ray_folder.__name__}"
+    ray_start = f"{_prefix(environment)}RAY_USAGE_STATS_ENABLED=0 ray start --temp-dir=$({folder})"
     auth: dict[str, Any] = {"ssh_user": user}
     if key is not None:
         auth["ssh_private_key"] = key
@@ -170,7 +180,7 @@ def hosts_yaml(
         "min_workers": len(hosts) - 1,
         "max_workers": len(hosts) - 1,
         "file_mounts": {} if token is None else {_TOKEN: token},
-        "setup_commands": [f'{path}python -c "import aflow_tune"'],
+        "setup_commands": [f"{path}{folder}"],  # where aflow-tune or the folder is missing, it ends
         "head_start_ray_commands": [
             f"{path}ray stop",
             f"{ray_start} --head --port={GCS_PORT} --dashboard-host=127.0.0.1 "

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.doctor.clashes import WATCHED, hollow, installed_versions
-from aflow_tune.doctor.lines import Line, fault, note, ok, size
+from aflow_tune.doctor.lines import Line, fault, line_of, note, ok, size
 from aflow_tune.doctor.versions import clash_lines
+from aflow_tune.engines.trinity.settings.find_ray import check_own
 from aflow_tune.import_faults import package_cure
 
 SECONDS = 14.0
@@ -46,6 +47,7 @@ class Wanted:
 
     `cluster`: False, it starts its own; True, it wants a running one; None, that is not known.
     `folder`: where run folders go, if several nodes must see them.
+    `trust_users`: whether other users of the nodes may be able to change the run's code.
     """
 
     cluster: bool | None = None
@@ -53,6 +55,7 @@ class Wanted:
     folder: Path | None = None
     nodes: int = 0
     gpus_per_node: int = 0
+    trust_users: bool = False
 
 
 def check_ray(wanted: Wanted) -> list[Line]:
@@ -173,7 +176,8 @@ def _lines(
         if wanted.cluster:
             text = "the run wants a cluster, and none is running here"
             return [fault("ray", text, "aflow-tune cluster up  # or cluster.ray_address=HOST:6379")]
-        return [ok("ray", "no cluster is running here; a run starts its own")]
+        told = "no cluster is running here; a run starts its own"
+        return [line_of("ray", problem) for problem in check_own()] or [ok("ray", told)]
     if ending != "connected":
         text = f"{answer.get('address') or address}: {reason}"
         if ending == "refused":
@@ -190,8 +194,13 @@ def _lines(
     return [
         _resources(answer),
         *_enough(wanted, answer),
+        *(fault("ray", f"{where}: {found}", cure) for where, found, cure in _open(wanted, answer)),
         *(line for node in answer["nodes"] for line in _node(node, folder, nonce)),
     ]
+
+
+def _open(wanted: Wanted, answer: Mapping[str, Any]) -> list[list[str]]:
+    return [] if wanted.trust_users else answer.get("open", [])
 
 
 def _resources(answer: Mapping[str, Any]) -> Line:

@@ -18,6 +18,7 @@ from aflow_tune.engines.trinity.launching.ship import trace_run
 from aflow_tune.engines.trinity.settings import cpu_set
 from aflow_tune.engines.trinity.settings.config import AflowConfig
 from aflow_tune.engines.trinity.settings.find_ray import find_ray
+from aflow_tune.engines.trinity.settings.ray_folder import ray_base
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.shipping import arrival
 from aflow_tune.shipping.bundle import manifest_of
@@ -48,7 +49,8 @@ def ray_for_run(
         with attached_ray(found, config, code, content, env_vars):
             yield
         return
-    phase("starting Ray")
+    base, moved = ray_base()
+    phase(f"starting Ray{f', with its files in {base}: {moved}' if moved else ''}")
     with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
         manifest = Path(folder) / arrival.MANIFEST
         manifest.write_text(json.dumps(manifest_of(code)), encoding="utf-8")

@@ -45,6 +45,7 @@ _BUNDLED_BYTES = 7e8
 _AREAS = (
     ("keys", re.compile(r"\bmodels\.\w+\.(api_key_env|headers_env)")),
     ("model", re.compile(r"\bmodel\.model_path|auxiliary_models\[\d+\]\.model_path")),
+    ("ray", re.compile(r"^(RAY_|TMPDIR|/tmp$|ulimit|\S*/pids\.max$)")),
     ("data", re.compile(r"explorer_input|experience_buffer|\.(jsonl?|csv|parquet)(:\d+)?$")),
 )
 """What a fault is about, by where it is; anything else is told of the configuration."""
@@ -155,7 +156,7 @@ class Examination:
         except BadInput as error:
             return [line_of("ray", problem) for problem in error.faults]
         if joined is None:
-            return [ok("ray", "not looked at: the run starts its own")]
+            return _faults(found, "ray") or [ok("ray", "not looked at: the run starts its own")]
         cluster = found.config.cluster
         wanted = ray_check.Wanted(
             cluster=True if found.on_trinity else None,  # the local engine needs no GPU there
@@ -163,6 +164,7 @@ class Examination:
             folder=found.run_folders,
             nodes=cluster.node_num,
             gpus_per_node=cluster.gpu_per_node,
+            trust_users=found.config.runtime_env.trust_users,
         )
         return ray_check.check_ray(wanted)
 

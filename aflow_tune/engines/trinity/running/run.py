@@ -94,7 +94,7 @@ class Run:
         self.engine = choose_engine(self.config)
         unreachable = list(check_address(self.config, self.engine[0]))
         if unreachable:
-            raise BadInput("There is no such Ray.", unreachable)
+            raise BadInput("There is no Ray for this run.", unreachable)
         self.changes = prepare(self.config, workflow_func=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
         data = check_data(self.config, self.workflow_func, self.judge_func)

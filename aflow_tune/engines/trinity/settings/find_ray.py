@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from aflow_tune.engines.trinity.settings.process_room import check_process_room
+from aflow_tune.engines.trinity.settings.ray_folder import make_ray_base, ray_folders
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
@@ -78,12 +80,23 @@ def uses_ray(config: AflowConfig, engine: str | None = None) -> bool:
 
 
 def check_address(config: AflowConfig, engine: str | None = None) -> Iterator[Fault]:
-    """What is wrong with the address of the Ray that a run would join. `engine`: see `uses_ray`."""
+    """What is wrong with the address of the Ray that a run would join, or what keeps one of its own
+    from starting here. `engine`: see `uses_ray`."""
     if uses_ray(config, engine):
         try:
-            find_ray(config)
+            if find_ray(config) is None:
+                yield from check_own()
         except BadInput as error:
             yield from error.faults
+
+
+def check_own() -> Iterator[Fault]:
+    """What keeps a Ray of our own from starting here."""
+    try:
+        make_ray_base()
+    except BadInput as error:
+        yield from error.faults
+    yield from check_process_room()
 
 
 def _look(config: AflowConfig) -> FoundRay | None:
@@ -121,10 +134,16 @@ def running_here() -> str | None:
     Those that other commands started for themselves alone are not among them, nor what another
     user started: whoever runs code there could read what a run hands over.
     """
-    from ray._private.utils import read_ray_address
+    from ray._private.utils import get_ray_address_file, read_ray_address
 
-    address: str | None = read_ray_address()
-    return address if address and _is_mine() and answers(address) else None
+    for folder in ray_folders():
+        address: str | None = None
+        with contextlib.suppress(OSError):  # another user's, which may not be looked at
+            if os.stat(get_ray_address_file(folder)).st_uid == os.getuid():
+                address = read_ray_address(folder)
+        if address and answers(address):
+            return address
+    return None
 
 
 def use_token() -> bool:
@@ -225,16 +244,6 @@ def _check(address: str, where: str) -> None:
         "This is no address of a Ray that a run can join.",
         [Fault(where, "HOST:PORT of a Ray head node, `auto` or `local`", found, cure)],
     )
-
-
-def _is_mine() -> bool:
-    """Whether this user wrote the file that names the Ray of this machine."""
-    from ray._private.utils import get_ray_address_file
-
-    try:
-        return os.stat(get_ray_address_file(None)).st_uid == os.getuid()
-    except OSError:
-        return False
 
 
 def answers(address: str) -> bool:
