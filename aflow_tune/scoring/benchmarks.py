@@ -21,7 +21,7 @@ from typing import Any
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.sandbox.types import Limits
 from aflow_tune.scoring import gym, mathematics, numbers, qa, rows
-from aflow_tune.scoring.code import check_code
+from aflow_tune.scoring.code import check_code, check_together
 from aflow_tune.scoring.programs import (
     NoProgram,
     helpers_of,
@@ -36,6 +36,8 @@ Scorer = Callable[[str, Row], Score]
 """From an answer and its row to a score; may raise, which counts as unscored."""
 CODE_LIMITS = Limits(seconds=15.0)
 """All tests of a program together, as the field allows."""
+PUBLISHED_HELPERS = ("decode_cyclic", "decode_shift", "find_zero")
+"""Entry points to which the published rule gives what their prompt defines beside them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ async def score_answer(
 async def score_both(
     benchmark: Benchmark | str, row: Row, answer: str, *, policy: str = "auto"
 ) -> dict[Rule, Score]:
-    """The score of one answer by each rule. A program that is the same for both runs once.
+    """The score of one answer by each rule.
 
     Raises:
         BadInput: no benchmark has that name, or the row lacks its fields.
@@ -113,10 +115,10 @@ async def score_both(
     """
     chosen = find(benchmark)
     _require_fields(chosen, row)
-    strict = await _guarded(_score, chosen, row, answer, "strict", policy)
-    if strict.scored and chosen.is_code and await asyncio.to_thread(_same, chosen, row, answer):
-        return {"strict": strict, "published": strict}
     published = await _guarded(_score, chosen, row, answer, "published", policy)
+    passes = chosen.is_code and published.value == 1
+    known = passes and await asyncio.to_thread(_same, row, answer)
+    strict = await _guarded(_score, chosen, row, answer, "strict", policy, known)
     return {"strict": strict, "published": published}
 
 
@@ -148,38 +150,51 @@ async def _guarded(scorer: Callable[..., Any], *arguments: Any) -> Score:
         return Score(None, f"{type(error).__name__}: {error}"[:500])
 
 
-async def _score(benchmark: Benchmark, row: Row, answer: str, rule: Rule, policy: str) -> Score:
+async def _score(
+    benchmark: Benchmark,
+    row: Row,
+    answer: str,
+    rule: Rule,
+    policy: str,
+    passes_together: bool = False,
+) -> Score:
     if benchmark.scorers is not None:
         # Some ask a child process and wait.
         return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
-    entry_point = row["entry_point"]
     try:
-        program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
+        program, helpers = await asyncio.to_thread(_program, row, answer, rule)
     except NoProgram as error:
         if rule == "published":  # a bound of ours, which the published rule does not have
             raise
         return wrong(str(error))
-    helpers = helpers_of(row["prompt"], entry_point)
-    verdict = await check_code(
-        program, row["test"], entry_point, helpers=helpers, limits=CODE_LIMITS, policy=policy
-    )
+    graded: dict[str, Any] = {"helpers": helpers, "limits": CODE_LIMITS, "policy": policy}
+    if rule == "published":
+        verdict = await check_together(program, row["test"], row["entry_point"], **graded)
+    else:
+        graded["passes_together"] = passes_together
+        verdict = await check_code(program, row["test"], row["entry_point"], **graded)
     if verdict.passed is None:
         return Score(None, verdict.reason)
     return RIGHT if verdict.passed else wrong(verdict.reason)
 
 
-_PROGRAMS: dict[Rule, Callable[[str, str], str]] = {
-    "strict": strict_program,
-    "published": published_program,
-}
+def _program(row: Row, answer: str, rule: Rule) -> tuple[str, str]:
+    """The program of an answer by a rule, and what it may use of the prompt."""
+    entry_point = row["entry_point"]
+    helpers = helpers_of(row["prompt"], entry_point)
+    if rule == "strict":
+        return strict_program(answer, entry_point), helpers
+    given = helpers if entry_point in PUBLISHED_HELPERS else ""
+    return published_program(answer, entry_point), given
 
 
-def _same(benchmark: Benchmark, row: Row, answer: str) -> bool:
+def _same(row: Row, answer: str) -> bool:
+    """Whether both rules run the same program."""
     try:
-        programs = [find_program(answer, row["entry_point"]) for find_program in _PROGRAMS.values()]
+        (strict, helpers), (published, given) = (_program(row, answer, rule) for rule in RULES)
     except NoProgram:
         return False
-    return same_program(*programs)
+    return same_program(strict, published) and helpers == given
 
 
 def _require_fields(benchmark: Benchmark, row: Row) -> None:
