@@ -4,7 +4,6 @@ Everything here may be overwritten by the program it loads, and nothing here is 
 it sends is only ever used as the value of a call. Never imported by the project.
 """
 
-import sys
 import types
 from typing import Any
 
@@ -40,8 +39,7 @@ def described(error: BaseException) -> str:
 
 
 def load() -> types.ModuleType:
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
+    module = types.ModuleType("builtins")  # so it is in the public code, for want of a name
     module.__dict__.update(aflow_values.PRESET)
     for name in ("helpers.py", "solution.py"):
         with open(name, encoding="utf-8", errors="surrogatepass") as file:

@@ -161,40 +161,38 @@ async def _score(
     if benchmark.scorers is not None:
         # Some ask a child process and wait.
         return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
+    entry_point = row["entry_point"]
     try:
-        program, helpers = await asyncio.to_thread(_program, row, answer, rule)
+        program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
     except NoProgram as error:
         if rule == "published":  # a bound of ours, which the published rule does not have
             raise
         return wrong(str(error))
-    graded: dict[str, Any] = {"helpers": helpers, "limits": CODE_LIMITS, "policy": policy}
+    graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
+    if rule == "strict" or entry_point in PUBLISHED_HELPERS:
+        graded["helpers"] = helpers_of(row["prompt"], entry_point)
     if rule == "published":
-        verdict = await check_together(program, row["test"], row["entry_point"], **graded)
+        verdict = await check_together(program, row["test"], entry_point, **graded)
     else:
         graded["passes_together"] = passes_together
-        verdict = await check_code(program, row["test"], row["entry_point"], **graded)
+        verdict = await check_code(program, row["test"], entry_point, **graded)
     if verdict.passed is None:
         return Score(None, verdict.reason)
     return RIGHT if verdict.passed else wrong(verdict.reason)
 
 
-def _program(row: Row, answer: str, rule: Rule) -> tuple[str, str]:
-    """The program of an answer by a rule, and what it may use of the prompt."""
-    entry_point = row["entry_point"]
-    helpers = helpers_of(row["prompt"], entry_point)
-    if rule == "strict":
-        return strict_program(answer, entry_point), helpers
-    given = helpers if entry_point in PUBLISHED_HELPERS else ""
-    return published_program(answer, entry_point), given
+_PROGRAMS: dict[Rule, Callable[[str, str], str]] = {
+    "strict": strict_program,
+    "published": published_program,
+}
 
 
 def _same(row: Row, answer: str) -> bool:
     """Whether both rules run the same program."""
     try:
-        (strict, helpers), (published, given) = (_program(row, answer, rule) for rule in RULES)
+        return same_program(*(parse(answer, row["entry_point"]) for parse in _PROGRAMS.values()))
     except NoProgram:
         return False
-    return same_program(strict, published) and helpers == given
 
 
 def _require_fields(benchmark: Benchmark, row: Row) -> None:
