@@ -21,6 +21,7 @@ from aflow_tune.scoring import _values as values
 from aflow_tune.scoring.programs import (
     NoProgram,
     helpers_of,
+    may_clash,
     published_program,
     same_program,
     strict_program,
@@ -86,6 +87,13 @@ def test_same_programs() -> None:
     assert same_program("x=1 # one", "x = 1")
     assert not same_program("x=1", "x=2")
     assert not same_program("x=1", "not python at all")
+
+
+def test_names_that_may_clash() -> None:
+    tests = "def check():\n    value = f(1)\n    assert value == 1"
+    assert not may_clash("import math\ndef f(value): return value", tests)
+    for program in ("def check(x): return x", "class len: pass", "check = 1", "no python"):
+        assert may_clash(program, tests)
 
 
 def test_helpers_of_a_prompt() -> None:

@@ -6,6 +6,7 @@ what passes here is believed only by the published rule. Never imported by the p
 
 import builtins
 import threading
+import types
 from typing import Any
 
 import aflow_channel
@@ -32,7 +33,7 @@ def main() -> None:
         except Exception as error:
             faults[:] = [f"{type(error).__name__}: {error}"[:500]]
 
-    # The public code calls tests in a thread, where `signal` cannot be used and the stack is short.
+    # As in the public code: there `signal` cannot be used, and recursion starts as deep.
     thread = threading.Thread(target=judge)
     thread.start()
     thread.join()
@@ -57,10 +58,9 @@ def loaded(
     space["candidate"] = function
     exec(tests, space)
     check = space.get("check")
-    if check is own or not callable(check):
+    if check is own or not isinstance(check, types.FunctionType):
         return lambda: None
-    code = getattr(check, "__code__", None)
-    return lambda: check(function) if code is None or code.co_argcount else check()
+    return lambda: check(function) if check.__code__.co_argcount else check()
 
 
 if __name__ == "__main__":

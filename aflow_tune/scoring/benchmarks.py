@@ -25,6 +25,7 @@ from aflow_tune.scoring.code import check_code, check_together
 from aflow_tune.scoring.programs import (
     NoProgram,
     helpers_of,
+    may_clash,
     published_program,
     same_program,
     strict_program,
@@ -116,8 +117,10 @@ async def score_both(
     chosen = find(benchmark)
     _require_fields(chosen, row)
     published = await _guarded(_score, chosen, row, answer, "published", policy)
-    passes = chosen.is_code and published.value == 1
-    known = passes and await asyncio.to_thread(_same, row, answer)
+    known = chosen.is_code and published.scored
+    known = known and await asyncio.to_thread(_told_by_published, row, answer, published.value == 1)
+    if known and published.value == 0:
+        return {"strict": published, "published": published}
     strict = await _guarded(_score, chosen, row, answer, "strict", policy, known)
     return {"strict": strict, "published": published}
 
@@ -187,12 +190,22 @@ _PROGRAMS: dict[Rule, Callable[[str, str], str]] = {
 }
 
 
-def _same(row: Row, answer: str) -> bool:
-    """Whether both rules run the same program."""
+def _told_by_published(row: Row, answer: str, passes: bool) -> bool:
+    """Whether the published verdict tells how the strict program does beside its tests.
+
+    It does if both rules run the same program, unless that fails and the strict rule gives it more
+    of the prompt, or keeps its names apart from those of the tests.
+    """
+    entry_point = row["entry_point"]
     try:
-        return same_program(*(parse(answer, row["entry_point"]) for parse in _PROGRAMS.values()))
+        programs = [program_in(answer, entry_point) for program_in in _PROGRAMS.values()]
     except NoProgram:
         return False
+    if not passes:
+        more = entry_point not in PUBLISHED_HELPERS and helpers_of(row["prompt"], entry_point)
+        if more or may_clash(programs[0], row["test"]):
+            return False
+    return same_program(*programs)
 
 
 def _require_fields(benchmark: Benchmark, row: Row) -> None:

@@ -167,11 +167,9 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
         if isinstance(message, dict):
             verdict = message["verdict"]
             return CodeVerdict(verdict["passed"], verdict["reason"])
-        try:
+        with contextlib.suppress(ProgramEnded):
             await graded.send(message)
-            reply = await graded.receive()
-        except ProgramEnded:
-            reply = None
+        reply = await graded.receive()
         if reply is None:
             return _ended(graded, "the program ended during a call", apart=True)
         if not await _handed_on(grader, reply):
@@ -193,10 +191,7 @@ async def _handed_on(grader: Channel, message: Any) -> bool:
 
 def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
     """Its process has ended. What passed together may need more apart: that is no fault."""
-    try:
-        execution = channel.execution()
-    except RuntimeError:  # it goes on, having sent null or closed its end
-        return CodeVerdict(False, "the program closed its channel")
+    execution = channel.execution()
     if execution.ending is Ending.FINISHED:
         return CodeVerdict(False, what, (execution,))
     passed = None if apart and execution.ending is not Ending.FAILED else False
