@@ -2,9 +2,9 @@
 
     python benchmarks/code_scoring.py [--data FILE.jsonl] [--benchmark humaneval] [--json]
 
-Each program is graded by both rules, as `aflow-tune score` does; where both run the same
-program it runs once. Solution and tests are two sandboxed processes. The first round builds
-the wall and the pool and is given apart. Aim: the 33 rows of humaneval_validate within 5 s on
+Each program is graded by both rules, as `aflow-tune score` does: in one sandboxed process with
+its tests, and, as these are right, in one apart from theirs. The first round builds the wall and
+the pool and is given apart. Aim: the 33 rows of humaneval_validate within 5 s on
 two cores.
 """
 

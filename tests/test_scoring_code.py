@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,10 @@ def _check(
     tests: str | list[str] = TESTS,
     entry_point: str = "f",
     seconds: float = 60,
-    helpers: str = "",
+    **settings: Any,
 ) -> CodeVerdict:
     limits = Limits(seconds=seconds)
-    return asyncio.run(check_code(solution, tests, entry_point, helpers=helpers, limits=limits))
+    return asyncio.run(check_code(solution, tests, entry_point, limits=limits, **settings))
 
 
 @pytest.mark.parametrize(
@@ -111,16 +112,28 @@ FORGED = {
 def test_what_a_program_forges_is_wrong_and_not_unscored(name: str) -> None:
     tests = TESTS + "    assert candidate(limit) == 4\n"
     assert _check(RAW + FORGED[name], tests).passed is False
+    assert _check(RAW + FORGED[name], tests, seconds=15, passes_together=True).passed is not True
 
 
-@pytest.mark.parametrize("reply", ['"value": {"no": 1}', '"raised": 5', '"changed": {"7": 1}'])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        '"result": [{"no": 1}, [], []], "raised": []',
+        '"result": [1, [], []], "raised": ["ValueError"]',
+        '"result": [[3], [["e", "SystemExit"]], []], "raised": ["ValueError"]',
+        '"result": [[3], [["t", [3]]], []], "raised": []',
+        '"result": [1, [], [[7, ["l"]]]], "raised": []',
+        '"result": 5',
+    ],
+)
 def test_a_forged_reply_is_no_exception_that_tests_can_swallow(reply: str) -> None:
     swallows = (
         "def check(candidate):\n    assert True\n    try:\n        assert candidate(1) == 2\n"
         "    except Exception:\n        pass"
     )
-    forges = f"def f(x):\n    raw('{{\"number\": 1, {reply}}}')\n    time.sleep(9)"
-    assert _check(RAW + forges, swallows).passed is False
+    forges = f"def f(x):\n    raw('{{\"turn\": 2, {reply}}}')\n    time.sleep(9)"
+    verdict = _check(RAW + forges, swallows, passes_together=True)
+    assert (verdict.passed, verdict.reason[:20]) == (False, "a call gave no value")
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -128,6 +141,12 @@ def test_no_attack_passes(attack: str) -> None:
     verdict = _check(ATTACKS[attack], seconds=10 if attack in ENDLESS else 60)
     assert verdict.passed is False
     assert verdict.reason
+
+
+@pytest.mark.parametrize("attack", [name for name in ATTACKS if name not in ENDLESS])
+def test_no_attack_passes_apart_from_the_tests(attack: str) -> None:
+    # As if each had won over the tests in its own process.
+    assert _check(ATTACKS[attack], passes_together=True).passed is not True
 
 
 def test_arguments_changed_in_place() -> None:

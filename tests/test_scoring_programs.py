@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import ast
 import collections
+import datetime
 import enum
 import json
 import math
+import pathlib
+import uuid
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -17,6 +21,7 @@ from aflow_tune.scoring import _values as values
 from aflow_tune.scoring.programs import (
     NoProgram,
     helpers_of,
+    may_clash,
     published_program,
     same_program,
     strict_program,
@@ -84,6 +89,13 @@ def test_same_programs() -> None:
     assert not same_program("x=1", "not python at all")
 
 
+def test_names_that_may_clash() -> None:
+    tests = "def check():\n    value = f(1)\n    assert value == 1"
+    assert not may_clash("import math\ndef f(value): return value", tests)
+    for program in ("def check(x): return x", "class len: pass", "check = 1", "no python"):
+        assert may_clash(program, tests)
+
+
 def test_helpers_of_a_prompt() -> None:
     prompt = (
         "import math\n\ndef poly(xs, x):\n    return sum(xs) + x\n\n"
@@ -109,15 +121,17 @@ class Always(int):
 Point = collections.namedtuple("Point", "x y")
 
 
+def _keep(value: Any) -> tuple[int, str]:
+    return 7, type(value).__name__
+
+
+def _there(message: Any) -> Any:
+    text = json.dumps(message, allow_nan=False)
+    return values.Crossing(_keep, lambda *handle: handle).receive(json.loads(text))
+
+
 def _travel(value: Any) -> Any:
-    kept: list[Any] = []
-
-    def keep(thing: Any) -> tuple[int, str]:
-        kept.append(thing)
-        return len(kept) - 1, type(thing).__name__
-
-    text = json.dumps(values.encode(value, keep), allow_nan=False)
-    return values.decode(json.loads(text), values.Handle)
+    return _there(values.Crossing(_keep, lambda *handle: handle).send(value))
 
 
 VALUES: list[Any] = [
@@ -125,8 +139,11 @@ VALUES: list[Any] = [
     *("\u00e9\ud800\n", b"\x00\xff", bytearray(b"x"), range(1, 10, 2)),
     *([1, [2]], (1, (2,)), {1, 2}, frozenset({(1, 2)}), {"a": 1, (1, 2): [3]}, {}, [], ()),
     *(collections.Counter("aab"), collections.deque([1, 2], 5), Decimal("1.10"), Fraction(1, 3)),
-    # What looks like an encoded value is none.
-    *({"t": [1]}, {"h": 1}),
+    # What looks like a packed value is none.
+    *({"t": [1]}, {"h": 1}, [0], ["l", 1]),
+    *(datetime.date(2020, 2, 29), datetime.timedelta(-1, 5), int, ValueError, math, slice(1, None)),
+    *(datetime.datetime(2020, 1, 2, 3, 4, 5, 6), datetime.time(1, tzinfo=datetime.UTC)),
+    *(uuid.UUID(int=3), pathlib.Path("a/b"), array.array("d", [1.5]), memoryview(b"ab")),
 ]
 
 
@@ -146,32 +163,64 @@ def test_values_that_arrive_otherwise() -> None:
     assert type(_travel(collections.OrderedDict(a=1))) is dict
     assert _travel({1: 2}.keys()) == {1}
     assert list(_travel(map(str, [1, 2]))) == ["1", "2"]
-    handle = _travel(object())
-    assert handle != object()
-    assert handle == values.Handle(0, "object")
-    with pytest.raises(TypeError, match="no plain value"):
-        bool(handle)
+    assert sorted(_travel({1: [2]}.values())) == [[2]]
+    assert _travel({1: [2]}.items()) == {1: [2]}.items()
+    assert _travel(OSError(2, "none")).errno == 2
+    assert _travel(json.JSONDecodeError("bad", "x", 0)).args == ("bad: line 1 column 1 (char 0)",)
+    assert _travel([object()]) == [(7, "object")]
+
+
+def test_what_arrives_otherwise_is_odd() -> None:
+    for value, odd in (([1, (2,), {3: {4}}], False), (Colour.RED, True), ([Point(1, 2)], True)):
+        crossing = values.Crossing(_keep, lambda *handle: handle)
+        crossing.send(value)
+        assert bool(crossing.odd) is odd
+
+
+def test_depth_and_identity() -> None:
+    itself: list[Any] = [[]]
+    itself += [itself, itself[0], (itself[0],)]
+    arrived = _travel(itself)
+    assert arrived[1] is arrived
+    assert arrived[0] is arrived[2] is arrived[3][0]
+    deep: Any = ()
+    for _ in range(20_000):
+        deep = (deep, [deep])
+    arrived = _travel(deep)
+    assert arrived[0] is arrived[1][0]
 
 
 def test_values_too_large_or_without_end_are_refused() -> None:
-    itself: list[Any] = []
-    itself.append(itself)
-    for value in (itself, [0] * 300_000, "x" * 10_000_000, iter(int, 1)):
-        with pytest.raises(ValueError, match=r"deeper than|more than"):
+    for value in ([0] * 300_000, "x" * 10_000_000, iter(int, 1)):
+        with pytest.raises(ValueError, match="more than"):
             _travel(value)
 
 
 @pytest.mark.parametrize(
-    "data", [{"zz": 1}, {"i": "x"}, {"t": 5}, {"h": ["a", 1]}, {"s": [[1]]}, {}]
+    "data",
+    [
+        *(5, [1], [[0], [], []], [{}, [], []], [1, [], [[0, ["l"]]]], [1, [["d", 1]], []]),
+        *([{tag: "x"}, [], []] for tag in ("i", "z", "T", "m", "h")),
+        *([[0], [[tag, "os.system", "x"]], []] for tag in ("o", "e", "zz", "n", "q")),
+        *([{"T": "eval"}, [], []], {"m": "aflow_tune"}, [[0], [["e", "SystemExit"]], []]),
+    ],
 )
 def test_json_of_another_form_is_refused(data: Any) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        values.decode(data, values.Handle)
+        _there(data)
 
 
 def test_changed_arguments_keep_their_identity() -> None:
     inner = [1]
-    outer = {"a": inner, "b": 2}
-    values.overwrite(outer, {"a": [1, 2], "c": 3})
-    assert outer == {"a": [1, 2], "c": 3}
-    assert outer["a"] is inner
+    outer = {"a": inner, "b": {2}, "c": collections.defaultdict(int)}
+    here, there = (values.Crossing(_keep, lambda *handle: handle) for _ in range(2))
+    message = here.send(outer)
+    arrived = there.receive(message)
+    arrived["a"].append(arrived["b"])
+    arrived["c"][5] = arrived.pop("b")
+    result = here.receive(there.send(arrived["a"], message[1]))
+    assert result is inner is outer["a"]
+    assert inner == [1, {2}]
+    assert outer["c"][5] is inner[1]
+    assert "b" not in outer
+    assert type(outer["c"]) is collections.defaultdict

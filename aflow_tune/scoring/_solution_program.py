@@ -4,7 +4,6 @@ Everything here may be overwritten by the program it loads, and nothing here is 
 it sends is only ever used as the value of a call. Never imported by the project.
 """
 
-import sys
 import types
 from typing import Any
 
@@ -12,21 +11,35 @@ import aflow_channel
 import aflow_values
 
 kept: list = []
+numbers: dict = {}
+OPERATIONS: dict = {
+    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
+    "attribute": getattr,
+    "truth": bool,
+}
+
+
+class EqualsAnything(BaseException):
+    """A result that claims to equal what it has never seen."""
 
 
 def keep(value: Any) -> tuple:
-    kept.append(value)
-    return len(kept) - 1, type(value).__name__
+    number = numbers.setdefault(id(value), len(kept))
+    if number == len(kept):
+        kept.append(value)
+    return number, type(value).__name__
 
 
-def failure(error: BaseException) -> dict:
-    names = [kind.__name__ for kind in type(error).__mro__]
-    return {"names": names, "message": str(error)[:300]}
+def find(number: int, _: str) -> Any:
+    return kept[number]
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def load() -> types.ModuleType:
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
+    module = types.ModuleType("builtins")  # so it is in the public code, for want of a name
     module.__dict__.update(aflow_values.PRESET)
     for name in ("helpers.py", "solution.py"):
         with open(name, encoding="utf-8", errors="surrogatepass") as file:
@@ -34,60 +47,48 @@ def load() -> types.ModuleType:
     return module
 
 
-def describe(module: types.ModuleType) -> dict:
-    """What the tests may refer to by name: functions, modules, plain values."""
-    names: dict = {}
-    for name, value in vars(module).items():
-        if name.startswith("__") or aflow_values.PRESET.get(name) is value:
-            continue
-        if isinstance(value, types.ModuleType):
-            names[name] = {"module": value.__name__}
-        elif callable(value):
-            names[name] = {"call": True}
-        else:
-            try:
-                names[name] = {"value": aflow_values.encode(value, keep)}
-            except Exception:
-                continue
-    return names
-
-
-def call(module: types.ModuleType, name: str, args: list, kwargs: list) -> dict:
-    def find(number: int, _: str) -> Any:
-        return kept[number]
-
-    given = aflow_values.decode(args, find)
-    named = aflow_values.decode({"d": kwargs}, find)
+def answer(operation: str, number: int, message: list) -> dict:
+    """What came of an operation on something that is kept here."""
+    crossing = aflow_values.Crossing(keep, find)
+    args, kwargs = crossing.receive(message)
+    names: list = []
     try:
-        result = {"value": aflow_values.encode(getattr(module, name)(*given, **named), keep)}
+        value = OPERATIONS[operation](kept[number], *args, **kwargs)
     except Exception as error:
-        result = {"raised": failure(error)}
-    changed = {}
-    for place, value in enumerate(given):
-        if isinstance(value, aflow_values.MUTABLE):
-            after = aflow_values.encode(value, keep)
-            if after != args[place]:
-                changed[str(place)] = after
-    return {**result, "changed": changed}
+        value, names = error, [kind.__name__ for kind in type(error).__mro__]
+    try:
+        result = crossing.send(value, message[1])
+    except Exception as error:
+        return {"stays": described(error)}
+    if any(equals_anything(odd) for odd in crossing.odd):
+        raise EqualsAnything(f"a {type(value).__name__}")
+    return {"result": result, "raised": names, "odd": bool(crossing.odd)}
+
+
+def equals_anything(value: Any) -> bool:
+    try:
+        return bool(value == object())
+    except Exception:
+        return False
 
 
 def main() -> None:
     try:
-        module = load()
+        keep(load())
     except BaseException as error:
-        aflow_channel.send({"failed": failure(error)})
+        aflow_channel.send({"failed": described(error)})
         return
-    aflow_channel.send({"names": describe(module)})
+    aflow_channel.send({"loaded": True})
     while (request := aflow_channel.receive()) is not None:
-        number, name, args, kwargs = request
+        turn, *asked = request
         try:
-            reply = call(module, name, args, kwargs)
+            reply = answer(*asked)
         except BaseException as error:  # SystemExit among them: no call may end like that
-            reply = {"ended": failure(error)}
+            reply = {"ended": described(error)}
         try:
-            aflow_channel.send({"number": number, **reply})
+            aflow_channel.send({"turn": turn, **reply})
         except Exception as error:
-            aflow_channel.send({"number": number, "ended": failure(error)})
+            aflow_channel.send({"turn": turn, "ended": described(error)})
 
 
 if __name__ == "__main__":

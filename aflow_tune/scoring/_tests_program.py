@@ -1,14 +1,12 @@
 """Runs in the sandbox, apart from the solution: a benchmark's tests, and the verdict.
 
-The tests see the solution only as functions whose calls travel over the channel, and plain
-values. Never imported by the project.
+The tests see the solution only as functions whose calls travel over the channel, plain values,
+and objects that stayed there. Never imported by the project.
 """
 
 import ast
 import builtins
-import importlib
-import inspect
-import sys
+import types
 from typing import Any
 
 import aflow_channel
@@ -23,70 +21,93 @@ class Forged(BaseException):
     """The solution's process sent what no call results in: no test may catch that either."""
 
 
+class CannotTell(BaseException):
+    """The tests want what cannot be had across two processes: says nothing about the solution."""
+
+
+class Remote:
+    """Something that stayed in the solution's process: it can be called and asked.
+
+    Only for what tells the solution nothing of the tests' expectations: were it asked whether
+    it equals something, contains or starts with it, it could always say yes.
+    """
+
+    def __init__(self, solution: "Solution", number: int, kind: str) -> None:
+        self._solution, self._number, self._kind = solution, number, kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._solution.ask("call", self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise CannotTell(f"{name} of {self!r}")
+        value = self._solution.ask("attribute", self, name)
+        if isinstance(value, Remote) and name in PLAIN_METHODS:
+            raise CannotTell(f"the method {name} of {self!r}")
+        return value
+
+    def __bool__(self) -> bool:
+        return self._solution.ask("truth", self) is True
+
+    def __repr__(self) -> str:
+        return f"<{self._kind}>"
+
+
+PLAIN_METHODS = {name for kind in (str, bytes, list, dict, set, int, float) for name in dir(kind)}
+"""What tests may ask plain values; of an object that only looks like one it proves nothing."""
+
+
 class Solution:
     """The other process, as the tests may use it."""
 
     def __init__(self) -> None:
+        self.turn = 0
         self.calls = 0
         self.raised: list = []
+        self.odd = False
+        self.remotes: dict[int, Remote] = {}
+        self.module = self.find(0, "module")
 
-    def function(self, name: str) -> Any:
-        def remote(*args: Any, **kwargs: Any) -> Any:
-            return self.call(name, args, kwargs)
+    def find(self, number: int, kind: str) -> Remote:
+        return self.remotes.setdefault(number, Remote(self, number, kind))
 
-        remote.__name__ = name
-        return remote
+    def keep(self, value: Any) -> tuple:
+        if not isinstance(value, Remote):
+            raise TypeError(f"a {type(value).__name__} cannot be handed over")
+        return value._number, value._kind
 
-    def call(self, name: str, args: tuple, kwargs: dict) -> Any:
-        self.calls += 1
-        sent = [aflow_values.encode(value, refuse) for value in args]
-        pairs = [aflow_values.encode(list(pair), refuse) for pair in kwargs.items()]
-        aflow_channel.send([self.calls, name, sent, pairs])
+    def ask(self, operation: str, remote: Remote, *args: Any, **kwargs: Any) -> Any:
+        self.turn += 1
+        self.calls += operation == "call"
+        crossing = aflow_values.Crossing(self.keep, self.find)
+        try:
+            message = crossing.send((args, kwargs))
+        except Exception as error:
+            raise CannotTell(f"an argument: {error}") from None
+        aflow_channel.send([self.turn, operation, remote._number, message])
         reply = aflow_channel.receive()
-        if not isinstance(reply, dict) or reply.get("number") != self.calls:
+        if not isinstance(reply, dict) or reply.get("turn") != self.turn:
             raise SolutionEnded("the solution's process ended during a call")
         if "ended" in reply:
-            raise SolutionEnded(described(reply["ended"]))
+            raise SolutionEnded(str(reply["ended"])[:300])
+        if "stays" in reply:
+            raise CannotTell(f"a result: {str(reply['stays'])[:300]}")
         try:
-            error, value = self.result(args, reply)
+            value = crossing.receive(reply["result"])
+            names = [str(name) for name in reply["raised"]]
+            if names and not isinstance(value, Exception):
+                raise TypeError(f"a {type(value).__name__} is not raised")
         except Exception as unusable:
             raise Forged(f"{type(unusable).__name__}: {unusable}") from None
-        if error is not None:
-            raise error
+        if operation == "call":
+            self.odd = self.odd or bool(crossing.odd) or reply.get("odd") is not False
+            self.raised += [names] if names else []
+        if names:
+            raise value
         return value
 
-    def result(self, args: tuple, reply: dict) -> tuple:
-        """What a call raised, or None, and what it returned; `args` are changed in place."""
-        for place, changed in dict(reply.get("changed") or {}).items():
-            aflow_values.overwrite(args[int(place)], aflow_values.decode(changed, handle))
-        if "raised" in reply:
-            return self.exception(reply["raised"]), None
-        return None, aflow_values.decode(reply.get("value"), handle)
 
-    def exception(self, failure: Any) -> Exception:
-        """The nearest builtin exception; the same text."""
-        names = [str(name) for name in failure["names"]]
-        self.raised.append(names)
-        for name in names:
-            kind = getattr(builtins, name, None)
-            if inspect.isclass(kind) and issubclass(kind, Exception):
-                try:
-                    return kind(str(failure["message"]))
-                except TypeError:  # such as UnicodeDecodeError, which takes five arguments
-                    continue
-        return Exception(str(failure["message"]))
-
-
-def refuse(value: Any) -> tuple:
-    raise TestsUnusable(f"an argument of type {type(value).__name__} cannot be handed over")
-
-
-def handle(number: int, kind: str) -> aflow_values.Handle:
-    return aflow_values.Handle(number, kind)
-
-
-class TestsUnusable(BaseException):
-    """The tests cannot be run as they are: says nothing about the solution."""
+ONLY_TOGETHER = "it passes only in one process with its tests"
 
 
 class CountAsserts(ast.NodeTransformer):
@@ -97,44 +118,41 @@ class CountAsserts(ast.NodeTransformer):
         return [ast.copy_location(count, node), node]
 
 
-def described(failure: Any) -> str:
-    return f"{failure['names'][0]}: {failure['message']}"
-
-
-def run(solution: Solution, names: dict, entry_point: str, tests: str, helpers: str) -> dict:
+def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> dict:
     """The verdict: whether it passed, and why not. Passed is None where it says nothing."""
     reached = []
-    try:
-        tree = CountAsserts().visit(ast.parse(tests))
-        code = compile(ast.fix_missing_locations(tree), "tests.py", "exec")
-    except SyntaxError as error:
-        return {"passed": None, "reason": f"the tests are no Python: {error}"}
+    tree = ast.parse(tests)
+    plain = is_plain(tree, entry_point)
+    code = compile(ast.fix_missing_locations(CountAsserts().visit(tree)), "tests.py", "exec")
     space: dict = {**aflow_values.PRESET, "__name__": "tests"}
     space["__aflow_reached__"] = lambda: reached.append(1)
+    exec(compile(helpers, "helpers.py", "exec"), space)
     try:
-        exec(compile(helpers, "helpers.py", "exec"), space)
-    except Exception as error:
-        return {"passed": None, "reason": f"the helpers fail: {type(error).__name__}: {error}"}
-    try:
-        if "call" not in names.get(entry_point, {}):
+        function = solution.ask("attribute", solution.module, entry_point)
+        if not callable(function):
             return {"passed": False, "reason": f"the program defines no function {entry_point}"}
-        offer(solution, names, tree, space)
-    except BaseException as error:  # of what the solution says that it defines
-        return {"passed": False, "reason": f"its names: {type(error).__name__}: {error}"[:500]}
-    space["candidate"] = space[entry_point] = solution.function(entry_point)
-    try:
+        offer(solution, tree, space)
+        space["candidate"] = space[entry_point] = function
         exec(code, space)
         check = space.get("check")
-        if callable(check):
-            check(*([space[entry_point]] if inspect.signature(check).parameters else []))
-    except TestsUnusable as error:
-        return {"passed": None, "reason": str(error)}
+        if isinstance(check, types.FunctionType):
+            check(*([function] if check.__code__.co_argcount else []))
+    except CannotTell as error:
+        return {
+            "passed": None,
+            "reason": f"passes beside its tests, which cannot do without it: {error}",
+        }
     except SolutionEnded as error:
-        return {"passed": False, "reason": f"a call ended the program: {error}"}
+        wanted = {"SystemExit", "BaseException"} & named(tree)
+        reason = f"a call ended the program: {error}"
+        return {"passed": None if wanted else False, "reason": reason}
     except Forged as error:
         return {"passed": False, "reason": f"a call gave no value: {error}"[:500]}
     except BaseException as error:
-        return {"passed": False, "reason": f"{type(error).__name__}: {error}"[:500]}
+        reason = f"{type(error).__name__}: {error}"[:500]
+        if plain and not solution.odd:  # then what passed together passes apart, or cheats
+            return {"passed": False, "reason": reason}
+        return {"passed": None, "reason": f"{ONLY_TOGETHER}: {reason}"}
     if not solution.calls or not reached:
         return {"passed": None, "reason": "the tests called or asserted nothing"}
     swallowed = unexpected(solution.raised, tree)
@@ -143,28 +161,65 @@ def run(solution: Solution, names: dict, entry_point: str, tests: str, helpers: 
     return {"passed": True, "reason": ""}
 
 
-def offer(solution: Solution, names: dict, tree: ast.AST, space: dict) -> None:
+def offer(solution: Solution, tree: ast.AST, space: dict) -> None:
     """Names that the tests use and only the solution defines."""
     wanted = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for name in wanted - space.keys() - vars(builtins).keys() - {"candidate"}:
-        found = names.get(name, {})
-        if "call" in found:
-            space[name] = solution.function(name)
-        elif "value" in found:
-            space[name] = aflow_values.decode(found["value"], handle)
-        elif str(found.get("module")).partition(".")[0] in sys.stdlib_module_names:
-            space[name] = importlib.import_module(found["module"])
+        try:
+            space[name] = solution.ask("attribute", solution.module, name)
+        except Exception:
+            continue
+
+
+def is_plain(tree: ast.AST, entry_point: str) -> bool:
+    """Whether these are calls with literals whose results are compared, and nothing else.
+
+    Then two processes and one give the same, but for what a solution does to its tests.
+    """
+    ours = {entry_point, "candidate"}
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            allowed = id(node) in called if node.id in ours else node.id in PURE
+            if not allowed:
+                return False
+        elif isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id == "math"):
+                return False
+        elif isinstance(node, ast.Compare):
+            same = any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops)
+            if same and not all(isinstance(part, ast.Constant) for part in node.comparators):
+                return False
+        elif not isinstance(node, PLAIN_SYNTAX):
+            return False
+    return True
+
+
+PURE = {
+    *("bool", "int", "float", "str", "list", "tuple", "dict", "set", "range", "zip", "round"),
+    *("abs", "all", "any", "isinstance", "len", "max", "min", "sorted", "sum", "math"),
+}
+PLAIN_SYNTAX = (
+    *(ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Assert, ast.Assign, ast.Expr),
+    *(ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Call, ast.keyword),
+    *(ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.boolop, ast.operator, ast.unaryop, ast.cmpop),
+    ast.expr_context,
+)
 
 
 def unexpected(raised: list, tree: ast.AST) -> str:
     """An exception that passed although the tests name none of its classes; else empty."""
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    named -= {"Exception", "BaseException", "object"}
+    of_all = {"Exception", "BaseException", "object"}
     for names in raised:
-        if not named & set(names):
+        if not (named(tree) - of_all) & set(names):
             return str(names[0])
     return ""
+
+
+def named(tree: ast.AST) -> set:
+    """Every name and attribute that the tests mention."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
 def main() -> None:
@@ -172,15 +227,15 @@ def main() -> None:
     for name in ("tests.py", "helpers.py"):
         with open(name, encoding="utf-8", errors="surrogatepass") as file:
             texts.append(file.read())
-    entry_point, names = aflow_channel.receive()
+    entry_point = aflow_channel.receive()
     solution = Solution()
     try:
-        verdict = run(solution, names, entry_point, *texts)
+        verdict = run(solution, entry_point, *texts)
     except BaseException as error:
         verdict = {"passed": None, "reason": f"the grader failed: {type(error).__name__}: {error}"}
         if solution.calls:  # what the solution sent made it fail
             verdict["passed"] = False
-    aflow_channel.send({"verdict": verdict, "calls": solution.calls})
+    aflow_channel.send({"verdict": verdict})
 
 
 if __name__ == "__main__":

@@ -1,27 +1,32 @@
 """Python values as JSON and back: what arguments and results of a graded function travel as.
 
-Part of both programs that `code.py` runs in the sandbox, as a file beside them: it imports the
-standard library only and never unpickles. Plain JSON is itself; what JSON has no form for is
-an object with one short key:
+Part of the programs that `code.py` runs in the sandbox, as a file beside them: it imports the
+standard library only and never unpickles. What JSON has a form for is itself; a container is
+`[number]`, and its contents travel once, in a list of their own, as `[tag, item, ...]`. So depth
+has no bound, what is one object on one side is one object on the other, and both sides number
+the containers of a call alike: arguments that were changed in place are told by their numbers.
 
-    i integer beyond 2**53 (hex)   f nan, inf            c complex        b bytes   B bytearray
-    t tuple    s set    z frozenset    d dict (pairs)    C Counter        q deque (items, maxlen)
-    x range    k dict keys    I iterator    D Decimal    F Fraction       h handle (number, type)
+    l list  d dict  s set  q deque  C Counter  B bytearray      mutable: they keep their identity
+    t tuple  z frozenset  I iterator  k, v, n views of a dict   rebuilt of their items
+    o object of `_OBJECTS` (class, arguments)  e exception (builtin class, arguments)
+    i integer beyond 2**53  f nan, inf  b bytes  T builtin class  m module  h handle: {tag: body}
 
 Subclasses travel as the type that they extend, so no behaviour of the sender's arrives: no
-`__eq__` that is always true. Anything else stays where it is and travels as a handle, which
-equals nothing but itself and has no truth value.
+`__eq__` that is always true. Anything else stays where it is and travels as a handle. `odd` has
+what does not arrive exactly as it was.
 """
 
 import base64
-import fractions
+import builtins
 import hashlib
+import importlib
 import math
 import re
+import sys
+import types
 import typing
 from collections import Counter, deque
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any
 
 PRESET = {
@@ -29,193 +34,243 @@ PRESET = {
     **{name: getattr(typing, name) for name in ("List", "Dict", "Tuple", "Optional", "Any")},
 }
 """What the public AFlow code lets programs and tests use without importing it."""
-MAX_DEPTH = 200
 MAX_ITEMS = 200_000
-"""Items of one value, all levels together; 16 characters of text count as one."""
+"""Items of one message, all containers together; 16 characters of text count as one."""
 MAX_ITERATED = 100_000
 """Items that are taken of an iterator."""
-MUTABLE = (list, dict, set, bytearray, deque, tuple)
-"""Arguments that a call may change, or whose contents it may change."""
+_SAME: tuple = (bool, str, type(None))
 _EXACT = 2**53
-
-
-class Handle:
-    """Something that stayed in the other process."""
-
-    def __init__(self, number: int, kind: str) -> None:
-        self.number = number
-        self.kind = kind
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and other.number == self.number
-
-    def __hash__(self) -> int:
-        return hash(self.number)
-
-    def __bool__(self) -> bool:
-        raise TypeError(f"a {self.kind} has no plain value")
-
-    def __repr__(self) -> str:
-        return f"<{self.kind}>"
-
-
-class _Budget:
-    def __init__(self) -> None:
-        self.items = 0
-
-    def spend(self, depth: int, value: Any) -> None:
-        self.items += 1 + (len(value) // 16 if isinstance(value, (str, bytes, bytearray)) else 0)
-        if self.items > MAX_ITEMS:
-            raise ValueError(f"a value of more than {MAX_ITEMS:,} items")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"a value nested deeper than {MAX_DEPTH} levels")
-
-
-def encode(value: Any, keep: Callable[[Any], tuple[int, str]]) -> Any:
-    """`value` as JSON; `keep` stores what cannot travel and gives its number and type.
-
-    Raises:
-        ValueError: the value is too large, too deep, or contains itself.
-    """
-    return _encode(value, keep, _Budget(), 0)
-
-
-def _encode(value: Any, keep: Any, budget: _Budget, depth: int) -> Any:
-    budget.spend(depth, value)
-    kind = type(value)
-    if value is None or kind is bool or kind is str:
-        return value
-    if kind is int:
-        return value if -_EXACT <= value <= _EXACT else {"i": hex(value)}
-    if kind is float:
-        return value if math.isfinite(value) else {"f": repr(value)}
-
-    def all_of(items: Any) -> list:
-        return [_encode(item, keep, budget, depth + 1) for item in items]
-
-    if kind is list:
-        return all_of(value)
-    if kind is tuple:
-        return {"t": all_of(value)}
-    if kind is dict:
-        return {"d": [all_of(pair) for pair in value.items()]}
-    for base, tag, form in _FORMS:
-        if isinstance(value, base):
-            return {tag: form(value, all_of)}
-    for base, plain in _SCALARS:
-        if isinstance(value, base):
-            return _encode(plain(value), keep, budget, depth)
-    for base, items_of in _CONTAINERS:
-        if isinstance(value, base):
-            return _encode(base(items_of(value)), keep, budget, depth)
-    if kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "item") and not value.shape:
-        return _encode(value.item(), keep, budget, depth)
-    if hasattr(kind, "__next__") and hasattr(kind, "__iter__"):
-        items = []
-        for item in value:
-            items.append(item)
-            if len(items) > MAX_ITERATED:
-                raise ValueError(f"an iterator of more than {MAX_ITERATED:,} items")
-        return {"I": all_of(items)}
-    if kind is Handle:
-        return {"h": [value.number, value.kind]}
-    return {"h": list(keep(value))}
-
-
-# Subclasses such as an IntEnum: the base's own method gives the base's own value.
-_SCALARS: list = [(int, int.__pos__), (float, float.__pos__), (str, str.__str__)]
-# Named tuples, OrderedDict, defaultdict.
-_CONTAINERS: list = [(list, list.__iter__), (tuple, tuple.__iter__), (dict, dict.items)]
-_FORMS: list = [
-    (complex, "c", lambda v, _: [repr(v.real), repr(v.imag)]),
-    (bytes, "b", lambda v, _: base64.b64encode(bytes(v)).decode()),
-    (bytearray, "B", lambda v, _: base64.b64encode(bytes(v)).decode()),
-    (set, "s", lambda v, each: each(set.__iter__(v))),
-    (frozenset, "z", lambda v, each: each(frozenset.__iter__(v))),
-    (Counter, "C", lambda v, each: [each(pair) for pair in dict.items(v)]),
-    (deque, "q", lambda v, each: [each(deque.__iter__(v)), v.maxlen]),
-    (range, "x", lambda v, _: [hex(v.start), hex(v.stop), hex(v.step)]),
-    (type({}.keys()), "k", lambda v, each: each(v)),
-    (Decimal, "D", lambda v, _: Decimal.__str__(v)),
-    (fractions.Fraction, "F", lambda v, _: [hex(v.numerator), hex(v.denominator)]),
-]
-
-
-def decode(data: Any, find: Callable[[int, str], Any]) -> Any:
-    """The value of `encode`'s JSON; `find` gives what a handle stands for here.
-
-    Raises:
-        ValueError: the JSON is not of that form.
-    """
-    try:
-        return _decode(data, find, _Budget(), 0)
-    except (TypeError, KeyError, ArithmeticError) as error:
-        raise ValueError(f"not an encoded value: {error}") from None
-
-
-def _decode(data: Any, find: Any, budget: _Budget, depth: int) -> Any:
-    budget.spend(depth, data)
-    if data is None or isinstance(data, (bool, int, float, str)):
-        return data
-
-    def all_of(items: Any) -> list:
-        return [_decode(item, find, budget, depth + 1) for item in items]
-
-    if isinstance(data, list):
-        return all_of(data)
-    ((tag, body),) = data.items()
-    if tag == "h":
-        number, kind = body
-        return find(int(number), str(kind))
-    return _BUILD[tag](body, all_of)
-
-
-_BUILD: dict = {
-    "i": lambda body, _: int(body, 16),
-    "f": lambda body, _: float(body),
-    "c": lambda body, _: complex(float(body[0]), float(body[1])),
-    "b": lambda body, _: base64.b64decode(body),
-    "B": lambda body, _: bytearray(base64.b64decode(body)),
-    "t": lambda body, each: tuple(each(body)),
-    "s": lambda body, each: set(each(body)),
-    "z": lambda body, each: frozenset(each(body)),
-    "d": lambda body, each: dict(each(pair) for pair in body),
-    "C": lambda body, each: Counter(dict(each(pair) for pair in body)),
-    "q": lambda body, each: deque(each(body[0]), body[1]),
-    "x": lambda body, _: range(*(int(bound, 16) for bound in body)),
-    "k": lambda body, each: dict.fromkeys(each(body)).keys(),
-    "I": lambda body, each: iter(each(body)),
-    "D": lambda body, _: Decimal(body),
-    "F": lambda body, _: fractions.Fraction(int(body[0], 16), int(body[1], 16)),
+_MISSING = object()
+# Of subclasses such as an IntEnum: the base's own method gives the base's own value.
+_PLAIN: tuple = ((int, int.__pos__), (float, float.__pos__), (str, str.__str__))
+# A Counter is a dict, so it comes first.
+_MUTABLE: dict = {"C": Counter, "d": dict, "l": list, "s": set, "q": deque, "B": bytearray}
+_ADD: dict = {
+    **{"C": dict.update, "d": dict.update, "s": set.update},
+    **{"l": list.extend, "q": deque.extend, "B": bytearray.extend},
+}
+_BASES: dict = {**_MUTABLE, "t": tuple, "z": frozenset}
+_TAGS: dict = {kind: tag for tag, kind in _BASES.items()}
+_VIEWS: dict = {type({}.keys()): "k", type({}.values()): "v", type({}.items()): "n"}
+_REBUILT: dict = {
+    **{"t": tuple, "z": frozenset, "I": iter},
+    "k": lambda items: dict.fromkeys(items).keys(),
+    "v": lambda items: dict(enumerate(items)).values(),
+    "n": lambda items: dict(items).items(),
+    "o": lambda items: _found(items[0])(*items[1:]),
+    "e": lambda items: _builtin(items[0], Exception)(*items[1:]),
 }
 
 
-def overwrite(original: Any, changed: Any) -> Any:
-    """Give `original` the contents of `changed`, keeping its identity where it is mutable.
+def _clock(value: Any) -> tuple:
+    zone = value.tzinfo and sys.modules["datetime"].timezone(value.utcoffset())
+    return value.hour, value.minute, value.second, value.microsecond, zone
 
-    Returns what should stand in the place of `original`.
+
+_OBJECTS: dict = {
+    "builtins.complex": lambda v: (v.real, v.imag),
+    "builtins.range": lambda v: (v.start, v.stop, v.step),
+    "builtins.slice": lambda v: (v.start, v.stop, v.step),
+    "builtins.memoryview": lambda v: (v.tobytes(),),
+    "array.array": lambda v: (v.typecode, tuple(v)),
+    "decimal.Decimal": lambda v: (str(v),),
+    "fractions.Fraction": lambda v: (v.numerator, v.denominator),
+    "datetime.date": lambda v: (v.year, v.month, v.day),
+    "datetime.time": _clock,
+    "datetime.datetime": lambda v: (v.year, v.month, v.day, *_clock(v)),
+    "datetime.timedelta": lambda v: (v.days, v.seconds, v.microseconds),
+    "datetime.timezone": lambda v: (v.utcoffset(None),),
+    "uuid.UUID": lambda v: (str(v),),
+    "pathlib.PosixPath": lambda v: (str(v),),
+    "pathlib.PurePosixPath": lambda v: (str(v),),
+}
+"""Classes whose objects are called into being again, and with what."""
+
+
+def _found(name: str) -> Any:
+    if name not in _OBJECTS:
+        raise ValueError(f"{name} is no class of objects that travel")
+    module, _, kind = name.partition(".")
+    return getattr(importlib.import_module(module), kind)
+
+
+def _builtin(name: str, base: type = object) -> Any:
+    kind = vars(builtins)[name]
+    if not issubclass(kind, base):
+        raise ValueError(f"{name} is no {base.__name__}")
+    return kind
+
+
+def _module(name: str) -> Any:
+    if name.partition(".")[0] not in sys.stdlib_module_names:
+        raise ValueError(f"{name} is not of the standard library")
+    return importlib.import_module(name)
+
+
+def _name(kind: type) -> str:
+    """Where a class can be found; empty if it is not there."""
+    there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return f"{kind.__module__}.{kind.__name__}" if there else ""
+
+
+_SCALARS: dict = {
+    **{"i": lambda body: int(body, 16), "f": float, "b": base64.b64decode},
+    **{"T": _builtin, "m": _module},
+}
+
+
+class Crossing:
+    """What crosses in one call, there and back, as one side sees it.
+
+    Args:
+        keep: stores what cannot travel and gives its number and type, or raises.
+        find: gives what a handle of that number and type stands for here.
     """
-    if type(original) is not type(changed):
-        return changed
-    if isinstance(original, list):
-        original[:] = _kept(original, changed)
-    elif isinstance(original, (bytearray, deque)):
-        original.clear()
-        original.extend(changed)
-    elif isinstance(original, set):
-        original.clear()
-        original.update(changed)
-    elif isinstance(original, dict):
-        merged = {k: overwrite(original[k], v) if k in original else v for k, v in changed.items()}
-        original.clear()
-        original.update(merged)
-    elif isinstance(original, tuple):
-        return tuple(_kept(list(original), list(changed)))
-    else:
-        return changed
-    return original
 
+    def __init__(self, keep: Callable[[Any], tuple], find: Callable[[int, str], Any]) -> None:
+        self.keep, self.find = keep, find
+        self.objects: list = []
+        self.numbers: dict[int, int] = {}
+        self.odd: list = []
+        self.items = 0
 
-def _kept(original: list, changed: list) -> list:
-    paired = [overwrite(old, new) for old, new in zip(original, changed, strict=False)]
-    return paired + list(changed[len(original) :])
+    def send(self, value: Any, given: list | tuple = ()) -> list:
+        """`value` as a message, with the containers that are no longer as they were `given`.
+
+        Raises:
+            ValueError: it is too large.
+        """
+        self.items = 0
+        sent = len(self.objects)
+        packed = self._pack(value)
+        changed: list = []
+        bodies: list = []
+        for number, before in enumerate(given):
+            if before[0] in _MUTABLE and (now := self._body(self.objects[number])) != before:
+                changed.append([number, now])
+        while sent + len(bodies) < len(self.objects):
+            bodies.append(self._body(self.objects[sent + len(bodies)]))
+        return [packed, bodies, changed]
+
+    def receive(self, message: Any) -> Any:
+        """The value of a message; what was changed is changed in place.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            return self._receive(*message)
+        except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"not a packed value: {error}") from None
+
+    def _receive(self, packed: Any, bodies: list, changed: list) -> Any:
+        first = len(self.objects)
+        for tag, *body in bodies:
+            empty: Any = _MISSING
+            if tag in _MUTABLE:
+                empty = deque(maxlen=body[0]) if tag == "q" else _MUTABLE[tag]()
+            self.objects.append(empty)
+        self._bodies, self._first = bodies, first
+        # Parts come after the whole, mostly: backwards, little waits for something else.
+        for number in reversed(range(first, len(self.objects))):
+            self.numbers[id(self._object(number))] = number
+        for number, body in [*enumerate(bodies, first), *changed]:
+            if body[0] in _MUTABLE:
+                self._fill(self.objects[number], body)
+        return self._unpack(packed)
+
+    def _pack(self, value: Any) -> Any:
+        kind: Any = type(value)
+        text = kind is str or kind is bytes or kind is bytearray
+        self.items += 1 + (len(value) // 16 if text else 0)
+        if self.items > MAX_ITEMS:
+            raise ValueError(f"more than {MAX_ITEMS:,} items")
+        if kind in _SAME:
+            return value
+        if kind is int:
+            return value if -_EXACT <= value <= _EXACT else {"i": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"f": repr(value)}
+        if kind is bytes:
+            return {"b": base64.b64encode(value).decode()}
+        if kind is types.ModuleType:
+            return {"m": value.__name__}
+        if isinstance(value, type) and _name(value).startswith("builtins."):
+            return {"T": value.__name__}
+        if kind not in _TAGS:
+            self.odd.append(value)
+            for base, plain in _PLAIN:
+                if isinstance(value, base):
+                    return self._pack(plain(value))
+            if kind.__module__ == "numpy" and hasattr(value, "item") and not value.shape:
+                return self._pack(value.item())
+            if not self._travels(value):
+                return {"h": list(self.keep(value))}
+        number = self.numbers.setdefault(id(value), len(self.objects))
+        if number == len(self.objects):
+            self.objects.append(value)
+        return [number]
+
+    def _travels(self, value: Any) -> bool:
+        kind = type(value)
+        return (
+            isinstance(value, (*_TAGS, *_VIEWS, Exception))
+            or _name(kind) in _OBJECTS
+            or (hasattr(kind, "__next__") and hasattr(kind, "__iter__"))
+        )
+
+    def _body(self, value: Any) -> list:
+        kind = type(value)
+        tag = _TAGS.get(kind) or next((t for t, k in _BASES.items() if isinstance(value, k)), "")
+        if tag == "B":
+            return [tag, self._pack(bytes(value))]
+        if tag in ("d", "C"):
+            return [tag, *(self._pack(part) for pair in dict.items(value) for part in pair)]
+        if tag:
+            bound = [value.maxlen] if tag == "q" else []
+            return [tag, *bound, *map(self._pack, _BASES[tag].__iter__(value))]
+        if kind in _VIEWS:
+            return [_VIEWS[kind], *map(self._pack, value)]
+        if isinstance(value, Exception):
+            near = next(k for k in kind.__mro__ if _name(k).startswith("builtins."))
+            given = value.args if near is kind else (str(value),)
+            return ["e", near.__name__, *map(self._pack, given)]
+        name = _name(kind)
+        if name in _OBJECTS:
+            return ["o", name, *map(self._pack, _OBJECTS[name](value))]
+        items = []
+        for item in value:
+            items.append(self._pack(item))
+            if len(items) > MAX_ITERATED:
+                raise ValueError(f"an iterator of more than {MAX_ITERATED:,} items")
+        return ["I", *items]
+
+    def _object(self, number: int) -> Any:
+        if self.objects[number] is _MISSING:
+            tag, *body = self._bodies[number - self._first]
+            self.objects[number] = _REBUILT[tag]([self._unpack(item) for item in body])
+        return self.objects[number]
+
+    def _fill(self, target: Any, body: list) -> None:
+        tag, *items = body
+        values: Any = [self._unpack(item) for item in items]
+        if tag in ("d", "C"):
+            values = zip(values[::2], values[1::2], strict=True)
+        elif tag == "q":
+            values = values[1:]
+        elif tag == "B":
+            (values,) = values
+        _MUTABLE[tag].clear(target)
+        _ADD[tag](target, values)
+
+    def _unpack(self, packed: Any) -> Any:
+        if packed is None or isinstance(packed, (bool, int, float, str)):
+            return packed
+        if isinstance(packed, list):
+            (number,) = packed
+            return self._object(number)
+        ((tag, body),) = packed.items()
+        if tag == "h":
+            number, kind = body
+            return self.find(int(number), str(kind))
+        return _SCALARS[tag](body)

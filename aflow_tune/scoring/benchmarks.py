@@ -21,10 +21,11 @@ from typing import Any
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.sandbox.types import Limits
 from aflow_tune.scoring import gym, mathematics, numbers, qa, rows
-from aflow_tune.scoring.code import check_code
+from aflow_tune.scoring.code import check_code, check_together
 from aflow_tune.scoring.programs import (
     NoProgram,
     helpers_of,
+    may_clash,
     published_program,
     same_program,
     strict_program,
@@ -36,6 +37,8 @@ Scorer = Callable[[str, Row], Score]
 """From an answer and its row to a score; may raise, which counts as unscored."""
 CODE_LIMITS = Limits(seconds=15.0)
 """All tests of a program together, as the field allows."""
+PUBLISHED_HELPERS = ("decode_cyclic", "decode_shift", "find_zero")
+"""Entry points to which the published rule gives what their prompt defines beside them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ async def score_answer(
 async def score_both(
     benchmark: Benchmark | str, row: Row, answer: str, *, policy: str = "auto"
 ) -> dict[Rule, Score]:
-    """The score of one answer by each rule. A program that is the same for both runs once.
+    """The score of one answer by each rule.
 
     Raises:
         BadInput: no benchmark has that name, or the row lacks its fields.
@@ -113,10 +116,12 @@ async def score_both(
     """
     chosen = find(benchmark)
     _require_fields(chosen, row)
-    strict = await _guarded(_score, chosen, row, answer, "strict", policy)
-    if strict.scored and chosen.is_code and await asyncio.to_thread(_same, chosen, row, answer):
-        return {"strict": strict, "published": strict}
     published = await _guarded(_score, chosen, row, answer, "published", policy)
+    known = chosen.is_code and published.scored
+    known = known and await asyncio.to_thread(_told_by_published, row, answer, published.value == 1)
+    if known and published.value == 0:
+        return {"strict": published, "published": published}
+    strict = await _guarded(_score, chosen, row, answer, "strict", policy, known)
     return {"strict": strict, "published": published}
 
 
@@ -148,7 +153,14 @@ async def _guarded(scorer: Callable[..., Any], *arguments: Any) -> Score:
         return Score(None, f"{type(error).__name__}: {error}"[:500])
 
 
-async def _score(benchmark: Benchmark, row: Row, answer: str, rule: Rule, policy: str) -> Score:
+async def _score(
+    benchmark: Benchmark,
+    row: Row,
+    answer: str,
+    rule: Rule,
+    policy: str,
+    passes_together: bool = False,
+) -> Score:
     if benchmark.scorers is not None:
         # Some ask a child process and wait.
         return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
@@ -159,10 +171,14 @@ async def _score(benchmark: Benchmark, row: Row, answer: str, rule: Rule, policy
         if rule == "published":  # a bound of ours, which the published rule does not have
             raise
         return wrong(str(error))
-    helpers = helpers_of(row["prompt"], entry_point)
-    verdict = await check_code(
-        program, row["test"], entry_point, helpers=helpers, limits=CODE_LIMITS, policy=policy
-    )
+    graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
+    if rule == "strict" or entry_point in PUBLISHED_HELPERS:
+        graded["helpers"] = helpers_of(row["prompt"], entry_point)
+    if rule == "published":
+        verdict = await check_together(program, row["test"], entry_point, **graded)
+    else:
+        graded["passes_together"] = passes_together
+        verdict = await check_code(program, row["test"], entry_point, **graded)
     if verdict.passed is None:
         return Score(None, verdict.reason)
     return RIGHT if verdict.passed else wrong(verdict.reason)
@@ -174,11 +190,21 @@ _PROGRAMS: dict[Rule, Callable[[str, str], str]] = {
 }
 
 
-def _same(benchmark: Benchmark, row: Row, answer: str) -> bool:
+def _told_by_published(row: Row, answer: str, passes: bool) -> bool:
+    """Whether the published verdict tells how the strict program does beside its tests.
+
+    It does if both rules run the same program, unless that fails and the strict rule gives it more
+    of the prompt, or keeps its names apart from those of the tests.
+    """
+    entry_point = row["entry_point"]
     try:
-        programs = [find_program(answer, row["entry_point"]) for find_program in _PROGRAMS.values()]
+        programs = [program_in(answer, entry_point) for program_in in _PROGRAMS.values()]
     except NoProgram:
         return False
+    if not passes:
+        more = entry_point not in PUBLISHED_HELPERS and helpers_of(row["prompt"], entry_point)
+        if more or may_clash(programs[0], row["test"]):
+            return False
     return same_program(*programs)
 
 

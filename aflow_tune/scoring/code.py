@@ -1,13 +1,17 @@
-"""Whether a program passes tests: solution and tests in two sandboxed processes.
+"""Whether a program passes tests: in one sandboxed process with them, and apart from them.
 
-The tests run in one process and the model's program in another; a call `candidate(...)` travels
-over both channels through this module, which passes messages on and believes nothing. The
-solution can only answer calls with plain values (`_values.py`): it holds neither the tests nor
-the verdict, so printing a marker, ending the process, patching `assert` or returning an object
-that equals everything gains nothing.
+`check_together` runs solution and tests in one process, as the field's public code does. It
+gives the field's verdict on every program, whatever it returns; but the solution can read the
+tests, patch what they use and return objects that equal everything.
 
-What it costs: results that are objects of the solution's own classes are opaque to the tests,
-which can only hand them back.
+`check_code` resists that: what passes beside its tests runs once more with the tests in another
+process, and has to pass there too. A call `candidate(...)` travels over both channels through
+this module, which passes messages on and believes nothing. The solution can only answer calls
+with values (`_values.py`): it holds neither the tests nor the verdict, so printing a marker,
+ending the process or patching `assert` gains nothing. Where it passes together and not apart,
+either it cheats, or the tests need it in their process, such as to compare objects of its own
+classes. What cannot be told is unscored; returning such objects gains nothing, since what fails
+together is wrong.
 
 The tests decide by raising or not. Tests that call or assert nothing say nothing: unscored. So
 do tests that cannot be run, as long as the solution had no part in it.
@@ -18,6 +22,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -44,6 +49,43 @@ class CodeVerdict:
     executions: tuple[Execution, ...] = ()
 
 
+async def check_together(
+    solution: str,
+    tests: str | Sequence[str],
+    entry_point: str,
+    *,
+    helpers: str = "",
+    limits: Limits = Limits(),  # noqa: B008
+    policy: str = "auto",
+    shared: bool = True,
+) -> CodeVerdict:
+    """Run `tests` against a program in one process. Arguments and errors as of `check_code`.
+
+    Args:
+        shared: also let them share their global names, as the field does: what the tests define
+            replaces what the solution defined. Else neither changes what the other's names mean.
+    """
+    text = tests if isinstance(tests, str) else "\n".join(tests)
+    if unusable := _unusable(text):
+        return CodeVerdict(None, unusable)
+    token = secrets.token_hex()
+    async with open_channel(
+        _source("_together_program.py"),
+        files={"aflow_values.py": _source("_values.py")},
+        limits=_roomy(limits),
+        policy=policy,
+    ) as channel:
+        with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
+            await channel.send([token, shared, entry_point, helpers, solution, text])
+        said = await channel.receive()
+        if said is None:
+            return _ended(channel, "the program ended")
+        if not isinstance(said, list) or said[:1] != [token]:
+            return CodeVerdict(False, "the program sent something else than a verdict")
+        _, passed, reason = said
+        return CodeVerdict(passed, reason)
+
+
 async def check_code(
     solution: str,
     tests: str | Sequence[str],
@@ -52,6 +94,7 @@ async def check_code(
     helpers: str = "",
     limits: Limits = Limits(),  # noqa: B008
     policy: str = "auto",
+    passes_together: bool = False,
 ) -> CodeVerdict:
     """Run `tests` against the function `entry_point` of the program `solution`.
 
@@ -62,14 +105,25 @@ async def check_code(
         helpers: a program that both sides have, such as what a prompt defines.
         limits: of each process; the time is for all tests together.
         policy: as `run_program` takes it.
+        passes_together: whether it is known that `check_together` lets it pass.
 
     Raises:
         SandboxUnavailable: nothing was run.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
-    if not _asserts(text):
-        return CodeVerdict(None, "the tests assert nothing")
-    limits = replace(limits, output_kb=max(limits.output_kb, MESSAGE_KB))
+    if not passes_together:
+        together = await check_together(
+            solution,
+            text,
+            entry_point,
+            helpers=helpers,
+            limits=limits,
+            policy=policy,
+            shared=False,
+        )
+        if not together.passed:
+            return together
+    limits = _roomy(limits)
     library = {"aflow_values.py": _source("_values.py"), "helpers.py": helpers}
     async with AsyncExitStack() as stack:
         graded = await stack.enter_async_context(
@@ -91,31 +145,33 @@ async def check_code(
         return await _converse(graded, grader, entry_point)
 
 
+def _roomy(limits: Limits) -> Limits:
+    return replace(limits, output_kb=max(limits.output_kb, MESSAGE_KB))
+
+
 async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeVerdict:
     """Pass calls and results on until the grader has a verdict or one of the two ends."""
     loaded = await graded.receive()
     if loaded is None:
-        return _ended(graded, "ended while it was loaded")
-    if not isinstance(loaded, dict) or not isinstance(loaded.get("names"), dict):
-        return CodeVerdict(False, f"the program does not load: {_failure(loaded)}")
-    if not await _handed_on(grader, [entry_point, loaded["names"]]):
+        return _ended(graded, "the program ended while it was loaded", apart=True)
+    if not isinstance(loaded, dict) or "loaded" not in loaded:
+        fault = loaded.get("failed") if isinstance(loaded, dict) else None
+        text = fault if isinstance(fault, str) else "it sent something else"
+        return CodeVerdict(False, f"the program does not load: {text}"[:500])
+    if not await _handed_on(grader, entry_point):
         return _UNUSABLE
-    calls = 0
     while True:
         message = await grader.receive()
         if message is None:
-            return _grader_ended(grader, calls)
+            return _ended(grader, "the tests ended without a verdict", apart=True)
         if isinstance(message, dict):
             verdict = message["verdict"]
             return CodeVerdict(verdict["passed"], verdict["reason"])
-        calls += 1
-        try:
+        with contextlib.suppress(ProgramEnded):
             await graded.send(message)
-            reply = await graded.receive()
-        except ProgramEnded:
-            reply = None
+        reply = await graded.receive()
         if reply is None:
-            return _ended(graded, "ended during a call")
+            return _ended(graded, "the program ended during a call", apart=True)
         if not await _handed_on(grader, reply):
             return _UNUSABLE
 
@@ -133,35 +189,24 @@ async def _handed_on(grader: Channel, message: Any) -> bool:
     return True
 
 
-def _ended(channel: Channel, what: str) -> CodeVerdict:
-    try:
-        execution = channel.execution()
-    except RuntimeError:  # it goes on, having sent null or closed its end
-        return CodeVerdict(False, "the program closed its channel")
-    ending = "" if execution.ending is Ending.FINISHED else f": {execution.ending.value}"
-    return CodeVerdict(False, f"the program {what}{ending}", (execution,))
-
-
-def _grader_ended(channel: Channel, calls: int) -> CodeVerdict:
-    """The tests' process was killed: by what the solution made of it, if it was called."""
+def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
+    """Its process has ended. What passed together may need more apart: that is no fault."""
     execution = channel.execution()
-    reason = f"the tests ended without a verdict: {execution.ending.value}"
-    return CodeVerdict(False if calls else None, reason, (execution,))
+    if execution.ending is Ending.FINISHED:
+        return CodeVerdict(False, what, (execution,))
+    passed = None if apart and execution.ending is not Ending.FAILED else False
+    return CodeVerdict(passed, f"{what}: {execution.ending.value}", (execution,))
 
 
-def _failure(loaded: Any) -> str:
+def _unusable(tests: str) -> str:
+    """Why tests say nothing about any program; empty if they may."""
     try:
-        return f"{loaded['failed']['names'][0]}: {loaded['failed']['message']}"[:500]
-    except (TypeError, KeyError, IndexError, RecursionError):
-        return "it sent something else"
-
-
-def _asserts(tests: str) -> bool:
-    """Whether there is any assert; what cannot be parsed is left to the grader to report."""
-    try:
-        return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(tests)))
-    except (SyntaxError, ValueError):
-        return bool(tests.strip())
+        tree = ast.parse(tests)
+        compile(tree, "tests.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"the tests are no Python: {error}"
+    asserts = any(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    return "" if asserts else "the tests assert nothing"
 
 
 @functools.cache

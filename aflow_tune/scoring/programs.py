@@ -13,6 +13,7 @@ Only parses, never runs; parsing is bounded in lines and characters.
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import warnings
 from collections.abc import Iterator
@@ -75,6 +76,14 @@ def same_program(first: str, second: str) -> bool:
         return ast.dump(_parse(first)) == ast.dump(_parse(second))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
+
+
+def may_clash(program: str, tests: str) -> bool:
+    """Whether one may change what a global name means to the other."""
+    try:
+        return bool(_defined(_parse(program)) & (_defined(_parse(tests)) | vars(builtins).keys()))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
 
 
 def helpers_of(prompt: str, entry_point: str) -> str:
