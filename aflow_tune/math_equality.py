@@ -63,6 +63,8 @@ def _serve() -> None:
     def same_value(answer: str, truth: str) -> bool:
         if _letters(answer) == _letters(truth):
             return True
+        if ("\\infty" in answer) != ("\\infty" in truth):
+            return False  # whether SymPy takes 22 oo - 42 for 0 depends on its order of hashes
         return bool(verify(expression(truth), expression(answer), timeout_seconds=None))
 
     def same_share(answer: str, truth: str) -> bool:

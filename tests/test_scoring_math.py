@@ -150,6 +150,7 @@ SAME = [
     (r"\frac{1}{2}\:x", r"\frac{x}{2}"),
     (r"\left(\,1\,,\;2\,\right)", "(1,2)"),
     (r"11\!\cdot\!2", "22"),
+    (r"5\,\frac{\text{m}}{\text{s}^2}", "5"),
     # thousands, and pairs that look like them
     (r"12{,}345", "12345"),
     (r"1,\!000", r"1\,000"),
@@ -180,6 +181,7 @@ SAME = [
     (r"x \geqslant 3", r"[3,\infty)"),
     (r"3 > x", r"(-\infty,3)"),
     ("x<=3", r"(-\infty,3]"),
+    (r"-3 \le f(x) \le 3", "[-3,3]"),
     (r"x<1 \text{ or } x>2", r"(2,+\infty)\cup(-\infty,1)"),
     (r"x>1 \text{ and } x\leq 2", "(1,2]"),
     (r"x \neq 2", r"(-\infty,2)\cup(2,\infty)"),
@@ -195,6 +197,8 @@ SAME = [
     # characters
     ("½", "0.5"),
     ("2½", r"\frac{5}{2}"),
+    ("7 1/2", "7.5"),
+    ("√½", r"\sqrt{\frac{1}{2}}"),
     ("1⁄3", "⅓"),
     ("2√3", r"2\sqrt{3}"),
     ("√(x+1)", r"\sqrt{x+1}"),
@@ -224,7 +228,15 @@ def test_spellings_of_one_answer_score_one(one: str, other: str) -> None:
         *[(r"12\%", "0.13"), (r"12\%", "13"), (r"1200\%", r"12\%"), ("12", "0.12")],
         *[(r"0.\overline{36}", "0.36"), (r"\frac{4}{11}", "0.36"), ("2½", "1"), ("√2", "2")],
         *[(r"12\,\text{cm}", "13"), (r"6\,\pi", "6"), ("(12,145)", "(12,144)")],
-        *[("", "42"), (",", "42"), (r"\in", "42"), ("x=", "42"), ("(,)", "(1,2)"), ("<", "1<x")],
+        *[
+            ("", "42"),
+            (",", "42"),
+            (r"\in", "42"),
+            (r"\infty 22", "42"),
+            ("x=", "42"),
+            ("(,)", "(1,2)"),
+            ("<", "1<x"),
+        ],
     ],
 )
 def test_what_is_not_the_answer_scores_zero(answer: str, truth: str) -> None:

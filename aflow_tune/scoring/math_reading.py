@@ -26,7 +26,7 @@ _LIST = (
 )
 _BRACKETS = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
 _GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|rho|sigma|tau|omega|Delta|Omega)"
-_NAME = re.compile(rf"(?:[a-zA-Z]|{_GREEK}(?![a-zA-Z]))(?:_(?:\w|\{{\w+\}}))?'*")
+_NAME = re.compile(rf"(?:[a-zA-Z]|{_GREEK}(?![a-zA-Z]))(?:_(?:\w|\{{\w+\}}))?'*(?:\([a-zA-Z]\))?")
 _IN = re.compile(r"(?:[^\\,<>=]|\\(?!in(?![a-zA-Z])))*\\in(?![a-zA-Z])")
 _COMMAND = re.compile(rf"(?!{_GREEK})\\(?!text|math|mbox|angle)[a-zA-Z]+")
 _BUILDER = re.compile(

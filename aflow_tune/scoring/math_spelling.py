@@ -20,7 +20,10 @@ _COMMANDS = {
     **{"°": r"^\circ", "º": r"^\circ", "−": "-", "–": "-", "—": "-", "′": "'", "⁄": "/"},
 }
 _MARKS = {"<super>": "^", "<sub>": "_"}
-_ROOT = re.compile(r"([√∛])\s*(\d+(?:\.\d+)?|\([^()]*\)|\{[^{}]*\}|[a-zA-Z]|\\[a-zA-Z]+)")
+_FRACTION = r"\\frac\{[^{}]*\}\{[^{}]*\}"
+_ROOT = re.compile(
+    rf"([√∛])\s*(\d+(?:\.\d+)?|\([^()]*\)|\{{[^{{}}]*\}}|[a-zA-Z]|{_FRACTION}|\\[a-zA-Z]+)"
+)
 _OVERLINED = re.compile("((?:\\d[\u0304\u0305])+)")
 
 # Commands that only space or size what stands around them. A line of a matrix ends in two
@@ -33,6 +36,7 @@ _SPACING = re.compile(
 _THOUSANDS = re.compile(
     r"(?<![\d.,}])[1-9]\d{0,2}(?:(?:,|\{,\}|,\\!|\\[,;:! ]|[ ~\u00a0\u2009\u202f])\d{3})+(?!\d)"
 )
+_UNIT = r"\\(?:text|mathrm)\s*\{[a-zA-Z\s]*\}(?:\^\{?\d\}?)?"
 _SAME = (
     (re.compile(r"\\(?:leq(?:slant|q)?|le)(?![a-zA-Z])|<=|=<"), r"\\le "),
     (re.compile(r"\\(?:geq(?:slant|q)?|ge)(?![a-zA-Z])|>="), r"\\ge "),
@@ -45,6 +49,8 @@ _SAME = (
     (re.compile(r"\\degree(?![a-zA-Z])"), r"^\\circ "),
     (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*per\s?cent\s*\}|(?<=\d)\s*per\s?cent\b"), r"\\%"),
     (re.compile(r"(?<!\\)%"), r"\\%"),
+    (re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)"), r"\1\\frac{\2}{\3}"),
+    (re.compile(rf"\\d?frac\s*\{{\s*{_UNIT}\s*\}}\s*\{{\s*{_UNIT}\s*\}}"), ""),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # what is left of them is a decimal comma
 )
 _DIGIT = r"(?:\{(\d)\}|\s*(\d))"
@@ -70,7 +76,6 @@ def plain_spelling(text: str) -> str:
 
 def _without_unicode(text: str) -> str:
     text = _OVERLINED.sub(lambda found: rf"\overline{{{found[1][::2]}}}", text)
-    text = _ROOT.sub(_as_root, text)
     spelled = []
     for character in text:
         if character.isascii():
@@ -96,7 +101,7 @@ def _without_unicode(text: str) -> str:
                 letter = letter.lower() if kind == "GREEK SMALL" else letter.capitalize()
                 plain = f"\\{letter} "
             spelled.append(plain)
-    return "".join(spelled)
+    return _ROOT.sub(_as_root, "".join(spelled))
 
 
 def _as_root(found: re.Match[str]) -> str:
