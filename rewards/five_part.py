@@ -12,7 +12,7 @@ from typing import Any
 
 from aflow_tune import JudgeOutput
 from aflow_tune.scoring import score_both
-from aflow_tune.scoring.five_part import FORMS, Usage, five_part
+from aflow_tune.scoring.five_part import Usage, five_part
 from aflow_tune.scoring.rewards import benchmark_of, logged, reward_settings, scored, text_of
 from aflow_tune.trace import Trace, current_trace
 
@@ -27,6 +27,5 @@ async def five_part_judge(task: dict, response: Any) -> JudgeOutput:
     settings, benchmark, answer = reward_settings(), benchmark_of(task), text_of(response)
     usage = Usage.of(current_trace() or Trace())  # before scoring, which notes its own programs
     scores = await score_both(benchmark, task, answer)
-    form = FORMS.get(benchmark.name, r"\S")
-    result = five_part(scored(scores["strict"]), answer, usage, settings.five_part, form)
+    result = five_part(scored(scores["strict"]), answer, usage, settings.five_part, benchmark.form)
     return JudgeOutput(reward=result.reward, metrics={**logged(scores), **result.metrics()})

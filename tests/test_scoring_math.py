@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (the characters that answers are written with)
 """MATH's two rules, LaTeX by SymPy's own parser, and texts that would run as code."""
 
 from __future__ import annotations
@@ -136,6 +137,125 @@ def test_allowed_expressions_and_literals() -> None:
 )
 def test_the_strict_rule(answer: str, truth: str, value: float) -> None:
     assert mathematics.score_strict(answer, truth).value == value
+
+
+# Each pair scores 1 in both directions.
+SAME = [
+    # spaces of LaTeX
+    (r"12\,\text{cm}", "12"),
+    (r"12\;\mathrm{cm}", "12"),
+    ("12~\\text{cm}", "12"),
+    (r"12\quad\text{ cm}^2", "12"),
+    (r"6\,\pi", r"6\pi"),
+    (r"\frac{1}{2}\:x", r"\frac{x}{2}"),
+    (r"\left(\,1\,,\;2\,\right)", "(1,2)"),
+    (r"11\!\cdot\!2", "22"),
+    (r"5\,\frac{\text{m}}{\text{s}^2}", "5"),
+    # thousands, and pairs that look like them
+    (r"12{,}345", "12345"),
+    (r"1,\!000", r"1\,000"),
+    ("1~234~567", "1234567"),
+    ("(100,200)", "(100, 200)"),
+    # percent
+    (r"12\%", "12"),
+    (r"12\,\%", "0.12"),
+    ("12 percent", "12%"),
+    (r"33\frac{1}{3}\%", r"\frac{100}{3}"),
+    # lists, sets, names, signs
+    ("x=1, x=2", "1,2"),
+    (r"x_1=1 \text{ and } x_2=2", "2,1"),
+    (r"x=1 \text{ or } x=2", r"\{1,2\}"),
+    (r"x \in \{1,2\}", "1,2"),
+    (r"x=\pm 2", "2, -2"),
+    (r"3\pm\sqrt{2}", r"3-\sqrt{2}, 3+\sqrt{2}"),
+    ("1, 2, and 3", "3,1,2"),
+    (r"\angle ABC = 60^\circ", "60"),
+    ("x=1, y=2", "(1,2)"),
+    ("y=2, x=1", "x=1, y=2"),
+    ("x = 2", "2 = x"),
+    ("2+40=42", "42"),
+    # inequalities and intervals
+    ("1<x<2", "(1,2)"),
+    ("2 > x > 1", "1<x<2"),
+    (r"1 \le x < 2", "[1,2)"),
+    (r"x \geqslant 3", r"[3,\infty)"),
+    (r"3 > x", r"(-\infty,3)"),
+    ("x<=3", r"(-\infty,3]"),
+    (r"-3 \le f(x) \le 3", "[-3,3]"),
+    (r"x<1 \text{ or } x>2", r"(2,+\infty)\cup(-\infty,1)"),
+    (r"x>1 \text{ and } x\leq 2", "(1,2]"),
+    (r"x \neq 2", r"(-\infty,2)\cup(2,\infty)"),
+    (r"\{x \mid x \ge 2\}", r"[2,\infty)"),
+    (r"x\in\mathbb{R}", r"(-\infty,\infty)"),
+    # repeating decimals
+    (r"0.\overline{36}", r"\frac{4}{11}"),
+    (r"-0.1\overline{6}", r"-\frac{1}{6}"),
+    (r"0.\bar{3}", r"\frac{1}{3}"),
+    (r"0.\dot{1}4285\dot{7}", r"\frac{1}{7}"),
+    ("0.(3)", r"0.333\ldots"),
+    ("0.3̅", r"\frac{1}{3}"),
+    # characters
+    ("½", "0.5"),
+    ("2½", r"\frac{5}{2}"),
+    ("7 1/2", "7.5"),
+    ("√½", r"\sqrt{\frac{1}{2}}"),
+    ("1⁄3", "⅓"),
+    ("2√3", r"2\sqrt{3}"),
+    ("√(x+1)", r"\sqrt{x+1}"),
+    ("3π/4", r"\frac{3\pi}{4}"),
+    ("x²+y⁻¹", "x^2+y^{-1}"),
+    ("(−∞, 3]", r"(-\infty,3]"),
+    ("1≤x≤2", "[1,2]"),
+    ("3×4°", "12"),
+    ("α+β", r"\alpha+\beta"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_spellings_of_one_answer_score_one(one: str, other: str) -> None:
+    for answer, truth in ((one, other), (other, one), (one, one)):
+        assert mathematics.score_strict(rf"\boxed{{{answer}}}", truth).value == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        *[("[1,2)", "1<x<2"), (r"1\le x<2", "(1,2)"), ("1<x<3", "(1,2)"), ("x<3", r"(3,\infty)")],
+        *[(r"x<1 \text{ and } x>2", r"(-\infty,1)\cup(2,\infty)"), (r"x \ne 2", "2")],
+        *[("(1,2)", "(2,1)"), ("(1,2)", r"\{1,2\}"), (r"\{1,2\}", "(1,2)"), ("x=1, y=2", "(2,1)")],
+        *[("a=2, b=1", "a=1, b=2"), ("x=2", "y=2"), ("1<x<2", "1<y<2")],
+        *[("1,2", "12"), ("12", "1,2"), ("1,2", "1,3"), ("1,2,3", "1,2"), ("1,2", "1,2,3")],
+        *[(r"12\%", "0.13"), (r"12\%", "13"), (r"1200\%", r"12\%"), ("12", "0.12")],
+        *[(r"0.\overline{36}", "0.36"), (r"\frac{4}{11}", "0.36"), ("2½", "1"), ("√2", "2")],
+        *[(r"12\,\text{cm}", "13"), (r"6\,\pi", "6"), ("(12,145)", "(12,144)")],
+        *[
+            ("", "42"),
+            (",", "42"),
+            (r"\in", "42"),
+            (r"\infty 22", "42"),
+            ("x=", "42"),
+            ("(,)", "(1,2)"),
+            ("<", "1<x"),
+        ],
+    ],
+)
+def test_what_is_not_the_answer_scores_zero(answer: str, truth: str) -> None:
+    assert mathematics.score_strict(rf"\boxed{{{answer}}}", truth).value == 0
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        *[",", ";", r"\,\,", r"\;", "~", r"\ ", r"\quad ", r"\qquad ", r"\text{ and }", " or "],
+        *[r"\text{ or }", r"\lor ", r"\cup ", r"\pm ", "=", r"\approx ", r"\to ", "<", "|", "/"],
+        *[r"\text{ but perhaps }", r"\mid ", r", x=", r"\text{, not }", r"\\", r"\hspace{1cm}"],
+    ],
+)
+def test_no_way_to_write_two_candidates_scores(between: str) -> None:
+    for first, second in (("41", "42"), ("42", "41"), ("x=41", "42")):
+        for form in ("{}", r"\{{{}\}}", "({})"):
+            answer = rf"\boxed{{{form.format(first + between + second)}}}"
+            assert mathematics.score_strict(answer, "42").value == 0
 
 
 @pytest.mark.parametrize(

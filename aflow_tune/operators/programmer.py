@@ -19,6 +19,7 @@ from aflow_tune.operators.prompts import Prompt
 from aflow_tune.operators.reading import Form
 from aflow_tune.sandbox import run_program
 from aflow_tune.sandbox.types import Ending, Execution, Limits
+from aflow_tune.scoring.boxed import boxed_if_asked
 
 PROGRAMS = 3
 MAX_PROGRAMS = 10
@@ -102,7 +103,8 @@ class Programmer(Operator):
             output, error = outcome_of(execution)
             if not error:
                 outcome = Outcome.REPAIRED if mended else written.outcome
-                return OperatorResult({"code": written["code"], "output": output}, outcome)
+                answer = boxed_if_asked(output, problem)  # a program computes the bare value
+                return OperatorResult({"code": written["code"], "output": answer}, outcome)
         last = error.strip().splitlines()[-1]
         result = {"code": written["code"], "output": f"Error: {last}"}
         return OperatorResult(result, Outcome.PROGRAM_FAILED, last)

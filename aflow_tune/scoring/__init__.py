@@ -17,6 +17,7 @@ _HOME = {
     "find": "benchmarks",
     "score_answer": "benchmarks",
     "score_both": "benchmarks",
+    "with_form": "benchmarks",
     "CodeVerdict": "code",
     "check_code": "code",
     "Rule": "types",
@@ -33,6 +34,7 @@ __all__ = [
     "find",
     "score_answer",
     "score_both",
+    "with_form",
 ]
 
 

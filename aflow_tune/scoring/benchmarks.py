@@ -54,6 +54,11 @@ class Benchmark:
     scorers: dict[Rule, Scorer] | None = None
     """None for benchmarks of code, whose answers are programs that run."""
     hub: HubSource | None = None
+    answer_form: str = ""
+    """What whoever answers is told about the form in which an answer is scored. A line of a
+    comment for benchmarks of code, whose questions are code; empty where the questions tell."""
+    form: str = r"\S"
+    """A regular expression that is found in an answer of that form."""
 
     @property
     def is_code(self) -> bool:
@@ -142,6 +147,14 @@ def find(benchmark: Benchmark | str) -> Benchmark:
     cure = f"use {close[0]}" if close else "use one of these"
     fault = Fault(f"benchmark {benchmark!r}", " | ".join(known), repr(benchmark), cure)
     raise BadInput("an unknown benchmark", [fault])
+
+
+def with_form(problem: str, answer_form: str) -> str:
+    """A problem's text that asks for an answer of this form; as it is where the form is empty."""
+    if not answer_form:
+        return problem
+    text, mark = problem.removesuffix(_ANSWER), _ANSWER if problem.endswith(_ANSWER) else ""
+    return f"{text.rstrip()}\n\n{answer_form}" + (f"\n\n{mark}" if mark else "")
 
 
 async def _guarded(scorer: Callable[..., Any], *arguments: Any) -> Score:
@@ -234,10 +247,16 @@ def _gym_benchmark(task: str) -> Benchmark:
     )
 
 
+_ANSWER = "Answer:"
+"""What the questions of HotpotQA and DROP end in."""
+_CODE_ASKED = "# The answer is Python code: the whole function, with imports and helpers, once."
+_CODE_FORM = r"^\s*(?:async\s+)?def\s"
+
+
 def _hotpotqa_question(row: Row) -> str:
     paragraphs = (" ".join(item[1]) for item in row["context"] if isinstance(item[1], list))
     context = "\n".join(paragraphs)
-    return f"Context: {context}\n\nQuestion: {row['question']}\n\nAnswer:"
+    return f"Context: {context}\n\nQuestion: {row['question']}\n\n{_ANSWER}"
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -251,6 +270,8 @@ BENCHMARKS: dict[str, Benchmark] = {
             "published": lambda answer, row: numbers.score_published(answer, row["answer"]),
         },
         hub=HubSource("openai/gsm8k", "main", "test", rows.plain_row),
+        answer_form="The answer is one number, at the end of what is written.",
+        form=r"\d",
     ),
     "math": Benchmark(
         name="math",
@@ -262,6 +283,8 @@ BENCHMARKS: dict[str, Benchmark] = {
             "published": lambda answer, row: mathematics.score_published(answer, row["solution"]),
         },
         hub=HubSource("HuggingFaceH4/MATH-500", None, "test", rows.plain_row),
+        answer_form=r"The answer stands in \boxed{}, once, at the end of what is written.",
+        form=r"\\boxed",
     ),
     "humaneval": Benchmark(
         name="humaneval",
@@ -269,6 +292,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         question=lambda row: row["prompt"],
         gold=lambda row: row["prompt"] + row["canonical_solution"],
         hub=HubSource("openai/openai_humaneval", None, "test", rows.plain_row),
+        answer_form=_CODE_ASKED,
+        form=_CODE_FORM,
     ),
     "mbpp": Benchmark(
         name="mbpp",
@@ -276,6 +301,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         question=lambda row: row["prompt"],
         gold=lambda row: row["code"],
         hub=HubSource("google-research-datasets/mbpp", "sanitized", "test", rows.mbpp_row),
+        answer_form=_CODE_ASKED,
+        form=_CODE_FORM,
     ),
     "hotpotqa": Benchmark(
         name="hotpotqa",
@@ -287,6 +314,7 @@ BENCHMARKS: dict[str, Benchmark] = {
             "published": lambda answer, row: qa.hotpotqa_published(answer, row["answer"]),
         },
         hub=HubSource("hotpotqa/hotpot_qa", "distractor", "validation", rows.hotpotqa_row),
+        answer_form="The answer is a name, date, number or phrase, or yes or no, and nothing else.",
     ),
     "drop": Benchmark(
         name="drop",
@@ -298,6 +326,8 @@ BENCHMARKS: dict[str, Benchmark] = {
             "published": lambda answer, row: qa.drop_published(answer, row["ref_text"]),
         },
         hub=HubSource("ucinlp/drop", None, "validation", rows.drop_row),
+        answer_form="The answer is a name, a date, a number or a phrase, and nothing else; several "
+        "that are asked for are joined by 'and'.",
     ),
 }
 """Every benchmark by name."""

@@ -14,6 +14,12 @@ def boxed(text: str) -> str | None:
     return _content(rest) if found else None
 
 
+def boxed_if_asked(value: str, task: str) -> str:
+    r"""The value in a `\boxed{}` where the task asks for one and the value has none."""
+    asked = "\\boxed" in task and "\\boxed" not in value
+    return f"\\boxed{{{value}}}" if asked else value
+
+
 def boxed_answers(text: str) -> list[str]:
     r"""The contents of all boxes in order, boxes around boxes and unclosed ones left out."""
     contents = [_content(rest) for rest in text.split("\\boxed")[1:]]

@@ -21,13 +21,6 @@ N = TypeVar("N", int, float)
 
 NGRAM = 4
 """Words that stand together when repetition is looked for."""
-FORMS = {
-    "gsm8k": r"\d",
-    "math": r"\\boxed",
-    "humaneval": r"^\s*(?:async\s+)?def\s",
-    "mbpp": r"^\s*(?:async\s+)?def\s",
-}
-"""What an answer of a benchmark must contain to be well formed. Others: anything but blanks."""
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,20 @@ published (benchmarks/math.py of the public AFlow code): the last `\boxed{}` wit
 level of braces inside, else the last sentence, of answer and reference alike; equal by
 `symbolic.published_equal`.
 
-strict: the boxed answers as a set equal those of the reference, by math-verify. No box is 0, as
-are boxes that differ where the reference has one, lists, 'a or b', `\pm` and equations where
-the reference has none: math-verify would pick a side of `3 = 5` that suits the answer.
+strict: every boxed answer equals the reference, in whichever spelling (`math_spelling.py`) and as
+whatever it consists of (`math_reading.py`); values by math-verify. No box is 0, as are lists,
+'a or b', `\pm` and relations where the reference has none: math-verify would pick a side of
+`3 = 5` that suits the answer.
 """
 
 from __future__ import annotations
 
 import re
 
-from aflow_tune.math_equality import equal_answers
+from aflow_tune.math_equality import Reading, equal_answers, kind_of
 from aflow_tune.scoring.boxed import boxed_answers, shallow_boxed
+from aflow_tune.scoring.math_reading import read, value_of
+from aflow_tune.scoring.math_spelling import plain_spelling
 from aflow_tune.scoring.symbolic import published_equal
 from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
@@ -23,23 +26,22 @@ MAX_ANSWER_CHARACTERS = 400
 MAX_BOXES = 20
 """More boxes that differ as texts are several answers, whatever they are worth."""
 _SENTENCE_END = re.compile(r"(?<!\d)[.!?]\s+")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|,\\!|\\,|\s)(?=\d{3}(?!\d))")
-_THIN = re.compile(r"(?<=\d)\\[,!](?=\d{3}(?!\d))")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
-_CHOICE = re.compile(r"\b(?:or|either)\b|\\(?:lor|vee)\b|[|]{1,2}(?=\s*[\d\\])", re.IGNORECASE)
+_OPEN = (
+    (
+        re.compile(r"\b(?:or|either)\b|\\(?:lor|vee)\b|[|]{1,2}(?=\s*[\d\\])", re.IGNORECASE),
+        "a choice of candidates",
+    ),
+    (re.compile(r"\\(?:pm|mp)(?![a-zA-Z])"), "two signs"),
+)
 _RELATION = re.compile(
     r"=|[<>≤≥≈≠]|\\(?:n?eq(?:uiv)?|approx|sim(?:eq)?|cong|leq?|geq?|ne|lt|gt|in|to|iff)(?![a-zA-Z])"
     r"|\\(?:Right|right|Long)\w*arrow"
 )
-_NAMES_ANSWER = re.compile(
-    r"(?:[a-zA-Z\\][\w\\{}'()]*|\([a-zA-Z\s,\\]+\))\s*(?:=|\\in(?![a-zA-Z]))"
-)
-# A blank or a space of LaTeX between numbers; but 3 1/2 and 3 \frac12 are one number.
-_SIDE_BY_SIDE = re.compile(r"\d(?:\s|\\[;,:! ]|\\q?quad)+-?\d+(?!\s*/|[\d.]*\s*/)")
+# But 3 1/2 and 3 \frac12 are one number.
+_SIDE_BY_SIDE = re.compile(r"\d\s+-?\d+(?!\s*/|[\d.]*\s*/)")
+_NO_VALUE = "a relation where a value is asked for"
 _BASE = re.compile(r"(?<=\d)_\{?\s*(\w+)")
-_BETWEEN_GROUPS = re.compile(
-    r"(?:[\s,;]|\\cup|\\cap|\\setminus|\\text|\\(?:left|right|[bB]igg?)|\\[,;!])*"
-)
 
 
 def final_answer(text: str) -> str:
@@ -70,30 +72,28 @@ def score_strict(answer: str, solution: str) -> Score:
         CannotScore: the reference is empty.
         Undecided: the comparison took too long.
     """
-    expected = _distinct(boxed_answers(solution)) or [solution.strip()]
+    expected = _distinct([plain_spelling(box) for box in boxed_answers(solution) or [solution]])
     if not expected[0]:
         raise CannotScore("an empty reference")
-    given = boxed_answers(answer)
-    if not given:
+    boxes = boxed_answers(answer)
+    if not boxes:
         return wrong("no boxed answer")
-    if max(map(len, given)) > MAX_ANSWER_CHARACTERS:
+    if max(map(len, boxes)) > MAX_ANSWER_CHARACTERS:
         return wrong("too long for a final answer")
-    if len(set(given)) > MAX_BOXES:
+    boxes = list(dict.fromkeys(boxes))
+    if len(boxes) > MAX_BOXES:
         return wrong("several boxed answers that differ")
-    given = _distinct([_THIN.sub("", box).strip().rstrip(".").rstrip() for box in given])
-    joined, truth = ", ".join(given), ", ".join(expected)
-    if len(expected) == 1:
-        if len(given) > 1:
-            return wrong("several boxed answers that differ")
-        if open_choice := _open_choice(given[0], truth):
-            return wrong(open_choice)
-    if equal_answers(joined, truth):
-        return RIGHT
-    return wrong(f"{_short(joined)} is not {_short(truth)}")
+    given = list(dict.fromkeys(map(plain_spelling, boxes)))
+    if len(expected) > 1:
+        given = [", ".join(given)]
+    for one in given:
+        if fault := _fault(one, ", ".join(expected)):
+            return wrong(fault if len(given) == 1 else "several boxed answers that differ")
+    return RIGHT
 
 
 def _distinct(boxes: list[str]) -> list[str]:
-    """The boxes without those that are equal to one before."""
+    """The reference's boxes without those that are equal to one before."""
     kept: list[str] = []
     for box in boxes:
         if not any(equal_answers(box, other) for other in kept):
@@ -101,54 +101,48 @@ def _distinct(boxes: list[str]) -> list[str]:
     return kept
 
 
-def _open_choice(answer: str, truth: str) -> str:
+def _fault(answer: str, truth: str) -> str:
+    """Why the answer is not the one that the reference gives; empty where it is."""
+    given, expected = read(answer), read(truth)
+    if open_choice := _open_choice(answer, given, truth, expected):
+        return open_choice
+    if equal_answers(given, expected):
+        return ""
+    if kind_of(value_of(given)) == "same":
+        return _NO_VALUE
+    return f"{_short(answer)} is not {_short(truth)}"
+
+
+def _open_choice(answer: str, given: Reading, truth: str, expected: Reading) -> str:
     """In which way the answer leaves open what the reference does not; empty if it does not."""
-    if _entries(answer) > 1 and _entries(truth) == 1:
-        return "a list of candidates"
-    for pattern, reason in ((_CHOICE, "a choice of candidates"), (r"\\[pm][mp]\b", "two signs")):
-        if re.search(pattern, _TEXT.sub(r" \1 ", answer)) and not re.search(
-            pattern, _TEXT.sub(r" \1 ", truth)
-        ):
-            return reason
-    if _SIDE_BY_SIDE.search(_THOUSANDS.sub("", answer)) and not _SIDE_BY_SIDE.search(truth):
+    answer, truth = (_TEXT.sub(r" \1 ", text) for text in (answer, truth))
+    if not _is_several(expected):
+        for pattern, reason in _OPEN:
+            if pattern.search(answer) and not pattern.search(truth):
+                return reason
+        named = (kind_of(given), kind_of(expected)) == ("assigned", "()")  # x=1, y=2 for (1,2)
+        if _is_several(given) and not named:
+            return "a list of candidates"
+    if _SIDE_BY_SIDE.search(answer) and not _SIDE_BY_SIDE.search(truth):
         return "numbers side by side"
     bases = _BASE.findall(answer)
     if bases and bases != _BASE.findall(truth):
         return "another number base"
-    if _is_brackets(truth) and "," in truth and not _is_brackets(answer):
-        return "more or other than the brackets asked for"
-    relations = len(_RELATION.findall(answer))
-    named = relations == 1 and _NAMES_ANSWER.match(answer.strip())
-    if relations and not named and not _RELATION.search(truth):
-        return "a relation where a value is asked for"
+    if _RELATION.search(_values(given)) and not _RELATION.search(_values(expected)):
+        return _NO_VALUE
     return ""
 
 
-def _is_brackets(text: str) -> bool:
-    """Whether the text is one or more bracketed groups, named at most, and nothing else."""
-    depth, outside = 0, ""
-    for character in _NAMES_ANSWER.sub("", text.strip(), count=1):
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif depth <= 0:
-            outside += character
-    return _BETWEEN_GROUPS.fullmatch(outside.replace("\\\\", "")) is not None
+def _is_several(reading: Reading) -> bool:
+    """Whether it holds values of which each could be an answer."""
+    return kind_of(value_of(reading)) in ("list", "union", "assigned")
 
 
-def _entries(text: str) -> int:
-    """How many entries a list without brackets has; 1 for what is no list."""
-    depth = 0
-    count = 1
-    for character in _THOUSANDS.sub("", _TEXT.sub(r" \1 ", text)):
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif character in ",;" and depth <= 0:
-            count += 1
-    return count
+def _values(reading: Reading) -> str:
+    """The values of which a reading consists, without the names of unknowns."""
+    if isinstance(reading, str):
+        return reading
+    return " ; ".join(map(_values, reading[2 if reading[0] == "named" else 1 :]))
 
 
 def _short(text: str) -> str:

@@ -4,13 +4,22 @@ published (benchmarks/hotpotqa.py and drop.py of the public AFlow code): F1 of t
 SQuAD's normalisation: lower case, no ASCII punctuation, no articles, single spaces. DROP splits
 answer and reference at `|` and takes the best pair.
 
-strict is built from the same F1 and differs where that can be gamed or is unjust:
+strict is built from the same F1 and differs where that pays for keeping candidates open, or is
+unjust:
 
-- 'yes', 'no' and 'noanswer' count only alone (hotpot_evaluate_v1.py, Yang et al. 2018);
+- the words that are shared count by their F1 alone, times the part that they are of the answer's
+  words. So several candidates at once earn no more on average than the best of them does alone,
+  however they are written: each earns its share of the words. F1 would give 2/3 for one of two.
+  Words that name nothing ('in', 'of', 'was') cost what they cost in F1, and so does any word
+  beside a number: there the next rule leaves no second candidate;
 - numbers must be the reference's, none missing and none more (the number rule of DROP's own
   metric, Dua et al. 2019, in both directions), and keep their decimal point and sign;
-- a choice ('Paris or London') counts only where the reference is one;
-- every part of an answer split at `|` must be good: the score is the worst part's;
+- a part of a list that shares nothing with the reference is another candidate and makes the
+  answer 0, unless the reference is a list as long; so do 'a or b' and 'not a', unless the
+  reference says them;
+- of several references each part of the answer may be one of its own (`|` or a list): the score
+  is the worst part's;
+- 'yes', 'no' and 'noanswer' count only alone (hotpot_evaluate_v1.py, Yang et al. 2018);
 - an answer equal to the reference as written scores 1 even where normalisation leaves nothing.
 """
 
@@ -26,6 +35,22 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED = {"yes", "no", "noanswer"}
 _CHOICE = re.compile(r"\b(?:or|either)\b", re.IGNORECASE)
+# But No. 2 is a number.
+_DENIAL = re.compile(
+    r"\b(?:not|never|neither|nor|none|nobody|nothing|cannot|without|except|excluding|unlike|but"
+    r"|instead|rather|\w+n['\u2019]t|no(?!\.?\s*\d))\b",
+    re.IGNORECASE,
+)
+# Neither the comma of 40,000 nor the point of D. J. or 1.5; a hyphen only between blanks.
+_BETWEEN = re.compile(
+    r"(?<!\d),|,(?!\d)|[;/|\\(){}\[\]&+<>=\u2013\u2014\u2192\u2022\n]|\s[-~*]\s|[!?](?=\s)"
+    r"|(?<=[^\W\d_]{4})\.(?=\s)|\b(?:and|or|nor|vs|versus|alternatively|otherwise|else|plus|also)\b",
+    re.IGNORECASE,
+)
+_NAMES_NOTHING = {
+    *("and", "or", "at", "by", "for", "from", "in", "of", "on", "s", "to", "with", "as"),
+    *("is", "was", "were", "are", "be", "been", "it", "its"),
+}
 _NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))")
 
 
@@ -71,17 +96,31 @@ def drop_published(answer: str, references: str) -> Score:
 
 
 def drop_strict(answer: str, references: str) -> Score:
-    """The worst part's best F1 by the strict rule.
+    """The best of the whole answer and of its parts, which must be a reference each, by the
+    strict rule.
 
     Raises:
         CannotScore: there is no reference.
     """
     expected = split(references)
-    parts = [part for part in answer.split("|") if part.strip()]
-    if not parts:
+    whole = [part for part in answer.split("|") if part.strip()]
+    if not whole:
         return wrong("an empty answer")
-    best = [max((_strict(part, ref) for ref in expected), key=_value) for part in parts]
-    return min(best, key=_value)
+    pieces = _pieces(answer)
+    ways = (whole, pieces) if len(pieces) > 1 else (whole,)
+    return max((_parts(parts, expected) for parts in ways), key=_value)
+
+
+def _parts(parts: list[str], references: list[str]) -> Score:
+    """The worst part's best score, each against a reference that no other part has taken."""
+    left, worst = list(references), RIGHT
+    for part in parts:
+        if not left:
+            return wrong("more answers than there are")
+        best = max(left, key=lambda reference: _value(_strict(part, reference)))
+        worst = min(worst, _strict(part, best), key=_value)
+        left.remove(best)
+    return worst
 
 
 def split(references: str) -> list[str]:
@@ -106,7 +145,49 @@ def _strict(answer: str, reference: str) -> Score:
         return wrong("the numbers differ from the reference's")
     if _CHOICE.search(answer) and not _CHOICE.search(reference):
         return wrong("a choice of candidates")
-    return _score(token_f1(answer, reference))
+    if bool(_DENIAL.search(answer)) != bool(_DENIAL.search(reference)):
+        return wrong("denied, or not denied as the reference is")
+    f1 = token_f1(answer, reference)
+    if all(token.isdigit() for token in expected.split()):
+        return _score(f1)
+    if _has_rival(answer, reference):
+        return wrong("a list of candidates")
+    return _score(min(f1, _without_filler(answer, reference)))
+
+
+def _without_filler(answer: str, reference: str) -> float:
+    """F1 of the shared words alone, times their part of the answer's words that name something."""
+    given, expected = _naming(answer), _naming(reference)
+    shared = (given & expected).total()
+    if not shared:
+        return 0.0
+    recall = shared / expected.total()
+    return shared / given.total() * 2 * recall / (1 + recall)
+
+
+def _has_rival(answer: str, reference: str) -> bool:
+    """Whether the answer is a list, and no list as the reference is, with a part that shares
+    nothing with it; a part that was said before has nothing left to share."""
+    pieces, left = _pieces(answer), _naming(reference)
+    if len(pieces) <= len(_pieces(reference)):
+        return False
+    for piece in pieces:
+        shared = _naming(piece) & left
+        if not shared:
+            return True
+        left -= shared
+    return False
+
+
+def _pieces(text: str) -> list[str]:
+    """The parts between commas, brackets, 'and' and the like that name something."""
+    return [part for part in _BETWEEN.split(text) if set(normalised(part).split()) - _NAMES_NOTHING]
+
+
+def _naming(text: str) -> Counter[str]:
+    """The tokens that name something; all where none does."""
+    tokens = normalised(text).split()
+    return Counter([token for token in tokens if token not in _NAMES_NOTHING] or tokens)
 
 
 def _numbers(text: str) -> set[float]:

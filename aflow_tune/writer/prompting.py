@@ -25,7 +25,9 @@ from aflow_tune.operators.prompts import fill, placeholders
 from aflow_tune.writer.example import example_for
 from aflow_tune.writer.types import CheckLimits, ProblemType
 
-PLACEHOLDERS = ("operators", "budget", "example", "problem", "problem_type", "entry_point")
+PLACEHOLDERS = (
+    *("operators", "budget", "example", "problem", "problem_type", "entry_point", "answer_form"),
+)
 """What a template may mention. It has to mention the problem."""
 TEMPLATE = """\
 Write a workflow of operators for the problem below; another model runs it. Reply with one JSON \
@@ -35,6 +37,7 @@ prompts: what to tell each operator of __init__. Operators and the keys they ret
 {operators}
 In __call__: await, if, for over lists or range(n), lists, strings; no imports. {budget}
 Define __call__(self, problem, entry_point); the answer is Python that defines {entry_point}.
+The text of `problem` also says: {answer_form}
 Type: {problem_type}
 Problem:
 {problem}"""
@@ -62,6 +65,7 @@ def policy_messages(
     limits: CheckLimits,
     entry_point: str | None = None,
     template: str | None = None,
+    answer_form: str = "",
     earlier: Sequence[Turn] = (),
 ) -> list[dict[str, str]]:
     """The conversation that the policy answers with a workflow.
@@ -70,6 +74,7 @@ def policy_messages(
         operators: that a graph may use, by name.
         entry_point: the function to write, for problems of code.
         template: in place of the shipped one; see `template_faults`.
+        answer_form: of the problem's benchmark; the graph reads it behind the problem.
         earlier: the turns so far, oldest first.
     """
     values = {
@@ -79,6 +84,7 @@ def policy_messages(
         "problem": problem,
         "problem_type": problem_type or "",
         "entry_point": entry_point or "",
+        "answer_form": answer_form,
     }
     text = _filled(TEMPLATE if template is None else template, values)
     messages = [{"role": "user", "content": text}]

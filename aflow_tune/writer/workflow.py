@@ -34,7 +34,7 @@ from aflow_tune.models.books import client_for
 from aflow_tune.models.types import Message, ModelClient, ModelError, ModelFailure, Reply
 from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
 from aflow_tune.operators.registry import BUILT_IN
-from aflow_tune.scoring import find, score_both
+from aflow_tune.scoring import find, score_both, with_form
 from aflow_tune.scoring.rewards import Unscored, logged, scored
 from aflow_tune.trace import ModelCall, Trace, note
 from aflow_tune.writer.check import check_written
@@ -143,6 +143,7 @@ class WriterWorkflow:
             self.type_of(task),
             model,
             entry_point=self._entry_point_of(task),
+            answer_form=self.answer_form_of(task),
             auxiliary_models=auxiliary_models,
         )
         record = record_of(run)
@@ -163,12 +164,14 @@ class WriterWorkflow:
         model: Any,
         *,
         entry_point: str | None = None,
+        answer_form: str = "",
         auxiliary_models: Mapping[str, Any] | None = None,
     ) -> WriterRun:
         """Let the policy write for a problem, and run what it writes; nothing is scored.
 
         Args:
             model: the policy, as `aflow_tune.models.as_client` takes it.
+            answer_form: what the policy and, behind the problem, its graph are told about it.
 
         Raises:
             ModelError: the policy itself did not answer.
@@ -179,7 +182,8 @@ class WriterWorkflow:
         asked = 0
         while asked < self.turns:
             try:
-                text = await self._ask(policy, problem, problem_type, entry_point, results)
+                messages = self.messages(problem, problem_type, entry_point, results, answer_form)
+                text = await self._ask(policy, messages, results)
             except ModelError as error:
                 if results and error.failure is ModelFailure.REFUSED:
                     break  # the conversation has outgrown the policy: what it wrote counts
@@ -187,8 +191,9 @@ class WriterWorkflow:
             asked += 1
             if results and keeps(text):
                 break
+            asked_for = with_form(problem, answer_form)
             results.append(
-                await self._run(text, problem, problem_type, entry_point, auxiliary_models or {})
+                await self._run(text, asked_for, problem_type, entry_point, auxiliary_models or {})
             )
         return WriterRun(
             problem,
@@ -205,6 +210,7 @@ class WriterWorkflow:
         problem_type: ProblemType,
         entry_point: str | None = None,
         results: list[TurnResult] | None = None,
+        answer_form: str = "",
     ) -> list[dict[str, str]]:
         """What the policy is asked, after these turns."""
         return policy_messages(
@@ -214,6 +220,7 @@ class WriterWorkflow:
             limits=self.check,
             entry_point=entry_point,
             template=self.template,
+            answer_form=answer_form,
             earlier=[result.told() for result in results or ()],
         )
 
@@ -224,6 +231,11 @@ class WriterWorkflow:
             BadInput: the row has none.
         """
         return problem_of(task, self.problem, self._benchmark_of(task), "writer")
+
+    def answer_form_of(self, task: Mapping[str, Any]) -> str:
+        """What its benchmark says about the form of an answer; empty where a function scores."""
+        benchmark = self._benchmark_of(task)
+        return "" if benchmark is None else find(benchmark).answer_form
 
     def type_of(self, task: Mapping[str, Any]) -> ProblemType:
         """The problem's type: of the row, else of the configuration, else by its benchmark.
@@ -280,12 +292,9 @@ class WriterWorkflow:
     async def _ask(
         self,
         policy: ModelClient,
-        problem: str,
-        problem_type: ProblemType,
-        entry_point: str | None,
+        messages: Sequence[Message],
         results: list[TurnResult],
     ) -> str:
-        messages: list[Message] = [*self.messages(problem, problem_type, entry_point, results)]
         state = results[-1].state if results else START
         with caller(CALLER), state_key(state):
             return (await policy.complete(messages)).text

@@ -13,7 +13,8 @@ from typing import Any
 
 from aflow_tune.errors import AflowTuneError
 from aflow_tune.models.types import ModelFailure
-from aflow_tune.scoring.five_part import FORMS, Usage
+from aflow_tune.scoring import find
+from aflow_tune.scoring.five_part import Usage
 from aflow_tune.scoring.rewards import reward_settings
 from aflow_tune.trace import ModelCall, Trace
 from aflow_tune.writer.execute import Executed
@@ -70,7 +71,7 @@ class WriterRun:
             form=None if verdict.written is None else verdict.written.form,
             refusals=verdict.refusals,
             settings=reward_settings().five_part,
-            answer_form=FORMS.get(benchmark or "", r"\S"),
+            answer_form=r"\S" if benchmark is None else find(benchmark).form,
         )
 
 

@@ -275,7 +275,12 @@ class _Harvesting:
         )
 
     def _messages(self, problem: Problem) -> list[dict[str, str]]:
-        return self.workflow.messages(problem.text, problem.problem_type, problem.entry_point)
+        return self.workflow.messages(
+            problem.text,
+            problem.problem_type,
+            problem.entry_point,
+            answer_form=self.workflow.answer_form_of(problem.row),
+        )
 
     def _candidates(
         self, problems: Sequence[Problem]
