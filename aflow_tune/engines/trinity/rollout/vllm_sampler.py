@@ -6,16 +6,19 @@
   adapter of the newest version, and none while the version is 0, the base model.
 - **No cache of older adapters.** vLLM knows cached prefixes by the adapter's name, which stays.
 - **Ranks that vLLM has no kernels for** are rounded up to the next it has.
+- **Weights by memory** arrive also on a Ray that the command started.
 - **A fixed text can be scored** for the sync check, by the server, as a workflow would ask it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import Any, get_args
 
 import httpx
+import ray
 from trinity.common.config import InferenceModelConfig
 from trinity.common.constants import SyncMethod
 from trinity.common.models.vllm_model import vLLMRolloutModel
@@ -38,6 +41,9 @@ class VllmSampler(vLLMRolloutModel):
             wanted = config.lora_kwargs["max_lora_rank"]
             ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= wanted]
             config.lora_kwargs["max_lora_rank"] = min(ranks)
+        # vLLM's own processes ask this Ray for weights (`sync_method: memory`). Ray does not know
+        # them, and without an address they would start another one.
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         super().__init__(config)
 
     async def run_api_server(self) -> bool:
