@@ -313,13 +313,11 @@ def test_a_budget_that_is_used_up_and_a_missing_wall_are_raised(
         execute(verdict(HEAD + CALL))
 
 
-def test_an_executor_that_is_down_is_told_from_a_bad_workflow() -> None:
+def test_an_executor_that_is_down_leads_through_the_fallbacks() -> None:
     down = ScriptedModel(lambda _: ModelError(ModelFailure.CONNECTION, "refused"))
     executed = execute(verdict(HEAD + CALL), down)
     assert (levels(executed), executed.run.ok) == ([0, 2, 3], False)
-    assert executed.model_failed
     assert "refused" in executed.failed[0].why
-    assert not execute(verdict(f"{HEAD}    async def __call__(self, p): 1/0\n"), down).model_failed
 
 
 # -- hostile executors

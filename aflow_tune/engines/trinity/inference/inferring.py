@@ -53,6 +53,7 @@ from aflow_tune.scoring.rewards import Unscored, scored
 from aflow_tune.trace import Trace
 from aflow_tune.writer.types import ProblemType
 from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK, WriterRun, WriterWorkflow
+from aflow_tune.writer.written_run import raise_if_models_failed
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.settings.config import AflowConfig
@@ -270,8 +271,7 @@ class Inferer:
         benchmark, row = benchmark_row(solved.problem, self.workflow.benchmark)
         score, reason = 0.0, "there is no answer"
         try:
-            if executed.model_failed:
-                raise Unscored("the models that run the workflow did not answer")
+            raise_if_models_failed(run.last)
             if executed.run.ok:
                 found = await score_answer(benchmark, row, run.text, policy=self.config.sandbox)
                 score, reason = scored(found), found.reason
