@@ -40,6 +40,7 @@ from aflow_tune.engines.trinity.rollout.recording import (
     RunRecorder,
     recording_client,
 )
+from aflow_tune.engines.trinity.settings.accounting import say_prices
 from aflow_tune.engines.trinity.settings.config import load_config
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.graph.draw import to_mermaid
@@ -92,6 +93,7 @@ def open_trained(
     weights = found.weights if found is not None and endpoint is None else None
     ready = load_config(file, overrides)
     _require_writer(ready, file)
+    say_prices(ready, ready.models)
     sampling = make_ready(ready, weights=weights, local_model=endpoint is None)
     if temperature is not None:
         sampling["temperature"] = temperature
