@@ -150,7 +150,7 @@ def test_what_an_evaluation_recorded_counts(
     command = ["export", "--run", str(run), "--what", "workflows", "--config", str(config)]
     assert main([*command, "--out", str(exported)]) == 0
     assert load_graph(exported / "round_1").shape.instances == {"solve": "Custom"}
-    assert "GSM8K" in (exported / "round_1" / "graph.py").read_text()
+    assert "workspace.gsm8k." in (exported / "round_1" / "graph.py").read_text().lower()
 
 
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,24 @@ def _filled(init: Function, places: Mapping[str, str], source: str) -> Edit:
     return nothing, f"{own}.prompts = {{{entries}}}{joint}"
 
 
+def fills_prompts(statement: ast.Assign) -> bool:
+    """Whether it is `self.prompts = {"name": prompt_custom.name, ...}`, as saved rounds have it."""
+    target, value = statement.targets[0], statement.value
+    return (
+        len(statement.targets) == 1
+        and isinstance(target, ast.Attribute)
+        and target.attr == "prompts"
+        and isinstance(value, ast.Dict)
+        and all(
+            isinstance(key, ast.Constant)
+            and isinstance(text, ast.Attribute)
+            and isinstance(text.value, ast.Name)
+            and text.attr == key.value
+            for key, text in zip(value.keys, value.values, strict=True)
+        )
+    )
+
+
 def _reads_prompts(shape: Shape) -> bool:
     """Whether the code asks for `prompts`, as an attribute or through `getattr`."""
     assert shape.tree is not None

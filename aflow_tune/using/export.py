@@ -42,8 +42,6 @@ WHAT = (ADAPTER, MERGED, WORKFLOWS)
 RESULTS, INDEX = "results.json", "index.json"
 DATASETS = {"math": "MATH", "code": "HumanEval", "qa": "HotpotQA"}
 """What AFlow calls a data set of each type, where neither the folder nor the run says it."""
-_SPELT = {name.lower(): name for name in (*DATASETS.values(), "GSM8K", "MBPP", "DROP")}
-"""Our names of benchmarks, as AFlow spells them."""
 
 
 @dataclass(frozen=True)
@@ -235,9 +233,7 @@ def _configured(run: Path, named: Path | None) -> tuple[str | None, dict[str, ty
     if not saved:
         return None, {}
     config = load_config(saved[-1])
-    benchmark = config.writer.benchmark
-    operators = load_operators(config.operators, config.positions.base)
-    return _SPELT.get(benchmark or "", benchmark), operators
+    return config.writer.benchmark, load_operators(config.operators, config.positions.base)
 
 
 def _refuse_existing(path: Path) -> None:
