@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from aflow_tune.commands import dry_run
 from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, disk_fault
@@ -124,8 +125,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.FAILED)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the options that were probably meant; argparse makes those of commands alike."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word for word in unknown if word.startswith("--")]
+            hints = [f"{word}: {self._meant(word.partition('=')[0])}" for word in options]
+            said = "; ".join(hints) or f"see {self.prog} --help"
+            self.error(f"unrecognized arguments: {' '.join(unknown)} ({said})")
+        return found, unknown
+
+    def _meant(self, word: str) -> str:
+        """Options that are spelt alike, or share a word."""
+        import difflib
+
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        words = set(word.strip("-").split("-"))
+        near = difflib.get_close_matches(word, known, 2)
+        near += [name for name in known if words & set(name.strip("-").split("-"))]
+        names = " or ".join(list(dict.fromkeys(near))[:3])
+        return f"did you mean {names}?" if names else f"see {self.prog} --help"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="aflow-tune",
         description="Reinforcement learning for agent workflows: tune the model behind an async "
         "function, on a laptop or on a cluster, from one YAML file.",

@@ -78,7 +78,8 @@ class CheckpointsSection:
 
 @dataclass
 class PriceSettings:
-    """What a model costs, in US dollars for a million tokens. All zero: it costs nothing."""
+    """What a model costs, in US dollars for a million tokens, or whose listed price it has. All
+    zero: it costs nothing."""
 
     input: float | None = None
     """For prompt tokens."""
@@ -86,6 +87,8 @@ class PriceSettings:
     """For completion tokens."""
     cached_input: float | None = None
     """For prompt tokens that the vendor had cached. None: the same as `input`."""
+    listed: str | None = None
+    """In place of numbers: a model of the price list, such as gpt-4o-mini or azure/gpt-4o-mini."""
 
 
 @dataclass
@@ -119,7 +122,8 @@ class ModelSettings:
     max_concurrency: int = 32
     """Requests that are under way at once, in each process."""
     prices: PriceSettings | None = None
-    """Wins over the price list. None: the list's, or unknown where the list has none."""
+    """Wins over the price list. None: the list's for the address that is called; behind another
+    address that is not of this machine or network the vendor's, with a warning; else unknown."""
 
 
 @dataclass

@@ -10,11 +10,17 @@ import torch
 from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE
 from trinity.common.config import Config, ExperienceBufferConfig
 from trinity.common.config_validator import AlgorithmConfigValidator
-from trinity.common.experience import EID, CustomField, Experience
+from trinity.common.experience import (
+    EID,
+    CustomField,
+    Experience,
+    split_dpo_experience_to_single_turn,
+)
 
 from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.schedule import Schedule
-from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
+from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, TrainerSettings
+from aflow_tune.engines.trinity.settings.config import load_config
 from aflow_tune.engines.trinity.training.algorithm import TrainStep, TrinityLoss, to_sample
 from aflow_tune.errors import BadInput
 
@@ -235,6 +241,52 @@ def test_the_update_does_not_depend_on_the_micro_batch(
     for name in ("actor/final_loss", "actor/kl_loss", "actor/entropy_loss", "actor/grad_norm"):
         assert metrics[1][name] == pytest.approx(metrics[3][name], rel=1e-4, abs=1e-7), name
         assert metrics[1][name] == pytest.approx(metrics[5][name], rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, (0.598139, 0.744397)),  # beta 0.1, unless it is set
+        ({"beta": 0.1, "label_smoothing": 0.1}, (0.618139, 0.734397)),
+        ({"beta": 0.5}, (0.313262, 0.974077)),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 24, 100_000])
+def test_dpo_is_the_mean_over_its_pairs(
+    arguments: dict[str, float], expected: tuple[float, ...], tokens: int, tiny_model_dir: Path
+) -> None:
+    """Margins 2 and -1, by hand: -log sigmoid(beta m), and with smoothing e of the other side."""
+    given = {"policy_loss_fn_args": arguments} if arguments else {}
+    config = make_config("dpo", kl_loss_fn_args={"kl_coef": 0.0}, **given)
+    trainer = make_trainer(tiny_model_dir, micro_batch_tokens=tokens)
+    groups = []
+    for exp, margin in zip(data_rows("dpo"), (2.0, -1.0), strict=False):
+        pair = [to_sample(one) for one in split_dpo_experience_to_single_turn([exp])]
+        for sample, now, more in zip(pair, trainer.logprobs(pair), (margin, 0.0), strict=True):
+            sample.extra["ref_logprob"] = now - more / len(now) * sample.action_mask_R
+        groups.append(pair)
+    loss, found = TrinityLoss(config.algorithm), {}
+
+    def watched(batch: LossBatch) -> tuple[torch.Tensor, dict[str, float]]:
+        value, metrics = loss(batch)
+        found[round(float(value), 6)] = value.requires_grad
+        return value, metrics
+
+    watched.needs_entropy, watched.per_group = loss.needs_entropy, loss.per_group  # type: ignore
+    moved = trainer.step(groups, watched)  # type: ignore[arg-type]
+    assert moved["actor/final_loss"] == pytest.approx(sum(expected) / 2, abs=2e-6)
+    assert sorted(found) == pytest.approx(sorted(expected), abs=2e-6)
+
+
+def test_the_recipe_of_dpo_sets_its_beta() -> None:
+    recipe = Path(__file__).resolve().parent.parent / "configs" / "dpo.yaml"
+    for overrides, beta in (([], 0.1), (["algorithm.policy_loss_fn_args.beta=0.3"], 0.3)):
+        algorithm = load_config(recipe, overrides).algorithm
+        arguments = ("policy_loss_fn_args", "kl_loss_fn_args")
+        given = {name: getattr(algorithm, name) for name in arguments}
+        loss = TrinityLoss(make_config("dpo", **given).algorithm)
+        assert (loss.policy.beta, loss.policy.label_smoothing) == (beta, 0.0)
+        assert not loss.uses_kl
 
 
 def test_order_of_arrival_does_not_change_anything(tiny_model_dir: Path) -> None:

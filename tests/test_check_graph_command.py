@@ -194,19 +194,19 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ('{"solve": prompt_custom.solve}', True),
         ('{"solve": prompt_custom.other}', False),
-        ('{"solve": "Be quick."}', False),
-        ("dict(solve=prompt_custom.solve)", False),
+        ('{"solve": "Be quick.", "more": "x"}', True),
+        ("dict(solve=prompt_custom.solve)", True),
     ],
 )
-def test_self_prompts_is_set_only_to_what_it_holds(
+def test_self_prompts_is_set_in_the_constructor(
     given: str, fine: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the rounds that we save set it, since AFlow does not."""
+    """As the rounds that we save set it, since AFlow does not; and as others write it."""
     code = PLAIN.replace("self.llm =", f"self.prompts = {given}\n        self.llm =", 1)
     file = tmp_path / "written.json"
     file.write_text(as_text({"solve": "Be exact."}, code))
     status, out = run([str(file)], capsys)
-    assert ("self.prompts is given" in out) is not fine
+    assert ("prompt_custom.other has no text" in out) is not fine
     assert (status == ExitCode.DONE) is fine
 
 

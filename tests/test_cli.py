@@ -85,6 +85,31 @@ def test_without_arguments_the_help_is_shown_and_nothing_succeeds(
     assert "usage: aflow-tune" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["infer", "--problme", "2?"], "--problem"),
+        (["infer", "--right-truth=391"], "--truth"),
+        (["check-graph", "g.json", "--max-call-count", "3"], "--max-calls"),
+        (["runs", "list", "--jsno"], "--json"),
+        (["my.yaml", "--in-line"], "--inline"),
+        (
+            ["data", "check", "a.jsonl", "b.jsonl", "--nothing-like-it"],
+            "aflow-tune data check --help",
+        ),
+    ],
+)
+def test_an_unknown_option_is_told_what_it_may_mean(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == ExitCode.BAD_INPUT
+    said = capsys.readouterr().err
+    assert "unrecognized" in said
+    assert meant in said.rpartition("(")[2]
+
+
 def test_unknown_options_are_bad_input() -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["run", "c.yaml", "--fast"])

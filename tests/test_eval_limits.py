@@ -42,6 +42,39 @@ def test_a_budget_of_calls_ends_an_evaluation_and_a_higher_one_goes_on(
     assert (cell["runs"], cell["failed_runs"]) == (10, 0)
 
 
+def test_a_budget_of_money_needs_the_price_of_what_is_measured(
+    evaluate: Run, server: ScriptedServer, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", str(config), "budget.usd=1"]
+    for options in ([], ["--endpoint", server.url, "--model", "gpt-4o-mini"]):
+        assert main([*command, *options]) == 2
+        assert "budget.usd is set" in " ".join(capsys.readouterr().err.split())
+    asked = [request for request in server.requests if "messages" in request]
+    assert not asked
+    code, result = evaluate("budget.usd=1", "models.policy.prices.listed=gpt-4o-mini")
+    assert code == 0
+    cell = result["columns"][0]["tasksets"]["held_out"]
+    # 10 prompts of 12 tokens; five answers of 21 and five of 19: (120 * 0.15 + 200 * 0.6) / 1e6
+    assert cell["cost_usd"]["total"] == pytest.approx(0.000138)
+    code, _ = evaluate("budget.usd=0.001", "seed=2", "models.policy.prices.listed=gpt-4o")
+    assert code == 4
+
+
+def test_an_evaluation_in_which_every_run_failed_says_so(
+    evaluate: Run, server: ScriptedServer, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer = lambda request: Reply("out of order", status=400)
+    endpoint = ["--endpoint", server.url, "--model", "small", "--limit", "3"]
+    assert main(["eval", str(config), *endpoint]) == 1
+    printed = capsys.readouterr()
+    assert "eval.html" in printed.out
+    assert "none of 3 runs could be scored" in " ".join(printed.err.split())
+    assert "out of order" in printed.err
+    code, result = evaluate("--limit", "3")
+    assert code == 1
+    assert result["columns"][0]["tasksets"]["held_out"]["failed_runs"] == 3
+
+
 def test_a_configured_price_makes_cost_known(evaluate: Run) -> None:
     code, result = evaluate(
         *("--limit", "4", "models.policy.prices.input=1000", "models.policy.prices.output=2000")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from project import write_project
+from scripted_server import ScriptedServer
+from writer_servers import executor, policy, write_config
 
 from aflow_tune.cli import main
 from aflow_tune.graph.graph import load_graph
@@ -128,6 +130,27 @@ def test_rounds_results_and_index(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert LONG_PROMPT in texts  # whole, although the report cuts what it shows
     for number in (1, 2):
         assert load_graph(out / f"round_{number}").shape.instances == {"solve": "Custom"}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["of the run", "its own folder"])
+def test_what_an_evaluation_recorded_counts(
+    elsewhere: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"question": f"{n} * 23?", "answer": f"#### {n * 23}"}) for n in (17, 5, 6)]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(rows) + "\n")
+    with ScriptedServer(policy) as writes, ScriptedServer(executor) as runs:
+        config = write_config(tmp_path, runs.url)
+        asked = ["--endpoint", writes.url, "--model", "tuned"]
+        out = ["--out", str(tmp_path / "measured")] if elsewhere else []
+        assert main(["eval", str(config), *asked, *out]) == 0
+    run = tmp_path / "measured" if elsewhere else tmp_path / "runs" / "tests" / "writer"
+    (best,) = best_of(uses_in(run), least_uses=3, top=5)
+    assert (best.uses, best.score, best.clean) == (3, pytest.approx(1 / 3), 1.0)
+    exported = tmp_path / "rounds"
+    command = ["export", "--run", str(run), "--what", "workflows", "--config", str(config)]
+    assert main([*command, "--out", str(exported)]) == 0
+    assert load_graph(exported / "round_1").shape.instances == {"solve": "Custom"}
+    assert "workspace.gsm8k." in (exported / "round_1" / "graph.py").read_text().lower()
 
 
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -340,6 +340,23 @@ def test_operators_ask_again_as_often_as_the_run_allows(
 # -- written back for AFlow
 
 
+def test_a_round_keeps_instructions_over_those_that_its_code_sets(tmp_path: Path) -> None:
+    init = (
+        'self.prompts = {"solve": "Plain. ", "more": "More. "}\n'
+        "self.solve = operator.Custom(self.llm)"
+    )
+    call = (
+        'text = self.prompts["solve"] + self.prompts["more"]\n'
+        'return (await self.solve(input=problem, instruction=text))["response"]'
+    )
+    graph = graph_of(init, call, {"solve": "Better. "})
+    save_round(graph, tmp_path / "round_1", dataset="GSM8K")
+    for ran in (graph, load_graph(tmp_path / "round_1")):
+        model = ScriptedModel(echo)
+        assert run(ran, model).answer == "two"
+        assert asked(model)[0].startswith("Better. More. ")
+
+
 def test_a_round_holds_instructions_as_constants_that_its_code_hands_over(tmp_path: Path) -> None:
     graph = graph_of(
         "self.solve = operator.Custom(self.llm)\n"

@@ -115,6 +115,18 @@ def test_without_a_truth_nothing_is_rewarded(infer: Ask) -> None:
     assert not {"truth", "score", "reward", "parts"} & set(got)
 
 
+def test_the_names_of_data_sets_are_taken_too(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--problem", "17 * 23?", "--problem-type", "math", "--ground-truth", "391", "--json"]
+    assert main(["infer", *options, *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["score"] == 1.0
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"problem": "17 * 23?", "problem_type": "math", "ground_truth": "391"}\n')
+    assert main(["infer", *options, "--batch", str(file), "--type", "qa"]) == 0
+    assert json.loads(capsys.readouterr().out)["score"] == 1.0
+
+
 def test_a_wrong_answer_scores_0(infer: Ask) -> None:
     code, got = infer("What is 17 * 23?", "--truth", "392")
     assert code == 0
@@ -152,13 +164,24 @@ def test_code_is_scored_by_a_file_of_tests(infer: Ask, tmp_path: Path) -> None:
     assert got["score"] == 0.0
 
 
-def test_no_answer_is_exit_code_1_and_no_reward(infer: Ask) -> None:
-    code, got = infer("broken: 17 * 23?", "--truth", "391")
+@pytest.mark.parametrize(
+    ("problem", "limits"),
+    [
+        ("broken: 17 * 23?", {}),
+        ("patience: 17 * 23?", {"models.executor.timeout": 1}),
+        ("patience: 17 * 23?", {"writer.timeout": 8}),
+    ],
+)
+def test_no_answer_of_the_executor_is_exit_code_1_and_no_reward(
+    infer: Ask, problem: str, limits: dict[str, float]
+) -> None:
+    settings = [part for name, value in limits.items() for part in ("--set", f"{name}={value}")]
+    code, got = infer(problem, "--truth", "391", *settings)
     assert code == 1
     assert got["answer"] is None
     assert got["answered"] is False
-    assert got["reward"] is None  # the executor failed: nobody's doing
-    assert "did not answer" in got["score_reason"]
+    assert (got["score"], got["reward"]) == (None, None)  # nobody's doing
+    assert "no call of the executor was answered" in got["score_reason"]
 
 
 def test_a_policy_that_cannot_be_asked(infer: Ask, options: list[str]) -> None:

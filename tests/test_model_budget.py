@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from aflow_tune.models import (
 )
 from aflow_tune.models.ask import Ask
 from aflow_tune.models.books import Books
-from aflow_tune.models.prices import FixedPrice, ListedPrice, price_of
+from aflow_tune.models.prices import FixedPrice, ListedPrice, price_of, stands_in
+from aflow_tune.models.settings import check_models
 from aflow_tune.trace import ModelCall, Trace
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -81,10 +83,49 @@ def test_listed_prices_apply_to_the_vendors_own_address_only() -> None:
     assert listed.cost(Usage(1_000_000, 0)) == pytest.approx(0.15)
     assert listed.cost(Usage(0, 1_000_000)) == pytest.approx(0.60)
     assert listed.cost(Usage(1_000_000, 0, 1_000_000)) == pytest.approx(0.075)
-    assert price_of("openai", "http://127.0.0.1:8000/v1", "gpt-4o-mini") is None
     assert price_of("openai", None, "a-model-of-mine") is None
     assert price_of("anthropic", None, "claude-sonnet-4-5") is not None
     assert pickle.loads(pickle.dumps(listed)).cost(Usage(1_000_000, 0)) == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("address", "model", "dollars", "told"),
+    [
+        ("https://llm.example.com/v1", "gpt-4o-mini", 0.15, "openai/gpt-4o-mini, $0.15 in"),
+        ("https://llm.example.com/v1", "openai/gpt-4o-mini", 0.15, "openai/gpt-4o-mini"),
+        ("https://openrouter.ai/api/v1", "gpt-4o-mini", 0.15, "openai/gpt-4o-mini"),
+        ("https://openrouter.ai/api/v1", "openai/gpt-4o-mini", 0.15, None),
+        ("https://mine.openai.azure.com/openai/v1", "gpt-4o-mini", 0.15, None),
+        ("https://api.openai.com/v1", "gpt-4o-mini", 0.15, None),
+        ("https://llm.example.com/v1", "Qwen/Qwen2.5-7B-Instruct", None, None),
+        ("http://127.0.0.1:8000/v1", "gpt-4o-mini", None, None),
+        ("http://localhost:11434/v1", "gpt-oss-20b", None, None),
+        ("http://10.0.0.5/v1", "gpt-4o-mini", None, None),
+        ("http://[::1]:8000/v1", "gpt-4o-mini", None, None),
+        ("http://gpu-node:8000/v1", "gpt-4o-mini", None, None),
+        ("http://vllm.svc.cluster.local/v1", "gpt-4o-mini", None, None),
+    ],
+)
+def test_a_proxy_has_the_vendor_s_price_and_a_server_of_one_s_own_has_none(
+    address: str, model: str, dollars: float | None, told: str | None
+) -> None:
+    price = price_of("openai", address, model)
+    cost = None if price is None else price.cost(Usage(1_000_000, 0))
+    assert cost == (None if dollars is None else pytest.approx(dollars))
+    said = stands_in(ModelSettings(model=model, base_url=address))
+    assert (said is None) if told is None else (said is not None and told in said)
+
+
+def test_a_listed_price_may_be_named() -> None:
+    prices = PriceSettings(listed="azure/gpt-4o-mini")
+    here = ModelSettings(model="my-deployment", base_url="http://127.0.0.1:1/v1", prices=prices)
+    price = price_of("openai", here.base_url, "my-deployment", prices)
+    assert price is not None
+    assert price.cost(Usage(0, 1_000_000)) == pytest.approx(0.6)
+    assert stands_in(here) is None
+    assert check_models({"judge": here}) == []
+    (fault,) = check_models({"judge": replace(here, prices=PriceSettings(listed="gtp-4o"))})
+    assert fault.where == "models.judge.prices.listed"
 
 
 def test_configured_prices_win_over_the_list() -> None:
@@ -123,6 +164,24 @@ async def call_until_reached(ledger: Ledger, client: Any, **options: Any) -> int
             except BudgetReached:
                 return made
     raise AssertionError("the budget was never reached")
+
+
+def test_the_message_counts_calls_under_way() -> None:
+    async def ask() -> BudgetReached:
+        budget = Budget(BudgetSection(usd=1.0, tokens=None, calls=3))
+        price = FixedPrice(input=1000.0, output=1000.0)  # a tenth of a cent a token
+        for _ in range(2):
+            budget.count_call("judge", "m")
+            await budget.hold("judge", "m", price, 100, 300, None)
+        with pytest.raises(BudgetReached) as caught:
+            await budget.hold("judge", "m", price, 100, 300, None, wait=False)
+        assert "0 of 1 are spent, 2 calls under way may use 0.8 more" in str(caught.value)
+        budget.count_call("judge", "m")
+        with pytest.raises(BudgetReached) as caught:
+            budget.count_call("judge", "m")
+        return caught.value
+
+    assert "calls: 3 were made, 2 of them under way" in str(asyncio.run(ask()))
 
 
 def test_calls_are_limited_exactly() -> None:
@@ -194,7 +253,7 @@ def test_concurrent_calls_wait_for_each_other_rather_than_exceed_or_give_up() ->
     asyncio.run(many())
     assert most <= 5
     assert ledger.budget is not None
-    assert (ledger.budget.spent.tokens, ledger.budget.account.held()) == (800, 0)
+    assert (ledger.budget.spent.tokens, ledger.budget.account.under_way()[0]) == (800, 0)
 
 
 def test_a_call_inside_of_another_does_not_wait_for_it() -> None:
@@ -222,7 +281,7 @@ def test_a_paid_reply_counts_although_its_caller_went_away() -> None:
                 await asyncio.sleep(0.005)
             call.cancel()
             await asyncio.wait([call])
-            while ledger.budget is not None and ledger.budget.account.held():
+            while ledger.budget is not None and ledger.budget.account.under_way()[0]:
                 await asyncio.sleep(0.005)
 
     steps = [Step(body={**openai_reply("x"), "choices": []}), Step(kind="hang")]
@@ -253,7 +312,7 @@ def test_what_gave_no_reply_gives_back_what_it_held() -> None:
     ledger, client = limited(tokens=250), ScriptedModel([ValueError("boom")] * 5)
     asyncio.run(fail())
     assert ledger.budget is not None
-    assert (ledger.budget.spent.tokens, ledger.budget.account.held()) == (0, 0)
+    assert (ledger.budget.spent.tokens, ledger.budget.account.under_way()[0]) == (0, 0)
     assert ledger.meter.total().failed == 5
 
 
@@ -350,7 +409,7 @@ def test_concurrent_money_is_exact_on_a_failing_server() -> None:
     spent = ledger.budget.spent
     assert (spent.pico, spent.unreported) == (answered * 200_000_000, 0)
     assert 0.02 - 0.00083 < spent.usd <= 0.02
-    assert ledger.budget.account.held() == 0
+    assert ledger.budget.account.under_way()[0] == 0
 
 
 # One account, several processes
@@ -381,7 +440,7 @@ def test_processes_share_one_budget(tmp_path: Path) -> None:
     assert [worker.exitcode for worker in workers] == [0] * 4
     account = Account(path)
     spent = account.spent()
-    assert (spent.tokens, spent.replies, account.held()) == (6900, 69, 0)
+    assert (spent.tokens, spent.replies, account.under_way()[0]) == (6900, 69, 0)
     assert sum(part.replies for part in account.by_role().values()) == 69
     assert "tokens" in str(account.reached())
 
@@ -400,7 +459,7 @@ def test_what_a_killed_process_held_is_given_back(tmp_path: Path) -> None:
     worker.start()
     worker.join(60)
     account = Account(path)
-    assert account.held() == 1
+    assert account.under_way()[0] == 1
     ledger = Ledger(budget=Budget(BudgetSection(tokens=1000), account))
 
     async def call() -> None:
@@ -408,7 +467,7 @@ def test_what_a_killed_process_held_is_given_back(tmp_path: Path) -> None:
             await scripted(Usage(1, 1)).complete(HELLO, max_tokens=70)
 
     asyncio.run(asyncio.wait_for(call(), 60))
-    assert (account.held(), account.spent().tokens) == (0, 2)
+    assert (account.under_way()[0], account.spent().tokens) == (0, 2)
 
 
 def test_an_account_goes_on_where_an_earlier_command_stopped(tmp_path: Path) -> None:

@@ -174,6 +174,23 @@ def test_prompts_are_held_against_the_graph() -> None:
     assert refused(long) == [(K.PROMPT, 0)]
 
 
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        ("Custom", True),
+        ("custom", True),
+        ("operator.Custom", True),
+        ("SC_ENSEMBLE", True),
+        ("self.solve", True),
+        ("Programmer", False),
+        ("Custum", False),
+    ],
+)
+def test_prompts_may_be_named_after_operators(name: str, fits: bool) -> None:
+    verdict = check(PLAIN, {name: "Be exact."})
+    assert refused(verdict) == ([] if fits else [(K.PROMPT, 0)])
+
+
 def test_a_text_is_read_and_checked() -> None:
     verdict = check_written(as_text({"solve": "a"}, PLAIN), operators=OPERATORS)
     assert verdict.ok

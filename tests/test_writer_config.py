@@ -12,6 +12,7 @@ from test_validate import CONFIG, project  # noqa: F401  (a fixture)
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.engines.trinity.checks.refusals_writer import auxiliary_models, check_writer
 from aflow_tune.engines.trinity.checks.validate import check_data, resolve_functions, validate
+from aflow_tune.engines.trinity.settings.accounting import check_books
 from aflow_tune.engines.trinity.settings.changes import save_resolved
 from aflow_tune.engines.trinity.settings.config import AflowConfig, load_config
 from aflow_tune.errors import BadInput
@@ -93,6 +94,23 @@ def test_everything_of_the_section_arrives(tmp_path: Path) -> None:
         usd_per_completion_token=9e-6,
     )
     assert workflow.limited == ("executor", "judge")
+
+
+def test_a_limit_on_money_refuses_an_auxiliary_executor(tmp_path: Path) -> None:
+    free = "models: {policy: {prices: {input: 0, output: 0}}}\n"
+    for limit, wrong in (("usd: 1", ["frozen"]), ("tokens: 9", [])):
+        more = AUXILIARY + free + f"budget: {{{limit}}}\n"
+        config = config_of(tmp_path, "{executor: frozen, benchmark: gsm8k}", more)
+        found = list(check_books(config))
+        assert [fault.expected.split()[1] for fault in found] == wrong
+
+
+def test_a_price_taken_by_name_is_said(tmp_path: Path) -> None:
+    more = "models: {judge: {model: gpt-4o-mini, base_url: 'https://llm.example.com/v1'}}\n"
+    config = config_of(tmp_path, "{executor: judge, benchmark: gsm8k}", more)
+    assert list(check_books(config)) == []
+    (warning,) = config.warnings
+    assert "openai/gpt-4o-mini, $0.15 in and $0.6 out" in warning
 
 
 def test_an_auxiliary_model_may_execute(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from aflow_tune.models.prices import FixedPrice
 from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.operators import OPERATORS
 from aflow_tune.sandbox.types import SandboxUnavailable
+from aflow_tune.writer.check import check_graph_of
 from aflow_tune.writer.execute import Executed, run_written, with_default_prompts
 from aflow_tune.writer.types import Level, Refusal, RefusalKind, Verdict, Written
 
@@ -69,6 +70,52 @@ def execute(made: Verdict, model: Any = None, **given: Any) -> Executed:
     executor = ScriptedModel(say, role="executor", price=PRICE) if model is None else model
     given = {"limits": LIMITS, **given}
     return asyncio.run(run_written(made, "1+1?", executor=executor, **given))
+
+
+CALLS = """\
+    async def __call__(self, problem):
+        one = await self.solve(input=problem)
+        two = await self.more[0](input=problem)
+        three = await self.other(problem, instruction=self.prompts["other"])
+        return " ".join(item["response"] for item in (one, two, three))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "expected"),
+    [
+        ({"Custom": "K", "solve": "S"}, "", "[S] [K] [K]"),
+        ({"custom": "K"}, "", "[K] [K] [K]"),
+        ({"operator.Custom": "K", "other": "O"}, "", "[K] [K] [O]"),
+        ({}, 'self.prompts = {"other": "own"}', "[] [] [own]"),
+        ({"other": "O"}, 'self.prompts = {"other": "own"}', "[] [] [O]"),
+    ],
+)
+def test_each_operator_is_told_what_its_name_or_its_class_says(
+    given: Mapping[str, str], own: str, expected: str
+) -> None:
+    built = (
+        "        kind = operator.Custom\n        self.more = [kind(self.llm)]\n"
+        f"        self.other = operator.Custom(self.llm)\n        {own}\n"
+    )
+    model = ScriptedModel(
+        lambda messages: Reply(f"[{messages[0]['content'].partition('1+1?')[0].strip()}]", "m")
+    )
+    executed = execute(verdict(HEAD + built + CALLS, given), model)
+    assert executed.run.answer == expected
+
+
+def test_a_logger_and_a_program_do_no_harm_to_a_run() -> None:
+    code = (
+        "import logging\nlogging.basicConfig(level=logging.DEBUG)\n"
+        "log = logging.getLogger(__name__)\n"
+        + HEAD
+        + CALL.replace("        return", '        log.info("%s", solution)\n        return')
+        + '\nif __name__ == "__main__":\n    raise SystemExit(1)\n'
+    )
+    checked = check_graph_of(Written(code), operators=OPERATORS)
+    executed = execute(checked)
+    assert (executed.level, executed.run.answer) == (Level.CLEAN, "plain")
 
 
 def levels(executed: Executed) -> list[int]:
@@ -266,13 +313,11 @@ def test_a_budget_that_is_used_up_and_a_missing_wall_are_raised(
         execute(verdict(HEAD + CALL))
 
 
-def test_an_executor_that_is_down_is_told_from_a_bad_workflow() -> None:
+def test_an_executor_that_is_down_leads_through_the_fallbacks() -> None:
     down = ScriptedModel(lambda _: ModelError(ModelFailure.CONNECTION, "refused"))
     executed = execute(verdict(HEAD + CALL), down)
     assert (levels(executed), executed.run.ok) == ([0, 2, 3], False)
-    assert executed.model_failed
     assert "refused" in executed.failed[0].why
-    assert not execute(verdict(f"{HEAD}    async def __call__(self, p): 1/0\n"), down).model_failed
 
 
 # -- hostile executors

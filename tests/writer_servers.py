@@ -51,6 +51,8 @@ def policy(request: dict[str, Any]) -> Reply:
 def executor(request: dict[str, Any]) -> Reply:
     """The executor knows one number and one function."""
     said = json.dumps(request["messages"])
+    if "patience" in said:
+        return Reply("The answer is 391", delay=60.0)
     if "broken" in said:
         return Reply("overloaded", status=400)
     if "function add" in said:

@@ -163,6 +163,53 @@ GOOD = {
 }
 
 
+ASKING = "r = await self.solve(problem, instruction=%s)\n" + DONE
+LOGGING = "import logging\nlogger = logging.getLogger(__name__)\n"
+GOOD |= {
+    "a logger": workflow(
+        "logger.info('%s', problem)\nlogging.debug(type(problem).__name__)\n" + SOLVED + DONE,
+        head=LOGGING + "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+        "logger.addHandler(logging.StreamHandler())\nlogger.propagate = False\n",
+    ),
+    "a logger keeps nothing": workflow(
+        "drafts = []\n"
+        "for _ in range(2):\n"
+        f"    {SOLVED}"
+        '    drafts.append(r["response"])\n'
+        "    self.log.warning('so far %s', drafts)\n"
+        "for draft in drafts:\n    r = await self.solve(input=draft)\n" + DONE,
+        head="from logging import getLogger\n",
+        init="self.log = getLogger(self.__class__.__name__)",
+    ),
+    "run as a program": PLAIN
+    + '\n\nasync def main():\n    print(await Workflow("x", {}, "GSM8K")("1 + 1"))\n'
+    + '\n\nif __name__ == "__main__":\n    import sys\n    asyncio.run(main(sys.argv))\n',
+    "prompts of its own": workflow(
+        ASKING % 'self.prompts["solve"]', init='self.prompts = {"solve": "Be exact."}'
+    ),
+    "prompts of its own, one by one": workflow(
+        ASKING % 'self.prompts["solve"]', init='self.prompts["solve"] = "Be exact."'
+    ),
+    "prompts of the class": workflow(
+        ASKING % 'self.prompts["solve"]', rest='prompts = dict(solve="Be exact.")'
+    ),
+    "a prompt missing where a flag is off": workflow(
+        SOLVED + "if self.deep:\n    r = await self.again(problem)\n" + DONE,
+        init="self.deep = False",
+        rest="async def again(self, text):\n    return await self.solve(text, prompt_custom.DEEP)",
+    ),
+    "a prompt missing in the other half": workflow(
+        ASKING % '(self.prompts["long"] if len(problem) > 9999 else "Be brief.")'
+    ),
+    "a prompt missing behind an early answer": workflow(
+        f"{SOLVED}if r['response']:\n    {DONE}\n" + ASKING % "prompt_custom.AGAIN"
+    ),
+    "a prompt missing where that is caught": workflow(
+        'try:\n    text = prompt_custom.LONG\nexcept AttributeError:\n    text = "Be brief."\n'
+        + ASKING % "text"
+    ),
+}
+
 L = 9
 """The first line of __call__'s body in a graph without head and init."""
 
@@ -235,6 +282,42 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
     "type makes a class": (
         workflow(SOLVED + 'T = type("T", (), {})\n' + DONE),
         [(K.NOT_ALLOWED, L + 1)],
+    ),
+    "a module of logging's own": (
+        workflow("logging.os.system('id')\n" + SOLVED + DONE, head="import logging\n"),
+        [(K.NOT_ALLOWED, L + 1)],
+    ),
+    "a module of logging's own, asked for": (
+        workflow("x = getattr(logging, 'sys', None)\n" + SOLVED + DONE, head="import logging\n"),
+        [(K.NOT_ALLOWED, L + 1)],
+    ),
+    "a log in a file": (
+        workflow(
+            SOLVED + DONE,
+            head="import logging\nlogging.basicConfig(filename='/tmp/x')\n"
+            "from logging import FileHandler\n",
+        ),
+        [(K.NOT_ALLOWED, 2), (K.NOT_ALLOWED, 3)],
+    ),
+    "behind a logger": (
+        workflow("logger.manager.disable = 1\n" + SOLVED + DONE, head=LOGGING),
+        [(K.NOT_ALLOWED, L + 2)],
+    ),
+    "a default of what only the program calls": (
+        PLAIN + "\ndef main(text=open('x')):\n    pass\nif __name__ == '__main__':\n    main()\n",
+        [(K.NOT_ALLOWED, 12)],
+    ),
+    "the module's name": ("__name__ = '__main__'\n" + PLAIN, [(K.NOT_ALLOWED, 1)]),
+    "beside the program": (
+        PLAIN + "if __name__ == '__main__':\n    pass\nelse:\n    open('x')\n",
+        [(K.NOT_ALLOWED, 14)],
+    ),
+    "a prompt missing on every path": (
+        workflow(
+            "r = await self.first(problem)\n" + DONE,
+            rest="async def first(self, text):\n    return await self.solve(text, prompt_custom.A)",
+        ),
+        [(K.PROMPT, L + 3)],
     ),
     "statements outside": (PLAIN + "\nprint('x')\n", [(K.NOT_ALLOWED, 12)]),
     "unknown call": (

@@ -54,6 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("file", metavar="FILE", help="JSON, Python, a graph's folder, or -")
     parser.add_argument(
         "--problem-type",
+        "--type",
         choices=("math", "code", "qa"),
         help="what the workflow will be called with; code brings an entry point",
     )

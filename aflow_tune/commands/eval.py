@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 
 _DESCRIPTION = """\
 Run the workflow of a configuration on its held-out task sets and tell how well it does: mean and
@@ -37,7 +37,8 @@ what a checkpoint may be:
   or the folder of an operator graph (with the base model), and another YAML (its workflow and
   base model).
 
-exit codes: 0 measured, 1 failed, 2 bad input, 3 interrupted, 4 a limit of budget reached.
+exit codes: 0 measured, 1 failed or no run could be scored, 2 bad input, 3 interrupted, 4 a limit
+of budget reached.
 """
 
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
@@ -181,11 +182,14 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         json.dump(result.to_json(), sys.stdout, indent=1)
         print()
-        return ExitCode.DONE
-    console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
-    print_result(result, console)
-    for label, name in (("page", PAGE_NAME), ("numbers", JSON_NAME), ("records", "columns")):
-        console.print(f"{label + ':':<10}{out / name}", markup=False, soft_wrap=True)
+    else:
+        console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
+        print_result(result, console)
+        for label, name in (("page", PAGE_NAME), ("numbers", JSON_NAME), ("records", "columns")):
+            console.print(f"{label + ':':<10}{out / name}", markup=False, soft_wrap=True)
+    why = result.why_nothing()
+    if why is not None:
+        raise RunFailed(f"nothing was measured: {why} (--retry-failed makes them once more)")
     return ExitCode.DONE
 
 

@@ -26,7 +26,8 @@ examples:
     --out workspace/GSM8K/workflows
 
 Workflows are compared by structure and type of problem, by their mean reward over all uses in
-training and evaluations; of each structure the text is kept that was rewarded best.
+training, its evaluations and those of `aflow-tune eval`; of each structure the text is kept that
+was rewarded best.
 """
 
 
@@ -92,6 +93,7 @@ def _run(options: argparse.Namespace) -> int:
             top=10 if options.top is None else options.top,
             least_uses=3 if options.least_uses is None else options.least_uses,
             dataset=options.dataset,
+            config=options.config,
         )
     else:
         which = options.checkpoint or "last"
@@ -117,7 +119,7 @@ def _check(options: argparse.Namespace) -> None:
         "--least-uses": options.least_uses,
         "--dataset": options.dataset,
     }
-    for_weights = {"--checkpoint": options.checkpoint, "--config": options.config}
+    for_weights = {"--checkpoint": options.checkpoint}
     workflows = options.what == "workflows"
     for name, value in (for_weights if workflows else for_workflows).items():
         if value is not None:

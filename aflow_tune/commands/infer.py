@@ -59,9 +59,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_model_options(parser)
     parser.add_argument("--problem", metavar="TEXT", help="the problem; - reads it from here")
-    parser.add_argument("--type", choices=("math", "code", "qa"), help="of the problem")
     parser.add_argument(
-        "--truth", metavar="TEXT", help="the right answer; for code a file of tests"
+        "--type", "--problem-type", choices=("math", "code", "qa"), help="of the problem"
+    )
+    parser.add_argument(
+        "--truth",
+        "--ground-truth",
+        metavar="TEXT",
+        help="the right answer; for code a file of tests",
     )
     parser.add_argument("--entry-point", metavar="NAME", help="the function to write, for code")
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="how often to ask")

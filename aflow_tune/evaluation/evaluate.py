@@ -34,7 +34,7 @@ from aflow_tune.engines.trinity.inference.trained import load_trained
 from aflow_tune.engines.trinity.quiet import log_to
 from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
 from aflow_tune.engines.trinity.rollout.endpoint import base_url, check_endpoint
-from aflow_tune.engines.trinity.settings.accounting import books_of
+from aflow_tune.engines.trinity.settings.accounting import books_of, check_served
 from aflow_tune.engines.trinity.settings.config import AflowConfig
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
 from aflow_tune.evaluation.columns import Column, Plan, make_plan
@@ -78,6 +78,7 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
         names = [column.side.served_model for column in plan.columns]
         served = list(dict.fromkeys(name for name in names if name))
         check_endpoint(request.endpoint, served, request.key_variable)
+        check_served(config, [_served(name, request.endpoint, config.models) for name in served])
     sources = make_sources(plan, untouched, Source(config, workflow, judge), request)
     for column in plan.columns:
         source = sources[column]
@@ -152,13 +153,15 @@ class _Evaluation:
         config, samples = source.config, self.request.samples
         folder = column_folder(self.out, column, source, self.request)
         workflow, prompts = with_prompts(source.workflow, column.prompts, config)
+        books, served = books_of(config), column.side.served_model
+        if self.request.endpoint is not None and served is not None:
+            policy = _served(served, self.request.endpoint, config.models)
+            books = replace(books, models={**books.models, POLICY: policy})
         batch = Batch(
             model=None,
             auxiliary=[],
             arguments={
-                **adapter_arguments(
-                    config, workflow, source.judge, books_of(config), folder / FOLDER
-                ),
+                **adapter_arguments(config, workflow, source.judge, books, folder / FOLDER),
                 "prompts": prompts,
                 "cache": None if self.request.cache is None else str(self.request.cache),
             },
@@ -261,12 +264,18 @@ def _price(column: Column, request: Request, models: Mapping[str, ModelSettings]
     """What a call of an endpoint's model costs: as configured for `policy`, else as listed."""
     if request.endpoint is None or column.side.served_model is None:
         return None
-    policy = models.get(POLICY)
-    given = policy.prices if policy else None
-    price = price_of("openai", base_url(request.endpoint), column.side.served_model, given)
+    served = _served(column.side.served_model, request.endpoint, models)
+    price = price_of(served.provider, served.base_url, served.model or "", served.prices)
     if price is None:
         return None
     return lambda prompt, drawn: price.cost(Usage(prompt, drawn))
+
+
+def _served(name: str, endpoint: str, models: Mapping[str, ModelSettings]) -> ModelSettings:
+    """An endpoint's model as the books know it: with the prices that `policy` is given."""
+    policy = models.get(POLICY)
+    prices = policy.prices if policy else None
+    return ModelSettings(model=name, base_url=base_url(endpoint), prices=prices)
 
 
 @contextlib.contextmanager

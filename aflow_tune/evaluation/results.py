@@ -6,6 +6,7 @@ Computed from the records by `aflow_tune.report`; nothing is measured here. `to_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -141,6 +142,20 @@ class Result:
     """By task set, in the order of the columns."""
     differences: Sequence[Difference]
     warnings: Sequence[str] = field(default_factory=tuple)
+
+    def why_nothing(self) -> str | None:
+        """Where not one run could be scored: how many there are, and what most of them met."""
+        records = [
+            record
+            for cells in self.cells.values()
+            for cell in cells
+            for record in cell.evaluation.records
+        ]
+        if not records or any(record.score is not None for record in records):
+            return None
+        met = Counter((record.failure or "unscored", record.reason) for record in records)
+        (failure, reason), _ = met.most_common(1)[0]
+        return f"none of {len(records)} runs could be scored; {failure}: {reason or 'no reason'}"
 
     def to_json(self) -> dict[str, Any]:
         """The whole result as plain JSON values."""

@@ -58,7 +58,8 @@ class Broker:
 
     `clients` holds a model for each role, 'policy' among them; `roles` says by instance,
     operator or model name which role other than 'policy' is used. `prompts` gives the prompts
-    of an operator by operator name, instance and both; `instructions` those of instances.
+    of an operator by operator name, instance and both; `instructions` those of instances,
+    and of an operator's instances without their own.
     """
 
     clients: Mapping[str, ModelClient]
@@ -174,7 +175,7 @@ class Broker:
         client = self._client([instance, name, _name(message["model"])], purse)
         operator = self._build(kind, client, name, instance, options)
         arguments = bind(kind, args, kwargs)
-        instruction = self.instructions.get(instance, "")
+        instruction = self.instructions.get(instance, self.instructions.get(name, ""))
         if "instruction" in arguments.signature.parameters:
             if not arguments.arguments.get("instruction"):
                 arguments.arguments["instruction"] = instruction

@@ -29,6 +29,11 @@ from aflow_tune.trace import POLICY
 DEFAULT_DATASET = "custom"
 
 
+def bare(name: str) -> str:
+    """The name of an instance or operator as others spell it: `SC_ENSEMBLE`, `self.solve`."""
+    return name.rpartition(".")[2].replace("_", "").casefold()
+
+
 @dataclass(frozen=True)
 class Graph:
     """A loaded graph. Change it with `with_prompts`; run it with `run`."""
@@ -46,8 +51,9 @@ class Graph:
     operators: Mapping[str, type[Operator]] = field(default_factory=dict)
     """Operators of the user's that it may name, besides those of the registry."""
     instructions: Mapping[str, str] = field(default_factory=dict)
-    """Words for an operator's instance, without placeholders: see `aflow_tune.writer`. Its code
-    reads them as `self.prompts["name"]`, which gives an empty text for a name that lacks, and as
+    """Words for an operator's instance, or for all instances of an operator that have none of
+    their own, without placeholders: see `told` and `aflow_tune.writer`. Its code reads them as
+    `self.prompts["name"]`, which gives an empty text for a name that lacks, and as
     `prompt_custom.name`. An operator gets them as its argument `instruction` where its call has
     one and the code leaves it empty; else they stand in front of its main prompt."""
 
@@ -67,6 +73,23 @@ class Graph:
     def flow(self) -> Flow:
         """Its calls and the edges between them."""
         return trace_flow(self.shape)
+
+    @functools.cached_property
+    def told(self) -> dict[str, str]:
+        """`instructions` as they are used: also under each instance and operator that they mean.
+
+        The name of an instance means it alone. Any other is compared as `bare` has it, so that
+        `custom` and `operator.Custom` mean every `Custom` without words of its own.
+        """
+        instances = self.shape.instances
+        meant = {
+            bare(name): text for name, text in self.instructions.items() if name not in instances
+        }
+        told = dict(self.instructions)
+        for name in [*instances, *self.known]:
+            if words := meant.get(bare(name), meant.get(bare(instances.get(name, name)))):
+                told.setdefault(name, words)
+        return told
 
     @property
     def constants(self) -> dict[str, str]:
@@ -163,14 +186,14 @@ class Graph:
             operators=self.known,
             prompts=self.operator_prompts,
             limits=limits or GraphLimits(),
-            instructions=self.instructions,
+            instructions=self.told,
         )
         name = dataset or self.dataset or DEFAULT_DATASET
         return await run_graph(self, arguments, broker, name, sandbox)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is derived is derived again where the graph arrives.
-        derived = ("shape", "flow")
+        derived = ("shape", "flow", "told")
         return {name: value for name, value in vars(self).items() if name not in derived}
 
 

@@ -117,7 +117,7 @@ async def run_graph(
             f"{built.line}:{built.column}": built.instance for built in graph.shape.operators
         },
         "prompts": graph.constants,
-        "instructions": dict(graph.instructions),
+        "instructions": graph.told,
         "dataset": dataset,
         "model": POLICY,
         "arguments": list(arguments),

@@ -48,30 +48,31 @@ def instructed(graph: Graph, prompts_module: str) -> Instructed:
         prompts_module: what graph.py calls the module of its prompts.
     """
     made = Instructed()
-    if not graph.instructions:
+    if not graph.told:
         return made
     taken = {*graph.shape.constants, *graph.constants}
     names: dict[str, str] = {}
-    for name in graph.instructions:
+    for name in graph.told:
         free = name if name.isidentifier() and not keyword.iskeyword(name) else "PROMPT"
         while free in {*taken, *names.values()}:
             free = f"{free}_INSTRUCTION"
         names[name] = free
-    made.constants = {names[name]: text for name, text in graph.instructions.items()}
+    made.constants = {names[name]: text for name, text in graph.told.items()}
     places = {name: f"{prompts_module}.{constant}" for name, constant in names.items()}
     takes, others = _by_argument(graph)
     made.edits, reached = _handed_over(graph, {name: places[name] for name in takes})
     init = workflow_methods(graph.shape).get("__init__")
     if init is not None and _reads_prompts(graph.shape):
         made.edits.insert(0, _filled(init, places, graph.sources[inside.GRAPH_FILE]))
+        made.edits += _over_own(init, places)
     used = reached | _named(graph.shape)
     made.lost = [name for name in takes if name not in used or init is None]
     for name in others:
         kind = graph.known[graph.shape.instances[name]]
         main = MAIN if MAIN in kind.asks else next(iter(kind.asks), "")
-        if main and graph.instructions[name].strip():
+        if main and graph.told[name].strip():
             text = own_text(kind.__name__, main, kind.asks[main])
-            whole = with_instruction(text, graph.instructions[name], kind.asks[main])
+            whole = with_instruction(text, graph.told[name], kind.asks[main])
             made.prompts[name] = {main: whole}
     return made
 
@@ -81,10 +82,21 @@ def _by_argument(graph: Graph) -> tuple[list[str], list[str]]:
     takes: list[str] = []
     others: list[str] = []
     for name, operator in graph.shape.instances.items():
-        if name in graph.instructions and operator in graph.known:
+        if name in graph.told and operator in graph.known:
             parameters = inspect.signature(graph.known[operator].__call__).parameters
             (takes if "instruction" in parameters else others).append(name)
     return takes, others
+
+
+def _over_own(init: Function, places: Mapping[str, str]) -> Iterator[Edit]:
+    """The texts over those that the constructor itself puts into `self.prompts`."""
+    entries = ", ".join(f"{name!r}: {place}" for name, place in places.items())
+    for node in ast.walk(init):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Attribute) and target.attr == "prompts"
+            for target in node.targets
+        ):
+            yield node.value, f"{{**({ast.unparse(node.value)}), {entries}}}"
 
 
 def _filled(init: Function, places: Mapping[str, str], source: str) -> Edit:

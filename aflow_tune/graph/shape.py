@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
-from aflow_tune.graph.tree import walk
+from aflow_tune.graph.tree import certain, walk, without_main
 
 MAX_SOURCE_CHARS = 256 * 1024
 """Of one file. A graph is a page or two; the parser's memory is bounded with its input."""
@@ -51,6 +51,9 @@ class Shape:
     constants: dict[str, str] = field(default_factory=dict)
     """Texts that prompt.py assigns at its top level."""
     tree: ast.Module | None = None
+    """Without what `if __name__ == "__main__":` holds."""
+    certain: set[ast.AST] = field(default_factory=set)
+    """Nodes of the tree that every run reaches: only there a missing prompt is a fault."""
     workflow: ast.ClassDef | None = None
     classes: dict[str, str] = field(default_factory=dict)
     """Names under which operators' classes are known in graph.py, to the operator's name."""
@@ -117,7 +120,8 @@ def examine(
     if tree is None:
         return shape
     try:
-        shape.tree = tree
+        shape.tree = without_main(tree)
+        shape.certain = certain(tree)
         nodes = walk(tree)
         _Names(shape, operators, graph_label, files).read(tree, nodes)
         known = {*shape.constants, *prompts} if complete else None
@@ -296,6 +300,7 @@ def _check_attributes(
             shape.faults.append(unknown_operator(name, operators, where))
         if (
             prompts is not None
+            and node in shape.certain
             and isinstance(node.value, ast.Name)
             and shape.modules.get(node.value.id) == "prompt"
             and node.attr not in prompts

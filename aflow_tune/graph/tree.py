@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _PASSED_OVER = frozenset({"ctx", "op", "ops", "type_ignores", "type_comment", "kind"})
 
@@ -51,3 +51,96 @@ def parameters(arguments: ast.arguments) -> list[ast.arg]:
     """Every parameter of a function, those that take the rest last."""
     rest = [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]
+
+
+def without_main(tree: ast.Module) -> ast.Module:
+    """The tree as a module runs that is imported, which a graph always is.
+
+    The body of `if __name__ == "__main__":` is left out, and that of functions that nothing but
+    it calls: their defaults and decorators are evaluated all the same.
+    """
+    left_out: list[ast.AST] = []
+    body: list[ast.stmt] = []
+    for node in tree.body:
+        is_main = isinstance(node, ast.If) and _asks_for_main(node.test)
+        left_out += node.body if is_main else []  # type: ignore[attr-defined]
+        body += node.orelse if is_main else [node]  # type: ignore[attr-defined]
+    tree.body = body
+    while left_out:
+        named = {item.id for part in left_out for item in walk(part) if isinstance(item, ast.Name)}
+        functions = [
+            node
+            for node in tree.body
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in named
+        ]
+        if not functions:
+            break
+        read = {item.id for item in walk(tree) if isinstance(item, ast.Name)}
+        left_out = []
+        for function in functions:
+            if function.name not in read:
+                first = function.body[0]
+                left_out += [item for item in function.body if not isinstance(item, ast.Pass)]
+                function.body = [ast.copy_location(ast.Pass(), first)]
+    return tree
+
+
+def _asks_for_main(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+_LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
+
+
+def certain(tree: ast.Module) -> set[ast.AST]:
+    """The nodes that every run of a graph reaches that does not fail before.
+
+    Not those of branches, of what follows a branch that may leave, of `try`, of `while`, nor of
+    functions that only such places call.
+    """
+    functions = {
+        node.name: node
+        for node in walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    found: set[ast.AST] = set()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            pending += _reached(functions[name].body) if name in functions else []
+        pending += _always_in(node)
+    return found
+
+
+def _always_in(node: ast.AST) -> Sequence[ast.AST]:
+    if isinstance(node, (ast.If, ast.While, ast.IfExp)):
+        return [node.test]
+    if isinstance(node, ast.Try):
+        return node.finalbody
+    if isinstance(node, ast.Match):
+        return [node.subject]
+    if isinstance(node, ast.BoolOp):
+        return node.values[:1]
+    if isinstance(node, ast.Lambda):
+        return [node.args]
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        run = node.name in ("__init__", "__call__")
+        return [*node.decorator_list, node.args, *(_reached(node.body) if run else ())]
+    body = getattr(node, "body", None)
+    if isinstance(body, list):
+        others = [part for part in children(node) if part not in body]
+        return [*others, *_reached(body)]
+    return children(node)
+
+
+def _reached(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements up to the first one that may leave the others out."""
+    for statement in body:
+        yield statement
+        if any(isinstance(part, _LEAVING) for part in walk(statement)):
+            return

@@ -206,10 +206,12 @@ class Account:
             rows = connection.execute(f"SELECT role, {_SUMS} FROM spent GROUP BY role").fetchall()
         return {row[0]: Spent(*row[1:]) for row in rows}
 
-    def held(self) -> int:
-        """Attempts under way."""
+    def under_way(self) -> tuple[int, int, int]:
+        """Attempts under way, and the picodollars and tokens that they may cost at worst."""
         with self._transaction() as connection:
-            return int(connection.execute("SELECT COUNT(*) FROM held").fetchone()[0])
+            sums = "COUNT(*), COALESCE(SUM(pico), 0), COALESCE(SUM(tokens), 0)"
+            calls, pico, tokens = connection.execute(f"SELECT {sums} FROM held").fetchone()
+            return int(calls), int(pico), int(tokens)
 
     def mark_reached(self, reason: str) -> None:
         """Note for all processes that a limit was reached; the first reason stays."""

@@ -72,7 +72,9 @@ class Budget:
         """
         self._check_time()
         if not self.account.count_call(role, model, self.limits.calls):
-            raise self._reached(f"calls: {self.limits.calls} were made")
+            under_way = self.account.under_way()[0]
+            those = f", {under_way} of them under way" if under_way else ""
+            raise self._reached(f"calls: {self.limits.calls} were made{those}")
 
     async def hold(
         self,
@@ -119,13 +121,7 @@ class Budget:
             if answer is None and not wait:
                 answer = "tokens" if limits.usd is None else "money"
             if answer is not None:
-                spent = self.account.spent()
-                raise self._reached(
-                    f"usd: {spent.usd:.6g} of {limits.usd:g} are spent"
-                    if answer == "money"
-                    else f"tokens: {spent.tokens} of {limits.tokens} are used",
-                    "the next call might exceed it",
-                )
+                raise self._reached(self._used(answer), "the next call might exceed it")
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE)
 
@@ -152,6 +148,16 @@ class Budget:
     def _check_time(self) -> None:
         if self.seconds_left() == 0.0:
             raise self.out_of_time()
+
+    def _used(self, what: str) -> str:
+        """What of a limit is gone: spent, or held for calls whose answers are not there yet."""
+        spent, (calls, pico, tokens) = self.account.spent(), self.account.under_way()
+        if what == "money":
+            used, held = f"usd: {spent.usd:.6g} of {self.limits.usd:g} are spent", pico / PICO
+        else:
+            used, held = f"tokens: {spent.tokens} of {self.limits.tokens} are used", tokens
+        under_way = "a call" if calls == 1 else f"{calls} calls"
+        return f"{used}, {under_way} under way may use {held:.6g} more" if calls else used
 
     def _reached(self, what: str, why: str = "") -> BudgetReached:
         reason = f"budget.{what}" + (f", and {why}" if why else "")
@@ -182,5 +188,6 @@ def unpriced(role: str, model: str) -> Fault:
         f"what {model} costs, since budget.usd is set",
         "no price, neither in the configuration nor in the list",
         f"models: {{{role}: {{prices: {{input: ..., output: ...}}}}}} in US dollars for "
-        "a million tokens; 0 for a model of your own; or limit budget.tokens instead",
+        "a million tokens, 0 for a model of your own, or {listed: NAME} as the list calls it; or "
+        "limit budget.tokens instead",
     )

@@ -1,9 +1,11 @@
 """What tokens cost: the maintained list of the package genai-prices, with YAML prices on top.
 
 The list is data that the package brings along; nothing is fetched. Whose prices apply is
-decided by the address that is called, never guessed from a model's name alone: the same name
-behind somebody's own server has no listed price. A price that is not known is None, never 0;
-a model costs nothing only where the configuration says so.
+decided by the address that is called. An address that the list does not know is taken for a proxy
+of the vendor whose model has that name, which `stands_in` says for a warning, unless it is of this
+machine or a private network: the same name behind somebody's own server has no listed price. A
+price that is not known is None, never 0; a model costs nothing only where the configuration says
+so.
 
 Not covered: batch discounts, service tiers, images and audio, and what an account has agreed
 on with its vendor (write that under `prices:`).
@@ -12,10 +14,13 @@ on with its vendor (write that under `prices:`).
 from __future__ import annotations
 
 import functools
+import ipaddress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-from aflow_tune.config import PriceSettings
+from aflow_tune.config import ModelSettings, PriceSettings
 from aflow_tune.models.types import Usage
 
 
@@ -83,13 +88,51 @@ def price_of(
     """
     if given is not None and given.input is not None and given.output is not None:
         return FixedPrice(given.input, given.output, given.cached_input)
-    price = ListedPrice(None if base_url else provider, base_url, model)
-    try:
-        _find(price.provider, price.address, price.model)
-        price.cost(Usage(1, 1))
-    except (LookupError, ValueError):
+    if given is not None and given.listed is not None:
+        candidates = [*_by_name(given.listed)]
+    elif base_url is None:
+        candidates = [ListedPrice(provider, None, model)]
+    else:
+        proxied = [] if _is_own(base_url) else _by_name(model)
+        candidates = [ListedPrice(None, base_url, model), *proxied]
+    for price in candidates:
+        try:
+            price.cost(Usage(1, 1))
+        except (LookupError, ValueError):
+            continue
+        return price
+    return None
+
+
+def stands_in(model: ModelSettings) -> str | None:
+    """Whose listed price is taken for a model behind an address that the list does not know."""
+    price = price_of(model.provider, model.base_url, model.model or "", model.prices)
+    named = model.prices is not None and model.prices.listed is not None
+    if not isinstance(price, ListedPrice) or price.address or not model.base_url or named:
         return None
-    return price
+    vendor, found = _find(price.provider, price.address, price.model)
+    million = [price.cost(usage) * 1000 for usage in (Usage(1000, 0), Usage(0, 1000))]
+    return f"{vendor.id}/{found.id}, ${million[0]:g} in and ${million[1]:g} out a million tokens"
+
+
+def _by_name(model: str) -> Iterator[ListedPrice]:
+    """The list's model of this name; proxies put the vendor's in front, as openai/gpt-4o-mini."""
+    vendor, _, name = model.partition("/")
+    if name:
+        yield ListedPrice(vendor, None, name)
+    yield ListedPrice(None, None, model)
+
+
+def _is_own(base_url: str) -> bool:
+    """Whether an address is of this machine, or of a network that is not everybody's."""
+    host = urlsplit(base_url).hostname or ""
+    try:
+        return not ipaddress.ip_address(host).is_global
+    except ValueError:
+        return "." not in host or host.endswith(_PRIVATE_ENDINGS)
+
+
+_PRIVATE_ENDINGS = (".localhost", ".local", ".internal", ".lan", ".home", ".corp", ".intranet")
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aflow_tune.config import ModelSettings, PriceSettings
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.models.prices import price_of
 from aflow_tune.trace import POLICY
 
 if TYPE_CHECKING:
@@ -173,9 +174,13 @@ def _price_faults(prices: PriceSettings | None, where: str) -> list[Fault]:
     if prices is None:
         return []
     faults = []
+    if prices.listed is not None and price_of("openai", None, "", prices) is None:
+        expected = "a model of the price list, such as gpt-4o-mini or azure/gpt-4o-mini"
+        cure = "name such a model, or give `input` and `output`"
+        faults.append(Fault(f"{where}.listed", expected, repr(prices.listed), cure))
     for name in ("input", "output", "cached_input"):
         value = getattr(prices, name)
-        missing = value is None and name != "cached_input"
+        missing = value is None and name != "cached_input" and prices.listed is None
         if missing or (value is not None and not 0 <= value < math.inf):
             found = "nothing" if missing else str(value)
             expected = "US dollars for a million tokens, from 0"

@@ -85,7 +85,7 @@ def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Ro
             example = '{"problem": "What is 2 + 3?", "type": "math", "truth": "5"}'
             faults.append(Fault(where, "a JSON object", f"{line!r:.60}", example))
             continue
-        if default_type is not None:
+        if default_type is not None and "problem_type" not in content:
             content.setdefault("type", default_type)
         try:
             problem = Problem.of(content, where)

@@ -85,7 +85,8 @@ class Best:
 
 
 def uses_in(run_dir: Path) -> Iterator[Use]:
-    """Every rewarded run of a valid workflow in a run folder, evaluations included.
+    """Every rewarded run of a valid workflow in a run folder, evaluations included: the run's own,
+    and those of `aflow-tune eval`, whose folder may also stand for a run's.
 
     Raises:
         ValueError: the evaluation records are damaged; file and line are named.
@@ -93,10 +94,12 @@ def uses_in(run_dir: Path) -> Iterator[Use]:
     for rollout in read_rollouts(run_dir):
         task = (f"step {rollout.step}", rollout.task)
         yield from _use(rollout.kept, rollout.step, task, rollout.reward)
-    for name, steps in load_evaluations(run_dir).items():
-        for step, evaluation in steps.items():
-            for record in evaluation.records:
-                yield from _use(record.kept, step, (name, record.item), record.reward)
+    columns = [*run_dir.glob("eval/columns/*"), *run_dir.glob("columns/*")]
+    for folder in [run_dir, *sorted(columns)]:
+        for name, steps in load_evaluations(folder).items():
+            for step, evaluation in steps.items():
+                for record in evaluation.records:
+                    yield from _use(record.kept, step, (name, record.item), record.reward)
 
 
 def best_of(uses: Iterable[Use], *, least_uses: int, top: int) -> list[Best]:

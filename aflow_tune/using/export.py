@@ -126,7 +126,13 @@ def export_weights(found: Found, what: str, out: Path, *, config: Path | None = 
 
 
 def export_workflows(
-    run: Path, out: Path, *, top: int, least_uses: int, dataset: str | None = None
+    run: Path,
+    out: Path,
+    *,
+    top: int,
+    least_uses: int,
+    dataset: str | None = None,
+    config: Path | None = None,
 ) -> Written:
     """Write the best workflows of a run, or of all stages of a chain, as rounds of AFlow.
 
@@ -135,6 +141,7 @@ def export_workflows(
             `workspace/DATASET/workflows`.
         dataset: None for the one of that path, of the run's `writer.benchmark`, or a usual one
             for the type of problem.
+        config: in place of the run's own, for its benchmark and the user's operators.
 
     Raises:
         BadInput: `out` holds rounds or lists already, or the run has no such workflow.
@@ -153,7 +160,7 @@ def export_workflows(
     paths: list[Path] = []
     notes: list[str] = []
     results, index = [], []
-    benchmark, operators = _configured(run)
+    benchmark, operators = _configured(run, config)
     named = dataset or _dataset_of_path(out) or benchmark
     for best in chosen:
         number = len(paths) + 1
@@ -218,11 +225,11 @@ def _dataset_of_path(out: Path) -> str | None:
     return place.parent.name if fits else None
 
 
-def _configured(run: Path) -> tuple[str | None, dict[str, type[Operator]]]:
+def _configured(run: Path, named: Path | None) -> tuple[str | None, dict[str, type[Operator]]]:
     """The benchmark and the user's own operators that the configuration of the run, or of the last
-    stage of a chain, names."""
+    stage of a chain, names; or the one that is named."""
     files = [folder / RESOLVED for folder in [run, *stage_folders(run)]]
-    saved = [file for file in files if file.is_file()]
+    saved = [file for file in files if file.is_file()] if named is None else [named]
     if not saved:
         return None, {}
     config = load_config(saved[-1])

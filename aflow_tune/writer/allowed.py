@@ -14,11 +14,20 @@ import sys
 import types
 
 from aflow_tune.graph import inside
-from aflow_tune.graph.save_instructions import fills_prompts
 from aflow_tune.graph.tree import children
 from aflow_tune.writer.refusals import Refusals, did_you_mean, shown
 from aflow_tune.writer.types import RefusalKind
 
+LOGGING = frozenset(
+    ["CRITICAL", "DEBUG", "ERROR", "FATAL", "Formatter", "INFO", "Logger", "NOTSET", "NullHandler",
+     "StreamHandler", "WARN", "WARNING", "basicConfig", "critical", "debug", "disable", "error",
+     "exception", "getLevelName", "getLogger", "info", "log", "warn", "warning"]
+)  # fmt: skip
+LOGGER = LOGGING | frozenset(
+    ["addHandler", "getChild", "getEffectiveLevel", "handlers", "hasHandlers", "isEnabledFor",
+     "level", "name", "propagate", "removeHandler", "setFormatter", "setLevel"]
+)  # fmt: skip
+"""What may be used of a logger, and of its handlers."""
 MODULES: dict[str, frozenset[str] | None] = {
     "asyncio": frozenset(
         [
@@ -70,6 +79,7 @@ MODULES: dict[str, frozenset[str] | None] = {
         ]
     ),
     "json": frozenset({"JSONDecodeError", "dumps", "loads"}),
+    "logging": LOGGING,
     "math": None,
     "random": None,
     "re": None,
@@ -207,6 +217,10 @@ _FORBIDDEN = {
     "iter": "write a loop over the list itself",
 }
 _STATIC = "staticmethod"
+NAME = "__name__"
+"""Of a module, a class or a function: a text, and what loggers are called by."""
+_SETTABLE = ("cost_manager", "propagate")
+"""Attributes of anything that code of the field sets: of AFlow's model, of a logger."""
 
 
 def check_syntax(tree: ast.Module, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
@@ -242,8 +256,8 @@ def _load(module: str) -> object:
 class _Check:
     def __init__(self, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
         self.workflow, self.refusals = workflow, refusals
-        self.filled: set[ast.AST] = set()
-        """`self.prompts`, where it is set to what it holds anyway: saved rounds do so."""
+        self.named: set[ast.AST] = set()
+        """Whose name is read: a class may be one, as in `error.__class__.__name__`."""
 
     def refuse(self, message: str, node: ast.AST) -> None:
         self.refusals.add(RefusalKind.NOT_ALLOWED, message, node)
@@ -270,8 +284,12 @@ class _Check:
             return
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if all(isinstance(target, ast.Name) for target in targets):
-                return
+            if all(isinstance(target, (ast.Name, ast.Attribute)) for target in targets):
+                return  # which attributes may be set is the same everywhere
+        call = node.value if isinstance(node, ast.Expr) else None
+        called = call.func if isinstance(call, ast.Call) else None
+        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+            return  # logging.basicConfig(...), random.seed(...): which, is for `following/`
         message = (
             f"`{shown(node)}` stands outside of the class; beside it only imports, constants and "
             "functions are allowed"
@@ -353,16 +371,17 @@ class _Check:
             self.refuse("a generator cannot wait; write a list: [await ... for ... in ...]", node)
 
     def _Name(self, node: ast.Name) -> None:
-        if node.id.startswith("__"):
+        if node.id.startswith("__") and not (node.id == NAME and isinstance(node.ctx, ast.Load)):
             self.refuse(f"`{node.id}` is not allowed; a graph keeps to names of its own", node)
-
-    def _Assign(self, node: ast.Assign) -> None:
-        if fills_prompts(node):
-            self.filled.add(node.targets[0])
 
     def _Attribute(self, node: ast.Attribute) -> bool:
         of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
         name = node.attr
+        if name == NAME and isinstance(node.ctx, ast.Load):
+            self.named.add(node.value)
+            return True
+        if name == "__class__" and node in self.named:
+            return True
         if name.startswith("__") and not _is_super_init(node):
             self.refuse(f"`.{name}` is not allowed; names with two underscores are Python's", node)
             return False
@@ -370,18 +389,11 @@ class _Check:
             self.refuse(f"`.{name}` is not allowed; it is private", node)
             return False
         if isinstance(node.ctx, ast.Del) or (
-            isinstance(node.ctx, ast.Store) and not of_self and name != "cost_manager"
+            isinstance(node.ctx, ast.Store) and not of_self and name not in _SETTABLE
         ):
             self.refuse(
                 f"`{shown(node)}` may not be set; keep values in variables or on self", node
             )
-        elif (
-            isinstance(node.ctx, ast.Store)
-            and of_self
-            and name == "prompts"
-            and node not in self.filled
-        ):
-            self.refuse("self.prompts is given; write the texts under `prompts`", node)
         return True
 
     def _MatchClass(self, node: ast.MatchClass) -> None:

@@ -21,7 +21,7 @@ from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
-from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.graph import Graph, bare
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
 from aflow_tune.graph.tree import levels
 from aflow_tune.operators import Operator
@@ -181,10 +181,11 @@ class _Check:
 
     def _follow(self, shape: Shape, scopes: Scopes) -> set[str]:
         """Follow the graph; the names of `prompts` that its code reads."""
+        assert self.graph is not None
         found = worst_case(
             shape,
             operators=self.operators,
-            prompts=self.written.prompts,
+            prompts=self.graph.told,
             limits=self.limits,
             refusals=self.refusals,
             scopes=scopes,
@@ -244,9 +245,11 @@ class _Check:
     # Prompts and budget
 
     def _prompts(self, shape: Shape, used: set[str]) -> None:
+        called = {name for _, _, name in self.spenders} & set(self.operators)
         known = [*dict.fromkeys([*shape.instances, *sorted(used)])]
+        meant = {bare(name) for name in (*shape.instances, *shape.instances.values(), *called)}
         for name, text in self.written.prompts.items():
-            if name not in known:
+            if name not in known and bare(name) not in meant:
                 near = did_you_mean(name, known)
                 message = (
                     f"the prompt {name!r:.60} belongs to no operator of the graph{near}; its "

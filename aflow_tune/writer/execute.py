@@ -33,7 +33,7 @@ from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models import as_client
-from aflow_tune.models.types import ModelClient, ModelFailure
+from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import OPERATORS, Operator
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.writer.simpler import INSTRUCTIONS, default_instructions, straight_line
@@ -106,16 +106,6 @@ class Executed:
     def failed(self) -> tuple[Attempt, ...]:
         """The attempts without an answer."""
         return tuple(attempt for attempt in self.attempts if not attempt.run.ok)
-
-    @property
-    def model_failed(self) -> bool:
-        """Whether there is no answer and in each attempt a model's endpoint failed: then the
-        workflow may be as good as any."""
-        kinds = {failure.value for failure in ModelFailure}
-        return all(
-            not attempt.run.ok and bool(kinds & set(attempt.run.failures))
-            for attempt in self.attempts
-        )
 
 
 async def run_written(

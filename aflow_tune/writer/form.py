@@ -25,6 +25,8 @@ MAX_TEXT_CHARS = 200_000
 """Of a reply. A longer one is not read."""
 MAX_PROMPTS = 64
 PROMPTS, CODE = "prompts", "graph_code"
+_CODE_KEYS = ("graphcode", "workflowcode", "workflow", "graph", "code")
+"""Under which the code is found, spelt as `_key` spells; the first that an object has is meant."""
 
 HYBRID_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -55,7 +57,7 @@ _CODE_LINE = re.compile(
 )
 _OBJECT = re.compile(
     r"\{\s{0,50}(?:(?:#|//)[^\n]{0,200}\n\s{0,50}|/\*[^*]{0,200}\*/\s{0,50}){0,3}"
-    r"[\"'`\u201c]{0,3}(?:prompts|graph_code)",
+    r"[\"'`\u201c]{0,3}(?:prompts|graph[\s_-]?code|workflow|graph|code)",
     re.IGNORECASE,
 )
 
@@ -211,11 +213,12 @@ def _object(text: str) -> _Found | None:
             return _from(found, WrittenForm.REPAIRED, ["the JSON was mended"])
     if not starts:
         return None
-    taken = text_after(text[starts[0] :], CODE)
+    found_texts = (text_after(text[starts[0] :], key) for key in (CODE, *_CODE_KEYS))
+    taken = next((pair for pair in found_texts if pair is not None), None)
     if taken is None:
         return _apart(text, starts)
     code, rest = taken
-    if not _CLASS.search(code):
+    if not _CLASS.search(code) or not _CODE_LINE.match(code.lstrip()):
         return None
     prompts = _prompts_in(mended(rest))
     if prompts is None:
@@ -253,7 +256,7 @@ def _with_code(value: Any) -> Mapping[str, Any] | None:
         return next((item for part in reversed(value) if (item := _with_code(part))), None)
     if not isinstance(value, Mapping):
         return None
-    if any(_key(name) == _key(CODE) for name in value):
+    if _code_key(value) is not None:
         return value if _code_of(value).strip() else None
     inner = [item for item in value.values() if isinstance(item, Mapping)]
     if len(inner) == 1 and PROMPTS not in value:
@@ -261,8 +264,21 @@ def _with_code(value: Any) -> Mapping[str, Any] | None:
     return None
 
 
+def _code_key(value: Mapping[str, Any]) -> str | None:
+    """The key of the code: its own name, or another under which a class stands."""
+    for wanted in _CODE_KEYS:
+        for name, item in value.items():
+            if _key(name) == wanted and (wanted == _key(CODE) or _CLASS.search(_joined(item))):
+                return name
+    return None
+
+
 def _code_of(value: Mapping[str, Any]) -> str:
-    code = next(item for name, item in value.items() if _key(name) == _key(CODE))
+    key = _code_key(value)
+    return "" if key is None else _joined(value[key])
+
+
+def _joined(code: Any) -> str:
     if isinstance(code, list) and all(isinstance(line, str) for line in code):
         return "\n".join(line.rstrip("\n") for line in code)
     return code if isinstance(code, str) else ""
@@ -278,12 +294,13 @@ def _prompts_in(value: Any) -> Any:
 
 def _from(value: Mapping[str, Any], form: WrittenForm, notes: list[str]) -> _Found:
     found = _Found(_prompts_in(value), _code_of(value), form, notes)
-    keys = list(value)
-    if any(_key(name) in (PROMPTS, _key(CODE)) and name not in (PROMPTS, CODE) for name in keys):
+    code = _code_key(value)
+    used = [name for name in value if name == code or _key(name) == PROMPTS]
+    if any(name not in (PROMPTS, CODE) for name in used):
         found._mended(f"the keys are `{PROMPTS}` and `{CODE}`")
-    if any(isinstance(item, list) for name, item in value.items() if _key(name) == _key(CODE)):
+    if code is not None and isinstance(value[code], list):
         found._mended("the code was a list of lines")
-    other = [str(name) for name in keys if _key(name) not in (PROMPTS, _key(CODE))]
+    other = [str(name) for name in value if name not in used]
     if other:
         shown = ", ".join(f"{name:.40}" for name in other[:5])
         found.notes.append(f"passed over: {shown}")

@@ -61,6 +61,11 @@ _SAME_LENGTH = {
 """Functions that give at most as many items as they get, with the place of these."""
 _CALLING = frozenset({"map", "filter", "sorted", "min", "max", "itertools.starmap"})
 
+PYTHON_LOGGER, AFLOW_LOGGER = "logging.Logger", "log.logger"
+_LOGGING = ("logging.", AFLOW_LOGGER)
+_MAKING_LOGGERS = ("Logger", "getChild", "StreamHandler", "NullHandler", "Formatter")
+_WRITES_FILES = ("filename", "handlers", "stream")
+
 
 class Calls(Functions):
     """The calls of a graph."""
@@ -163,6 +168,8 @@ class Calls(Functions):
         functions = frozenset(atom for atom in everything if isinstance(atom, Function))
         called = functions | frozenset(atom for atom in everything if isinstance(atom, Handle))
         self.let_go_methods(given.all())
+        if name.startswith(_LOGGING):
+            return self._log(node, name, given)
         special = SPECIAL.get(name)
         if special is not None:
             if functions and name not in ("min", "max"):
@@ -188,6 +195,20 @@ class Calls(Functions):
         if name.startswith("re."):
             return joined(PLAIN, NONE)
         return self.anything(values)
+
+    def _log(self, node: ast.Call, name: str, given: Given) -> Value:
+        """`logging.info(...)`, `logger.addHandler(...)`: nothing of what it is given is kept."""
+        for value in given.all():
+            self.no_calls_in(value, node)
+        if name == "logging.basicConfig" and (
+            given.open or given.values or not given.named.keys().isdisjoint(_WRITES_FILES)
+        ):
+            message = "a log of a graph goes nowhere; write logging.basicConfig(level=logging.INFO)"
+            return self.refuse(RefusalKind.NOT_ALLOWED, message, node)
+        made = name.startswith(AFLOW_LOGGER) or name.endswith(_MAKING_LOGGERS)
+        if not made:
+            return PLAIN
+        return frozenset({Named(AFLOW_LOGGER if name.startswith("log.") else PYTHON_LOGGER)})
 
 
 def _order(atom: Atom) -> str:

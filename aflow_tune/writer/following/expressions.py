@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
-from aflow_tune.writer.allowed import BUILTINS
+from aflow_tune.writer.allowed import BUILTINS, NAME
 from aflow_tune.writer.following.items import Items
 from aflow_tune.writer.following.values import (
     BROKEN,
@@ -20,9 +20,11 @@ from aflow_tune.writer.following.values import (
     Handle,
     Module,
     Named,
+    Nothing,
     Number,
     Obj,
     Plain,
+    Prompts,
     Ref,
     Result,
     Self,
@@ -81,6 +83,8 @@ class Expressions(Items):
                 return PLAIN
             self.valueless[node] = False
             return found
+        if node.id == NAME:
+            return TEXT
         if node.id in _GIVEN_VALUES:
             return _GIVEN_VALUES[node.id]
         if node.id in BUILTINS:
@@ -314,10 +318,12 @@ class Expressions(Items):
             self.assign(target.value, self.new(target, Obj("list", turns, item)))
         elif isinstance(target, ast.Attribute):
             if Self() in self.value(target.value):
-                self.here.variables[(SELF, target.attr)] = value
+                self.set_on_self(target.attr, value)
         elif isinstance(target, ast.Subscript):
             owner = self.value(target.value)
             index = NOTHING if isinstance(target.slice, ast.Slice) else self.value(target.slice)
+            if Prompts() in owner:
+                self._add_prompts(target.slice)
             if any(not isinstance(atom, (Ref, Result)) for atom in owner):
                 self.here.let_go(value)
             for ref, obj in self.here.objects(owner):
@@ -331,6 +337,24 @@ class Expressions(Items):
                     self.here.change(
                         ref, lambda old: replace(old, items=joined(old.items, value), elements=None)
                     )
+
+    def set_on_self(self, name: str, value: Value) -> None:
+        """`self.name = value`. Texts for `self.prompts` are told apart by their names alone."""
+        objects = self.here.objects(value)
+        items = joined(NOTHING, *(obj.items for _, obj in objects))
+        texts = all(isinstance(atom, (Text, Plain, Nothing)) for atom in items)
+        if name != "prompts" or len(objects) != len(value) or not texts:
+            self.here.variables[(SELF, name)] = value
+            return
+        for _, obj in objects:
+            self.own_prompts.update(obj.names or ())
+            self.any_prompt = self.any_prompt or (obj.names is None and obj.length != 0)
+
+    def _add_prompts(self, key: ast.expr) -> None:
+        if isinstance(key, ast.Constant):
+            self.own_prompts.add(str(key.value))
+        else:
+            self.any_prompt = True
 
     def _unpack(self, target: ast.Tuple | ast.List, value: Value) -> None:
         value = self.settled(value, target)

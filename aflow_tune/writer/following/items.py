@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 
 from aflow_tune.graph import inside
-from aflow_tune.writer.allowed import MODULES, public
-from aflow_tune.writer.following.calls import Calls
+from aflow_tune.writer.allowed import LOGGER, MODULES, NAME, public
+from aflow_tune.writer.following.calls import AFLOW_LOGGER, PYTHON_LOGGER, Calls
 from aflow_tune.writer.following.methods import RESULT_METHODS
 from aflow_tune.writer.following.values import (
     BROKEN,
@@ -51,6 +51,10 @@ class Items(Calls):
 
     def attribute(self, node: ast.Attribute) -> Value:
         """`value.name`."""
+        if node.attr == NAME:
+            of_class = isinstance(node.value, ast.Attribute) and node.value.attr == "__class__"
+            self.value(node.value.value if of_class else node.value)  # type: ignore[attr-defined]
+            return TEXT
         owner = self.value(node.value)
         results = [
             found for atom in owner if (found := self._attribute_of(node, atom, owner)) is not None
@@ -76,6 +80,8 @@ class Items(Calls):
 
     def _attribute_of_kind(self, atom: Atom) -> str | None:
         """How the attributes of an atom are found; None for those of data."""
+        if isinstance(atom, Named) and atom.name.startswith((PYTHON_LOGGER, AFLOW_LOGGER)):
+            return atom.name
         for kind in (Self, Module, Model, Handle, Result, Broken, Config, Prompts):
             if isinstance(atom, kind):
                 return kind.__name__
@@ -93,6 +99,10 @@ class Items(Calls):
             if name in MODEL_ATTRIBUTES:
                 return frozenset({Method(frozenset({atom}), name)})
             return self._no_attribute(node, "the model", name, MODEL_ATTRIBUTES)
+        if isinstance(atom, Named) and atom.name.startswith((PYTHON_LOGGER, AFLOW_LOGGER)):
+            if name in LOGGER or atom.name.startswith(AFLOW_LOGGER):
+                return frozenset({Named(f"{atom.name}.{name}")})
+            return self._no_attribute(node, "a logger", name, LOGGER)
         if isinstance(atom, Handle):
             if name == "name":
                 return TEXT
@@ -124,7 +134,7 @@ class Items(Calls):
         return self.refuse(RefusalKind.UNKNOWN_NAME, message, node)
 
     def _of_self(self, node: ast.Attribute, name: str) -> Value:
-        if name == "prompts":
+        if name == "prompts" and (SELF, name) not in self.here.variables:
             return frozenset({Prompts()})
         found = self.here.variables.get((SELF, name))
         if found is not None:
@@ -164,7 +174,8 @@ class Items(Calls):
         """A name of one of AFlow's modules."""
         if name not in inside.NAMES_OF.get(kind, ()):
             return self._no_attribute(node, "this module", name, inside.NAMES_OF.get(kind, ()))
-        return frozenset({Named(f"{kind}.{name}")}) if kind in ("model", "cost") else PLAIN
+        known = kind in ("model", "cost", "log")
+        return frozenset({Named(f"{kind}.{name}")}) if known else PLAIN
 
     def operator_named(self, node: ast.AST, name: str) -> Value:
         """`operator.NAME`."""
@@ -181,6 +192,8 @@ class Items(Calls):
         self.used_prompts.add(name)
         if name in self.prompts:
             return frozenset({Text(len(self.prompts[name]))})
+        if self.any_prompt or name in self.own_prompts or node not in self.shape.certain:
+            return TEXT  # a run that comes here without it says so
         message = (
             f"{text:.60} has no text{did_you_mean(name, self.prompts)}; write one under "
             f'`prompts` as "{name:.60}"'

@@ -101,7 +101,8 @@ class Methods(Using):
                 self.used_prompts.add(key.value)
                 return joined(TEXT, *given.all()[1:])
             return self.prompt_named(key, key.value, f'self.prompts["{key.value:.40}"]')
-        length = len(self.prompts)
+        length = None if self.any_prompt else len({*self.prompts, *self.own_prompts})
+        self.any_prompt = self.any_prompt or name in ("update", "setdefault")
         if name in ("keys", "values"):
             return self.new(node, Obj("list", length, TEXT))
         if name == "items":

@@ -22,6 +22,7 @@ from aflow_tune.writer.following.values import (
     TEXT,
     Broken,
     Config,
+    Module,
     Number,
     Obj,
     Plain,
@@ -306,7 +307,8 @@ def _getattr(walk: Functions, node: ast.Call, given: Given) -> Value:
     if name.value.startswith("_") or name.value in FRAMES:
         return walk.refuse(RefusalKind.NOT_ALLOWED, f"`{name.value:.40}` is private", name)
     default = given.at(2)
-    if default is not None:
+    of_python = any(isinstance(atom, Module) and not atom.shim for atom in given.values[0])
+    if default is not None and not of_python:
         found = walk.attribute_if_there(given.values[0], name.value)
         return joined(default, found)
     reading = ast.Attribute(value=node.args[0], attr=name.value, ctx=ast.Load())

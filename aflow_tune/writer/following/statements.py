@@ -25,7 +25,7 @@ from aflow_tune.writer.following.values import (
     Value,
     joined,
 )
-from aflow_tune.writer.following.walking import SELF, Cost, End, Returned
+from aflow_tune.writer.following.walking import Cost, End, Returned
 from aflow_tune.writer.types import RefusalKind
 
 
@@ -48,7 +48,7 @@ class Walk(Loops):
                 targets = member.targets if isinstance(member, ast.Assign) else [member.target]
                 for target in targets:
                     if isinstance(target, ast.Name):
-                        self.here.variables[(SELF, target.id)] = self.value(member.value)
+                        self.set_on_self(target.id, self.value(member.value))
         start = self.functions.get("__init__")
         if start is not None:
             config: Value = frozenset({Config()})

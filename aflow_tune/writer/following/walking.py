@@ -113,6 +113,10 @@ class Walking:
     """Calls that give something to wait for, by their place."""
     used_prompts: set[str] = field(default_factory=set)
     """Names under `prompts` that the code reads."""
+    own_prompts: set[str] = field(default_factory=set)
+    """Names that the code itself puts into `self.prompts`."""
+    any_prompt: bool = False
+    """Whether it puts names there that cannot be seen."""
 
     def step(self) -> None:
         """Count a step. Raises `TooLarge`."""

@@ -120,6 +120,7 @@ def refusals(
     rules: tuple[Callable[[AflowConfig], Iterable[Fault]], ...] = (
         _ranges,
         _choices,
+        _function_arguments,
         _needed_switches,
         check_mode,
         check_experiences,
@@ -239,6 +240,59 @@ def _choices(config: AflowConfig) -> Iterable[Fault]:
             where = config.positions.where(key)
             cure = "write package.module.ClassName of something that can be imported"
             yield Fault(where, "a class given by its dotted path", f"{value}: {error}", cure)
+
+
+def _function_arguments(config: AflowConfig) -> Iterable[Fault]:
+    """Arguments of the algorithm's functions that these do not take."""
+    from trinity.algorithm import (
+        ADVANTAGE_FN,
+        ALGORITHM_TYPE,
+        ENTROPY_LOSS_FN,
+        KL_FN,
+        POLICY_LOSS_FN,
+    )
+
+    registries = {
+        "policy_loss_fn": POLICY_LOSS_FN,
+        "kl_loss_fn": KL_FN,
+        "kl_penalty_fn": KL_FN,
+        "entropy_loss_fn": ENTROPY_LOSS_FN,
+        "advantage_fn": ADVANTAGE_FN,
+    }
+    algorithm = config.algorithm
+    taken: dict[str, tuple[str, list[str] | None]] = {}
+    for name, registry in registries.items():
+        try:  # a name that nothing stands for is told by `_choices`
+            usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
+            function = getattr(algorithm, name) or usual.get(name) or "none"
+            taken[name] = function, _parameters(registry.get(function))
+        except (ImportError, AttributeError, KeyError, ValueError):
+            taken[name] = "", None
+    for name, (function, known) in taken.items():
+        for given in getattr(algorithm, f"{name}_args") or {}:
+            if known is None or given in known:
+                continue
+            homes = [other for other, (_, names) in taken.items() if names and given in names]
+            close = nearest(str(given), known, 0.5)
+            cure = f"did you mean `{close}`?" if close else "leave it out"
+            cure = f"write it under `algorithm.{homes[0]}_args`" if homes else cure
+            where = config.positions.where(f"algorithm.{name}_args.{given}")
+            expected = f"an argument of {function}: {', '.join(known) or 'it has none'}"
+            yield Fault(where, expected, f"`{given}`", cure)
+
+
+def _parameters(kind: type) -> list[str] | None:
+    """What a class is made with, those that it hands on to its bases included; None: anything."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        named = [item.name for item in parameters if item.kind is not item.VAR_KEYWORD]
+        names += [name for name in named if name not in ("self", "backend", *names)]
+        if len(named) == len(parameters):
+            return names
+    return None
 
 
 def _unknown_name(positions: KeyPositions, key: str, value: str, words: Iterable[str]) -> Fault:

@@ -15,6 +15,7 @@ from aflow_tune.data.fields import task_reads
 from aflow_tune.engines.trinity.checks.model_checks import check_model
 from aflow_tune.engines.trinity.checks.refusals_writer import check_writer_rows
 from aflow_tune.engines.trinity.checks.validators import settle_models
+from aflow_tune.engines.trinity.settings.accounting import check_books
 from aflow_tune.engines.trinity.settings.tasksets import (
     fill_held_out,
     materialise_tasksets,
@@ -39,12 +40,12 @@ def prepare_evaluation(
         local_model: whether the configured model is going to be loaded.
 
     Raises:
-        BadInput: with every fault of the held-out task sets and the model.
+        BadInput: with every fault of the held-out task sets, the models and the budget.
     """
     inputs = config.buffer.explorer_input
     inputs.taskset, inputs.tasksets = None, []
     config.mode = "bench"
-    faults = _data_faults(config, functions)
+    faults = [*_data_faults(config, functions), *check_books(config, tuned=local_model)]
     if local_model:
         found = check_model(config)
         faults += found.faults

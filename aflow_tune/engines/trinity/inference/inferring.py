@@ -40,6 +40,7 @@ from aflow_tune.engines.trinity.rollout.recording import (
     RunRecorder,
     recording_client,
 )
+from aflow_tune.engines.trinity.settings.accounting import say_prices
 from aflow_tune.engines.trinity.settings.config import load_config
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.graph.draw import to_mermaid
@@ -53,6 +54,7 @@ from aflow_tune.scoring.rewards import Unscored, scored
 from aflow_tune.trace import Trace
 from aflow_tune.writer.types import ProblemType
 from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK, WriterRun, WriterWorkflow
+from aflow_tune.writer.written_run import raise_if_models_failed
 
 if TYPE_CHECKING:
     from aflow_tune.engines.trinity.settings.config import AflowConfig
@@ -91,6 +93,7 @@ def open_trained(
     weights = found.weights if found is not None and endpoint is None else None
     ready = load_config(file, overrides)
     _require_writer(ready, file)
+    say_prices(ready, ready.models)
     sampling = make_ready(ready, weights=weights, local_model=endpoint is None)
     if temperature is not None:
         sampling["temperature"] = temperature
@@ -270,8 +273,7 @@ class Inferer:
         benchmark, row = benchmark_row(solved.problem, self.workflow.benchmark)
         score, reason = 0.0, "there is no answer"
         try:
-            if executed.model_failed:
-                raise Unscored("the models that run the workflow did not answer")
+            raise_if_models_failed(run.last)
             if executed.run.ok:
                 found = await score_answer(benchmark, row, run.text, policy=self.config.sandbox)
                 score, reason = scored(found), found.reason

@@ -46,11 +46,13 @@ class Problem:
     def of(cls, row: Mapping[str, Any], where: str) -> Problem:
         """From plain data with `problem`, `type`, and perhaps `entry_point` and `truth`.
 
+        A data set's own names, `problem_type` and `ground_truth`, mean the same.
+
         Raises:
             BadInput: with everything that is wrong with it; `where` is the place.
         """
         faults = []
-        text, kind = row.get("problem"), row.get("type")
+        text, kind = row.get("problem"), row.get("type") or row.get("problem_type")
         if not isinstance(text, str) or not text.strip():
             faults.append(_fault(where, "problem", "a text that is not empty", text))
         elif len(text) > MAX_PROBLEM_CHARS:
@@ -62,7 +64,7 @@ class Problem:
         entry_point = row.get("entry_point")
         if entry_point is not None and not _is_name(entry_point):
             faults.append(_fault(where, "entry_point", "the name of a function", entry_point))
-        truth = row.get("truth")
+        truth = row.get("truth", row.get("ground_truth"))
         if isinstance(truth, int | float) and not isinstance(truth, bool):
             truth = str(truth)
         if truth is not None and not (isinstance(truth, str) and 0 < len(truth) <= MAX_TRUTH_CHARS):
