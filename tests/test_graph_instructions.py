@@ -72,9 +72,9 @@ def test_the_instruction_of_custom_is_its_argument_where_the_code_leaves_it_out(
     assert (ran.ending, ran.answer, ran.built) == (GraphEnding.ANSWERED, "two", True)
     assert asked(model) == [
         "Add {both} numbers.\n\n1+1?",
-        "Of the code.\n\n1+1?",
-        "Add {both} numbers. Twice.\n\n1+1?",
-        "Add {both} numbers.\n\n1+1?",
+        "Of the code.1+1?",
+        "Add {both} numbers. Twice.1+1?",
+        "Add {both} numbers.1+1?",
     ]
 
 

@@ -106,6 +106,8 @@ class GraphFunction:
                 sandbox=self.sandbox,
                 dataset=self.graph.dataset or self.benchmark,
             )
+        if self.score is None:  # a function of the user's may score whatever it likes
+            run = run.with_text()
         failed_calls = sum(run.failures.values())
         record_metrics(**{"graph/calls": run.calls, "graph/failed_calls": failed_calls})
         if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:

@@ -31,7 +31,7 @@ def described(fields: Sequence[Field], form: Form) -> str:
 
 def prompt_with_form(template: str, values: Mapping[str, object], form: str) -> str:
     """A prompt filled in, with the description of the form in its place or at the end."""
-    text = fill(template, {**values, FORM: form}).strip()
+    text = fill(template, {**values, FORM: form})
     if form and FORM not in placeholders(template):
         text = f"{text}\n\n{form}"
     return text

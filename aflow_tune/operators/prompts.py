@@ -39,6 +39,7 @@ FORM = "form"
 """The placeholder for the description of the answer's form. Every prompt may use it."""
 FORMS = "forms"
 """Under this name stand the sentences that ask for a form; a run may replace them too."""
+APART = "\n\n"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 _ONE_BRACE = re.compile(r"\{(\w+)\}")
 
@@ -144,6 +145,11 @@ def with_instruction(text: str, instruction: str, prompt: Prompt) -> str:
         return instruction
     as_text = _ONE_BRACE.sub(r"{{\1}}", instruction.strip())
     return f"{as_text}\n\n{text}"
+
+
+def apart(instruction: str) -> str:
+    """An instruction as it goes in front of an input that follows straight after it."""
+    return instruction if not instruction.strip() or instruction[-1].isspace() else f"{instruction}{APART}"
 
 
 def _chosen(
