@@ -171,7 +171,7 @@ def test_a_graph_with_instructions_travels_and_keeps_them_with_other_prompts() -
     graph = pickle.loads(pickle.dumps(graph.with_prompts({"solve": "{instruction} NOW {input}"})))
     model = ScriptedModel(echo)
     assert run(graph, model).ok
-    assert asked(model) == ["Add. NOW 1+1?"]
+    assert asked(model) == ["Add.\n\n NOW 1+1?"]
 
 
 # -- whether the constructor came to its end
@@ -358,7 +358,7 @@ def test_a_round_holds_instructions_as_constants_that_its_code_hands_over(tmp_pa
             "no name": "unused",
         },
     )
-    saved = save_round(graph, tmp_path / "GSM8K" / "workflows" / "round_3")
+    saved = save_round(graph, tmp_path / "Mine" / "workflows" / "round_3")
     assert saved.only_here == ("compute",)
     constants: dict[str, Any] = {}
     exec((saved.folder / "prompt.py").read_text(), constants)

@@ -261,8 +261,22 @@ HELPER, MAIN = "def twice(x):\n    return 2 * x", "def f(x):\n    return twice(x
         ((HELPER, MAIN), 7),
         ((MAIN, HELPER), 7),
         ((HELPER, MAIN, "assert f(3) == 8\nraise SystemExit(f(1))"), 7),
-        (("import math as m", "RATE = 2\nprint('no')", "def f(x):\n    return m.floor(RATE * x)"), 6),
-        (("def g(x):\n    return h(x)", "def h(x):\n    return -x", "def f(x):\n    return g(x)"), -3),
+        (
+            (
+                "import math as m",
+                "RATE = 2\nprint('no')",
+                "def f(x):\n    return m.floor(RATE * x)",
+            ),
+            6,
+        ),
+        (
+            (
+                "def g(x):\n    return h(x)",
+                "def h(x):\n    return -x",
+                "def f(x):\n    return g(x)",
+            ),
+            -3,
+        ),
         (("class Box:\n    x = 5", "def f(x):\n    return [Box.x for _ in range(x)][-1]"), 5),
         ((HELPER, "def twice(x):\n    return x", MAIN), 4),
         ((HELPER, "def f(x):\n    twice = 1\n    return twice"), 1),

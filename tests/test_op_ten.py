@@ -272,7 +272,7 @@ def test_ensembles_refuse_what_is_no_list_of_texts(kind: type[Operator]) -> None
 @pytest.mark.parametrize(("kind", "key"), [(ScEnsemble, "response"), (MdEnsemble, "solution")])
 def test_ensembles_take_whole_results_and_hand_one_back(kind: type[Operator], key: str) -> None:
     results = [OperatorResult({"thought": "t", "answer": text}) for text in ("1", "2", "3")]
-    chosen = asyncio.run(kind(by_text(str(dict(results[1]))))([*results, "4"], "p"))
+    chosen = asyncio.run(kind(ScriptedModel(by_text(str(dict(results[1])))))([*results, "4"], "p"))
     assert chosen[key] == {"thought": "t", "answer": "2"}
     empty = OperatorResult({"thought": "", "answer": ""})
     model = ScriptedModel([f"<solution_letter>{'A'}</solution_letter>"] * 5)

@@ -2,9 +2,9 @@
 
 Candidates are labelled A to Z, AA, AB and so on, so there is no limit of 26. Each candidate is
 a place in the list: equal texts stay two candidates. A candidate may be a whole result of another
-operator: as in AFlow it is shown as its text and handed back as it is. Empty candidates, which is what operators
-return that could not be read, are not put to the vote. Where no vote can be read the candidate
-that occurs most often is returned (of several the first), with the outcome 'unreadable'.
+operator: as in AFlow it is shown as its text and handed back as it is. Empty candidates, which is
+what operators return that could not be read, are not put to the vote. Where no vote can be read the
+candidate that occurs most often is returned (of several the first), with the outcome 'unreadable'.
 
 MdEnsemble shuffles the candidates for each vote, so that a preference for places cancels out.
 The order is drawn from `seed`, the problem and the candidates: equal uses ask equal questions.

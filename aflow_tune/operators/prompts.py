@@ -149,7 +149,11 @@ def with_instruction(text: str, instruction: str, prompt: Prompt) -> str:
 
 def apart(instruction: str) -> str:
     """An instruction as it goes in front of an input that follows straight after it."""
-    return instruction if not instruction.strip() or instruction[-1].isspace() else f"{instruction}{APART}"
+    return (
+        instruction
+        if not instruction.strip() or instruction[-1].isspace()
+        else f"{instruction}{APART}"
+    )
 
 
 def _chosen(

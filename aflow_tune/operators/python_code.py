@@ -2,8 +2,9 @@
 
 Which of several blocks is taken: of those in Python (or without a language) the last that
 defines the entry point; without an entry point the last that is Python. What it uses and another
-block defines or imports comes along. A block that was never closed reaches to the end. Without blocks the whole text, or the part of it from the first line
-that looks like code, is tried. Nothing is run here, only parsed.
+block defines or imports comes along. A block that was never closed reaches to the end. Without
+blocks the whole text, or the part of it from the first line that looks like code, is tried. Nothing
+is run here, only parsed.
 
 How programs are found in answers that are to be scored is another matter, with its published
 and strict rules: `aflow_tune.scoring.programs`.
