@@ -27,6 +27,7 @@ from aflow_tune.engines.trinity.settings.changes import base_of
 from aflow_tune.engines.trinity.settings.stages import StageSection, check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.redaction import masked
+from aflow_tune.operators.aflow_prompts import PRESET, with_preset
 from aflow_tune.sandbox.policy import of_setting
 from aflow_tune.schema_walk import SchemaWalk, fields_of, strip_optional, suggest
 
@@ -176,6 +177,14 @@ def read_config(
             replace(fault, where=positions.where(canonical(fault.where))) for fault in error.faults
         ]
         config.sandbox = "auto"
+    if PRESET in config.prompts:
+        try:
+            file = positions.beside(str(config.prompts[PRESET]))
+            config.prompts = with_preset(config.prompts, file)
+        except BadInput as error:
+            where = positions.where(f"prompts.{PRESET}")
+            faults += [replace(fault, where=f"{where}: {fault.where}") for fault in error.faults]
+            del config.prompts[PRESET]
     return config, sorted(faults, key=_in_reading_order)
 
 
