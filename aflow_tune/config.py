@@ -357,9 +357,11 @@ class AflowSections:
     protected_pids: list[int] = field(default_factory=list)
     """Processes that `aflow-tune gpus free` never ends: while the run holds claimed GPUs, and
     with `--config` and this file always."""
-    sandbox: str = _one_of("auto", "auto", "bubblewrap", "landlock", "unsafe_subprocess")
-    """The wall that programs written by a model run behind. auto: the strongest that can be
-    built; where none can, they do not run. unsafe_subprocess: no wall, with your rights."""
+    sandbox: Any = "auto"
+    """The wall that programs written by a model run behind: auto, bubblewrap, landlock or
+    unsafe_subprocess. auto: the strongest that can be built; where none can, they do not run.
+    unsafe_subprocess: no wall, with your rights. With packages that programs may import:
+    `{policy: auto, packages: [numpy, sympy]}`, which is kept as `auto+numpy+sympy`."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)
     budget: BudgetSection = field(default_factory=BudgetSection)

@@ -24,15 +24,16 @@ def target(root: Path, dataset: str = "GSM8K", number: int = 21) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("graph", "prompts"), [(MATH, MATH_PROMPTS), (CODE, CODE_PROMPTS), (GATHER, "")]
+    ("graph", "prompts", "dataset"),
+    [(MATH, MATH_PROMPTS, "GSM8K"), (CODE, CODE_PROMPTS, "MBPP"), (GATHER, "", "Mine")],
 )
-def test_there_and_back(tmp_path: Path, graph: str, prompts: str) -> None:
+def test_there_and_back(tmp_path: Path, graph: str, prompts: str, dataset: str) -> None:
     loaded = load_graph(round_of(tmp_path, "MATH", 2, graph, prompts))
-    saved = save_round(loaded, target(tmp_path))
+    saved = save_round(loaded, target(tmp_path, dataset))
     assert [path.name for path in saved.files] == ["graph.py", "prompt.py", "__init__.py"]
     assert saved.only_here == ()
     again = load_graph(saved.folder)
-    assert (again.dataset, again.round) == ("GSM8K", 21)
+    assert (again.dataset, again.round) == (dataset, 21)
     assert again.shape.constants == loaded.shape.constants
     assert again.shape.instances == loaded.shape.instances
     assert [edge for edge in again.flow.edges] == [edge for edge in loaded.flow.edges]
@@ -95,7 +96,7 @@ import workspace.X.workflows.round_1.prompt as prompt_custom; x = 1
 """
     init = "from workspace.X.workflows.round_1 import prompt\nself.p = prompt.SOLVE"
     folder = round_of(tmp_path, "X", 1, simple(CALL, init, head), 'SOLVE = "s"\n')
-    saved = save_round(load_graph(folder), target(tmp_path))
+    saved = save_round(load_graph(folder), target(tmp_path, "Mine"))
     text = saved.files[0].read_text()
     assert text.startswith("from __future__ import annotations\nfrom typing import Literal\n")
     for line in (
@@ -113,10 +114,9 @@ import workspace.X.workflows.round_1.prompt as prompt_custom; x = 1
 def test_what_was_written_runs_with_modules_at_those_names(tmp_path: Path) -> None:
     """The folder is imported as AFlow imports it, with stand-ins for AFlow's own modules."""
     loaded = load_graph(round_of(tmp_path, "MATH", 2, CODE, CODE_PROMPTS))
-    saved = save_round(loaded.with_prompts({"CODE_PROMPT": "Code:"}), target(tmp_path))
     root = tmp_path / "out"
-    template = saved.folder.parent / "template"
-    template.mkdir()
+    template = target(tmp_path, "MBPP").parent / "template"
+    template.mkdir(parents=True)
     (template / "operator.py").write_text(
         "class CustomCodeGenerate:\n"
         "    def __init__(self, llm): self.llm = llm\n"
@@ -126,6 +126,8 @@ def test_what_was_written_runs_with_modules_at_those_names(tmp_path: Path) -> No
         "    async def __call__(self, problem, solution, entry_point):\n"
         "        return {'result': True, 'solution': solution + entry_point}\n"
     )
+    saved = save_round(loaded.with_prompts({"CODE_PROMPT": "Code:"}), target(tmp_path, "MBPP"))
+    assert not saved.notes
     scripts = root / "scripts"
     scripts.mkdir()
     (scripts / "__init__.py").write_text("")
@@ -136,8 +138,8 @@ def test_what_was_written_runs_with_modules_at_those_names(tmp_path: Path) -> No
     (scripts / "evaluator.py").write_text("DatasetType = str\n")
     program = (
         "import asyncio\n"
-        "module = __import__('workspace.GSM8K.workflows.round_21.graph', fromlist=[''])\n"
-        "graph = module.Workflow(name='GSM8K', llm_config={}, dataset={})\n"
+        "module = __import__('workspace.MBPP.workflows.round_21.graph', fromlist=[''])\n"
+        "graph = module.Workflow(name='MBPP', llm_config={}, dataset={})\n"
         "print(asyncio.run(graph('p', 'f')))\n"
     )
     ran = subprocess.run(

@@ -183,6 +183,13 @@ def test_a_wrong_solution_is_mended_with_what_was_found() -> None:
     assert "`add`" in asked
 
 
+@pytest.mark.parametrize("solution", [None, {"response": WRONG}, 7])
+def test_a_solution_that_is_no_text_is_mended_like_any_other(solution: Any) -> None:
+    result, model = judged(solution, RIGHT, problem=None)  # type: ignore[arg-type]
+    assert result == {"result": True, "solution": RIGHT}
+    assert len(model.asked) == 1
+
+
 def test_a_wrong_solution_fails_after_the_loop() -> None:
     result, model = judged(WRONG, *[WRONG] * 9)
     assert result["result"] is False

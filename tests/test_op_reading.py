@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -243,8 +244,51 @@ def test_of_several_programs_the_last_with_the_entry_point_counts() -> None:
     first, last = "def f():\n    return 1", "def f():\n    return 2"
     reply = f"```python\n{first}\n```\nBetter:\n```python\n{last}\n```\n```python\nprint(f())\n```"
     assert program_in(reply, "f") == (last, False)
-    assert program_in(reply) == ("print(f())", False)
+    assert program_in(reply) == (f"{last}\n\n\nprint(f())", True)
     assert program_in(f"```js\nlet a\n```\n```python\n{first}\n```", "f") == (first, False)
+
+
+def fences(*blocks: str) -> str:
+    return "Well.\n" + "\n".join(f"```python\n{block}\n```" for block in blocks)
+
+
+HELPER, MAIN = "def twice(x):\n    return 2 * x", "def f(x):\n    return twice(x) + 1"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "value"),
+    [
+        ((HELPER, MAIN), 7),
+        ((MAIN, HELPER), 7),
+        ((HELPER, MAIN, "assert f(3) == 8\nraise SystemExit(f(1))"), 7),
+        (
+            (
+                "import math as m",
+                "RATE = 2\nprint('no')",
+                "def f(x):\n    return m.floor(RATE * x)",
+            ),
+            6,
+        ),
+        (
+            (
+                "def g(x):\n    return h(x)",
+                "def h(x):\n    return -x",
+                "def f(x):\n    return g(x)",
+            ),
+            -3,
+        ),
+        (("class Box:\n    x = 5", "def f(x):\n    return [Box.x for _ in range(x)][-1]"), 5),
+        ((HELPER, "def twice(x):\n    return x", MAIN), 4),
+        ((HELPER, "def f(x):\n    twice = 1\n    return twice"), 1),
+    ],
+)
+def test_what_the_program_needs_of_other_blocks_comes_along(
+    blocks: tuple[str, ...], value: int
+) -> None:
+    code = values(fences(*blocks), (CODE,), Form.CODE)["response"]
+    space: dict[str, Any] = {}
+    exec(code, space)
+    assert space["f"](3) == value
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_review_returns_a_real_bool() -> None:
 
 def test_custom_puts_the_instruction_before_the_input() -> None:
     _, model = use("Custom", "x")
-    assert model.asked[0].messages[0]["content"] == "the instruction\n\nthe input"
+    assert model.asked[0].messages[0]["content"] == "the instructionthe input"
     model = ScriptedModel(["x"])
     asyncio.run(OPERATORS["Custom"](model)("only input"))
     assert model.asked[0].messages[0]["content"] == "only input"
@@ -262,11 +262,22 @@ def test_empty_candidates_are_not_put_to_the_vote() -> None:
 
 @pytest.mark.parametrize("kind", [ScEnsemble, MdEnsemble])
 def test_ensembles_refuse_what_is_no_list_of_texts(kind: type[Operator]) -> None:
-    for wrong in ([], "a text", None, [{"a": 1}, ["x"], "fine"]):
+    for wrong in ([], "a text", None, [("a", 1), ["x"], "fine"]):
         with pytest.raises(BadInput) as caught:
             asyncio.run(kind(ScriptedModel([]))(wrong, "p"))
         assert "solutions" in str(caught.value)
     assert len(caught.value.faults) == 2
+
+
+@pytest.mark.parametrize(("kind", "key"), [(ScEnsemble, "response"), (MdEnsemble, "solution")])
+def test_ensembles_take_whole_results_and_hand_one_back(kind: type[Operator], key: str) -> None:
+    results = [OperatorResult({"thought": "t", "answer": text}) for text in ("1", "2", "3")]
+    chosen = asyncio.run(kind(ScriptedModel(by_text(str(dict(results[1])))))([*results, "4"], "p"))
+    assert chosen[key] == {"thought": "t", "answer": "2"}
+    empty = OperatorResult({"thought": "", "answer": ""})
+    model = ScriptedModel([f"<solution_letter>{'A'}</solution_letter>"] * 5)
+    assert asyncio.run(kind(model)([empty, "only"], "p"))[key] == "only"
+    assert asyncio.run(kind(ScriptedModel([]))([empty, empty], "p"))[key] == empty
 
 
 def by_text(text: str) -> Any:

@@ -183,6 +183,17 @@ def test_a_constructor_that_always_fails_goes_on_to_the_simpler_graph() -> None:
     assert executed.run.answer == "plain"
 
 
+@pytest.mark.parametrize(
+    "returned",
+    ["solution, 0", "dict(solution), 0", "solution", "[solution['response']], 0", "(solution, 0)"],
+)
+def test_an_answer_that_is_no_text_is_none_at_all(returned: str) -> None:
+    code = HEAD + CALL.replace('solution["response"], 0', returned)
+    executed = execute(verdict(code))
+    assert (executed.level, levels(executed)) == (Level.SIMPLER, [0, 2])
+    assert "return solution" in executed.failed[0].why
+
+
 # -- level 2: a straight line of the same operators
 
 FAILING = {

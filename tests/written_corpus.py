@@ -393,12 +393,17 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
         workflow(SOLVED + DONE, init='self.x = operator.Custom(self.llm, prompts="x")'),
         [(K.ARGUMENTS, 7)],
     ),
-    "results for texts": (
-        workflow(
-            "a = await self.solve(problem)\n"
-            'b = await self.pick(solutions=[a, a])\nreturn b["response"]'
-        ),
-        [(K.ARGUMENTS, L + 1)],
+    "a whole result as the answer": (
+        workflow("r = await self.solve(problem)\nreturn r, 0.0"),
+        [(K.SHAPE, L + 1)],
+    ),
+    "a whole result without its cost": (
+        workflow("return await self.solve(problem)"),
+        [(K.SHAPE, L)],
+    ),
+    "a dict as the answer": (
+        workflow('r = await self.solve(problem)\nreturn {"answer": r["response"]}, 0.0'),
+        [(K.SHAPE, L + 1)],
     ),
     "a text for a list": (
         workflow(

@@ -145,6 +145,8 @@ def _export(options: argparse.Namespace) -> int:
     saved = save_round(load_graph(options.path), options.round, dataset=options.dataset)
     for path in saved.files:
         print(path)
+    for note in saved.notes:
+        print(f"note: {note}")
     if saved.only_here:
         print(
             f"\nAFlow will not use the prompts of {', '.join(saved.only_here)}: operators that it "

@@ -15,6 +15,7 @@ examples:
   aflow-tune sandbox                                 the wall found here, what it covers
   aflow-tune sandbox run program.py --time 5         run one program behind it
   aflow-tune sandbox run program.py --stdin input.txt --memory 256 --json
+  aflow-tune sandbox run program.py --package numpy --package sympy
 
 --json prints {"outcome": ..., "exit_code": ..., "stdout": ..., "stderr": ..., "limits_hit": [...],
 "level": ..., "seconds": ...}. Outcomes: finished (exit status 0), failed, timed_out,
@@ -51,6 +52,13 @@ def add_parser(commands: Any) -> None:
     run.add_argument("--stdin", type=Path, metavar="FILE", help="what it reads from stdin")
     run.add_argument("--time", type=float, metavar="S", help="seconds of wall clock (15)")
     run.add_argument("--memory", type=int, metavar="MB", help="for all its processes (512)")
+    run.add_argument(
+        "--package",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an installed package that it may import, such as numpy; again for more",
+    )
     _add_common(run)
     run.set_defaults(action=_run)
 
@@ -117,7 +125,8 @@ def _run(options: argparse.Namespace) -> int:
         raise BadInput("nothing was run", faults)
     given = {"seconds": options.time, "memory_mb": options.memory}
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
-    execution = run_program_sync(texts[0], stdin=texts[1], limits=limits, policy=options.policy)
+    policy = "+".join((options.policy, *options.package))
+    execution = run_program_sync(texts[0], stdin=texts[1], limits=limits, policy=policy)
     if options.json:
         print(json.dumps(execution.to_json()))
     else:

@@ -87,7 +87,9 @@ def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
         return [note("sandbox", text, f"{INSTALL} and write `sandbox: auto`")]
     if found.level is Level.LANDLOCK:
         text = f"landlock, the second wall ({found.why})"
-        return [note("sandbox", text, INSTALL) if policy == "auto" else ok("sandbox", text)]
+        return [
+            note("sandbox", text, INSTALL) if policy.startswith("auto") else ok("sandbox", text)
+        ]
     text = f"none can be built, so programs of a model do not run ({found.why})"
     cure = INSTALL
     if "bwrap is not installed" not in found.why:

@@ -30,7 +30,7 @@ from aflow_tune.errors import BudgetReached
 from aflow_tune.graph.limits import GraphLimits, Meter, Metered, Spent, TooManyCalls
 from aflow_tune.models.types import ModelClient, ModelError
 from aflow_tune.operators import OPERATORS, READ_OUTCOMES, Operator
-from aflow_tune.operators.prompts import MAIN, use_instruction
+from aflow_tune.operators.prompts import MAIN, apart, use_instruction
 from aflow_tune.sandbox.types import SandboxUnavailable
 
 MODEL_CALLER = "llm"
@@ -178,7 +178,7 @@ class Broker:
         instruction = self.instructions.get(instance, self.instructions.get(name, ""))
         if "instruction" in arguments.signature.parameters:
             if not arguments.arguments.get("instruction"):
-                arguments.arguments["instruction"] = instruction
+                arguments.arguments["instruction"] = apart(instruction)
             instruction = ""
         with use_instruction(name, instance, instruction):
             result = await operator(*arguments.args, **arguments.kwargs)

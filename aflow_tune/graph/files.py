@@ -4,7 +4,8 @@ Our form is a folder with `graph.py` and `prompts.json`, an object from the name
 constant, of an operator's instance or of an operator to its text (for an operator with several
 prompts, to an object of texts). AFlow's form is a `round_N` folder with `graph.py` and
 `prompt.py`, beside a `template` folder whose `op_prompt.py` holds its operators' prompts. Both
-may be mixed; prompts.json wins.
+may be mixed; prompts.json wins. A graph.py in ScoreFlow's form is put into AFlow's
+(`scoreflow.py`).
 
 Only reads. What the texts mean is for `shape.py`; nothing is imported.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
+from aflow_tune.graph.scoreflow import translated
 from aflow_tune.graph.shape import MAX_SOURCE_CHARS
 
 PROMPTS_FILE = "prompts.json"
@@ -67,6 +69,7 @@ def read_files(path: str | Path) -> GraphFiles:
         for name, place in places.items()
         if (text := _text(place, f"{label}/{name}", faults)) is not None
     }
+    sources |= {inside.GRAPH_FILE: translated(sources.get(inside.GRAPH_FILE, ""))}
     prompts = _prompts(folder / PROMPTS_FILE, f"{label}/{PROMPTS_FILE}", faults)
     if faults:
         raise BadInput(f"The graph at {path} cannot be read.", faults)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
@@ -26,6 +26,10 @@ ANSWER = -2
 """Target of edges: what it returns."""
 MODEL = "llm"
 """Instance name of a direct call of the graph's model."""
+Place = tuple[int, int, int | None, int | None]
+"""Where an expression begins and ends, line and column, as the parser counts them."""
+Handle = tuple[str, str]
+"""An operator that was built: its instance and its name; (MODEL, "") for the model."""
 
 _MAX_DEPTH = 8
 """Of helper functions that call each other."""
@@ -70,6 +74,18 @@ class Flow:
 
     nodes: tuple[Node, ...] = ()
     edges: tuple[Edge, ...] = ()
+    calls: Mapping[Place, frozenset[Handle]] = field(default_factory=dict)
+    """Which operators (or the model) each call may reach, through dicts and variables too."""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    """Operators whose classes are named, with a line; also through `getattr`."""
+    handed_on: Mapping[Handle, int] = field(default_factory=dict)
+    """Operators that code which is not followed gets hold of, with the line."""
+    models: frozenset[str] = frozenset()
+    """Expressions that hold the graph's model, such as `self.llm`."""
+    whole: frozenset[Place] = frozenset()
+    """Expressions among arguments and answers that are an operator's whole result on any path."""
+    complete: bool = True
+    """False: it was too large to be followed to its end."""
 
 
 def trace_flow(shape: Shape) -> Flow:
@@ -77,10 +93,20 @@ def trace_flow(shape: Shape) -> Flow:
     call = workflow_methods(shape).get("__call__")
     if call is None:
         return Flow()
-    walk = _Walk(shape)
+    walk, complete = _Walk(shape), False
     with contextlib.suppress(RecursionError, _CutOff):
         walk.start(call)
-    return Flow(tuple(walk.nodes.values()), tuple(sorted(walk.edges)))
+        complete = True
+    return Flow(
+        tuple(walk.nodes.values()),
+        tuple(sorted(walk.edges)),
+        {place: frozenset(handles) for place, handles in walk.calls.items()},
+        walk.kinds,
+        walk.handed_on,
+        frozenset(walk.models),
+        frozenset(place for place, whole in walk.whole.items() if whole),
+        complete,
+    )
 
 
 class _CutOff(Exception):
@@ -92,10 +118,15 @@ class _Value:
     """What an expression may hold: results of nodes, operators, and functions of the graph."""
 
     sources: frozenset[int] = frozenset()
-    handles: frozenset[tuple[str, str]] = frozenset()
-    """Instances as (name, operator)."""
+    handles: frozenset[Handle] = frozenset()
     functions: tuple[ast.AST, ...] = ()
     prompts: frozenset[str] = frozenset()
+    kinds: frozenset[str] = frozenset()
+    """Operators as classes."""
+    whole: bool = False
+    """Whether it is the result of an operator itself, not something made of it."""
+    workflow: bool = False
+    """Whether it may be the workflow, `self`."""
 
     def join(self, *others: _Value) -> _Value:
         joined = self
@@ -108,11 +139,22 @@ class _Value:
                 joined.handles | other.handles,
                 joined.functions + more,
                 joined.prompts | other.prompts,
+                joined.kinds | other.kinds,
+                (joined.whole or joined is _NOTHING) and other.whole,
+                joined.workflow or other.workflow,
             )
         return joined
 
 
 _NOTHING = _Value()
+_CONSTANT = _Value()
+_SELF = _Value(workflow=True)
+_KEEPING = frozenset(
+    ("append", "deque", "dict", "enumerate", "extend", "getattr", "insert", "isinstance", "items",
+     "list", "next", "print", "random", "reversed", "setdefault", "tuple", "update", "values",
+     "zip")
+)  # fmt: skip
+"""Functions that keep what they are given, without calling it."""
 _Env = dict[str, _Value]
 
 
@@ -120,6 +162,11 @@ _Env = dict[str, _Value]
 class _Walk:
     shape: Shape
     nodes: dict[tuple[int, int, str], Node] = field(default_factory=dict)
+    calls: dict[Place, set[Handle]] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)
+    handed_on: dict[Handle, int] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
+    whole: dict[Place, bool] = field(default_factory=dict)
     edges: set[Edge] = field(default_factory=set)
     loops: tuple[Loop, ...] = ()
     conditions: frozenset[int] = frozenset()
@@ -134,7 +181,12 @@ class _Walk:
     def start(self, call: Function) -> None:
         self.methods = workflow_methods(self.shape)
         self.places = {(built.line, built.column): built for built in self.shape.operators}
-        env: _Env = {}
+        assert self.shape.tree is not None
+        env: _Env = {
+            node.name: _Value(functions=(node,))
+            for node in self.shape.tree.body
+            if isinstance(node, Function)
+        }
         init = self.methods.get("__init__")
         if init is not None:
             self.block(init.body, env)
@@ -179,8 +231,15 @@ class _Walk:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 self.assign(target, value, env, add=isinstance(node, ast.AugAssign))
+                if isinstance(node.value, ast.Dict) and _name(target) is not None:
+                    for key, held in zip(node.value.keys, node.value.values, strict=True):
+                        if isinstance(key, ast.Constant):
+                            env[f"{_name(target)}[{key.value!r}]"] = self.value(held, env)
         elif isinstance(node, ast.Return):
-            self.returned.append(self.value(_answer(node.value), env))
+            answer = _answer(node.value)
+            self.returned.append(self.value(answer, env))
+            if answer is not None:
+                self.note_whole(answer, self.returned[-1])
         elif isinstance(node, ast.If):
             self.branch(node.test, [node.body, node.orelse], env)
         elif isinstance(node, (ast.For, ast.AsyncFor)):
@@ -274,16 +333,31 @@ class _Walk:
     def assign(self, target: ast.expr, value: _Value, env: _Env, add: bool = False) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
             for part in target.elts:
-                self.assign(part, value, env, add)
+                self.assign(part, replace(value, whole=False), env, add)
         elif isinstance(target, ast.Starred):
             self.assign(target.value, value, env, add)
         elif isinstance(target, ast.Subscript):
             key = _Value(self.value(target.slice, env).sources)  # `votes[answer] += 1`
-            self.assign(target.value, value.join(key), env, add=True)
+            item, owner = _item(target), f"{_name(target.value)}["
+            kept = {name: held for name, held in env.items() if name.startswith(owner)}
+            self.assign(target.value, replace(value.join(key), whole=False), env, add=True)
+            if item is not None:  # else it cannot be told which one it is
+                env |= {**kept, item: value}
         else:
             name = _name(target)
             if name is not None:
-                env[name] = env.get(name, _NOTHING).join(value) if add else value
+                self.put(name, env.get(name, _NOTHING).join(value) if add else value, env)
+
+    def put(self, name: str, value: _Value, env: _Env) -> None:
+        for inner in [key for key in env if key.startswith(f"{name}[")]:
+            del env[inner]
+        env[name] = value
+        if value.handles == {(MODEL, "")}:
+            self.models.add(name)
+
+    def note_whole(self, node: ast.expr, value: _Value) -> None:
+        place = place_of(node)
+        self.whole[place] = value.whole and self.whole.get(place, True)
 
     # Expressions
 
@@ -292,7 +366,11 @@ class _Walk:
         if self.steps > _MAX_STEPS:
             raise _CutOff
         if node is None or isinstance(node, ast.Constant):
-            return _NOTHING
+            return _NOTHING if node is None else _CONSTANT
+        if isinstance(node, ast.Await):
+            return self.value(node.value, env)
+        if isinstance(node, ast.Subscript) and _item(node) in env:
+            return env[str(_item(node))]
         if isinstance(node, ast.Call):
             return self.call(node, env)
         if isinstance(node, ast.NamedExpr):
@@ -317,20 +395,30 @@ class _Walk:
             for child in ast.iter_child_nodes(node)
             if isinstance(child, ast.expr)
         ]
-        return _NOTHING.join(*parts)
+        return replace(_NOTHING.join(*parts), whole=False)
 
     def name(self, node: ast.Name | ast.Attribute, env: _Env) -> _Value:
         name = _name(node)
         if name is not None and name in env:
             return env[name]
+        kind = self.shape.operator_class(node)
+        if kind is not None:
+            self.kinds.setdefault(kind, getattr(node, "lineno", 0))
+            return _Value(kinds=frozenset({kind}))
         if isinstance(node, ast.Name):
-            return _NOTHING
+            return _SELF if node.id == "self" else _NOTHING
         if isinstance(node.value, ast.Name):
             if self.shape.modules.get(node.value.id) == "prompt":
                 return _Value(prompts=frozenset({node.attr}))
             if node.value.id == "self" and node.attr in self.methods:
                 return _Value(functions=(self.methods[node.attr],))
-        return self.value(node.value, env)
+        owner = self.value(node.value, env)
+        if not owner.workflow:
+            return owner
+        if node.attr == "__dict__":
+            return _of_self(env)
+        method = (self.methods[node.attr],) if node.attr in self.methods else ()
+        return env.get(f"self.{node.attr}", _NOTHING).join(_Value(functions=method))
 
     def comprehension(
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, env: _Env
@@ -348,7 +436,7 @@ class _Walk:
         else:
             value = self.value(node.elt, inner)
         self.loops, self.conditions = outer, conditions
-        return value
+        return replace(value, whole=False)
 
     def call(self, node: ast.Call, env: _Env) -> _Value:
         built = self.places.get((node.lineno, node.col_offset))
@@ -364,19 +452,32 @@ class _Walk:
         # `self.llm.aask(...)` is a call of the model too.
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         owner = (
-            node.func.value if method == "aask" and isinstance(node.func, ast.Attribute) else None
+            node.func.value
+            if method in ("aask", "__call__") and isinstance(node.func, ast.Attribute)
+            else None
         )
         target = self.value(owner or node.func, env)
         is_call_of_handle = owner is not None or not self.is_method_of_handle(node.func, env)
         if target.handles and is_call_of_handle:
+            self.calls.setdefault(place_of(node), set()).update(target.handles)
+            for argument, value in zip(node.args, given, strict=True):
+                self.note_whole(argument, value)
+            for word in node.keywords:
+                self.note_whole(word.value, named[word.arg])
             results = [self.node(node, handle, arguments) for handle in sorted(target.handles)]
-            return _Value(frozenset(results))
+            return _Value(
+                frozenset(results), whole=all(name != MODEL for name, _ in target.handles)
+            )
+        if target.kinds:
+            made = {(f"{name.lower()}", name) for name in target.kinds}
+            return _Value(handles=frozenset(made))
         followed = [self.follow(item, given, named, env) for item in target.functions]
         if isinstance(node.func, ast.Attribute) and not target.functions:
             # `solutions.append(x)`, `seen.update(x)`: the object now holds its argument.
             name = _name(node.func.value)
             if name is not None and name in env:
-                env[name] = env[name].join(replace(arguments, handles=frozenset(), functions=()))
+                put_in = replace(arguments, functions=(), whole=False)
+                self.put(name, replace(env[name].join(put_in), whole=False), env)
         passed = [
             self.follow(item, [arguments], {}, env)
             for value in (*given, *named.values())
@@ -384,15 +485,19 @@ class _Walk:
         ]
         if target.functions:
             return _NOTHING.join(*followed, *passed)
+        if _last_name(node.func) not in _KEEPING:
+            for handle in arguments.handles:
+                self.handed_on.setdefault(handle, node.lineno)
         # Whatever an unknown function returns may hold what it was given.
-        return replace(target.join(arguments, *passed), functions=())
+        return replace(target.join(arguments, *passed), functions=(), whole=False)
 
     def looked_up(self, node: ast.Call, env: _Env) -> _Value:
         """`getattr(prompt_custom, "NAME", ...)`, `getattr(self, "solve")`."""
         owner, name = node.args[0], node.args[1]
         if not (isinstance(name, ast.Constant) and isinstance(name.value, str)):
-            return _NOTHING
-        return self.name(ast.Attribute(owner, name.value, ast.Load()), env)
+            return _of_self(env) if self.value(owner, env).workflow else _NOTHING
+        at = ast.copy_location(ast.Attribute(owner, name.value, ast.Load()), node)
+        return self.name(at, env)
 
     def is_method_of_handle(self, func: ast.expr, env: _Env) -> bool:
         """Whether a call is `handle.method(...)`, as in `self.llm.get_usage_summary()`."""
@@ -446,6 +551,11 @@ class _Walk:
         return value
 
 
+def place_of(node: ast.expr) -> Place:
+    """Its place, which two trees of one source share."""
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
 def _answer(returned: ast.expr | None) -> ast.expr | None:
     """The answer of `return answer, cost`."""
     if isinstance(returned, ast.Tuple) and len(returned.elts) == 2:
@@ -473,6 +583,18 @@ def _name(node: ast.expr) -> str | None:
     return None
 
 
+def _of_self(env: _Env) -> _Value:
+    """Whatever the workflow holds."""
+    return _NOTHING.join(*(value for name, value in env.items() if name.startswith("self.")))
+
+
+def _item(node: ast.Subscript) -> str | None:
+    """`self.steps["check"]` as a name of the environment, where the key is written out."""
+    name = _name(node.value)
+    fits = name is not None and isinstance(node.slice, ast.Constant)
+    return f"{name}[{node.slice.value!r}]" if fits else None  # type: ignore[attr-defined]
+
+
 def _last_name(node: ast.expr) -> str:
     if isinstance(node, ast.Name):
         return node.id
@@ -481,4 +603,5 @@ def _last_name(node: ast.expr) -> str:
 
 def _merged(ends: Sequence[_Env]) -> _Env:
     names = {name for end in ends for name in end}
+    names -= {name for name in names if name[-1] == "]" and not all(name in end for end in ends)}
     return {name: _NOTHING.join(*(end.get(name, _NOTHING) for end in ends)) for name in names}

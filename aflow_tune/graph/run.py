@@ -101,6 +101,23 @@ class GraphRun:
             return ""
         return self.answer if isinstance(self.answer, str) else str(self.answer)
 
+    def with_text(self) -> GraphRun:
+        """The same run; one without an answer where that is an operator's whole result or a list.
+
+        Benchmarks score texts, and AFlow fails on anything else: its text as Python would print
+        it must not be scored as if it were an answer.
+        """
+        if not isinstance(self.answer, (dict, list)):
+            return self
+        found = "a list"
+        if isinstance(self.answer, dict):
+            found = f"a dict with {', '.join(map(repr, self.answer)) or 'nothing in it'}"
+        reason = (
+            f"TypeError: the workflow returned {found[:200]}, not the text of its answer; write "
+            'for example: return solution["response"], cost'
+        )
+        return replace(self, ending=GraphEnding.RAISED, answer=None, reason=reason)
+
 
 async def run_graph(
     graph: Graph, arguments: Sequence[str], broker: Broker, dataset: str, sandbox: str

@@ -4,7 +4,8 @@ The code keeps its text; only the import lines that AFlow's files begin with are
 for the data set and round that the folder is meant for. Changed prompt constants are written
 into prompt.py. AFlow reads prompts of operators from its own template and nowhere else: such
 prompts are kept beside it in prompts.json, which we read and AFlow does not, and are named in
-what `save_round` returns. Instructions become constants: see `save_instructions.py`.
+what `save_round` returns. Instructions become constants: see `save_instructions.py`. Calls are made
+to fit the operators of AFlow's template, or refused: see `save_calls.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from pathlib import Path
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
+from aflow_tune.graph.aflow_template import template_of
 from aflow_tune.graph.files import PROMPTS_FILE
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.save_instructions import Edit, instructed
+from aflow_tune.graph.save_calls import fit
+from aflow_tune.graph.save_instructions import Edit, instructed, outermost
 from aflow_tune.graph.shape import parse
 
 AFLOW, METAGPT = "aflow", "metagpt"
@@ -56,6 +59,8 @@ class SavedRound:
     files: tuple[Path, ...]
     only_here: tuple[str, ...]
     """Prompts and instructions of operators, by name, that AFlow does not read."""
+    notes: tuple[str, ...] = ()
+    """What AFlow does differently, or may fail on, with the lines of the graph that was read."""
 
 
 def save_round(
@@ -73,7 +78,8 @@ def save_round(
         round_number: None for the one of the folder's name, or else the graph's own.
 
     Raises:
-        BadInput: the folder holds a graph already, or data set or round cannot be told.
+        BadInput: the folder holds a graph already, data set or round cannot be told, or AFlow's
+            template of the data set does not take the graph's calls.
     """
     folder = Path(folder)
     place = re.fullmatch(r"round_(\d+)", folder.resolve().name)
@@ -84,11 +90,22 @@ def save_round(
     dataset = dataset or graph.dataset
     round_number = graph.round if round_number is None else round_number
     _refuse(folder, dataset, round_number)
+    assert dataset is not None
     source = graph.sources[inside.GRAPH_FILE]
     form = METAGPT if re.search(r"^\s*(from|import)\s+metagpt\.", source, re.M) else AFLOW
     header = _HEADERS[form].format(dataset=dataset, round=round_number)
-    given = instructed(graph, _USUAL["prompt"])
-    body, future = _body(source, folder, given.edits)
+    tree = _tree(source, folder)
+    given = instructed(graph, tree, _USUAL["prompt"])
+    template = template_of(dataset, folder.resolve().parent)
+    fitted = fit(graph, tree, template, form == METAGPT)
+    if fitted.faults:
+        raise BadInput(f"AFlow would fail on this round of {dataset}.", fitted.faults)
+    notes = fitted.notes
+    if template is None:
+        notes = [*notes, f"{dataset} has no template of AFlow's that is known here or lies at "
+                 f"{folder.parent / 'template'}: its calls were not checked"]  # fmt: skip
+    changed = outermost(tree, given.changed | fitted.changed)
+    body, future = _body(source, folder, [*given.edits, *fitted.edits, *changed])
     texts = {
         inside.GRAPH_FILE: f"{future}{header}\n{body}",
         inside.PROMPT_FILE: _prompt_source(
@@ -107,7 +124,8 @@ def save_round(
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
         written.append(path)
-    return SavedRound(folder, tuple(written), tuple(sorted({*own, *given.lost})))
+    only_here = tuple(sorted({*own, *given.lost}))
+    return SavedRound(folder, tuple(written), only_here, tuple(dict.fromkeys(notes)))
 
 
 def _refuse(folder: Path, dataset: str | None, round_number: int | None) -> None:
@@ -128,10 +146,7 @@ def _refuse(folder: Path, dataset: str | None, round_number: int | None) -> None
 def _body(source: str, folder: Path, edits: Sequence[Edit]) -> tuple[str, str]:
     """graph.py with these edits and without what the header brings, and the `__future__` lines
     that go before it."""
-    tree, faults = parse(source, inside.GRAPH_FILE)
-    if tree is None:
-        raise BadInput(f"The graph for {folder} cannot be read.", faults)
-    edits = list(edits)
+    tree, edits = _tree(source, folder), list(edits)
     future = []
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     for node in imports:
@@ -147,6 +162,13 @@ def _body(source: str, folder: Path, edits: Sequence[Edit]) -> tuple[str, str]:
             edits.append((statement, ""))
     body = re.sub(r"\n{4,}", "\n\n\n", _edited(source, edits))
     return body.strip("\n") + "\n", "".join(f"{line}\n" for line in future)
+
+
+def _tree(source: str, folder: Path) -> ast.Module:
+    tree, faults = parse(source, inside.GRAPH_FILE)
+    if tree is None:
+        raise BadInput(f"The graph for {folder} cannot be read.", faults)
+    return tree
 
 
 def _rebound(node: ast.Import | ast.ImportFrom) -> list[str] | None:

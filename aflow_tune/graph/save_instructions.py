@@ -19,11 +19,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from aflow_tune.graph import inside
+from aflow_tune.graph.flow import place_of
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
-from aflow_tune.operators.prompts import MAIN, own_text, with_instruction
+from aflow_tune.operators.prompts import APART, MAIN, apart, own_text, with_instruction
 
-Edit = tuple[ast.stmt | ast.expr, str]
+Edit = tuple[ast.stmt | ast.expr | ast.arg, str]
 """A node of graph.py, and the text that takes its place."""
 
 
@@ -34,35 +35,39 @@ class Instructed:
     constants: dict[str, str] = field(default_factory=dict)
     """For prompt.py."""
     edits: list[Edit] = field(default_factory=list)
-    """For graph.py; of two at one place the first comes first in the text."""
+    """For graph.py, beside the calls that were changed."""
+    changed: set[int] = field(default_factory=set)
+    """Ids of the tree's calls that were changed."""
     prompts: dict[str, dict[str, str]] = field(default_factory=dict)
     """For prompts.json: whole prompts of instances, which we read and AFlow does not."""
     lost: list[str] = field(default_factory=list)
     """Instances whose calls could not be told, so that their instruction may not reach them."""
 
 
-def instructed(graph: Graph, prompts_module: str) -> Instructed:
+def instructed(graph: Graph, tree: ast.Module, prompts_module: str) -> Instructed:
     """The changes that keep a graph's instructions without `Graph.instructions`.
 
     Args:
+        tree: of graph.py, whose calls are changed.
         prompts_module: what graph.py calls the module of its prompts.
     """
     made = Instructed()
-    if not graph.told:
-        return made
+    read = dict.fromkeys(_read_by_key(graph.shape), "") if _reads_prompts(graph.shape) else {}
+    given = {**read, **graph.told}
     taken = {*graph.shape.constants, *graph.constants}
     names: dict[str, str] = {}
-    for name in graph.told:
+    for name in given:
         free = name if name.isidentifier() and not keyword.iskeyword(name) else "PROMPT"
         while free in {*taken, *names.values()}:
             free = f"{free}_INSTRUCTION"
         names[name] = free
-    made.constants = {names[name]: text for name, text in graph.told.items()}
+    made.constants = {names[name]: text for name, text in given.items()}
     places = {name: f"{prompts_module}.{constant}" for name, constant in names.items()}
     takes, others = _by_argument(graph)
-    made.edits, reached = _handed_over(graph, {name: places[name] for name in takes})
+    reached, made.changed = _handed_over(graph, tree, {name: places[name] for name in takes})
     init = workflow_methods(graph.shape).get("__init__")
-    if init is not None and _reads_prompts(graph.shape):
+    own = any(isinstance(node, ast.Assign) and fills_prompts(node) for node in ast.walk(tree))
+    if init is not None and _reads_prompts(graph.shape) and not own:
         made.edits.insert(0, _filled(init, places, graph.sources[inside.GRAPH_FILE]))
         made.edits += _over_own(init, places)
     used = reached | _named(graph.shape)
@@ -144,62 +149,65 @@ def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
+def _read_by_key(shape: Shape) -> list[str]:
+    """Names that the code reads as `self.prompts["name"]`."""
+    assert shape.tree is not None
+    return [
+        str(node.slice.value)
+        for node in ast.walk(shape.tree)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "prompts"
+    ]
+
+
 def _named(shape: Shape) -> set[str]:
     """Names that the code reads itself, as `self.prompts["name"]` or `prompt_custom.name`."""
     assert shape.tree is not None
-    names = set()
-    for node in ast.walk(shape.tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            names.add(str(node.slice.value))
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and shape.modules.get(node.value.id) == "prompt"
-        ):
-            names.add(node.attr)
-    return names
+    return {
+        node.attr
+        for node in ast.walk(shape.tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and shape.modules.get(node.value.id) == "prompt"
+    } | {*_read_by_key(shape)}
 
 
-def _handed_over(graph: Graph, places: Mapping[str, str]) -> tuple[list[Edit], set[str]]:
-    """Edits that add `instruction=` to calls that leave it out; and whose calls were found."""
-    tree = ast.parse(graph.sources[inside.GRAPH_FILE])  # of our own: it is changed
-    sites = {(site.line, site.column): site.instance for site in graph.shape.operators}
+def _handed_over(
+    graph: Graph, tree: ast.Module, places: Mapping[str, str]
+) -> tuple[set[str], set[int]]:
+    """Add `instruction=` to calls that leave it out; whose calls were found, and which changed."""
     reached, changed = set(), set()
     for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
-        name = _instance(call.func, sites)
-        if name not in places:
-            continue
+        handles = graph.flow.calls.get(place_of(call), frozenset())
         open_ended = any(isinstance(item, ast.Starred) for item in call.args) or any(
             word.arg is None for word in call.keywords
         )
+        names = {name for name, _ in handles}
+        if open_ended or len(names) != 1 or not names <= places.keys():
+            continue  # of several operators behind one call none can be told its own
+        name = names.pop()
         kind = graph.known[graph.shape.instances[name]]
         before = list(inspect.signature(kind.__call__).parameters)[1:].index("instruction")
-        if open_ended:
-            continue
         reached.add(name)
         given = len(call.args) > before or any(item.arg == "instruction" for item in call.keywords)
         if not given:
-            place = ast.parse(places[name], mode="eval").body
-            call.keywords.append(ast.keyword("instruction", place))
+            text = graph.instructions[name]
+            place = places[name] if apart(text) == text else f"{places[name]} + {APART!r}"
+            call.keywords.append(ast.keyword("instruction", ast.parse(place, mode="eval").body))
             changed.add(id(call))
-    return list(_outermost(tree, changed)), reached
+    return reached, changed
 
 
-def _instance(called: ast.expr, sites: Mapping[tuple[int, int], str]) -> str:
-    """The instance that an expression calls, as `self.solve`, `solve` or where it is built."""
-    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-        return called.attr
-    if isinstance(called, ast.Name):
-        return called.id
-    return sites.get((called.lineno, called.col_offset), "")
-
-
-def _outermost(node: ast.AST, changed: Collection[int]) -> Iterator[Edit]:
+def outermost(node: ast.AST, changed: Collection[int]) -> Iterator[Edit]:
+    """The changed nodes of a tree as texts; of those inside each other the outermost."""
     for child in ast.iter_child_nodes(node):
         # Inside of an f-string the parser of Python 3.11 gives no columns.
-        if isinstance(child, (ast.Call, ast.JoinedStr)) and any(
-            id(part) in changed for part in ast.walk(child)
+        if id(child) in changed or (
+            isinstance(child, ast.JoinedStr)
+            and any(id(part) in changed for part in ast.walk(child))
         ):
-            yield child, ast.unparse(child)
+            yield child, ast.unparse(child)  # type: ignore[misc]
         else:
-            yield from _outermost(child, changed)
+            yield from outermost(child, changed)

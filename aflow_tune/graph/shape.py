@@ -156,6 +156,11 @@ def _constants(files: Mapping[str, str], label: str) -> tuple[dict[str, str], bo
     return texts, complete, faults
 
 
+def constants(source: str) -> dict[str, str]:
+    """The texts that a prompt.py assigns; none where it cannot be read."""
+    return _constants({inside.PROMPT_FILE: source}, "")[0]
+
+
 def _assigned_names(node: ast.stmt) -> list[str] | None:
     if isinstance(node, ast.Assign):
         targets: Sequence[ast.expr] = node.targets

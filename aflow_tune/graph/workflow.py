@@ -25,6 +25,8 @@ from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models.settings import check_models, make_client
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import Operator, TestCases, use_test_cases
+from aflow_tune.operators.programmer import use_libraries
+from aflow_tune.sandbox.packages import MATHEMATICS
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find, score_both
 from aflow_tune.scoring.rewards import logged, scored
@@ -95,7 +97,9 @@ class GraphFunction:
             SandboxUnavailable: code would have to run, and no wall can be built here.
         """
         entry_point = task.get(self.entry_point)
-        with use_test_cases(self.test_cases):
+        name = self.benchmark or self.graph.dataset or ""
+        libraries = MATHEMATICS if name.casefold() == "math" else ()
+        with use_test_cases(self.test_cases), use_libraries(libraries):
             run = await self.graph.run(
                 problem_of(task, self.problem, self.benchmark, "graph"),
                 entry_point if isinstance(entry_point, str) else None,
@@ -106,6 +110,8 @@ class GraphFunction:
                 sandbox=self.sandbox,
                 dataset=self.graph.dataset or self.benchmark,
             )
+        if self.score is None:  # a function of the user's may score whatever it likes
+            run = run.with_text()
         failed_calls = sum(run.failures.values())
         record_metrics(**{"graph/calls": run.calls, "graph/failed_calls": failed_calls})
         if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:

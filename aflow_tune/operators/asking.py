@@ -25,7 +25,7 @@ class Custom(Operator):
     async def run(
         self, input: str, instruction: str = "", mode: str | None = None
     ) -> OperatorResult:
-        """The reply to instruction and input, in this order."""
+        """The reply to instruction and input, one straight after the other as in AFlow."""
         return await self.ask({"input": input, "instruction": instruction}, mode=mode)
 
 

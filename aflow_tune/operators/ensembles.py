@@ -1,9 +1,10 @@
 """Ensembles: the model chooses one of several solutions, in one vote or by majority.
 
 Candidates are labelled A to Z, AA, AB and so on, so there is no limit of 26. Each candidate is
-a place in the list: equal texts stay two candidates. Empty candidates, which is what operators
-return that could not be read, are not put to the vote. Where no vote can be read the candidate
-that occurs most often is returned (of several the first), with the outcome 'unreadable'.
+a place in the list: equal texts stay two candidates. A candidate may be a whole result of another
+operator: as in AFlow it is shown as its text and handed back as it is. Empty candidates, which is
+what operators return that could not be read, are not put to the vote. Where no vote can be read the
+candidate that occurs most often is returned (of several the first), with the outcome 'unreadable'.
 
 MdEnsemble shuffles the candidates for each vote, so that a preference for places cancels out.
 The order is drawn from `seed`, the problem and the candidates: equal uses ask equal questions.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -41,19 +42,20 @@ class _Ensemble(Operator):
     asks = {"main": Prompt(needs=("solutions",), may=("problem",))}
 
     def _candidates(self, solutions: Sequence[Any]) -> list[str]:
+        """The candidates as texts; empty for one without any."""
         where, expected = f"{self.caller}: solutions", "a list of at least one text"
         if isinstance(solutions, str) or not isinstance(solutions, Sequence) or not solutions:
             cure = "pass the list of solutions to choose from"
             fault = Fault(where, expected, f"{solutions!r:.80}", cure)
             raise BadInput("There is nothing to choose from.", [fault])
         faults = [
-            Fault(f"{where}[{number}]", "a text", f"{item!r:.80}", "pass its text")
+            Fault(f"{where}[{number}]", "a text or a result", f"{item!r:.80}", "pass its text")
             for number, item in enumerate(solutions)
-            if not isinstance(item, str | int | float) and item is not None
+            if not isinstance(item, str | int | float | Mapping) and item is not None
         ]
         if faults:
             raise BadInput("These candidates are no texts.", faults)
-        return ["" if item is None else str(item) for item in solutions]
+        return [_shown(item) for item in solutions]
 
     async def _vote(
         self, problem: str, candidates: Sequence[str], order: Sequence[int], mode: str | None
@@ -78,18 +80,18 @@ class ScEnsemble(_Ensemble):
     returns = {"response": "the chosen solution"}
 
     async def run(self, solutions: list[str], problem: str = "") -> OperatorResult:
-        """The text of the chosen candidate.
+        """The chosen candidate.
 
         Raises:
-            BadInput: there is no candidate, or one is no text.
+            BadInput: there is no candidate, or one is neither a text nor a result.
         """
         candidates = self._candidates(solutions)
         order = [place for place, text in enumerate(candidates) if text.strip()]
         if not order:
-            return OperatorResult({"response": ""}, Outcome.UNREADABLE, "no candidate has a text")
+            return _nothing("response", solutions)
         place, vote = await self._vote(problem, candidates, order, None)
-        chosen = _most_frequent(candidates, order) if place is None else candidates[place]
-        return OperatorResult({"response": chosen}, vote.outcome, vote.reason)
+        place = _most_frequent(candidates, order) if place is None else place
+        return OperatorResult({"response": _given(solutions, place)}, vote.outcome, vote.reason)
 
 
 class MdEnsemble(_Ensemble):
@@ -125,15 +127,15 @@ class MdEnsemble(_Ensemble):
     async def run(
         self, solutions: list[str], problem: str = "", mode: str | None = None
     ) -> OperatorResult:
-        """The text of the candidate with most votes; of several the one that stands first.
+        """The candidate with most votes; of several the one that stands first.
 
         Raises:
-            BadInput: there is no candidate, or one is no text.
+            BadInput: there is no candidate, or one is neither a text nor a result.
         """
         candidates = self._candidates(solutions)
         filled = [place for place, text in enumerate(candidates) if text.strip()]
         if not filled:
-            return OperatorResult({"solution": ""}, Outcome.UNREADABLE, "no candidate has a text")
+            return _nothing("solution", solutions)
         orders = []
         drawn = random.Random(repr((self.seed, problem, candidates)))
         for _ in range(self.vote_count):
@@ -143,14 +145,14 @@ class MdEnsemble(_Ensemble):
         tally = Counter(place for place, _ in votes if place is not None)
         lost = self.vote_count - tally.total()
         if not tally:
-            chosen = _most_frequent(candidates, filled)
+            chosen = _given(solutions, _most_frequent(candidates, filled))
             reason = f"no vote could be read: {votes[0][1].reason}"
             return OperatorResult({"solution": chosen}, Outcome.UNREADABLE, reason)
         winner = min(tally, key=lambda place: (-tally[place], place))
         plain = all(vote.outcome is Outcome.ANSWERED for _, vote in votes)
         reason = f"{lost} of {self.vote_count} votes could not be read" if lost else ""
         outcome = Outcome.ANSWERED if plain else Outcome.REPAIRED
-        return OperatorResult({"solution": candidates[winner]}, outcome, reason)
+        return OperatorResult({"solution": _given(solutions, winner)}, outcome, reason)
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -164,7 +166,27 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _most_frequent(candidates: Sequence[str], places: Sequence[int]) -> str:
+def _most_frequent(candidates: Sequence[str], places: Sequence[int]) -> int:
     counts = Counter(candidates[place].strip() for place in places)
     most = max(counts.values())
-    return next(candidates[place] for place in places if counts[candidates[place].strip()] == most)
+    return next(place for place in places if counts[candidates[place].strip()] == most)
+
+
+def _nothing(key: str, solutions: Sequence[Any]) -> OperatorResult:
+    """What is returned where there is nothing to vote on: a result where results were given."""
+    chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
+    return OperatorResult({key: chosen}, Outcome.UNREADABLE, "no candidate has a text")
+
+
+def _shown(item: Any) -> str:
+    """A candidate's text. A result without any value is empty, as operators return it that could
+    not be read."""
+    if isinstance(item, Mapping):
+        return str(dict(item)) if any(str(value).strip() for value in item.values()) else ""
+    return "" if item is None else str(item)
+
+
+def _given(solutions: Sequence[Any], place: int) -> Any:
+    """The candidate as it was given; a number as its text."""
+    item = solutions[place]
+    return item if isinstance(item, Mapping) else _shown(item)

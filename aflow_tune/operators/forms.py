@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from aflow_tune.operators.fields import Field, Kind
-from aflow_tune.operators.prompts import FORM, fill, form_text, placeholders
+from aflow_tune.operators.prompts import FORM, NO_FORM, fill, form_text, placeholders
 from aflow_tune.operators.reading import Form
 
 MAX_SHOWN_REPLY = 4_000
@@ -31,8 +31,8 @@ def described(fields: Sequence[Field], form: Form) -> str:
 
 def prompt_with_form(template: str, values: Mapping[str, object], form: str) -> str:
     """A prompt filled in, with the description of the form in its place or at the end."""
-    text = fill(template, {**values, FORM: form}).strip()
-    if form and FORM not in placeholders(template):
+    text = fill(template, {**values, FORM: form, NO_FORM: ""})
+    if form and not placeholders(template) & {FORM, NO_FORM}:
         text = f"{text}\n\n{form}"
     return text
 

@@ -6,7 +6,10 @@ returns None. Nothing of the program is run in this process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,9 @@ from aflow_tune.operators.outcome import OperatorResult, Outcome
 from aflow_tune.operators.prompts import Prompt
 from aflow_tune.operators.reading import Form
 from aflow_tune.sandbox import run_program
-from aflow_tune.sandbox.types import Ending, Execution, Limits
+from aflow_tune.sandbox.packages import installed
+from aflow_tune.sandbox.policy import meant, parts
+from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
 from aflow_tune.scoring.boxed import boxed_if_asked
 
 PROGRAMS = 3
@@ -28,6 +33,19 @@ MAX_OUTPUT = 20_000
 """Characters of an output that are handed on."""
 MAX_ERROR = 2_000
 """Characters of an error that the model is shown, its end."""
+_libraries: ContextVar[tuple[str, ...]] = ContextVar("aflow_tune_programmer", default=())
+
+
+@contextlib.contextmanager
+def use_libraries(names: Sequence[str]) -> Iterator[None]:
+    """Let programs of Programmer import these packages, those of them that are installed, in the
+    current context and in everything it starts."""
+    token = _libraries.set(tuple(names))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # closed by the collector, in another context
+            _libraries.reset(token)
 
 
 class Programmer(Operator):
@@ -44,8 +62,10 @@ class Programmer(Operator):
     fields = (Field("code", Kind.CODE, "the whole program", entry_point="solve"),)
     form = Form.CODE
     asks = {
-        "main": Prompt(needs=("problem",), may=("analysis", "seconds")),
-        "again": Prompt(needs=("problem", "code", "error"), may=("analysis", "seconds")),
+        "main": Prompt(needs=("problem",), may=("analysis", "seconds", "libraries")),
+        "again": Prompt(
+            needs=("problem", "code", "error"), may=("analysis", "seconds", "libraries")
+        ),
     }
     returns = {
         "code": "the last program; empty where none could be read",
@@ -78,7 +98,10 @@ class Programmer(Operator):
         Raises:
             SandboxUnavailable: no program was run.
         """
+        policy = meant("+".join(("auto", *installed(_libraries.get()))))
+        *others, last_one = ("the standard library", *parts(policy)[1])
         values: dict[str, object] = {
+            "libraries": f"{', '.join(others)} and {last_one}" if others else last_one,
             "problem": problem,
             "analysis": analysis,
             "seconds": f"{self.limits.seconds:g}",
@@ -99,7 +122,7 @@ class Programmer(Operator):
                     "output": f"Error: no program could be read: {written.reason}",
                 }
                 return OperatorResult(result, Outcome.UNREADABLE, written.reason)
-            execution = await self._execute(written["code"])
+            execution = await self._execute(written["code"], policy)
             output, error = outcome_of(execution)
             if not error:
                 outcome = Outcome.REPAIRED if mended else written.outcome
@@ -109,10 +132,16 @@ class Programmer(Operator):
         result = {"code": written["code"], "output": f"Error: {last}"}
         return OperatorResult(result, Outcome.PROGRAM_FAILED, last)
 
-    async def _execute(self, code: str) -> Execution:
+    async def _execute(self, code: str, policy: str) -> Execution:
         files = {"solution.py": code}
         # Room for an error beside the longest output; what exceeds it is the program's fault.
         limits = replace(self.limits, output_kb=max(self.limits.output_kb, 64))
+        try:
+            return await run_program(_runner(), files=files, limits=limits, policy=policy)
+        except SandboxUnavailable:
+            if policy == meant("auto"):
+                raise
+        # Nobody asked for these packages, and they may lie where no program can reach them.
         return await run_program(_runner(), files=files, limits=limits)
 
 

@@ -37,8 +37,11 @@ Texts = str | Mapping[str, str]
 MAIN = "main"
 FORM = "form"
 """The placeholder for the description of the answer's form. Every prompt may use it."""
+NO_FORM = "no_form"
+"""The placeholder for nothing, of a prompt that describes the answer's form itself."""
 FORMS = "forms"
 """Under this name stand the sentences that ask for a form; a run may replace them too."""
+APART = "\n\n"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 _ONE_BRACE = re.compile(r"\{(\w+)\}")
 
@@ -146,6 +149,15 @@ def with_instruction(text: str, instruction: str, prompt: Prompt) -> str:
     return f"{as_text}\n\n{text}"
 
 
+def apart(instruction: str) -> str:
+    """An instruction as it goes in front of an input that follows straight after it."""
+    return (
+        instruction
+        if not instruction.strip() or instruction[-1].isspace()
+        else f"{instruction}{APART}"
+    )
+
+
 def _chosen(
     operator: str,
     instance: str,
@@ -229,7 +241,7 @@ def placeholders(template: str) -> set[str]:
 @functools.lru_cache(maxsize=1024)
 def _problems(needs: tuple[str, ...], may: tuple[str, ...], text: str) -> tuple[str, ...]:
     found = placeholders(text)
-    known = {*needs, *may, FORM}
+    known = {*needs, *may, FORM, NO_FORM}
     problems = [f"`{{{name}}}` is missing" for name in needs if name not in found]
     return (*problems, *(f"unknown `{{{name}}}`" for name in sorted(found - known)))
 

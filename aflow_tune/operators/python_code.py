@@ -1,9 +1,10 @@
 """Finding the Python program in a reply: fenced blocks, or the text itself.
 
 Which of several blocks is taken: of those in Python (or without a language) the last that
-defines the entry point; without an entry point the last that is Python. A block that was never
-closed reaches to the end. Without blocks the whole text, or the part of it from the first line
-that looks like code, is tried. Nothing is run here, only parsed.
+defines the entry point; without an entry point the last that is Python. What it uses and another
+block defines or imports comes along. A block that was never closed reaches to the end. Without
+blocks the whole text, or the part of it from the first line that looks like code, is tried. Nothing
+is run here, only parsed.
 
 How programs are found in answers that are to be scored is another matter, with its published
 and strict rules: `aflow_tune.scoring.programs`.
@@ -12,11 +13,13 @@ and strict rules: `aflow_tune.scoring.programs`.
 from __future__ import annotations
 
 import ast
+import builtins
 import re
+import symtable
 import textwrap
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from aflow_tune.scoring.programs import MAX_CHARACTERS
@@ -76,13 +79,18 @@ def program_in(text: str, entry_point: str = "") -> tuple[str, bool]:
     blocks = list(fenced_blocks(text))
     reason = ""
     python = [block for block in blocks if block.language in _PYTHON]
-    for block in list(reversed(python or blocks))[:MAX_BLOCKS]:
-        code = textwrap.dedent(block.code).strip("\n")
+    codes = [
+        (textwrap.dedent(block.code).strip("\n"), block)
+        for block in (python or blocks)[-MAX_BLOCKS:]
+    ]
+    for code, block in reversed(codes):
         try:
             _check(code, entry_point)
-            return code, not block.closed
         except ValueError as error:
             reason = reason or str(error)
+            continue
+        whole = _completed(code, [other for other, place in codes if place is not block])
+        return whole, not block.closed or whole != code
     if not blocks:
         for code in _candidates(text):
             try:
@@ -146,6 +154,60 @@ def _parse(code: str) -> ast.Module | Exception:
             return ast.parse(code)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return error
+
+
+def _completed(code: str, others: Sequence[str]) -> str:
+    """The code after the definitions and imports of other blocks that it needs, and no more of
+    them: an example of its use is to be left where it is."""
+    needed = _needed(code)
+    if not needed:
+        return code
+    found: list[tuple[ast.stmt, set[str]]] = []
+    for tree in map(_parse, others):
+        body = tree.body if isinstance(tree, ast.Module) else []
+        found += [(node, names) for node in body if (names := _gives(node))]
+    taken: list[ast.stmt] = []
+    wanted = [*needed]
+    while wanted:
+        name = wanted.pop()
+        # Of several the last counts, as if the blocks stood in one file.
+        giver = next((node for node, names in reversed(found) if name in names), None)
+        if giver is not None and giver not in taken:
+            taken.append(giver)
+            wanted += _needed(ast.unparse(giver))
+    parts = [ast.unparse(node) for node, _ in found if node in taken]
+    whole = "\n\n\n".join([*parts, code])
+    return whole if len(whole) <= MAX_CHARACTERS else code
+
+
+def _needed(code: str) -> set[str]:
+    """Names that a program reads, that are not its own and not Python's."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            top = symtable.symtable(code, "code", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    own = {item.get_name() for item in top.get_symbols() if item.is_assigned()}
+    own |= {item.get_name() for item in top.get_symbols() if item.is_imported()}
+    read: set[str] = set()
+    pending = [top]
+    while pending:
+        scope = pending.pop()
+        pending += scope.get_children()
+        read |= {
+            item.get_name()
+            for item in scope.get_symbols()
+            if item.is_referenced() and (scope is top or item.is_global())
+        }
+    return read - own - set(dir(builtins))
+
+
+def _gives(node: ast.stmt) -> set[str]:
+    """The names that a definition, an import or an assignment of a block's top level gives."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return _defined(ast.Module([node], []))
 
 
 def _says_nothing(node: ast.stmt) -> bool:

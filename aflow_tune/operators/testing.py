@@ -82,6 +82,8 @@ class Test(Operator):
         Raises:
             SandboxUnavailable: nothing could be tested.
         """
+        # As AFlow's, which puts whatever a graph hands over into a text.
+        problem, solution = ("" if item is None else str(item) for item in (problem, solution))
         cases = current_test_cases() if self.tests is None else self.tests
         tests, why_none = cases.of(entry_point, problem)
         if not tests:

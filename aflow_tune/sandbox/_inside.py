@@ -198,11 +198,33 @@ def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
     os.chdir(setup["folder"])
     if setup["confine"] is not None:
         setup["confine"](setup["rules"], setup["filter"])
+    if setup["packages"]:
+        sys.meta_path.append(Packages(setup["packages"]))
+        for name in ("OPENBLAS", "OMP", "MKL"):
+            # A thread for each core of the machine would take the processes and the memory.
+            os.environ[f"{name}_NUM_THREADS"] = "1"
     for name, text in job["files"].items():
         if folder := os.path.dirname(name):
             os.makedirs(folder, exist_ok=True)
         with open(name, "wb") as file:
             file.write(text)
+
+
+class Packages:
+    """Finds the packages that a program may import, and no others: their folders cannot be
+    listed."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.files = files
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        import _frozen_importlib_external as external
+
+        file = self.files.get(name)
+        if file is None:
+            return None
+        folder = [os.path.dirname(file)] if file.endswith("/__init__.py") else None
+        return external.spec_from_file_location(name, file, submodule_search_locations=folder)
 
 
 def make_killable() -> None:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from aflow_tune.sandbox.job import WallFailed
 from aflow_tune.sandbox.levels import Levels
+from aflow_tune.sandbox.policy import parts
 from aflow_tune.sandbox.process import Sandbox, ends
 from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
 
@@ -34,8 +35,9 @@ T = TypeVar("T")
 IDLE_SECONDS = 20.0
 REFILL_SECONDS = 0.03
 """After one with a module was taken, until another is started; at once where none is left."""
-_Kind = tuple[Level, int, str]
-"""A level, how much disk its sandboxes have in MB, and the module that they load in advance."""
+_Kind = tuple[Level, int, str, tuple[str, ...]]
+"""A level, how much disk its sandboxes have in MB, the module that they load in advance, and the
+packages that their programs may import."""
 
 
 class Engine:
@@ -76,8 +78,10 @@ class Engine:
         Raises:
             SandboxUnavailable: no wall that the policy accepts can be built.
         """
-        level = await self.levels.choose(policy, self)
-        sandbox = await self._take((level, disk_mb, preload))
+        wall, packages = parts(policy)
+        level = await self.levels.choose(wall, self)
+        # Code that is loaded in advance is a graph's, which imports nothing of the kind.
+        sandbox = await self._take((level, disk_mb, preload, () if preload else packages))
         try:
             yield sandbox
         finally:
@@ -87,11 +91,13 @@ class Engine:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(closing)
 
-    async def start(self, level: Level, disk_mb: int, preload: str = "") -> Sandbox:
+    async def start(
+        self, level: Level, disk_mb: int, preload: str = "", packages: tuple[str, ...] = ()
+    ) -> Sandbox:
         """A new sandbox that is ready. WallFailed: it did not become so."""
         async with self._starting:
             try:
-                sandbox = Sandbox(level, self.levels.launch(level, disk_mb), preload)
+                sandbox = Sandbox(level, self.levels.launch(level, disk_mb, packages), preload)
             except OSError as error:
                 raise WallFailed(str(error)) from error
             try:
@@ -108,7 +114,7 @@ class Engine:
 
     def keep(self, sandbox: Sandbox) -> None:
         """Let one of those wait for a program; until there is one, not for long."""
-        self._waiting[sandbox.level, Limits().disk_mb, ""].append(sandbox)
+        self._waiting[sandbox.level, Limits().disk_mb, "", ()].append(sandbox)
         self._rest_later()
 
     async def _take(self, kind: _Kind) -> Sandbox:

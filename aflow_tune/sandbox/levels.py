@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from aflow_tune.sandbox import _confine, seccomp, staging, walls
+from aflow_tune.sandbox import _confine, packages, seccomp, staging, walls
 from aflow_tune.sandbox.job import Job, WallFailed, code_of
 from aflow_tune.sandbox.process import Sandbox
 from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
@@ -55,8 +55,8 @@ class Levels:
     def __init__(self) -> None:
         self._found: dict[str, Detection] = {}
         self._lock = asyncio.Lock()
-        self._staged: int | None = None
-        self._is_staged = False
+        self._staged: dict[tuple[str, ...], int | None] = {}
+        """Views of the machine (`staging.py`), by the packages in them."""
         self._numbers = itertools.count()
         self._warned = False
 
@@ -105,15 +105,20 @@ class Levels:
             )
         if os.geteuid() == 0 and not walls.is_mapped(walls.NOBODY):
             raise WallFailed("root of a namespace without other users: nobody to run programs as")
-        if not self._is_staged:
+        self._view(())
+
+    def _view(self, folders: tuple[str, ...]) -> int | None:
+        """A view in which the program's user reaches the interpreter and these."""
+        if folders not in self._staged:
             try:
-                self._staged = staging.stage() if staging.needs_staging() else None
+                needed = staging.needs_staging(folders)
+                self._staged[folders] = staging.stage(folders) if needed else None
             except staging.StagingFailed as error:
                 raise WallFailed(
                     f"as root, programs run as an unprivileged user, who cannot reach the "
-                    f"interpreter: {error}"
+                    f"interpreter{' or a package' if folders else ''}: {error}"
                 ) from error
-            self._is_staged = True
+        return self._staged[folders]
 
     async def _prove(self, level: Level, home: Home) -> None:
         sandbox = await home.first(level)
@@ -126,17 +131,27 @@ class Levels:
             await sandbox.close()
             sandbox.channel.close()
 
-    def launch(self, level: Level, disk_mb: int) -> walls.Launch:
-        """How to start a sandbox of a level that was found, or is being tried."""
+    def launch(self, level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> walls.Launch:
+        """How to start a sandbox of a level that was found, or is being tried.
+
+        Args:
+            names: packages that its program may import.
+
+        Raises:
+            BadInput: one is not there.
+            WallFailed: one cannot be reached.
+        """
+        found = packages.find(names)
         if level is Level.BUBBLEWRAP:
-            return walls.bubblewrap(disk_mb, self._staged)
+            return walls.bubblewrap(disk_mb, self._view(found.folders), found)
         # A name that nobody can guess; the sandbox makes it, and fails if it is there.
         folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
         if level is Level.UNSAFE_SUBPROCESS:
-            return walls.unsafe(folder)
+            return walls.unsafe(folder, found)
         version = _confine.version()
         number = next(self._numbers)
-        return walls.landlock(folder, number, code_of("_confine"), version, self._staged)
+        view = self._view(found.folders)
+        return walls.landlock(folder, number, code_of("_confine"), version, view, found)
 
 
 _PROBE = """

@@ -17,7 +17,7 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.sandbox.engine import Engine, engine
 from aflow_tune.sandbox.job import Job, WallFailed
 from aflow_tune.sandbox.levels import Detection
-from aflow_tune.sandbox.policy import meant
+from aflow_tune.sandbox.policy import meant, parts
 from aflow_tune.sandbox.process import Sandbox
 from aflow_tune.sandbox.types import Execution, Limits, SandboxUnavailable
 from aflow_tune.trace import ProgramRun, note
@@ -36,12 +36,14 @@ async def run_program(
     """Run a Python program behind the strongest wall that the policy allows.
 
     The program is `main.py` in an empty working folder, run by the interpreter that runs us,
-    with the standard library and no other package. A cancelled call kills it first.
+    with the standard library and no package but those of the policy. A cancelled call kills it
+    first.
 
     Args:
         files: texts that lie in the working folder, by relative path.
         policy: one of `Level`, or auto: what the run's configuration says, else the strongest
-            wall that can be built. unsafe_subprocess is only taken if asked for.
+            wall that can be built. unsafe_subprocess is only taken if asked for. Packages that
+            the program may import follow after plus signs: `auto+numpy`.
 
     Raises:
         SandboxUnavailable: no such wall can be built; the program was not run.
@@ -79,7 +81,7 @@ def run_program_sync(
 def detect(policy: str = "auto") -> Detection:
     """The wall that programs of this process run behind, proved by starting one; remembered."""
     home, policy = engine(), meant(policy)
-    return home.submit(home.levels.detect(policy, home)).result()
+    return home.submit(home.levels.detect(parts(policy)[0], home)).result()
 
 
 async def _run(home: Engine, job: Job, policy: str) -> Execution:

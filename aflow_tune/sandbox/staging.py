@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from aflow_tune.sandbox.paths import closed_folder_above, readable_by_others, system_paths
@@ -28,13 +29,17 @@ class StagingFailed(Exception):
     """The view cannot be made; the text says why."""
 
 
-def needs_staging() -> bool:
-    """Whether an unprivileged user could not read the interpreter where it is."""
-    return os.geteuid() == 0 and not readable_by_others(system_paths().python)
+def needs_staging(folders: Sequence[str] = ()) -> bool:
+    """Whether an unprivileged user could not read the interpreter, or one of these, where it is."""
+    wanted = (system_paths().python, *folders)
+    return os.geteuid() == 0 and not all(map(readable_by_others, wanted))
 
 
-def stage() -> int:
+def stage(folders: Sequence[str] = ()) -> int:
     """Make the view.
+
+    Args:
+        folders: to be in it beside the interpreter.
 
     Returns:
         A descriptor of its mount namespace, for `nsenter --mount=/proc/self/fd/N`.
@@ -42,9 +47,16 @@ def stage() -> int:
     Raises:
         StagingFailed: this root may not mount, or a tool is missing.
     """
-    closed = closed_folder_above(system_paths().python)
+    prefix = os.path.realpath(sys.base_prefix)
+    hidden = [path for path in (system_paths().python, *folders) if not readable_by_others(path)]
+    tops = {closed_folder_above(path) for path in hidden}
+    closed = tops.pop()
     if closed is None:
-        raise StagingFailed(f"{system_paths().python} is not readable by other users")
+        raise StagingFailed(f"{hidden[0]} is not readable by other users")
+    if tops:
+        raise StagingFailed(f"{', '.join(hidden)} lie in different folders that are closed")
+    shown = [prefix] if system_paths().python in hidden else []
+    shown += [path for path in folders if path in hidden and not path.startswith(f"{prefix}/")]
     if shutil.which("nsenter") is None:
         raise StagingFailed("nsenter (Debian package util-linux) is not there")
     made: list[int] = []
@@ -52,7 +64,7 @@ def stage() -> int:
 
     def make() -> None:
         try:
-            made.append(_make(os.path.realpath(sys.base_prefix), closed))
+            made.append(_make(shown, closed))
         except OSError as error:
             errors.append(error)
 
@@ -61,11 +73,11 @@ def stage() -> int:
     thread.start()
     thread.join()
     if errors:
-        raise StagingFailed(f"Python lies in {closed}, which others may not enter: {errors[0]}")
+        raise StagingFailed(f"it lies in {closed}, which others may not enter: {errors[0]}")
     return made[0]
 
 
-def _make(prefix: str, closed: str) -> int:
+def _make(shown: Sequence[str], closed: str) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -73,21 +85,24 @@ def _make(prefix: str, closed: str) -> int:
         if libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None) != 0:
             raise OSError(ctypes.get_errno(), f"mount on {target} is refused")
 
-    meanwhile = tempfile.mkdtemp(prefix="aflow-tune-stage-")
+    kept = [(path, tempfile.mkdtemp(prefix="aflow-tune-stage-")) for path in shown]
     try:
         if libc.unshare(_CLONE_NEWNS) != 0:
             raise OSError(ctypes.get_errno(), "a mount namespace is refused")
         mount("none", "/", "", _REC | _PRIVATE)
-        mount(prefix, meanwhile, "", _BIND)
+        for path, meanwhile in kept:
+            mount(path, meanwhile, "", _BIND)
         mount("none", closed, "tmpfs", _NOSUID | _NODEV, "mode=755,size=1m")
-        place = Path(closed)
-        for part in Path(prefix).relative_to(closed).parts:
-            place /= part
-            place.mkdir()
-            place.chmod(0o755)
-        mount(meanwhile, prefix, "", _MOVE)
-        mount("none", prefix, "", _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+        for path, meanwhile in kept:
+            place = Path(closed)
+            for part in Path(path).relative_to(closed).parts:
+                place /= part
+                place.mkdir(exist_ok=True)
+                place.chmod(0o755)
+            mount(meanwhile, path, "", _MOVE)
+            mount("none", path, "", _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
         mount("none", closed, "", _REMOUNT | _RDONLY | _NOSUID | _NODEV, "mode=755")
         return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        Path(meanwhile).rmdir()
+        for _, meanwhile in kept:
+            Path(meanwhile).rmdir()

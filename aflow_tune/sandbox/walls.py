@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 from aflow_tune.sandbox import seccomp
+from aflow_tune.sandbox.packages import Packages
 from aflow_tune.sandbox.paths import DEVICES, SystemPaths, system_paths
 from aflow_tune.sandbox.types import Level
 
 NOBODY = 65534
+NO_PACKAGES = Packages()
 _TOOLS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 _HIDDEN_PROC = ("kcore", "keys", "key-users", "kallsyms", "timer_list", "sched_debug", "cmdline")
 _UNUSED_IDS = range(2_000_000_000, 2_100_000_000)
@@ -93,7 +96,7 @@ def environment(folder: str) -> dict[str, str]:
     return {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
 
 
-def bubblewrap(disk_mb: int, staged: int | None) -> Launch:
+def bubblewrap(disk_mb: int, staged: int | None, packages: Packages = NO_PACKAGES) -> Launch:
     """A sandbox of namespaces. FileNotFoundError: bwrap or a tool of root's is not there."""
     prefix: list[str] = []
     if os.geteuid() == 0:
@@ -108,7 +111,7 @@ def bubblewrap(disk_mb: int, staged: int | None) -> Launch:
     ]
     for name, value in environment("/tmp").items():
         command += ["--setenv", name, value]
-    command += _file_systems(system_paths(), disk_mb)
+    command += _file_systems(system_paths(), disk_mb, packages.folders)
     command += ["--chdir", "/tmp", "--seccomp", FILTER, "--"]
     return Launch(
         command=tuple(command),
@@ -118,13 +121,14 @@ def bubblewrap(disk_mb: int, staged: int | None) -> Launch:
             "folder": "/tmp",
             "uid": None,
             "confine": None,
+            "packages": dict(packages.files),
         },
         descriptors=() if staged is None else (staged,),
         filter_program=seccomp.filter_program(),
     )
 
 
-def _file_systems(paths: SystemPaths, disk_mb: int) -> list[str]:
+def _file_systems(paths: SystemPaths, disk_mb: int, wanted: Sequence[str]) -> list[str]:
     arguments: list[str] = []
     for tree in paths.trees:
         arguments += ["--ro-bind", tree, tree]
@@ -132,6 +136,9 @@ def _file_systems(paths: SystemPaths, disk_mb: int) -> list[str]:
         arguments += ["--symlink", target, link]
     for folder in paths.packages:
         arguments += ["--perms", "0555", "--size", "4096", "--tmpfs", folder]
+    for folder in wanted:
+        arguments += ["--ro-bind", folder, folder]
+    for folder in paths.packages:
         arguments += ["--remount-ro", folder]
     arguments += ["--proc", "/proc"]
     for name in _HIDDEN_PROC:
@@ -153,7 +160,12 @@ def _file_systems(paths: SystemPaths, disk_mb: int) -> list[str]:
 
 
 def landlock(
-    folder: str, number: int, confine: CodeType, version: int, staged: int | None
+    folder: str,
+    number: int,
+    confine: CodeType,
+    version: int,
+    staged: int | None,
+    packages: Packages = NO_PACKAGES,
 ) -> Launch:
     """A sandbox of Landlock and the filter, in a folder that it makes and removes.
 
@@ -175,8 +187,12 @@ def landlock(
             "folder": folder,
             "uid": user,
             "confine": confine,
-            "rules": _rules(system_paths(), folder),
+            "rules": [
+                *_rules(system_paths(), folder),
+                *(("read", path) for path in packages.folders),
+            ],
             "filter": filter_program,
+            "packages": dict(packages.files),
         },
         descriptors=() if staged is None else (staged,),
     )
@@ -198,7 +214,7 @@ def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
     return rules
 
 
-def unsafe(folder: str) -> Launch:
+def unsafe(folder: str, packages: Packages = NO_PACKAGES) -> Launch:
     """No wall."""
     return Launch(
         command=(),
@@ -208,6 +224,7 @@ def unsafe(folder: str) -> Launch:
             "folder": folder,
             "uid": None,
             "confine": None,
+            "packages": dict(packages.files),
         },
     )
 

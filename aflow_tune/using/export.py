@@ -30,6 +30,7 @@ from aflow_tune.engines.trinity.settings.config import load_config
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.files import write_json
 from aflow_tune.graph import inside
+from aflow_tune.graph.aflow_template import AFLOW_NAMES
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.save import save_round
 from aflow_tune.operators import Operator, load_operators
@@ -161,7 +162,7 @@ def export_workflows(
     notes: list[str] = []
     results, index = [], []
     benchmark, operators = _configured(run, config)
-    named = dataset or _dataset_of_path(out) or benchmark
+    named = dataset or _dataset_of_path(out) or AFLOW_NAMES.get(benchmark or "", benchmark)
     for best in chosen:
         number = len(paths) + 1
         graph = Graph(
@@ -186,6 +187,7 @@ def export_workflows(
                 f"round_{number}: AFlow will not use the prompts of {names}: operators that it "
                 "gives prompts from its own template, or that the code never calls by name"
             )
+        notes += [f"round_{number}: {note}" for note in saved.notes]
         paths.append(saved.folder)
         results.append(_result(best, number))
         index.append({"round": number, **best.to_json()})

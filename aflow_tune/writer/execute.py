@@ -194,7 +194,7 @@ class _Running:
     async def attempt(self, level: Level, graph: Graph, share: float = SHARE) -> GraphRun:
         """Run a graph in `share` of the time that is left, and note how it went."""
         seconds = (self._limits.seconds - (time.monotonic() - self.started)) * share
-        run = await self._run(graph, seconds)
+        run = (await self._run(graph, seconds)).with_text()
         if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:
             raise SandboxUnavailable(run.reason)
         if run.ok and not run.answered:

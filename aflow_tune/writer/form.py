@@ -16,6 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aflow_tune.graph.scoreflow import translated
+from aflow_tune.graph.shape import constants
+from aflow_tune.operators.elements import elements
 from aflow_tune.operators.objects import objects_in, repaired_object, whole_object
 from aflow_tune.operators.python_code import fenced_blocks, program_in
 from aflow_tune.writer.mending import is_python, mended, text_after, unescaped
@@ -104,7 +107,7 @@ def read_with_refusals(text: str) -> tuple[Written, tuple[Refusal, ...]]:
         raise Unreadable(Refusal(RefusalKind.TOO_LARGE, message))
     clean = _clean(text.removeprefix("\ufeff"))
     for part in _parts(clean):
-        found = _object(part) or _python(part)
+        found = _object(part) or _tagged(part) or _python(part)
         if found is not None:
             if clean != text.removeprefix("\ufeff"):
                 found.notes.append("characters that no text can hold were replaced")
@@ -139,6 +142,9 @@ class _Found:
     def written(self) -> tuple[Written, tuple[Refusal, ...]]:
         prompts, refusals = self._prompts()
         code = _clean(self._code())
+        if (aflow := translated(code)) != code:
+            self._mended("ScoreFlow's form was put into AFlow's")
+            code = aflow
         return Written(code, prompts, self.form, tuple(self.notes)), refusals
 
     def _mended(self, note: str) -> None:
@@ -224,6 +230,22 @@ def _object(text: str) -> _Found | None:
     if prompts is None:
         prompts = _prompts_in(repaired_object(rest, [PROMPTS, CODE]))
     return _Found(prompts, code, WrittenForm.REPAIRED, ["quotes inside the code were not escaped"])
+
+
+def _tagged(text: str) -> _Found | None:
+    """Code and prompts in tags, as AFlow's and ScoreFlow's models write them: `<graph>` with a
+    class, `<prompt>` with constants in Python or with an object."""
+    found = elements(text, ["graph", "prompt"], through_fences=True)
+    if "graph" not in found or not _CLASS.search(found["graph"].content):
+        return None
+    written = found["prompt"].content if "prompt" in found else ""
+    blocks = list(fenced_blocks(written))
+    written = blocks[-1].code if blocks else written
+    prompts = whole_object(written)
+    if not isinstance(prompts, Mapping):
+        prompts = constants(written)
+    form = WrittenForm.REPAIRED if prompts else WrittenForm.CODE
+    return _Found(prompts or None, found["graph"].content, form, ["the code stood in tags"])
 
 
 def _apart(text: str, starts: list[int]) -> _Found | None:

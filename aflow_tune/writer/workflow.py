@@ -33,7 +33,9 @@ from aflow_tune.models import as_client
 from aflow_tune.models.books import client_for
 from aflow_tune.models.types import Message, ModelClient, ModelError, ModelFailure, Reply
 from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
+from aflow_tune.operators.programmer import use_libraries
 from aflow_tune.operators.registry import BUILT_IN
+from aflow_tune.sandbox.packages import MATHEMATICS
 from aflow_tune.scoring import find, score_both, with_form
 from aflow_tune.scoring.rewards import Unscored, logged, scored
 from aflow_tune.trace import ModelCall, Trace, note
@@ -316,7 +318,12 @@ class WriterWorkflow:
         }
         trace = Trace()
         try:
-            with trace.activate(), use_test_cases(self.test_cases):
+            libraries = MATHEMATICS if problem_type == "math" else ()
+            with (
+                trace.activate(),
+                use_test_cases(self.test_cases),
+                use_libraries(libraries),
+            ):
                 executed = await run_written(
                     verdict,
                     problem,

@@ -20,12 +20,14 @@ from aflow_tune.writer.following.values import (
     Function,
     Module,
     Named,
+    Result,
     Self,
     State,
     Value,
     joined,
 )
 from aflow_tune.writer.following.walking import Cost, End, Returned
+from aflow_tune.writer.refusals import shown
 from aflow_tune.writer.types import RefusalKind
 
 
@@ -214,10 +216,29 @@ class Walk(Loops):
                 )
                 self.refuse(RefusalKind.SHAPE, message, node)
             for _, obj in self.here.objects(value):
-                for part, element in zip(node.value.elts, obj.elements or (), strict=False):
+                for number, element in enumerate(obj.elements or ()):
+                    part = node.value.elts[number]
                     self.settled(element, part)
+                    if number == 0:
+                        self._check_is_text(part, element)
         elif node.value is not None:
-            self.settled(value, node.value)
+            self._check_is_text(node.value, self.settled(value, node.value))
+
+    def _check_is_text(self, node: ast.expr, value: Value) -> None:
+        """Whether the answer may be a text or a number: nothing scores a result or a list."""
+        results = [atom for atom in value if isinstance(atom, Result)]
+        kinds = [obj.kind for _, obj in self.here.objects(value)]
+        if results and len(results) == len(value):
+            key = self.keys_of(results[0])[-1]
+            message = (
+                f"__call__ returns the whole result of {results[0].operator}; return its text, as "
+                f'in {shown(node)}["{key}"]'
+            )
+        elif len(kinds) == len(value) == 1 and kinds[0] in ("dict", "set", "list"):
+            message = f"__call__ returns a {kinds[0]}; return the text of the answer"
+        else:
+            return
+        self.refuse(RefusalKind.SHAPE, message, node)
 
     def _Raise(self, node: ast.Raise) -> None:
         for part in (node.exc, node.cause):

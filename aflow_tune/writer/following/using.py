@@ -31,6 +31,7 @@ from aflow_tune.writer.following.values import (
     Result,
     Text,
     Value,
+    joined,
 )
 from aflow_tune.writer.following.walking import Walking
 from aflow_tune.writer.refusals import did_you_mean, listed, shown
@@ -128,9 +129,8 @@ class Using(Walking):
         """A call of an operator; gives what is to be awaited."""
         kind = self.operators[handle.operator]
         who = f"{handle.instance} ({handle.operator})" if handle.instance else handle.operator
-        result: Value = frozenset({Result(handle.operator)})
-        pending = Obj("pending", None, result)
         settings: dict[str, Any] = {}
+        chosen: frozenset[str] = frozenset()
         if given.open:
             self.refuse(
                 RefusalKind.ARGUMENTS,
@@ -139,12 +139,16 @@ class Using(Walking):
                 node,
             )
         else:
-            settings = self._bound(node, who, handle.operator, given)
+            settings, chosen = self._bound(node, who, handle.operator, given)
         self.spend(node, handle.operator, self._most(kind, handle, settings))
-        return self.new(node, pending, handle.instance)
+        result: Value = frozenset({Result(handle.operator, chosen)})
+        return self.new(node, Obj("pending", None, result), handle.instance)
 
-    def _bound(self, node: ast.Call, who: str, operator: str, given: Given) -> dict[str, Any]:
-        """The arguments held against the signature; what is known of them, by name."""
+    def _bound(
+        self, node: ast.Call, who: str, operator: str, given: Given
+    ) -> tuple[dict[str, Any], frozenset[str]]:
+        """The arguments held against the signature; what is known of them, by name, and whose
+        results are in its lists."""
         facts = self.facts(operator)
         values = [self.settled(value, node) for value in given.all()]
         positional = values[: len(given.values)]
@@ -155,9 +159,10 @@ class Using(Walking):
             problem = facts.misfit(list(named)) or str(error)
             message = f"{who} is called as {facts.signature}: {problem}"
             self.refuse(RefusalKind.ARGUMENTS, message, node)
-            return {}
+            return {}, frozenset()
         places: list[ast.expr] = [*node.args, *(word.value for word in node.keywords)]
         known: dict[str, Any] = {}
+        results: set[str] = set()
         for name, value in bound.arguments.items():
             if not isinstance(value, frozenset):  # what *args or **kwargs took up
                 continue
@@ -165,26 +170,21 @@ class Using(Walking):
             same = len(places) == len(values)
             found = [place for place, one in zip(places, values, strict=False) if one is value]
             if value and name in facts.lists:
-                self._fits_list(found[0] if same and found else node, f"{name} of {who}", value)
-        return known
+                place = found[0] if same and found else node
+                results |= self._fits_list(place, f"{name} of {who}", value)
+        return known, frozenset(results)
 
-    def _fits_list(self, place: ast.expr, what: str, value: Value) -> None:
-        """Whether a list is given where the operator wants a list of texts."""
+    def _fits_list(self, place: ast.expr, what: str, value: Value) -> set[str]:
+        """Whether a list is given where the operator wants one; operators whose whole results are
+        in it."""
         if all(isinstance(atom, (Text, Result)) for atom in value):
             message = f"{what} is a list of texts; write [{shown(place)}]"
             self.refuse(RefusalKind.ARGUMENTS, message, place)
-            return
-        inner = [atom for _, obj in self.here.objects(value) for atom in obj.items]
-        results = [atom for atom in inner if isinstance(atom, Result)]
-        if inner and len(results) == len(inner):
-            keys = listed(sorted({key for atom in results for key in self.keys_of(atom)}))
-            message = (
-                f"{what} is a list of texts, and these are whole results; take their texts out, "
-                f"by the key {keys}"
-            )
-            self.refuse(RefusalKind.ARGUMENTS, message, place)
-        elif inner:
-            self.settled(frozenset(inner), place)
+            return set()
+        inner = frozenset(atom for _, obj in self.here.objects(value) for atom in obj.items)
+        if inner:
+            self.settled(inner, place)
+        return {atom.operator for atom in inner if isinstance(atom, Result)}
 
     def keys_of(self, result: Result) -> list[str]:
         """The keys of an operator's result."""
@@ -243,7 +243,9 @@ class Using(Walking):
         if not results or not isinstance(key, str) or key in self.written_keys:
             return [PLAIN] if results else []
         found = [
-            keys[key] for result in results if key in (keys := self.facts(result.operator).keys)
+            joined(keys[key], frozenset(Result(operator) for operator in sorted(result.of)))
+            for result in results
+            if key in (keys := self.facts(result.operator).keys)
         ]
         if found or len(results) < len(owner):
             return found or [PLAIN]

@@ -112,6 +112,8 @@ class Result(Atom):
     """What a call of an operator returned."""
 
     operator: str
+    of: frozenset[str] = frozenset()
+    """Of an ensemble that was given whole results: whose. It hands one of them back as it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from aflow_tune.engines.trinity.settings.changes import base_of
 from aflow_tune.engines.trinity.settings.stages import StageSection, check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.redaction import masked
+from aflow_tune.operators.aflow_prompts import PRESET, with_preset
+from aflow_tune.sandbox.policy import of_setting
 from aflow_tune.schema_walk import SchemaWalk, fields_of, strip_optional, suggest
 
 __all__ = ["AflowConfig", "apply_agentscope_args", "load_config", "read_config"]
@@ -171,6 +173,21 @@ def read_config(
             [*faults, Fault(where, "a value that fits the schema", found, "correct this value")],
         ) from error
     config.__dict__["_positions"] = positions
+    try:
+        config.sandbox = of_setting(config.sandbox)
+    except BadInput as error:
+        faults += [
+            replace(fault, where=positions.where(canonical(fault.where))) for fault in error.faults
+        ]
+        config.sandbox = "auto"
+    if PRESET in config.prompts:
+        try:
+            file = positions.beside(str(config.prompts[PRESET]))
+            config.prompts = with_preset(config.prompts, file)
+        except BadInput as error:
+            where = positions.where(f"prompts.{PRESET}")
+            faults += [replace(fault, where=f"{where}: {fault.where}") for fault in error.faults]
+            del config.prompts[PRESET]
     return config, sorted(faults, key=_in_reading_order)
 
 

@@ -1,0 +1,202 @@
+"""ScoreFlow's workflows, and replies with tags, read as graphs of AFlow's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from aflow_tune.cli import main
+from aflow_tune.graph.graph import Graph, load_graph
+from aflow_tune.graph.scoreflow import translated
+from aflow_tune.models import ScriptedModel
+from aflow_tune.operators import OPERATORS, TestCases, use_test_cases
+from aflow_tune.writer.check import check_written
+from aflow_tune.writer.form import read_written
+from aflow_tune.writer.types import WrittenForm
+
+HEAD = """\
+import asyncio
+import ScoreFlow.scripts.GSM8K.operator as operator
+from metagpt.provider.llm_provider_registry import create_llm_instance as create
+
+"""
+END = """
+    async def __call__(self):
+        TIMEOUT = 60
+        return await asyncio.wait_for(self.run_workflow(), timeout=TIMEOUT)
+"""
+
+
+def workflow(body: str, gid: str = "") -> str:
+    """A workflow in ScoreFlow's form; MATH's operators take a `gid` in between."""
+    return (
+        "class Workflow:\n"
+        "    def __init__(\n        self,\n        config,\n        problem\n    ) -> None:\n"
+        "        self.problem = problem\n"
+        "        self.config = create(config)\n"
+        "        self.gid = None\n"
+        f"        self.custom = operator.Custom(self.config, {gid}self.problem)\n"
+        f"        self.sc_ensemble = operator.ScEnsemble(self.config, {gid}self.problem)\n"
+        f"        self.programmer = operator.Programmer(self.config, {gid}self.problem)\n"
+        f"        self.review = operator.Review(self.config, {gid}self.problem)\n"
+        f"        self.answer_generate = operator.AnswerGenerate(self.config, {gid}self.problem)\n"
+        "\n    async def run_workflow(self):\n"
+        '        """\n        This is a workflow graph.\n        """\n'
+        f"{textwrap.indent(textwrap.dedent(body).strip(), ' ' * 8)}\n"
+    )
+
+
+VOTE = """
+solutions = []
+for _ in range(2):
+    solution = await self.custom(instruction="Think. ")
+    solutions.append(solution)
+best = await self.sc_ensemble(solutions=solutions)
+checked = await self.review(pre_solution=best)
+return checked
+"""
+
+
+def answer(messages: list[dict[str, str]]) -> str:
+    text = messages[0]["content"]
+    if "solution_letter" in text:
+        return "<solution_letter>B</solution_letter>"
+    if "<solution>" in text:
+        return "<solution>revised</solution>"
+    if "<answer>" in text:
+        return "<thought>t</thought><answer>short</answer>"
+    return "```python\ndef solve():\n    return 42\n```" if "solve()" in text else f"said: {text}"
+
+
+def run(graph: Graph, *arguments: str) -> tuple[str, list[str]]:
+    model = ScriptedModel(answer)  # type: ignore[arg-type]
+    cases = TestCases({"f": [("assert candidate() == 1",)]})
+    with use_test_cases(cases):
+        ran = asyncio.run(graph.run(*arguments, model=model))
+    assert ran.ok, ran.reason
+    return ran.text, [str(asked.messages[0]["content"]) for asked in model.asked]
+
+
+@pytest.mark.parametrize("gid", ["", "self.gid, "])
+@pytest.mark.parametrize("around", [("", ""), (HEAD, END)])
+def test_a_folder_with_scoreflows_form_is_loaded_and_run(
+    tmp_path: Path, gid: str, around: tuple[str, str]
+) -> None:
+    (tmp_path / "graph.py").write_text(around[0] + workflow(VOTE, gid) + around[1])
+    graph = load_graph(tmp_path, trust=True)
+    text, asked = run(graph, "1+1?")
+    assert text == "revised"
+    assert asked[:2] == ["Think. 1+1?"] * 2
+    assert "said: Think. 1+1?" in asked[3]
+    assert [node.operator for node in graph.flow.nodes] == ["Custom", "ScEnsemble", "Revise"]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return await self.programmer(analysis='none')", "42"),
+        ("return await self.answer_generate()", "short"),
+        (
+            "import asyncio\nparts = await asyncio.gather(self.custom(instruction='a: '), "
+            "self.custom('b: '))\nreturn ' '.join(parts)",
+            "said: a: p said: b: p",
+        ),
+        ("step = self.custom\nreturn await step(instruction=self.problem)", "said: pp"),
+    ],
+)
+def test_its_operators_know_the_problem_and_give_texts(body: str, expected: str) -> None:
+    source = translated(workflow(body))
+    assert run(Graph("g", {"graph.py": source}, trust=True), "p")[0] == expected
+
+
+def test_code_gets_its_entry_point() -> None:
+    source = (
+        "class Workflow:\n"
+        "    def __init__(self, config, problem):\n"
+        "        self.problem = problem\n"
+        "        self.config = create(config)\n"
+        "        self.write = operator.CustomCodeGenerate(llm=self.config, problem=self.problem)\n"
+        "        self.test = operator.Test(self.config, self.problem)\n"
+        "    async def run_workflow(self):\n"
+        "        return await self.test(solution=await self.write(instruction='Write: '))\n"
+    )
+    program = "def f():\n    return 1"
+    model = ScriptedModel([f"```python\n{program}\n```"])
+    graph = Graph("g", {"graph.py": translated(source)}, trust=True)
+    with use_test_cases(TestCases({"f": [("assert candidate() == 1",)]})):
+        ran = asyncio.run(graph.run("p", "f", model=model))
+    assert ran.text == program, ran.reason
+    verdict = check_written(source, operators=OPERATORS, problem_type="code")
+    assert verdict.ok, verdict.refusals
+
+
+def test_lines_stay_where_they_are_and_other_texts_as_they_are() -> None:
+    source = HEAD + workflow(VOTE)
+    lines = translated(source).splitlines()
+    for number, line in enumerate(source.splitlines()):
+        if "await" in line or "append" in line:
+            assert lines[number] == line
+    for other in ("class Workflow:\n    pass\n", "no Python (", ""):
+        assert translated(other) == other
+
+
+AFLOW = """\
+class Workflow:
+    def __init__(self, name, llm_config, dataset):
+        self.llm = create_llm_instance(llm_config)
+        self.custom = operator.Custom(self.llm)
+
+    async def __call__(self, problem):
+        r = await self.custom(input=problem, instruction=prompt_custom.SOLVE)
+        return r["response"], 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("reply", "form", "prompts"),
+    [
+        (f"<graph>\n{workflow(VOTE)}</graph>", WrittenForm.CODE, {}),
+        (f"Here it is:\n<graph>\n{workflow(VOTE)}", WrittenForm.CODE, {}),
+        (f"<think>Two?</think><graph>```python\n{workflow(VOTE)}```</graph>", WrittenForm.CODE, {}),
+        (
+            f"<modification>m</modification><graph>{AFLOW}</graph>\n"
+            '<prompt>\nSOLVE = """Do it: """\n</prompt>',
+            WrittenForm.REPAIRED,
+            {"SOLVE": "Do it: "},
+        ),
+        (
+            f'<graph>{AFLOW}</graph><prompt>{{"SOLVE": "Do it."}}</prompt>',
+            WrittenForm.REPAIRED,
+            {"SOLVE": "Do it."},
+        ),
+        (workflow(VOTE), WrittenForm.CODE, {}),
+        (
+            json.dumps({"prompts": {}, "graph_code": workflow(VOTE)}),
+            WrittenForm.REPAIRED,
+            {},
+        ),
+    ],
+)
+def test_replies_are_read(reply: str, form: WrittenForm, prompts: dict[str, str]) -> None:
+    written = read_written(reply)
+    assert (written.form, dict(written.prompts)) == (form, prompts)
+    assert written.notes
+    verdict = check_written(reply, operators=OPERATORS)
+    assert verdict.ok, [str(refusal) for refusal in verdict.refusals]
+
+
+def test_check_graph_counts_and_refuses_with_the_lines_of_the_reply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "reply.txt"
+    file.write_text(f"<graph>\n{workflow(VOTE)}</graph>")
+    assert main(["check-graph", str(file), "--max-calls", "20"]) == 0
+    assert main(["check-graph", str(file), "--max-calls", "2"]) != 0
+    file.write_text(f"<graph>\n{workflow('return await self.custom(wrong=1)')}</graph>")
+    capsys.readouterr()
+    assert main(["check-graph", str(file), "--max-calls", "20"]) != 0
+    assert "line 20" in (said := capsys.readouterr().out) or ":20" in said
