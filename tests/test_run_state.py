@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from run_folders import write_saved
 
-from aflow_tune.engines.trinity.training.run_state import check_restart, rewind, save_taskset_state
+from aflow_tune.engines.trinity.training.run_state import (
+    check_restart,
+    rewind,
+    rewind_trinity,
+    save_taskset_state,
+    trinity_step,
+)
 from aflow_tune.errors import AlreadyFinished, BadInput
 from aflow_tune.runs.folder import RunState, checkpoints, locked, read_state, write_state
 
@@ -87,3 +93,21 @@ def test_checkpoints_without_a_state_are_of_no_run_that_could_be_resumed(tmp_pat
     with pytest.raises(BadInput, match="nothing says of which run") as caught:
         check_restart(tmp_path, {}, 8)
     assert "up to step 4 without run.json" in caught.value.faults[0].found
+
+
+def test_trinity_resumes_from_its_finished_saves_and_forgets_later_weights(tmp_path: Path) -> None:
+    """Killed in the save of step 3, after the weights of step 3 were sent to the sampler."""
+    assert trinity_step(tmp_path) == 0
+    for step in (1, 2, 3):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / "latest_state_dict_iteration.txt").write_text("3")
+    assert trinity_step(tmp_path) == 2
+    rewind_trinity(tmp_path, 2)
+    assert {path.name for path in tmp_path.glob("global_step_*")} == {
+        "global_step_1",
+        "global_step_2",
+    }
+    assert (tmp_path / "latest_state_dict_iteration.txt").read_text() == "2"
+    rewind_trinity(tmp_path, 0)
+    assert not (tmp_path / "latest_state_dict_iteration.txt").exists()

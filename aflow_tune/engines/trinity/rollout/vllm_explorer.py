@@ -4,16 +4,19 @@
 - **An error ends the run.** Upstream logs it, stops exploring, and leaves the trainer waiting.
 - **An evaluation belongs to the weights of its step**: it follows the sync, where upstream's comes
   before it, and the last step is always evaluated.
+- **A killed run resumes** from the tasks that follow the trainer's checkpoint.
 - **The sync check** of `CheckedExplorer`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from trinity.common.config import Config
 
 from aflow_tune.engines.trinity.rollout.checked_explorer import CheckedExplorer
+from aflow_tune.engines.trinity.training.run_state import save_taskset_state
 
 
 class VllmExplorer(CheckedExplorer):
@@ -39,6 +42,13 @@ class VllmExplorer(CheckedExplorer):
                 await self._finish_eval_step(step=self.explore_step_num)
         name: str = self.config.explorer.name
         return name
+
+    async def explore_step(self) -> bool:
+        went_on = await super().explore_step()
+        if went_on:
+            state, folder = self.taskset.state_dict(), Path(self.config.checkpoint_job_dir)
+            save_taskset_state(folder, self.explore_step_num, state)
+        return went_on
 
     def need_eval(self) -> bool:
         last: bool = self.explore_step_num == self.config.trainer.total_steps

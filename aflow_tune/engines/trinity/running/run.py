@@ -43,6 +43,8 @@ from aflow_tune.engines.trinity.training.run_state import (
     newest_sound,
     refuse_chain,
     rewind,
+    rewind_trinity,
+    trinity_step,
 )
 from aflow_tune.errors import (
     AflowTuneError,
@@ -146,11 +148,9 @@ class Run:
                 raise
 
     def _resume_step(self) -> int:
-        """The step to go on from. Checkpoints of `engine: trinity` are checked by Trinity."""
-        if self.config.engine == "local":
-            return newest_sound(self.run_dir)
-        done = checkpoints(self.run_dir)
-        return done[-1].step if done else 0
+        """The step to go on from."""
+        find = newest_sound if self.config.engine == "local" else trinity_step
+        return find(self.run_dir)
 
     def _no_longer_extended(self, later: str) -> BadInput:
         return BadInput(
@@ -168,6 +168,8 @@ class Run:
     def _rewind(self) -> None:
         """Take the folder back to the checkpoint of `self.start`."""
         rewind(self.run_dir, self.start, self.config.explorer.name)
+        if self.config.engine == "trinity":
+            rewind_trinity(self.run_dir, self.start)
         rewind_metrics(self.run_dir, self.start)
         print(f"resuming {self.run_dir} from step {self.start} of {self.target}")
 

@@ -37,6 +37,7 @@ from aflow_tune.runs.folder import (
     RunState,
     checkpoints,
     read_state,
+    remove_checkpoint,
 )
 from aflow_tune.types import Checkpoint
 
@@ -147,6 +148,29 @@ def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
     forget_rollouts(run_dir, step)
     # The queue's copy on disk is only a log; a stale one would mix two attempts.
     shutil.rmtree(run_dir / "buffer", ignore_errors=True)
+
+
+def trinity_step(run_dir: Path) -> int:
+    """The step from which Trinity's own trainer resumes; 0 without any.
+
+    By its record of finished saves: folders of checkpoints may be half written, or hold only what
+    the sampler was sent.
+    """
+    record = run_dir / "latest_checkpointed_iteration.txt"
+    return int(record.read_text(encoding="utf-8")) if record.exists() else 0
+
+
+def rewind_trinity(run_dir: Path, step: int) -> None:
+    """Take away weights of later steps: Trinity would give the newest to the sampler, whatever the
+    trainer resumes from."""
+    for checkpoint in checkpoints(run_dir):
+        if checkpoint.step > step:
+            remove_checkpoint(checkpoint.path)
+    sent = run_dir / "latest_state_dict_iteration.txt"
+    if step:
+        sent.write_text(str(step), encoding="utf-8")
+    else:
+        sent.unlink(missing_ok=True)
 
 
 def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> RunState | None:
