@@ -1,4 +1,4 @@
-"""Taking padding out without flash-attn, by Trinity's own function."""
+"""What our trainer adds to Trinity's on verl: padding without flash-attn, whole DPO pairs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tensordict import TensorDict
 from verl.utils import attention_utils
 
 from aflow_tune.engines.trinity.settings.engine_choice import removes_padding
+from aflow_tune.engines.trinity.training.pair_loss import PairLoss
 from aflow_tune.engines.trinity.training.verl_trainer import provide_unpadding
 
 # isort: split
+from trinity.algorithm import POLICY_LOSS_FN
 from trinity.trainer.verl.monkey_patch import left_right_2_no_padding
 
 pytestmark = pytest.mark.skipif(removes_padding(), reason="flash-attn is installed")
@@ -76,3 +78,18 @@ def test_flash_attn_counts_if_its_module_can_be_had(
         (packages / "flash_attn" / "bert_padding.py").write_text(module)
     importlib.invalidate_caches()
     assert removes_padding() is found
+
+
+def test_every_pair_keeps_a_dpo_loss_of_its_own() -> None:
+    """By hand: margins 2 and -1, beta 0.1: -log sigmoid gives 0.598139 and 0.744397."""
+    logprob = torch.tensor([[1.5, 0.5], [0.0, 0.0], [-0.5, 0.0], [0.5, 0.0]])
+    reference, mask = torch.zeros(4, 2), torch.ones(4, 2)
+    trinitys = POLICY_LOSS_FN.get("dpo")(beta=0.1)
+    assert float(trinitys(logprob, reference, mask)[0]) == pytest.approx(0.644397, abs=1e-6)
+    ours = POLICY_LOSS_FN.get(f"{PairLoss.__module__}.PairLoss")(backend="verl", beta=0.1, pairs=2)
+    assert ours.select_keys == trinitys.select_keys
+    whole, metrics = ours(logprob, reference, mask)
+    assert float(whole) == pytest.approx(0.671268, abs=1e-6)
+    assert metrics["accuracy_mean"] == 0.5
+    halves = [ours(logprob[at], reference[at], mask[at])[0] for at in (slice(2), slice(2, 4))]
+    assert float(sum(halves)) == pytest.approx(float(whole))  # as verl adds micro-batches up

@@ -34,7 +34,7 @@ class PairLoss(DPOLossFn):
         self.pairs = pairs
 
     def __call__(
-        self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, **_: Any
+        self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, **kwargs: Any
     ) -> tuple[Tensor, dict[str, float]]:
         """Rows 2i and 2i + 1 are chosen and rejected of pair i; all shapes are [2P, R]."""
         results = [
