@@ -219,6 +219,6 @@ def test_a_saved_round_that_reads_its_prompts_may_run(
     )
     graph = check_written(as_text({"solve": "Be exact."}, code), operators=OPERATORS).graph
     assert graph is not None
-    saved = save_round(graph, tmp_path / "round_1", dataset="GSM8K")
+    saved = save_round(graph, tmp_path / "round_1", dataset="Mine")
     assert "self.prompts = {" in (saved.folder / "graph.py").read_text()
     assert run([str(saved.folder)], capsys)[0] == ExitCode.DONE

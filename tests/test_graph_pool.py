@@ -47,7 +47,7 @@ async def run(graph: Graph, problem: str = "p", **given: Any) -> GraphRun:
 
 def waiting(level: str = "auto") -> list[Any]:
     """Sandboxes that wait for a graph, as seen at this moment from outside of their thread."""
-    kind = (detect(level).level, Limits().disk_mb, inside.__name__)
+    kind = (detect(level).level, Limits().disk_mb, inside.__name__, ())
     return list(engine()._waiting[kind])  # type: ignore[index]
 
 

@@ -8,7 +8,6 @@ installed packages can be read. Nothing is imported here.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -100,17 +99,21 @@ def _file_of(name: object) -> tuple[str | None, str]:
 @functools.cache
 def _distributions() -> dict[str, list[str]]:
     """Distributions by what can be imported of them."""
-    found = importlib.metadata.packages_distributions()
+    from importlib.metadata import packages_distributions  # takes long to import
+
+    found = packages_distributions()
     return {name: list(dict.fromkeys(whose)) for name, whose in found.items()}
 
 
 def _required(distribution: str) -> list[str]:
     """The modules of what a distribution requires here, without its extras."""
+    from importlib.metadata import requires
+
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     wanted = set()
-    for text in importlib.metadata.requires(distribution) or ():
+    for text in requires(distribution) or ():
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             wanted.add(canonicalize_name(requirement.name))
