@@ -41,9 +41,18 @@ def test_a_sampler_that_follows_passes_however_far_the_trainer_goes(sixteen_bit:
 def test_a_sampler_that_stays_is_told_once_the_trainer_has_moved(sixteen_bit: bool) -> None:
     check = SyncCheck(sixteen_bit)
     check.compare(0, BASE, BASE)
-    check.compare(1, BASE, shifted(check.floor))  # no more than rounding: a first step of warm-up
+    check.compare(1, BASE, shifted(check.least / 2))  # a first step of warm-up
+    check.compare(2, BASE, [BASE[0] - 8 * check.least, *BASE[1:]])  # one of four tokens
     with pytest.raises(RunFailed, match="does not have the trainer's weights"):
-        check.compare(2, BASE, shifted(4 * check.floor))
+        check.compare(3, BASE, shifted(2 * check.least))
+
+
+def test_a_sampler_that_stops_following_is_told() -> None:
+    check = SyncCheck(sixteen_bit=True)
+    check.compare(0, BASE, BASE)
+    check.compare(1, shifted(0.01), shifted(0.01))
+    with pytest.raises(RunFailed, match="does not have the trainer's weights"):
+        check.compare(2, shifted(0.01), shifted(0.02))
 
 
 def test_a_sampler_one_version_behind_is_told() -> None:
@@ -51,7 +60,7 @@ def test_a_sampler_one_version_behind_is_told() -> None:
     check.compare(0, BASE, BASE)
     check.compare(1, shifted(0.01), shifted(0.01))
     with pytest.raises(RunFailed, match="disagree"):
-        check.compare(2, shifted(0.01), shifted(0.02))
+        check.compare(2, shifted(0.011), shifted(0.02))
 
 
 @pytest.mark.parametrize("sampler", [shifted(1.0), BASE[:-1], [], [float("nan")] * 4])

@@ -51,11 +51,15 @@ class SyncCheck:
     def __init__(self, sixteen_bit: bool) -> None:
         self.floor = 5e-3 if sixteen_bit else 1e-5
         """A difference that is always rounding."""
+        self.least = 1e-3 if sixteen_bit else 3e-5
+        """A move of the trainer that a sampler with its weights shows in some digit."""
         self.limit = 0.5 if sixteen_bit else 0.05
         """A difference that never is, not even between different kernels."""
         self.followed = 0
-        self._first: tuple[Sequence[float], Sequence[float], float] | None = None
-        self._last: Sequence[float] = ()
+        self._at_first: float | None = None
+        self._changed: tuple[list[float], list[float]] = [], []
+        """What both said when the sampler's numbers last changed."""
+        self._last: list[float] = []
 
     def compare(self, version: int, sampler: Sequence[float], trainer: Sequence[float]) -> float:
         """The mismatch of `version`, of which both say the text's log-probabilities (T - 1 each).
@@ -64,28 +68,37 @@ class SyncCheck:
             RunFailed: the sampler did not change though the trainer did, or they disagree beyond
                 rounding, within the first updates of this run.
         """
+        sampler, trainer = list(sampler), list(trainer)
         mismatch = _distance(sampler, trainer)
-        if self._first is None:
-            self._first, self._last = (sampler, trainer, mismatch), trainer
+        if self._at_first is None:
             if not mismatch <= self.limit:
                 raise _disagreeing(version, mismatch, self.limit, "the same weights")
-            return mismatch
-        first_sampler, first_trainer, at_first = self._first
-        rounding = max(at_first, self.floor)
+            self._at_first, self._last = mismatch, trainer
+        rounding = max(self._at_first, self.floor)
         if self.followed < CHECKED_UPDATES:
-            moved = _distance(trainer, first_trainer)
-            if list(sampler) == list(first_sampler) and moved > 3 * rounding:
-                raise RunFailed(
-                    f"the sampler does not have the trainer's weights: at version {version} it "
-                    "gives a fixed text exactly the log-probabilities that it gave at first, while "
-                    f"the trainer's have moved by {moved:.3g} in the mean ({rounding:.3g} is "
-                    f"rounding). Rollouts would go on coming from the old weights. {_WHAT_TO_DO}"
-                )
-            if not mismatch <= max(4 * at_first, 20 * self.floor):
+            if sampler == self._changed[0]:
+                self._refuse_standstill(version, trainer)
+            if not mismatch <= max(4 * self._at_first, 20 * self.floor):
                 raise _disagreeing(version, mismatch, rounding, "what should be the same weights")
+        if sampler != self._changed[0]:
+            self._changed = sampler, trainer
         self.followed += _distance(trainer, self._last) > 3 * rounding
         self._last = trainer
         return mismatch
+
+    def _refuse_standstill(self, version: int, trainer: list[float]) -> None:
+        """RunFailed if the trainer's numbers have moved since the sampler's last did."""
+        before = self._changed[1]
+        moved = _distance(trainer, before)
+        # The same bits for every token: by chance only where the trainer hardly moved either.
+        most = 2 * sum(a != b for a, b in zip(trainer, before, strict=True)) > len(trainer)
+        if most and moved > self.least:
+            raise RunFailed(
+                f"the sampler does not have the trainer's weights: at version {version} it gives a "
+                "fixed text exactly the log-probabilities that it gave before, while the trainer's "
+                f"have moved by {moved:.3g} in the mean. Rollouts would go on coming from the old "
+                f"weights. {_WHAT_TO_DO}"
+            )
 
 
 _WHAT_TO_DO = (
