@@ -69,7 +69,7 @@ def instructed(graph: Graph, tree: ast.Module, prompts_module: str) -> Instructe
     own = any(isinstance(node, ast.Assign) and fills_prompts(node) for node in ast.walk(tree))
     if init is not None and _reads_prompts(graph.shape) and not own:
         made.edits.insert(0, _filled(init, places, graph.sources[inside.GRAPH_FILE]))
-        made.edits += _over_own(init, places)
+        made.edits += _over_own(init, places, set(graph.told))
     used = reached | _named(graph.shape)
     made.lost = [name for name in takes if name not in used or init is None]
     for name in others:
@@ -93,15 +93,18 @@ def _by_argument(graph: Graph) -> tuple[list[str], list[str]]:
     return takes, others
 
 
-def _over_own(init: Function, places: Mapping[str, str]) -> Iterator[Edit]:
-    """The texts over those that the constructor itself puts into `self.prompts`."""
-    entries = ", ".join(f"{name!r}: {place}" for name, place in places.items())
+def _over_own(init: Function, places: Mapping[str, str], told: set[str]) -> Iterator[Edit]:
+    """The texts that were `told` over those that the constructor itself puts into `self.prompts`,
+    and the others, which nobody gave, below them."""
+    over = ", ".join(f"{name!r}: {place}" for name, place in places.items() if name in told)
+    below = ", ".join(f"{name!r}: {place}" for name, place in places.items() if name not in told)
     for node in ast.walk(init):
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Attribute) and target.attr == "prompts"
             for target in node.targets
         ):
-            yield node.value, f"{{**({ast.unparse(node.value)}), {entries}}}"
+            parts = [below, f"**({ast.unparse(node.value)})", over]
+            yield node.value, f"{{{', '.join(filter(None, parts))}}}"
 
 
 def _filled(init: Function, places: Mapping[str, str], source: str) -> Edit:
