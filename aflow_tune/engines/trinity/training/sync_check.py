@@ -21,7 +21,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from aflow_tune.errors import RunFailed
 from aflow_tune.report.quantities import MISMATCH
 
-__all__ = ["MISMATCH", "SyncCheck", "probe_tokens", "publish", "published"]
+__all__ = ["MISMATCH", "SyncCheck", "forget", "probe_tokens", "publish", "published"]
 
 MOST_TOKENS = 48
 CHECKED_UPDATES = 3
@@ -143,5 +143,10 @@ def published(namespace: str, version: int, timeout: float) -> tuple[list[int], 
     return found["tokens"], found["logprobs"]
 
 
-def _key(namespace: str, version: int) -> bytes:
-    return f"{namespace}/{version}".encode()
+def forget(namespace: str) -> None:
+    """Take away what was published and nobody asked for: the cluster may be another's."""
+    _internal_kv_del(_key(namespace), del_by_prefix=True, namespace=_TABLE)
+
+
+def _key(namespace: str, version: int | str = "") -> bytes:
+    return f"{namespace}:{version}".encode()

@@ -14,7 +14,7 @@ from trinity.trainer import trainer as trinity_trainer
 from trinity.trainer.trainer import Trainer
 
 from aflow_tune.engines.trinity.settings.config import AflowConfig
-from aflow_tune.engines.trinity.training.sync_check import publish
+from aflow_tune.engines.trinity.training.sync_check import forget, publish
 
 
 class LocalTrainActor(Trainer):
@@ -41,6 +41,10 @@ class LocalTrainActor(Trainer):
         metrics: dict[str, float] = await super().train_step(exps)
         await self._publish()
         return metrics
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        forget(self.config.ray_namespace)
 
     async def _publish(self) -> None:
         """Say what the weights of this step score the text of the sync check."""

@@ -22,7 +22,7 @@ from trinity.trainer.trainer import Trainer
 
 from aflow_tune.engines.trinity.settings.engine_choice import removes_padding
 from aflow_tune.engines.trinity.training.pair_loss import keep_pairs
-from aflow_tune.engines.trinity.training.sync_check import probe_tokens, publish
+from aflow_tune.engines.trinity.training.sync_check import forget, probe_tokens, publish
 
 ROLLOUT_MODES = ("both", "colocate")
 
@@ -56,6 +56,10 @@ class VerlTrainer(Trainer):
         if self._error is not None:
             raise self._error
         return name
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        forget(self.config.ray_namespace)
 
     def _publish(self) -> None:
         config = self.config
