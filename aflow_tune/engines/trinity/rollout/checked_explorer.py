@@ -11,7 +11,12 @@ from typing import Any
 from trinity.common.config import Config
 from trinity.explorer.explorer import Explorer
 
-from aflow_tune.engines.trinity.training.sync_check import MISMATCH, SyncCheck, published
+from aflow_tune.engines.trinity.training.sync_check import (
+    MISMATCH,
+    SyncCheck,
+    is_checked,
+    published,
+)
 from aflow_tune.errors import RunFailed
 
 
@@ -53,7 +58,7 @@ class CheckedExplorer(Explorer):
             RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing.
         """
         version = self.model_version
-        if version <= self._checked:
+        if version <= self._checked or not is_checked(self.config):
             return
         self._checked = version
         try:

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from trinity.common.config import Config
 
 from aflow_tune.errors import RunFailed
 from aflow_tune.report.quantities import MISMATCH
 
-__all__ = ["MISMATCH", "SyncCheck", "forget", "probe_tokens", "publish", "published"]
+__all__ = ["MISMATCH", "SyncCheck", "forget", "is_checked", "probe_tokens", "publish", "published"]
 
 MOST_TOKENS = 48
 CHECKED_UPDATES = 3
@@ -33,6 +34,13 @@ _TEXT = (
 )
 _TABLE = b"aflow-tune-sync"
 _POLL_SECONDS = 0.1
+
+
+def is_checked(config: Config) -> bool:
+    """Whether both sides are there to be asked: the explorer and trainer of one run, on vLLM and
+    verl or on the local engine, which goes by their names."""
+    kinds = config.explorer.rollout_model.engine_type, config.trainer.trainer_type
+    return config.mode in ("both", "colocate") and kinds == ("vllm", "verl")
 
 
 def probe_tokens(tokenizer: Any, max_model_len: int) -> list[int]:

@@ -22,9 +22,12 @@ from trinity.trainer.trainer import Trainer
 
 from aflow_tune.engines.trinity.settings.engine_choice import removes_padding
 from aflow_tune.engines.trinity.training.pair_loss import keep_pairs
-from aflow_tune.engines.trinity.training.sync_check import forget, probe_tokens, publish
-
-ROLLOUT_MODES = ("both", "colocate")
+from aflow_tune.engines.trinity.training.sync_check import (
+    forget,
+    is_checked,
+    probe_tokens,
+    publish,
+)
 
 
 class VerlTrainer(Trainer):
@@ -63,7 +66,7 @@ class VerlTrainer(Trainer):
 
     def _publish(self) -> None:
         config = self.config
-        if config.mode in ROLLOUT_MODES and config.trainer.trainer_type == "verl":
+        if is_checked(config):
             tokens = probe_tokens(self.engine.tokenizer, config.model.max_model_len)
             logprobs = verl_logprobs(self.engine, tokens, config.model.temperature)
             publish(config.ray_namespace, self.train_step_num, tokens, logprobs)
