@@ -24,11 +24,13 @@ MAY_CHANGE = (
     "checkpoint_root_dir",
     "engine",
     "monitor.monitor_type",
+    "model.model_path",
     "buffer.explorer_input.*.path",
     "buffer.explorer_input.*.split",
     "buffer.explorer_input.*.name",
 )
-"""Keys that are changed without a change of meaning: paths made absolute, our monitor."""
+"""Keys that are changed without a change of meaning: paths made absolute, our monitor, the folder
+of a model with a name of ours."""
 OUR_SECTIONS = {
     field.name for field in fields(AflowSections) if field.default_factory is not MISSING
 }
