@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from trinity.common.config import Config
 
 from aflow_tune.engines.trinity.rollout.checked_explorer import CheckedExplorer
 from aflow_tune.engines.trinity.training.run_state import save_taskset_state
+
+_LAST_SECONDS = 30.0
+_POLL_SECONDS = 0.5
 
 
 class VllmExplorer(CheckedExplorer):
@@ -50,9 +55,22 @@ class VllmExplorer(CheckedExplorer):
             save_taskset_state(folder, self.explore_step_num, state)
         return went_on
 
+    async def _pull_latest_weights(self) -> None:
+        """As upstream's, and the last ones too: that the trainer has stopped ends the wait for
+        them, and is told a moment before its last checkpoint is."""
+        before, deadline = self.model_version, time.monotonic() + _LAST_SECONDS
+        await super()._pull_latest_weights()
+        while self._is_last() and self.model_version == before and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+            if await self.synchronizer.get_latest_model_version.remote() > before:
+                await super()._pull_latest_weights()
+
     def need_eval(self) -> bool:
+        return self._is_last() or super().need_eval()
+
+    def _is_last(self) -> bool:
         last: bool = self.explore_step_num == self.config.trainer.total_steps
-        return last or super().need_eval()
+        return last
 
 
 def _computes_in_16_bits(config: Config) -> bool:
