@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.commands import dry_run
+from aflow_tune.contract.import_faults import package_fault
 from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, disk_fault
-from aflow_tune.import_faults import package_fault
 from aflow_tune.quick_start import import_quickly
 
 _COMMAND_MODULES: tuple[str, ...] = (
@@ -228,7 +228,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from aflow_tune.init_project import write_project
+    from aflow_tune.commands.init_project import write_project
 
     written = write_project(options.folder)
     if not written:

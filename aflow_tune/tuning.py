@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aflow_tune.types import TuneResult
 
 if TYPE_CHECKING:
+    from aflow_tune.config.load import AflowConfig
+    from aflow_tune.config.validate import ValidationReport
     from aflow_tune.dry_run.numbers import DryRunResult
-    from aflow_tune.engines.trinity.checks.validate import ValidationReport
-    from aflow_tune.engines.trinity.inference.harvesting import HarvestSummary
-    from aflow_tune.engines.trinity.settings.config import AflowConfig
+    from aflow_tune.running.harvesting import HarvestSummary
     from aflow_tune.sweeps.plan import Request
     from aflow_tune.sweeps.running import Ended
 
@@ -83,7 +83,7 @@ def tune(
 
     def work(stop: Callable[[], bool]) -> TuneResult:
         _quiet()
-        from aflow_tune.engines.trinity.settings.config import apply_agentscope_args, load_config
+        from aflow_tune.config.load import apply_agentscope_args, load_config
 
         config = load_config(config_path, overrides)
         apply_agentscope_args(config, **agentscope_arguments)
@@ -99,8 +99,8 @@ def run_config(
 
     def work(stop: Callable[[], bool]) -> TuneResult:
         _quiet()
-        from aflow_tune.engines.trinity.checks.validate import functions_of
-        from aflow_tune.engines.trinity.settings.config import load_config
+        from aflow_tune.config.load import load_config
+        from aflow_tune.config.validate import functions_of
 
         config = load_config(config_path, overrides)
         config.note_command(config_path, overrides, inline)
@@ -169,7 +169,7 @@ def dry_run_config(
 
     def work(stop: Callable[[], bool]) -> DryRunResult:
         _quiet()
-        from aflow_tune.engines.trinity.preflight.dry_run import DryRunOptions, dry_run
+        from aflow_tune.dry_run.dry_run import DryRunOptions, dry_run
 
         options = DryRunOptions(answers, call_apis, tasks, stage, inline)
         return dry_run(config_path, list(overrides), options, tell, stop)
@@ -180,7 +180,7 @@ def dry_run_config(
 def validate_config(config_path: Path, overrides: Sequence[str] = ()) -> ValidationReport:
     """Everything that can be checked without starting or fetching anything."""
     _quiet()
-    from aflow_tune.engines.trinity.checks.validate import validate
+    from aflow_tune.config.validate import validate
 
     return validate(config_path, overrides)
 
@@ -211,11 +211,11 @@ def harvest_config(
 
     def work(stop: Callable[[], bool]) -> HarvestSummary:
         _quiet()
-        from aflow_tune.engines.trinity.inference.harvest_settings import lay_out, prepare_harvest
-        from aflow_tune.engines.trinity.inference.harvesting import run_harvest
-        from aflow_tune.engines.trinity.quiet import log_to
-        from aflow_tune.engines.trinity.settings.config import load_config
-        from aflow_tune.engines.trinity.settings.devices import own_devices
+        from aflow_tune.config.devices import own_devices
+        from aflow_tune.config.harvest_settings import lay_out, prepare_harvest
+        from aflow_tune.config.load import load_config
+        from aflow_tune.config.quiet import log_to
+        from aflow_tune.running.harvesting import run_harvest
         from aflow_tune.runs.folder import locked
 
         config = load_config(config_path, overrides)
@@ -264,7 +264,7 @@ def sweep_config(
 
 
 def _quiet() -> None:
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
 
     quiet()
 
@@ -276,9 +276,9 @@ def _execute(
     inline: bool | None,
     stop: Callable[[], bool],
 ) -> TuneResult:
-    from aflow_tune.engines.trinity.running.run_modes import make_run
-    from aflow_tune.engines.trinity.running.stage_chain import run_chain
-    from aflow_tune.engines.trinity.settings.devices import own_devices
+    from aflow_tune.config.devices import own_devices
+    from aflow_tune.running.run_modes import make_run
+    from aflow_tune.running.stage_chain import run_chain
 
     if inline is not None:
         config.inline = inline

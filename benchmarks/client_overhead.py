@@ -59,8 +59,8 @@ async def timed(call: Callable[[], Awaitable[Any]], calls: int, at_once: int) ->
 async def compare(port: int, options: argparse.Namespace, folder: Path) -> None:
     import openai
 
-    from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
     from aflow_tune.models import Account, Budget, Ledger, ScriptedModel, make_client
+    from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
     from aflow_tune.trace import Trace
 
     url = f"http://127.0.0.1:{port}/v1"
@@ -116,8 +116,8 @@ async def compare(port: int, options: argparse.Namespace, folder: Path) -> None:
 
 async def load(port: int, count: int) -> None:
     """`count` calls at once, each on a connection of its own."""
-    from aflow_tune.config import ModelSettings
     from aflow_tune.models import make_client
+    from aflow_tune.sections import ModelSettings
 
     url = f"http://127.0.0.1:{port}/v1"
     client = make_client(ModelSettings(model="m", base_url=url, max_concurrency=count))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.engines.local.models import resolve_model
-from aflow_tune.engines.trinity.preflight.calibration import tree_bytes
+from aflow_tune.estimate.calibration import tree_bytes
 
 ALLOWED = 0.2
 _MEASURED_EVERY = 0.25

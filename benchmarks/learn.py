@@ -138,9 +138,9 @@ def _tree_bytes(pid: int) -> float:
 def ablate(run_dir: Path) -> dict[str, dict[int, float]]:
     """Held-out scores of a trained model by item: whole, and with each call's prompt blanked."""
     from aflow_tune.context import RunContext
+    from aflow_tune.contract.plugins import resolve
     from aflow_tune.engines.local.models import load_model, load_tokenizer, pick_device, pick_dtype
     from aflow_tune.engines.local.sampler import Sampler, SamplingParams
-    from aflow_tune.plugins import resolve
 
     path, device = run_dir / "export" / "merged", pick_device("auto")
     tokenizer = load_tokenizer(path)

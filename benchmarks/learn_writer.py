@@ -130,11 +130,11 @@ async def default_scores(config_file: Path) -> dict[str, dict[int, float]]:
     The recipe's own workflow function runs, with a policy that answers each problem with the
     default workflow of its type: check, executor, scoring and reward are the same.
     """
+    from aflow_tune.config.load import load_config
+    from aflow_tune.config.validate import resolve_functions
     from aflow_tune.context import RunContext
-    from aflow_tune.engines.trinity.checks.validate import resolve_functions
-    from aflow_tune.engines.trinity.inference.evaluating import LocalModels
-    from aflow_tune.engines.trinity.inference.trained import make_ready
-    from aflow_tune.engines.trinity.settings.config import load_config
+    from aflow_tune.evaluation.evaluating import LocalModels
+    from aflow_tune.evaluation.trained import make_ready
     from aflow_tune.models import ScriptedModel
     from aflow_tune.operators.prompts import use_prompts
     from aflow_tune.writer.form import as_text

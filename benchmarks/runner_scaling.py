@@ -217,7 +217,7 @@ def _cores() -> int:
 def main() -> None:
     """Measure and print; exit code 1 if the target is missed or nothing can be said."""
     options = _options()
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
 
     quiet()
     import ray
@@ -225,7 +225,7 @@ def main() -> None:
     from thread_sampler import table
     from trinity.common.constants import LOG_DIR_ENV_VAR
 
-    from aflow_tune.engines.trinity.launching.local_ray import local_ray
+    from aflow_tune.cluster.local_ray import local_ray
 
     context = multiprocessing.get_context("spawn")
     port_from, port_to = context.Pipe(duplex=False)

@@ -63,9 +63,9 @@ import aflow_tune.engines.trinity
 import ray
 import trinity.explorer.explorer, trinity.trainer.trainer
 from trinity.cli.launcher import run_stage
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.config.load import load_config
 from aflow_tune.engines.trinity.rollout.explorer import LocalExplorer
-from aflow_tune.engines.trinity.running.run_modes import make_run
+from aflow_tune.running.run_modes import make_run
 from aflow_tune.engines.trinity.training.train_actor import LocalTrainActor
 from flow import flow
 
@@ -73,7 +73,7 @@ config = load_config(sys.argv[1], sys.argv[2:])
 run = make_run(config, flow, None)
 run.prepare()
 with run.claimed():
-    from aflow_tune.engines.trinity.settings.accounting import books_of
+    from aflow_tune.config.accounting import books_of
 
     run.books = books_of(config)
     run._inject()

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.engines.trinity.checks.validators import prepare
-from aflow_tune.engines.trinity.running.one_gpu import MODE, OneGpuAllocator, share_the_gpu
-from aflow_tune.engines.trinity.settings.config import AflowConfig, load_config
+from aflow_tune.config.load import AflowConfig, load_config
+from aflow_tune.config.validators import prepare
+from aflow_tune.engines.trinity.launch.one_gpu import MODE, OneGpuAllocator, share_the_gpu
 from aflow_tune.errors import RunFailed
 
 # isort: split

@@ -58,10 +58,10 @@ def main() -> None:
     from user_packages import CASES
 
     import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-    from aflow_tune.engines.trinity.checks.validators import set_namespace
-    from aflow_tune.engines.trinity.launching.ray_for_run import ray_for_run
-    from aflow_tune.engines.trinity.settings.config import load_config
-    from aflow_tune.plugins import resolve
+    from aflow_tune.cluster.ray_for_run import ray_for_run
+    from aflow_tune.config.load import load_config
+    from aflow_tune.config.validators import set_namespace
+    from aflow_tune.contract.plugins import resolve
 
     functions = {
         "__main__": of_the_script,

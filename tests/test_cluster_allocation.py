@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.engines.trinity.checks.validators import prepare
-from aflow_tune.engines.trinity.running.cluster import our_actors
-from aflow_tune.engines.trinity.settings.config import AflowConfig, load_config
+from aflow_tune.config.load import AflowConfig, load_config
+from aflow_tune.config.validators import prepare
+from aflow_tune.engines.trinity.launch.cluster import our_actors
 from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
 
 # isort: split

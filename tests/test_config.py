@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.config import KeyPositions, canonical, display
-from aflow_tune.engines.trinity.settings.changes import differences, render_changes, save_resolved
-from aflow_tune.engines.trinity.settings.config import apply_agentscope_args, load_config
+from aflow_tune.config.changes import differences, render_changes, save_resolved
+from aflow_tune.config.load import apply_agentscope_args, load_config
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.sections import KeyPositions, canonical, display
 
 # The keys of the two files that AgentScope ships for its tuner (1.0.8 and 1.0.21).
 AGENTSCOPE_REACT = """

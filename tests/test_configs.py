@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.config import AflowSections
+from aflow_tune.config.load import load_config
+from aflow_tune.config.validate import validate
 from aflow_tune.data.sums import single_additions
-from aflow_tune.engines.trinity.checks.validate import validate
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.sections import AflowSections
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -190,8 +190,8 @@ def test_exactly_our_own_keys_are_marked(path: Path) -> None:
 
 
 def test_the_quickstart_leaves_room_for_its_longest_prompt() -> None:
+    from aflow_tune.contract.plugins import resolve
     from aflow_tune.engines.local.models import is_cached, load_tokenizer, resolve_model
-    from aflow_tune.plugins import resolve
 
     config = load_config(ROOT / "configs" / "quickstart.yaml", [])
     name = config.model.model_path

@@ -15,14 +15,14 @@ from models_server import GOOD, ModelsServer
 from project import write_project
 
 from aflow_tune.cli import main
-from aflow_tune.doctor.lines import State
-from aflow_tune.engines.trinity.preflight.disk_use import (
+from aflow_tune.doctor.disk_use import (
     checkpoints_kept,
     shapes_of,
     trained_parameters,
     will_write,
 )
-from aflow_tune.engines.trinity.preflight.doctor import Examination
+from aflow_tune.doctor.doctor import Examination
+from aflow_tune.doctor.lines import State
 
 MODELS = """
 models:
@@ -34,7 +34,7 @@ models:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No check is given up because the machine is busy; one that hangs ends the process."""
     for name in ("CONFIG_SECONDS", "MACHINE_SECONDS"):
-        monkeypatch.setattr(f"aflow_tune.engines.trinity.preflight.doctor.{name}", 240.0)
+        monkeypatch.setattr(f"aflow_tune.doctor.doctor.{name}", 240.0)
     monkeypatch.setattr("aflow_tune.doctor.keys.SECONDS", 60.0)
     monkeypatch.setattr("aflow_tune.commands.doctor._LAST_SECONDS", 60.0)
 
@@ -152,8 +152,8 @@ def test_what_a_run_writes(project: Path, tiny_model_dir: Path) -> None:
     """Against the bytes of a checkpoint that the trainer would write, counted by hand."""
     from safetensors import safe_open
 
-    from aflow_tune.engines.trinity.checks.validators import prepare
-    from aflow_tune.engines.trinity.settings.config import load_config
+    from aflow_tune.config.load import load_config
+    from aflow_tune.config.validators import prepare
 
     shapes = shapes_of(tiny_model_dir)
     assert shapes is not None

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from models_server import GOOD, LISTED, ModelsServer
 
-from aflow_tune.config import ModelSettings
 from aflow_tune.doctor.keys import check_keys, check_variables
 from aflow_tune.doctor.lines import Line, State
+from aflow_tune.sections import ModelSettings
 
 WRONG = "sk-wrong-0123456789"
 PROVIDERS = [
@@ -223,7 +223,7 @@ def test_an_environment_that_no_client_can_be_made_with(
 ) -> None:
     """In a process of its own: certificates are read once a process."""
     code = (
-        "from aflow_tune.config import ModelSettings\n"
+        "from aflow_tune.sections import ModelSettings\n"
         "from aflow_tune.doctor.keys import check_keys\n"
         "from aflow_tune.errors import BadInput\n"
         "settings = ModelSettings(provider='openai', model='m', base_url='http://127.0.0.1:9',\n"

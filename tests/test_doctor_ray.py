@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.doctor.clashes import WATCHED, installed_versions
+from aflow_tune.config.clashes import WATCHED, installed_versions
+from aflow_tune.config.load import load_config
+from aflow_tune.doctor import ray_check
 from aflow_tune.doctor.lines import State
-from aflow_tune.engines.trinity.launching import ray_check
-from aflow_tune.engines.trinity.launching.ray_check import Wanted, check_ray
-from aflow_tune.engines.trinity.settings.config import load_config
-from aflow_tune.engines.trinity.settings.find_ray import find_ray
+from aflow_tune.doctor.ray_check import Wanted, check_ray
 from aflow_tune.errors import BadInput
+from aflow_tune.find_ray import find_ray
 
 HERE = installed_versions(WATCHED)
 

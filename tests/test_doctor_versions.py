@@ -14,8 +14,8 @@ import pytest
 from fake_installed import install
 
 from aflow_tune.cli import main
-from aflow_tune.doctor import clashes
-from aflow_tune.doctor.clashes import (
+from aflow_tune.config import clashes
+from aflow_tune.config.clashes import (
     CLASHES,
     DOUBTS,
     cure_of,
@@ -26,11 +26,11 @@ from aflow_tune.doctor.clashes import (
     missing,
     refuse_clashes,
 )
+from aflow_tune.contract.import_faults import package_fault
 from aflow_tune.doctor.lines import State
 from aflow_tune.doctor.machine import check_python
 from aflow_tune.doctor.versions import check_versions, different, read_pins, tested_versions
 from aflow_tune.errors import BadInput
-from aflow_tune.import_faults import package_fault
 
 ROOT = Path(__file__).parents[1]
 TESTED = {

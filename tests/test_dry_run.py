@@ -201,7 +201,7 @@ def test_the_place_of_a_traceback_is_its_innermost_frame():
     ],
 )
 def test_which_target_modules_the_tiny_model_has(target, known):
-    from aflow_tune.engines.trinity.preflight.dry_settings import adapts
+    from aflow_tune.dry_run.dry_settings import adapts
 
     assert adapts(target) is known
 
@@ -217,16 +217,16 @@ def test_which_target_modules_the_tiny_model_has(target, known):
     ],
 )
 def test_where_a_rows_answer_is_not_said(request_, demands):
-    from aflow_tune.engines.trinity.preflight.scripted_adapter import _demands_a_form
+    from aflow_tune.dry_run.scripted_adapter import _demands_a_form
 
     assert _demands_a_form(request_) is demands
 
 
 def test_stand_ins_of_apis_cost_what_the_models_cost():
-    from aflow_tune.config import ModelSettings
-    from aflow_tune.engines.trinity.preflight.dry_settings import api_stand_ins
+    from aflow_tune.dry_run.dry_settings import api_stand_ins
     from aflow_tune.models.prices import price_of
     from aflow_tune.models.types import Usage
+    from aflow_tune.sections import ModelSettings
 
     # its price for a token rises with the length of the prompt
     name, usage = "claude-sonnet-4-5", Usage(1000, 500)

@@ -24,7 +24,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """A rehearsal is not given up because the machine is busy."""
-    monkeypatch.setattr("aflow_tune.engines.trinity.preflight.rehearsal.SECONDS", 300.0)
+    monkeypatch.setattr("aflow_tune.estimate.rehearsal.SECONDS", 300.0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tiny import write_tiny_model
 
 from aflow_tune.cli import main
 from aflow_tune.engines.local.memory import can_give_back
-from aflow_tune.engines.trinity.preflight.estimating import memory_here
+from aflow_tune.estimate.estimating import memory_here
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,18 @@ import yaml
 from gcs_stand_in import gcs
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.engines.trinity.checks.validate import validate
-from aflow_tune.engines.trinity.launching import jobs, keys, machines, worker_setup
-from aflow_tune.engines.trinity.launching.attached_ray import runtime_env_of
-from aflow_tune.engines.trinity.launching.keys import names_of_keys, secrets_of
-from aflow_tune.engines.trinity.launching.ray_for_run import ray_for_run
-from aflow_tune.engines.trinity.launching.sealed import Receiver, seal
-from aflow_tune.engines.trinity.settings import find_ray as finding
-from aflow_tune.engines.trinity.settings.config import load_config
-from aflow_tune.engines.trinity.settings.devices import check_devices
-from aflow_tune.engines.trinity.settings.find_ray import (
+from aflow_tune import find_ray as finding
+from aflow_tune.cluster import jobs, keys, machines, worker_setup
+from aflow_tune.cluster.attached_ray import runtime_env_of
+from aflow_tune.cluster.keys import names_of_keys, secrets_of
+from aflow_tune.cluster.ray_for_run import ray_for_run
+from aflow_tune.cluster.sealed import Receiver, seal
+from aflow_tune.config.devices import check_devices
+from aflow_tune.config.fingerprint import fingerprint_of
+from aflow_tune.config.load import load_config
+from aflow_tune.config.validate import validate
+from aflow_tune.errors import BadInput, Fault, RunFailed
+from aflow_tune.find_ray import (
     FoundRay,
     check_address,
     find_ray,
@@ -33,9 +35,7 @@ from aflow_tune.engines.trinity.settings.find_ray import (
     running_here,
     uses_ray,
 )
-from aflow_tune.engines.trinity.settings.fingerprint import fingerprint_of
-from aflow_tune.engines.trinity.settings.ray_folder import make_ray_base
-from aflow_tune.errors import BadInput, Fault, RunFailed
+from aflow_tune.ray_folder import make_ray_base
 from aflow_tune.shipping import arrival
 from aflow_tune.shipping.tracing import Trace
 
@@ -466,7 +466,7 @@ def test_a_job_that_leaves_the_run_no_room_is_told_without_its_values() -> None:
 def test_trinitys_runner_neither_joins_ray_again_nor_leaves_it() -> None:
     import ray
 
-    from aflow_tune.engines.trinity.running.cluster import _connection_kept
+    from aflow_tune.engines.trinity.launch.cluster import _connection_kept
 
     init, shutdown = ray.init, ray.shutdown
     with _connection_kept():

@@ -9,11 +9,11 @@ import pytest
 from test_operators import step
 from test_validate import CONFIG
 
-from aflow_tune.engines.trinity.checks.adaptations import ANCHOR_RATE, RUN_FILTER, adapt
+from aflow_tune.config.load import load_config
+from aflow_tune.config.quiet import quiet
+from aflow_tune.config.rules.adaptations import ANCHOR_RATE, RUN_FILTER, adapt
 from aflow_tune.engines.trinity.info_keys import STATE_KEY
-from aflow_tune.engines.trinity.quiet import quiet
 from aflow_tune.engines.trinity.rollout.anchors import AnchorRate
-from aflow_tune.engines.trinity.settings.config import load_config
 
 # isort: split
 from trinity.buffer.operators import EXPERIENCE_OPERATORS

@@ -11,9 +11,9 @@ import torch
 from fake_nvml import GIB, Gpu, Library
 from gpu_machine import children, machine
 
-from aflow_tune.engines.trinity.settings import devices
-from aflow_tune.engines.trinity.settings.config import load_config
-from aflow_tune.engines.trinity.settings.devices import use_recorded
+from aflow_tune.config import devices
+from aflow_tune.config.devices import use_recorded
+from aflow_tune.config.load import load_config
 from aflow_tune.gpus import use
 from aflow_tune.gpus.reading import snapshot
 from aflow_tune.gpus.use import UseLog

@@ -16,10 +16,11 @@ from project import run_dir, write_project
 from test_validate import CONFIG
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
+from aflow_tune.cluster.ship import user_modules
+from aflow_tune.config.load import load_config
+from aflow_tune.config.validate import check_data, resolve_functions
 from aflow_tune.context import RunContext
-from aflow_tune.engines.trinity.checks.validate import check_data, resolve_functions
-from aflow_tune.engines.trinity.launching.ship import user_modules
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.contract.signature import check_functions, check_workflow
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.workflow import GraphFailed, GraphResponse, GraphWorkflow
@@ -28,7 +29,6 @@ from aflow_tune.operators import TestCases
 from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.shipping.bundle import write_bundle
 from aflow_tune.shipping.tracing import trace
-from aflow_tune.signature import check_functions, check_workflow
 
 ROW = {"question": "What is 1+2?", "answer": "It is 3.\n#### 3"}
 CALL = 'return (await self.custom(input=problem, instruction=""))["response"], 0.0'

@@ -24,7 +24,7 @@ from harvest_project import (
     write_rows,
 )
 
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput, BudgetReached, Interrupted, RunFailed
 from aflow_tune.report.rollouts import Rollout, append_rollout
 from aflow_tune.tuning import harvest_config
@@ -312,8 +312,8 @@ def test_a_budget_ends_it_and_the_same_command_goes_on(
 
 def test_stopping_keeps_what_was_tried(tmp_path: Path, executor: FaultyServer) -> None:
     path = write_project(tmp_path, executor.openai_url, templates=["always"])
-    from aflow_tune.engines.trinity.inference.harvest_settings import lay_out, prepare_harvest
-    from aflow_tune.engines.trinity.inference.harvesting import run_harvest
+    from aflow_tune.config.harvest_settings import lay_out, prepare_harvest
+    from aflow_tune.running.harvesting import run_harvest
 
     executor.steps = lambda number, request: (
         Step(kind="hang") if number >= 4 else sums(number, request)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from aflow_tune.writer.balance import Solved, choose
+from aflow_tune.harvest.balance import Solved, choose
 
 
 def solved(table: dict[str, dict[str, float]]) -> list[Solved]:

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from aflow_tune.errors import BadInput
-from aflow_tune.operators import OPERATORS
-from aflow_tune.writer.candidates import (
+from aflow_tune.harvest.candidates import (
     PastRun,
     past_candidates,
     read_templates,
     template_candidates,
 )
+from aflow_tune.harvest.harvest import Problem, canonical
+from aflow_tune.harvest.trials import Journal, Lesson, Trial, TrialEnding
+from aflow_tune.operators import OPERATORS
 from aflow_tune.writer.form import read_written
-from aflow_tune.writer.harvest import Problem, canonical
 from aflow_tune.writer.templates import TEMPLATES
-from aflow_tune.writer.trials import Journal, Lesson, Trial, TrialEnding
 
 CODE = """class Workflow:
     def __init__(self, name, llm_config, dataset):

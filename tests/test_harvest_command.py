@@ -19,7 +19,7 @@ from faulty_server import FaultyServer, Step
 from harvest_project import ALWAYS, folder, pairs, sums, write_project
 
 from aflow_tune.cli import main
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.config.load import load_config
 from aflow_tune.errors import ExitCode
 from aflow_tune.report.rollouts import Rollout, append_rollout
 
@@ -251,7 +251,7 @@ def test_a_stage_harvests_with_a_local_executor_and_the_next_learns_from_it(
 
 
 def test_a_prepared_configuration_says_what_it_is(tmp_path: Path) -> None:
-    from aflow_tune.engines.trinity.inference.harvest_settings import prepare_harvest
+    from aflow_tune.config.harvest_settings import prepare_harvest
 
     path = write_project(tmp_path, "http://127.0.0.1:9/v1")
     config = load_config(path)

@@ -14,9 +14,9 @@ from scripted_server import ScriptedServer
 from writer_servers import PROMPT, executor, policy, write_config
 
 from aflow_tune.cli import main
-from aflow_tune.engines.trinity.inference.inferring import benchmark_row, open_trained
-from aflow_tune.engines.trinity.inference.solved import Problem, Solved
 from aflow_tune.errors import BadInput
+from aflow_tune.using.inferring import benchmark_row, open_trained
+from aflow_tune.using.solved import Problem, Solved
 from aflow_tune.writer.types import Level
 
 Ask = Callable[..., Any]

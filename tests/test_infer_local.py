@@ -14,12 +14,12 @@ from scripted_server import ScriptedServer
 from writer_servers import executor, write_config
 
 from aflow_tune.cli import main
+from aflow_tune.config.changes import save_resolved
+from aflow_tune.config.load import load_config
 from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
-from aflow_tune.engines.trinity.inference.trained import find_weights
-from aflow_tune.engines.trinity.settings.changes import save_resolved
-from aflow_tune.engines.trinity.settings.config import load_config
 from aflow_tune.errors import BadInput
+from aflow_tune.evaluation.trained import find_weights
 
 SAME = ("--set", "deterministic=true", "--temperature", "0")
 """Fp32, no batching effects, the likeliest token: equal weights write equal texts."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from aflow_tune.cli import main
+from aflow_tune.commands.init_project import write_project
 from aflow_tune.errors import BadInput
-from aflow_tune.init_project import write_project
 
 
 def test_the_project_validates_and_its_test_passes(tmp_path: Path) -> None:

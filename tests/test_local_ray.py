@@ -13,12 +13,12 @@ import psutil
 import pytest
 from sandbox_outside import alive
 
-from aflow_tune.engines.trinity.settings.ray_folder import open_to_others
+from aflow_tune.ray_folder import open_to_others
 
 SCRIPT = """
 import os, sys, time
 import ray
-from aflow_tune.engines.trinity.launching.local_ray import local_ray
+from aflow_tune.cluster.local_ray import local_ray
 
 with local_ray("test/space", {"GIVEN": "1"}):
     @ray.remote

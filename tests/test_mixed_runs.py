@@ -15,8 +15,8 @@ import pytest
 import yaml
 from project import WORKFLOW, run_dir, write_project
 
-from aflow_tune.engines.trinity.checks.validate import validate
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.config.load import load_config
+from aflow_tune.config.validate import validate
 from aflow_tune.tuning import run_config
 
 # Every run of the workflow leaves what it was given behind.
@@ -165,8 +165,8 @@ def tasks_of(config: Any) -> list[list[Any]]:
 
 
 def laid_out(config: Path, *overrides: str) -> Any:
-    from aflow_tune.engines.trinity.settings.mixes import merge_mix
-    from aflow_tune.engines.trinity.settings.tasksets import materialise_tasksets
+    from aflow_tune.config.mixes import merge_mix
+    from aflow_tune.config.tasksets import materialise_tasksets
 
     loaded = load_config(config, overrides)
     loaded.check_and_update()
@@ -323,7 +323,7 @@ def test_a_function_may_read_fields_that_only_one_source_has(
 
 
 def test_without_ratios_the_default_recipe_holds(tmp_path: Path, tiny_model_dir: Path) -> None:
-    from aflow_tune.engines.trinity.settings.mixes import shares_of
+    from aflow_tune.config.mixes import shares_of
 
     config = mixed_project(
         tmp_path,

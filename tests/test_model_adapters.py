@@ -15,7 +15,6 @@ from scripted_server import ScriptedModel as ServerModel
 from scripted_server import ScriptedRunner, ScriptedServer, make_task
 from trinity.common.experience import Experience
 
-from aflow_tune.config import BudgetSection
 from aflow_tune.context import caller
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.models import (
@@ -29,6 +28,7 @@ from aflow_tune.models import (
     as_client,
 )
 from aflow_tune.models.prices import FixedPrice
+from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import ModelCall, Trace
 
 HELLO = [{"role": "user", "content": "hello"}]

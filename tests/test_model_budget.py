@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from faulty_server import FaultyServer, Step, openai_reply
 
-from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.models import (
     Account,
@@ -35,6 +34,7 @@ from aflow_tune.models.ask import Ask
 from aflow_tune.models.books import Books
 from aflow_tune.models.prices import FixedPrice, ListedPrice, price_of, stands_in
 from aflow_tune.models.settings import check_models
+from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.trace import ModelCall, Trace
 
 HELLO = [{"role": "user", "content": "hello"}]

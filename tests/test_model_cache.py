@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from faulty_server import USAGE, FaultyServer, Step, openai_reply
 
-from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.models import (
     Budget,
     Ledger,
@@ -23,6 +22,7 @@ from aflow_tune.models import (
 )
 from aflow_tune.models.ask import Ask
 from aflow_tune.models.cache import is_local
+from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.trace import ModelCall, Trace
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -20,11 +20,11 @@ from faulty_server import (
     openai_reply,
 )
 
-from aflow_tune.config import ModelSettings, PriceSettings
 from aflow_tune.errors import BadInput
 from aflow_tune.models import Ledger, ModelError, ModelFailure, Usage, http_client, make_client
 from aflow_tune.models.failures import LONGEST_ADVICE, advised_wait
 from aflow_tune.models.http_client import HttpClient
+from aflow_tune.sections import ModelSettings, PriceSettings
 from aflow_tune.trace import ModelCall, Trace
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from tiny import tiny_sampler
 
-from aflow_tune.config import ModelSettings, PriceSettings
 from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.models import ModelError, ModelFailure, make_client
 from aflow_tune.models.http_client import HttpClient
+from aflow_tune.sections import ModelSettings, PriceSettings
 
 HELLO = [{"role": "user", "content": "hello"}]
 

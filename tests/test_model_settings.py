@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from faulty_server import FaultyServer, Step, openai_reply
 
-from aflow_tune.config import BudgetSection, ModelSettings, PriceSettings
-from aflow_tune.engines.trinity.settings.config import load_config, read_config
+from aflow_tune.config.load import load_config, read_config
 from aflow_tune.errors import BadInput
 from aflow_tune.models import (
     Account,
@@ -25,6 +24,7 @@ from aflow_tune.models import (
 )
 from aflow_tune.models.redaction import HIDDEN, scrub, short
 from aflow_tune.models.settings import check_models
+from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.trace import Trace
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import OPERATORS, check_prompts, use_prompts

@@ -408,7 +408,7 @@ def test_a_runs_prompts_are_checked_together() -> None:
 
 def test_a_configurations_prompts_are_checked_before_anything_starts(tmp_path: Any) -> None:
     import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-    from aflow_tune.engines.trinity.checks.validate import validate
+    from aflow_tune.config.validate import validate
 
     path = tmp_path / "run.yaml"
     path.write_text(

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from aflow_tune.contract.plugins import discover, resolve, workflow
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.plugins import discover, resolve, workflow
 
 
 def write(folder: Path, **files: str) -> None:
@@ -291,7 +291,8 @@ def test_os_exit_is_refused_only_while_its_own_process_imports(tmp_path: Path) -
         """
     (tmp_path / "flow.py").write_text(textwrap.dedent(text))
     code = (
-        f"from aflow_tune.plugins import resolve\nflow = resolve({f'{tmp_path}/flow.py:flow'!r})\n"
+        "from aflow_tune.contract.plugins import resolve\n"
+        f"flow = resolve({f'{tmp_path}/flow.py:flow'!r})\n"
         "assert flow.__globals__['ENDED'] == 7\nflow()\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 8

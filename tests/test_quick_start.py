@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.engines.trinity.launching.sent_function import received, send
+from aflow_tune.cluster.sent_function import received, send
 
 T = "aflow_tune.engines.trinity"
 

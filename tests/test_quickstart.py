@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from aflow_tune.context import RunContext
+from aflow_tune.contract.plugins import resolve
 from aflow_tune.data.sums import normalised, three_term_sums, write_rows
-from aflow_tune.plugins import resolve
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "workflows" / "data" / "three_terms"

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from project import write_project
 
-from aflow_tune.engines.trinity.launching.local_ray import local_ray
-from aflow_tune.engines.trinity.launching.open_sessions import refuse_open_server
-from aflow_tune.engines.trinity.settings import process_room
-from aflow_tune.engines.trinity.settings.find_ray import running_here
-from aflow_tune.engines.trinity.settings.process_room import check_process_room
-from aflow_tune.engines.trinity.settings.ray_folder import make_ray_base, open_to_others, ray_base
+from aflow_tune import process_room
+from aflow_tune.cluster.local_ray import local_ray
+from aflow_tune.cluster.open_sessions import refuse_open_server
 from aflow_tune.errors import BadInput, RunFailed
+from aflow_tune.find_ray import running_here
+from aflow_tune.process_room import check_process_room
+from aflow_tune.ray_folder import make_ray_base, open_to_others, ray_base
 
 OWN = f"ray-{os.getuid()}"
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
@@ -205,8 +205,8 @@ def test_a_job_server_tells_of_nodes_here_and_elsewhere(shared: Path) -> None:
 
 
 LOOK = """
-from aflow_tune.engines.trinity.launching.open_sessions import open_here
-from aflow_tune.engines.trinity.settings.find_ray import running_here, use_token
+from aflow_tune.cluster.open_sessions import open_here
+from aflow_tune.find_ray import running_here, use_token
 use_token()
 address = running_here()
 assert address is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import NO_WEIGHTS
 
-from aflow_tune.engines.trinity.checks.validate import ValidationReport, validate
+from aflow_tune.config.validate import ValidationReport, validate
 from aflow_tune.errors import Fault
 
 ROOT = Path(__file__).parents[1]

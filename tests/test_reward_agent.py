@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.config import AgentRewardSection
-from aflow_tune.plugins import resolve
+from aflow_tune.contract.plugins import resolve
 from aflow_tune.scoring.agent_reward import (
     AgentRun,
     ToolCall,
@@ -20,6 +19,7 @@ from aflow_tune.scoring.agent_reward import (
     tool_accuracy,
     wrong_calls,
 )
+from aflow_tune.sections import AgentRewardSection
 
 ROOT = Path(__file__).parents[1]
 agent_judge = resolve(f"{ROOT}/rewards/agent.py:agent_judge")

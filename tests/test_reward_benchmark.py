@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.config import RewardsSection
 from aflow_tune.context import RunContext
+from aflow_tune.contract.plugins import resolve
+from aflow_tune.contract.signature import check_judge
 from aflow_tune.errors import BadInput
-from aflow_tune.plugins import resolve
 from aflow_tune.scoring.rewards import Unscored
-from aflow_tune.signature import check_judge
+from aflow_tune.sections import RewardsSection
 
 ROOT = Path(__file__).parents[1]
 benchmark_judge = resolve(f"{ROOT}/rewards/benchmark.py:benchmark_judge")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.config import FivePartSection, RewardsSection
 from aflow_tune.context import RunContext
+from aflow_tune.contract.plugins import resolve
 from aflow_tune.errors import BadInput
-from aflow_tune.plugins import resolve
 from aflow_tune.scoring.five_part import (
     Usage,
     correctness_part,
@@ -21,6 +20,7 @@ from aflow_tune.scoring.five_part import (
     simplicity_part,
 )
 from aflow_tune.scoring.rewards import Unscored, reward_faults, weighted
+from aflow_tune.sections import FivePartSection, RewardsSection
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 ROOT = Path(__file__).parents[1]

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from aflow_tune.math_equality import Undecided, equal_answers
-from aflow_tune.plugins import resolve
+from aflow_tune.contract.plugins import resolve
+from aflow_tune.scoring.math_equality import Undecided, equal_answers
 
 ROOT = Path(__file__).parents[1]
 gsm8k_reward = resolve(f"{ROOT}/rewards/gsm8k.py:gsm8k_reward")
@@ -108,7 +108,7 @@ def test_an_answer_that_computes_for_ever_is_undecided_and_the_next_one_is_score
 
 def test_the_comparing_process_ends_with_its_parent() -> None:
     code = (
-        "from aflow_tune.math_equality import _CHILD, equal_answers\n"
+        "from aflow_tune.scoring.math_equality import _CHILD, equal_answers\n"
         "assert equal_answers('0.5', '\\\\frac12')\n"
         "print(_CHILD._process.pid, flush=True)\n"
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"

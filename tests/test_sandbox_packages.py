@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aflow_tune.cli import main
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import Programmer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.asked_process import Undecided
 from aflow_tune.scoring import mathematics
+from aflow_tune.scoring.asked_process import Undecided
 from aflow_tune.scoring.boxed import boxed, boxed_answers, shallow_boxed
 from aflow_tune.scoring.expressions import Refused, check_expression, evaluate_literal
 from aflow_tune.scoring.symbolic import as_number, published_equal

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.engines.trinity.launching.ship import pack, trace_run, user_modules
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.cluster.ship import pack, trace_run, user_modules
+from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
 
 LOCK = threading.Lock()
@@ -121,12 +121,12 @@ def make():
         return fibonacci(20) + Reader().read("1") + inner(1.0) + weight(1) + depth.get()
     return flow
 if __name__ == "__main__":
-    from aflow_tune.engines.trinity.launching.ship import pack
+    from aflow_tune.cluster.ship import pack
     Path(sys.argv[1]).write_bytes(pack([make()]))
 """
 LOAD_AND_SEND_ON = """
 import asyncio, pickle, sys
-from aflow_tune.engines.trinity.launching.ship import pack
+from aflow_tune.cluster.ship import pack
 (flow,) = pickle.load(open(sys.argv[1], "rb"))
 (flow,) = pickle.loads(pack([flow]))
 print(asyncio.run(flow({}, None)))
@@ -151,7 +151,7 @@ only = Only()
 async def flow(task, model):
     return float(only is not None)
 if __name__ == "__main__":
-    from aflow_tune.engines.trinity.launching.ship import pack
+    from aflow_tune.cluster.ship import pack
     pack([flow])
 """
 

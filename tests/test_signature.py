@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from user_code import HEADER, TYPE_CHECKING_ONLY, cured, load, name_of
 
+from aflow_tune.contract.signature import check_functions, check_judge, check_workflow
 from aflow_tune.errors import BadInput
-from aflow_tune.signature import check_functions, check_judge, check_workflow
 
 ACCEPTED = {
     "the contract": "async def f(task: Dict, model: TrinityChatModel) -> float: ...",
@@ -300,7 +300,8 @@ def test_numpy_floats_are_floats() -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys, aflow_tune.signature, aflow_tune.plugins, aflow_tune.context\n"
+        "import sys, aflow_tune.context\n"
+        "import aflow_tune.contract.signature, aflow_tune.contract.plugins\n"
         "heavy = {'torch', 'ray', 'trinity', 'agentscope', 'numpy', 'pydantic'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )

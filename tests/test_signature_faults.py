@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from user_code import HEADER, TYPE_CHECKING_ONLY, cured, load, name_of
 
+from aflow_tune.contract.signature import check_workflow
 from aflow_tune.errors import BadInput
-from aflow_tune.signature import check_workflow
 
 GOOD = "task: Dict, model: TrinityChatModel"
 REFUSED: dict[str, tuple[str, list[str]]] = {

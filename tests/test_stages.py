@@ -19,8 +19,8 @@ from project import HELD, WORKFLOW, write_project
 from trinity.common.config import Config
 
 from aflow_tune.cli import main
-from aflow_tune.engines.trinity.settings.config import read_config
-from aflow_tune.engines.trinity.settings.stages import parts_of, stage_configs
+from aflow_tune.config.load import read_config
+from aflow_tune.config.stages import parts_of, stage_configs
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
 from aflow_tune.tuning import run_config, tune, validate_config
 
@@ -296,9 +296,9 @@ def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
     """Bit for bit: a new adapter adds nothing to the model that the first stage exported."""
     import torch
 
+    from aflow_tune.config.validators import prepare
     from aflow_tune.engines.local.packing import Sample
     from aflow_tune.engines.local.trainer import LocalTrainer
-    from aflow_tune.engines.trinity.checks.validators import prepare
     from aflow_tune.engines.trinity.training.train_engine import build_trainer
 
     run_config(chain)
@@ -447,8 +447,8 @@ def test_the_rollout_stage_through_ray(chain: Path) -> None:
 
 
 def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:
-    from aflow_tune.engines.trinity.checks.validate import functions_of
-    from aflow_tune.engines.trinity.running.stage_chain import run_chain
+    from aflow_tune.config.validate import functions_of
+    from aflow_tune.running.stage_chain import run_chain
 
     config = read_config(chain)[0]
     finished = _folder(chain) / "warm_up" / "report.html"
@@ -480,7 +480,7 @@ def test_a_chain_for_trinitys_engines_is_checked_too(chain: Path) -> None:
 
 
 def test_the_next_stage_begins_from_trinitys_newest_hugging_face_checkpoint(chain: Path) -> None:
-    from aflow_tune.engines.trinity.running.stage_chain import trained_model
+    from aflow_tune.running.stage_chain import trained_model
 
     warm_up = stage_configs(read_config(chain, _CLUSTER)[0])[0]
     folder = _folder(chain) / "warm_up"

@@ -12,9 +12,9 @@ import pytest
 from project import run_dir, write_project
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.engines.trinity.launching import keys
-from aflow_tune.engines.trinity.launching.submission import Submission, prepare_submission
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.cluster import keys
+from aflow_tune.cluster.submission import Submission, prepare_submission
+from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,11 +46,12 @@ IN_THE_JOB = """
 import json, os, sys
 import aflow_tune.engines.trinity
 from pathlib import Path
-from aflow_tune.engines.trinity.launching import keys, ship
-from aflow_tune.engines.trinity.settings import tasksets
-from aflow_tune.engines.trinity.checks import validate
-from aflow_tune.engines.trinity.launching.attached_ray import runtime_env_of
-from aflow_tune.engines.trinity.launching.submitted import open_payload
+from aflow_tune.cluster import keys
+from aflow_tune.cluster import ship
+from aflow_tune.config import tasksets
+from aflow_tune.config import validate
+from aflow_tune.cluster.attached_ray import runtime_env_of
+from aflow_tune.cluster.submitted import open_payload
 from aflow_tune.shipping.arrival import travelled
 
 payload = open_payload()

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from project import write_project
 
-from aflow_tune.engines.trinity.settings.config import load_config
+from aflow_tune.config.load import load_config
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
 from aflow_tune.runs.folder import locked, read_state
 from aflow_tune.runs.listing import State, describe, find_runs

@@ -14,17 +14,17 @@ import pytest
 from project import WORKFLOW, write_project
 from ray_nodes import ray_nodes
 
-from aflow_tune.engines.trinity.launching._run_on_node import of_a_run
-from aflow_tune.engines.trinity.launching.sweep_ray import (
+from aflow_tune.cluster._run_on_node import of_a_run
+from aflow_tune.cluster.sweep_ray import (
     RayStarter,
     cluster_for,
     needs_of,
     no_room,
     ray_starter,
 )
-from aflow_tune.engines.trinity.settings.config import AflowConfig, load_config
-from aflow_tune.engines.trinity.settings.find_ray import FoundRay
+from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.errors import BadInput
+from aflow_tune.find_ray import FoundRay
 from aflow_tune.runs.process import last_words
 
 KEY = "sk-sweep-5b1f0c77aa"
@@ -109,7 +109,7 @@ def test_what_nodes_would_find_out_differently_must_be_said(tmp_path: Path) -> N
 def test_a_run_that_cannot_begin_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is refused ends with the command's own code and words; one that waits for room
     is never begun when it is stopped; a file that the node does not have is named."""
-    from aflow_tune.engines.trinity.launching.local_ray import local_ray
+    from aflow_tune.cluster.local_ray import local_ray
 
     config = write_project(tmp_path, tmp_path / "no-model")
     monkeypatch.chdir(tmp_path)

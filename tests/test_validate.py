@@ -11,20 +11,20 @@ from test_config import AGENTSCOPE_REACT, AGENTSCOPE_TUNER
 from tiny import NO_WEIGHTS
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.engines.trinity.checks.validate import validate
-from aflow_tune.engines.trinity.checks.validators import (
+from aflow_tune.config.load import (
+    AflowConfig,
+    apply_agentscope_args,
+    load_config,
+)
+from aflow_tune.config.tasksets import settle_paths, total_steps
+from aflow_tune.config.validate import validate
+from aflow_tune.config.validators import (
     choose_engine,
     materialise_tasksets,
     prepare,
     render_changes,
     save_resolved,
 )
-from aflow_tune.engines.trinity.settings.config import (
-    AflowConfig,
-    apply_agentscope_args,
-    load_config,
-)
-from aflow_tune.engines.trinity.settings.tasksets import settle_paths, total_steps
 from aflow_tune.errors import BadInput, Fault
 
 WORKFLOW = '''\

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from aflow_tune.engines.trinity import vllm_stub
+from aflow_tune.config import vllm_stub
 
 
 @pytest.fixture

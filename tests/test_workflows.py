@@ -15,10 +15,10 @@ import pytest
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from trinity.common.experience import Experience
 
+from aflow_tune.contract.plugins import resolve
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import ScriptedModel as ScriptedReplies
-from aflow_tune.plugins import resolve
 from aflow_tune.shipping.bundle import write_bundle
 from aflow_tune.shipping.tracing import trace
 

@@ -10,14 +10,14 @@ import pytest
 from test_validate import CONFIG, project  # noqa: F401  (a fixture)
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.engines.trinity.checks.refusals_writer import auxiliary_models, check_writer
-from aflow_tune.engines.trinity.checks.validate import check_data, resolve_functions, validate
-from aflow_tune.engines.trinity.settings.accounting import check_books
-from aflow_tune.engines.trinity.settings.changes import save_resolved
-from aflow_tune.engines.trinity.settings.config import AflowConfig, load_config
+from aflow_tune.config.accounting import check_books
+from aflow_tune.config.changes import save_resolved
+from aflow_tune.config.load import AflowConfig, load_config
+from aflow_tune.config.rules.refusals_writer import auxiliary_models, check_writer
+from aflow_tune.config.validate import check_data, resolve_functions, validate
+from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput
 from aflow_tune.operators import OPERATORS
-from aflow_tune.signature import check_functions
 from aflow_tune.writer.types import CheckLimits
 from aflow_tune.writer.workflow import WriterWorkflow
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from aflow_tune.config import FivePartSection
 from aflow_tune.scoring.five_part import Usage
 from aflow_tune.scoring.rewards import Unscored
+from aflow_tune.sections import FivePartSection
 from aflow_tune.writer.reward import writer_reward, writing_form
 from aflow_tune.writer.types import Level, Refusal, RefusalKind, WrittenForm
 

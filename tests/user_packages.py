@@ -407,7 +407,7 @@ COMPILED = Case(
 DRIVER = """
 import sys
 from pathlib import Path
-from aflow_tune.plugins import resolve
+from aflow_tune.contract.plugins import resolve
 from user_packages import send
 send(resolve(sys.argv[1], Path.cwd()))
 """

@@ -59,8 +59,8 @@ _Raw = argparse.RawDescriptionHelpFormatter
 
 
 def _up(options: argparse.Namespace) -> int:
-    from aflow_tune.engines.trinity.launching import machines
-    from aflow_tune.engines.trinity.settings.ray_folder import ray_base
+    from aflow_tune.cluster import machines
+    from aflow_tune.ray_folder import ray_base
 
     where = options.where
     if not where:
@@ -91,14 +91,14 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from aflow_tune.engines.trinity.launching import machines
+    from aflow_tune.cluster import machines
 
     print(machines.status(options.yaml))
     return ExitCode.DONE
 
 
 def _down(options: argparse.Namespace) -> int:
-    from aflow_tune.engines.trinity.launching import machines
+    from aflow_tune.cluster import machines
 
     print(machines.down(options.yaml))
     return ExitCode.DONE

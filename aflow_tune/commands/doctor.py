@@ -66,8 +66,8 @@ def arrange(arguments: Sequence[str]) -> list[str]:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    from aflow_tune.doctor.doctor import Examination
     from aflow_tune.doctor.lines import CHECK_THREAD, State, run_checks
-    from aflow_tune.engines.trinity.preflight.doctor import Examination
 
     if options.config is not None and "=" in str(options.config):
         given = str(options.config)

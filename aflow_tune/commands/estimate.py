@@ -92,11 +92,11 @@ def arrange(arguments: Sequence[str]) -> list[str]:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.engines.trinity.preflight.estimate_lengths import Given
-    from aflow_tune.engines.trinity.preflight.estimating import EstimateOptions, estimate
+    from aflow_tune.estimate.estimate_lengths import Given
+    from aflow_tune.estimate.estimating import EstimateOptions, estimate
     from aflow_tune.estimate.render import as_json, overall, render
 
     overrides = [*options.overrides, *(["inline=true"] if options.inline else [])]

@@ -148,7 +148,7 @@ def _run(options: argparse.Namespace) -> int:
     _check(options)
     from rich.console import Console
 
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
 
     quiet()
     from aflow_tune.evaluation.columns import Wanted

@@ -168,10 +168,10 @@ def _protected_by(config: Path | None) -> list[int]:
     """`protected_pids` of a configuration. Its other settings must be readable, no more."""
     if config is None:
         return []
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.engines.trinity.settings.config import load_config
+    from aflow_tune.config.load import load_config
     from aflow_tune.gpus.freeing import pid_faults
 
     loaded = load_config(config)

@@ -17,8 +17,8 @@ from aflow_tune.commands.trained_model import (
 from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 
 if TYPE_CHECKING:
-    from aflow_tune.engines.trinity.inference.inferring import Inferer
-    from aflow_tune.engines.trinity.inference.solved import Problem, Solved
+    from aflow_tune.using.inferring import Inferer
+    from aflow_tune.using.solved import Problem, Solved
 
 _DESCRIPTION = """\
 Let the trained policy write a workflow for a problem, and the frozen executor run it. Prints the
@@ -82,7 +82,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(options: argparse.Namespace) -> int:
     _check(options)
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
 
     quiet()
     problem = None if options.batch else _problem(options)
@@ -140,7 +140,7 @@ async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
 
 
 def _problem(options: argparse.Namespace) -> Problem:
-    from aflow_tune.engines.trinity.inference.solved import Problem
+    from aflow_tune.using.solved import Problem
 
     truth = options.truth
     if truth is not None and options.type == "code":

@@ -13,10 +13,10 @@ from aflow_tune.errors import AflowTuneError, ExitCode
 
 def main() -> int:
     """Run what was submitted; prints and returns the exit code of the run."""
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.engines.trinity.launching.submitted import ENDED, open_payload
+    from aflow_tune.cluster.submitted import ENDED, open_payload
     from aflow_tune.tuning import run_loaded
 
     code = int(ExitCode.FAILED)

@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(options: argparse.Namespace) -> int:
     _check(options)
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
     from aflow_tune.using.guard import token_for
 
     token = token_for(options.host, options.token_env)

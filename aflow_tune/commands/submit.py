@@ -65,10 +65,10 @@ def arrange(arguments: list[str]) -> list[str]:
 
 def _submit(options: argparse.Namespace) -> int:
     _check(options)
-    from aflow_tune.engines.trinity.quiet import quiet
+    from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.engines.trinity.launching.jobs import Jobs
+    from aflow_tune.cluster.jobs import Jobs
 
     jobs = Jobs(options.address)
     if options.list:

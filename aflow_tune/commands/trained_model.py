@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
-    from aflow_tune.engines.trinity.inference.inferring import Inferer
+    from aflow_tune.using.inferring import Inferer
 
 WHAT_IS_A_CHECKPOINT = """\
 what DIR may be:
@@ -60,7 +60,7 @@ def inferer_of(options: argparse.Namespace) -> Inferer:
     _check(options)
     import transformers.utils.logging
 
-    from aflow_tune.engines.trinity.inference.inferring import open_trained
+    from aflow_tune.using.inferring import open_trained
 
     transformers.utils.logging.disable_progress_bar()
     return open_trained(

@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from aflow_tune.config import ModelSettings
 from aflow_tune.doctor.lines import Line, fault, line_of, note, ok
 from aflow_tune.models.settings import check_models, key_variable, make_client
+from aflow_tune.sections import ModelSettings
 
 SECONDS = 6.0
 

@@ -16,8 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from aflow_tune.contract.import_faults import package_fault
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.import_faults import package_fault
 
 T = TypeVar("T")
 GIB = 2**30

@@ -13,7 +13,7 @@ import platform
 import sys
 from pathlib import Path
 
-from aflow_tune.doctor.clashes import matches
+from aflow_tune.config.clashes import matches
 from aflow_tune.doctor.lines import GIB, Line, fault, note, ok
 
 _PYTHONS = ">=3.11,<3.13"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from aflow_tune.doctor.clashes import (
+from aflow_tune.config.clashes import (
     NEEDED,
     Installed,
     cure_of,
@@ -28,8 +28,8 @@ from aflow_tune.doctor.clashes import (
     module_of,
     requirements_of,
 )
+from aflow_tune.contract.import_faults import package_cure
 from aflow_tune.doctor.lines import Line, fault, note, ok
-from aflow_tune.import_faults import package_cure
 
 TESTED = "tested_cpu.txt"
 _SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers", "vllm")

@@ -1,4 +1,3 @@
-"""A dry run's words and numbers: what the scripted policy says, what came of it, how it is shown.
+"""`--dry-run`: one scripted step of a whole run on a tiny model, and what it showed."""
 
-Nothing here plays a run: that is `engines/trinity/preflight/dry_run.py`.
-"""
+import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)

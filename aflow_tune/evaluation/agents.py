@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aflow_tune.config import AgentRewardSection
 from aflow_tune.report.records import EvalRecord
 from aflow_tune.report.statistics import mean, standard_deviation
 from aflow_tune.scoring.agent_reward import efficiency, target_tools, timing, tool_accuracy
+from aflow_tune.sections import AgentRewardSection
 
 MEASURES = (
     "tool_selection_accuracy",

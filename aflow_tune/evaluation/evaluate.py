@@ -19,10 +19,17 @@ from typing import Any
 
 import transformers.utils.logging
 
-from aflow_tune.config import ModelSettings
-from aflow_tune.engines.trinity.checks.validate import check_run_prompts, resolve_functions
-from aflow_tune.engines.trinity.inference.eval_settings import lay_out_tasksets, prepare_evaluation
-from aflow_tune.engines.trinity.inference.evaluating import (
+from aflow_tune.config.accounting import books_of, check_served
+from aflow_tune.config.eval_settings import lay_out_tasksets, prepare_evaluation
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.quiet import log_to
+from aflow_tune.config.validate import check_run_prompts, resolve_functions
+from aflow_tune.contract.signature import check_functions
+from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
+from aflow_tune.engines.trinity.rollout.endpoint import base_url, check_endpoint
+from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
+from aflow_tune.evaluation.columns import Column, Plan, make_plan
+from aflow_tune.evaluation.evaluating import (
     Batch,
     LocalModels,
     TaskSets,
@@ -30,26 +37,19 @@ from aflow_tune.engines.trinity.inference.evaluating import (
     read_tasks,
     rows_by_item,
 )
-from aflow_tune.engines.trinity.inference.trained import load_trained
-from aflow_tune.engines.trinity.quiet import log_to
-from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
-from aflow_tune.engines.trinity.rollout.endpoint import base_url, check_endpoint
-from aflow_tune.engines.trinity.settings.accounting import books_of, check_served
-from aflow_tune.engines.trinity.settings.config import AflowConfig
-from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
-from aflow_tune.evaluation.columns import Column, Plan, make_plan
 from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page
 from aflow_tune.evaluation.progress import EvalProgress
 from aflow_tune.evaluation.prompts import with_prompts
 from aflow_tune.evaluation.results import Result, build
 from aflow_tune.evaluation.sources import Request, Source, column_folder, make_sources
+from aflow_tune.evaluation.trained import load_trained
 from aflow_tune.files import write_json
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
 from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
 from aflow_tune.report.usage import Price
 from aflow_tune.runs.folder import locked
-from aflow_tune.signature import check_functions
+from aflow_tune.sections import ModelSettings
 from aflow_tune.trace import POLICY
 
 JSON_NAME = "eval.json"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
-    from aflow_tune.engines.trinity.settings.config import AflowConfig
+    from aflow_tune.config.load import AflowConfig
 
 Workflow = Callable[..., Any]
 Prompts = Mapping[str, Any]

@@ -20,18 +20,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.cluster.ship import user_modules
+from aflow_tune.config.eval_settings import prepare_evaluation
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.validate import resolve_functions
+from aflow_tune.contract.plugins import resolve
+from aflow_tune.contract.signature import check_functions
 from aflow_tune.engines.local.saved_weights import fingerprint
-from aflow_tune.engines.trinity.checks.validate import resolve_functions
-from aflow_tune.engines.trinity.inference.eval_settings import prepare_evaluation
-from aflow_tune.engines.trinity.inference.trained import load_trained
-from aflow_tune.engines.trinity.launching.ship import user_modules
 from aflow_tune.engines.trinity.rollout.endpoint import base_url
-from aflow_tune.engines.trinity.settings.config import AflowConfig
 from aflow_tune.evaluation.columns import Column, Plan, Side, Wanted
 from aflow_tune.evaluation.prompts import as_graph
+from aflow_tune.evaluation.trained import load_trained
 from aflow_tune.files import write_json
-from aflow_tune.plugins import resolve
-from aflow_tune.signature import check_functions
 
 Function = Callable[..., Any]
 _OURS = "aflow_tune."

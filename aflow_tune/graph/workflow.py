@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict  # noqa: UP035 (the contract's spelling)
 
-from aflow_tune.config import GraphSection, ModelSettings
 from aflow_tune.context import record_metrics
 from aflow_tune.data.fields import FieldRead
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
@@ -30,6 +29,7 @@ from aflow_tune.sandbox.packages import MATHEMATICS
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find, score_both
 from aflow_tune.scoring.rewards import logged, scored
+from aflow_tune.sections import GraphSection, ModelSettings
 from aflow_tune.trace import POLICY
 from aflow_tune.types import WorkflowOutput
 

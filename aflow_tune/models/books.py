@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 
-from aflow_tune.config import BudgetSection, ModelSettings
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.account import Account
 from aflow_tune.models.budget import Budget
@@ -25,6 +24,7 @@ from aflow_tune.models.ledger import Ledger
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.settings import make_client
 from aflow_tune.models.types import ModelClient
+from aflow_tune.sections import BudgetSection, ModelSettings
 from aflow_tune.trace import POLICY
 
 _clients: ContextVar[Mapping[str, ModelClient] | None] = ContextVar(

@@ -26,11 +26,11 @@ import asyncio
 import time
 from typing import Any
 
-from aflow_tune.config import BudgetSection
 from aflow_tune.errors import BadInput, BudgetReached, Fault
 from aflow_tune.models.account import PICO, Account, Hold, Spent
 from aflow_tune.models.prices import Price
 from aflow_tune.models.types import Usage
+from aflow_tune.sections import BudgetSection
 
 _GRACE_SECONDS = 60.0
 """How much longer than its time-out an attempt's hold lives."""

@@ -31,7 +31,6 @@ from typing import Any
 
 import httpx2
 
-from aflow_tune.config import ModelSettings
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.ask import Ask
 from aflow_tune.models.client import BaseClient
@@ -42,6 +41,7 @@ from aflow_tune.models.prices import price_of
 from aflow_tune.models.redaction import masked, short
 from aflow_tune.models.settings import credentials
 from aflow_tune.models.types import ModelFailure, Reply, Usage
+from aflow_tune.sections import ModelSettings
 
 MOST_REPLY_BYTES = 32 << 20
 """A longer reply is given up as unreadable: no answer is as long, and memory is finite."""

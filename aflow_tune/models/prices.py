@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from aflow_tune.config import ModelSettings, PriceSettings
 from aflow_tune.models.types import Usage
+from aflow_tune.sections import ModelSettings, PriceSettings
 
 
 class Price(Protocol):

@@ -14,9 +14,9 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.config import ModelSettings, PriceSettings
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.prices import price_of
+from aflow_tune.sections import ModelSettings, PriceSettings
 from aflow_tune.trace import POLICY
 
 if TYPE_CHECKING:

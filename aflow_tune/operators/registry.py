@@ -52,7 +52,7 @@ def load_operators(
     Raises:
         BadInput: with everything that is no operator, or has the name of another.
     """
-    from aflow_tune.plugins import resolve
+    from aflow_tune.contract.plugins import resolve
 
     pairs: list[tuple[str, str | None, Any]]
     if isinstance(named, Mapping):

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aflow_tune.config import AgentRewardSection
 from aflow_tune.scoring.rewards import WEIGHTS, weighted
+from aflow_tune.sections import AgentRewardSection
 
 
 @dataclass(frozen=True)

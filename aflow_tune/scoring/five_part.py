@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from aflow_tune.config import FivePartSection
 from aflow_tune.scoring.rewards import WEIGHTS, weighted
+from aflow_tune.sections import FivePartSection
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 N = TypeVar("N", int, float)

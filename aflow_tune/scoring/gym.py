@@ -15,8 +15,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from aflow_tune.asked_process import AskedProcess, serve
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.scoring.asked_process import AskedProcess, serve
 from aflow_tune.scoring.types import Score
 
 PREFIX = "reasoning_gym:"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 
-from aflow_tune.math_equality import Reading, kind_of
+from aflow_tune.scoring.math_equality import Reading, kind_of
 
 _WORD = r"(?:and|or)"
 _LIST = (

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 
-from aflow_tune.math_equality import Reading, equal_answers, kind_of
 from aflow_tune.scoring.boxed import boxed_answers, shallow_boxed
+from aflow_tune.scoring.math_equality import Reading, equal_answers, kind_of
 from aflow_tune.scoring.math_reading import read, value_of
 from aflow_tune.scoring.math_spelling import plain_spelling
 from aflow_tune.scoring.symbolic import published_equal

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aflow_tune.config import RewardsSection
 from aflow_tune.context import current_run
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.scoring.benchmarks import Benchmark, find
 from aflow_tune.scoring.types import Rule, Score
+from aflow_tune.sections import RewardsSection
 
 WEIGHTS = {
     "five_part": ("correctness", "efficiency", "simplicity", "format", "repetition"),

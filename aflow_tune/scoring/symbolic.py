@@ -15,7 +15,7 @@ import functools
 from math import isclose
 from typing import Any
 
-from aflow_tune.asked_process import AskedProcess, serve
+from aflow_tune.scoring.asked_process import AskedProcess, serve
 
 TOLERANCE = 1e-3
 CPU_SECONDS = 10

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.config import canonical
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.files import write_json
+from aflow_tune.sections import canonical
 from aflow_tune.sweeps import STUDY_FILE
 from aflow_tune.sweeps.space import (
     Axis,
@@ -32,7 +32,7 @@ from aflow_tune.sweeps.space import (
 )
 
 if TYPE_CHECKING:
-    from aflow_tune.engines.trinity.settings.config import AflowConfig
+    from aflow_tune.config.load import AflowConfig
 
 SETTINGS_FILE = "settings.json"
 ENDING = "-sweep"
@@ -120,7 +120,7 @@ class Plan:
 
     def refusal(self, number: int, values: dict[str, str]) -> BadInput | None:
         """Why a trial's settings would be refused by the run itself; None: they are fine."""
-        from aflow_tune.engines.trinity.checks.validate import validate
+        from aflow_tune.config.validate import validate
 
         faults = validate(self.request.config, self.settings(number, self.seeds[0], values)).faults
         return BadInput("The configuration refuses these values.", faults) if faults else None
@@ -132,9 +132,9 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
     Raises:
         BadInput: with every fault of the space, the configuration, or both together.
     """
-    from aflow_tune.engines.trinity.checks.validate import validate
-    from aflow_tune.engines.trinity.settings.stages import chain_folder, parts_of
-    from aflow_tune.engines.trinity.settings.tasksets import user_tasksets
+    from aflow_tune.config.stages import chain_folder, parts_of
+    from aflow_tune.config.tasksets import user_tasksets
+    from aflow_tune.config.validate import validate
 
     axes = parse_space(request.space)
     faults = [fault for axis in axes for fault in _own_key(axis, request)]
@@ -212,8 +212,8 @@ def decisive(plan: Plan) -> dict[str, Any]:
     Of the configuration it is every setting that decides what is learned and how it is scored,
     without the swept keys; of the command line all but how long, how many and how many at once.
     """
-    from aflow_tune.engines.trinity.settings.changes import masked
-    from aflow_tune.engines.trinity.settings.fingerprint import is_free
+    from aflow_tune.config.changes import masked
+    from aflow_tune.config.fingerprint import is_free
 
     request = plan.request
     swept = {canonical(axis.key) for axis in plan.axes}
@@ -233,7 +233,7 @@ def decisive(plan: Plan) -> dict[str, Any]:
 
 
 def _as_written(request: Request) -> AflowConfig:
-    from aflow_tune.engines.trinity.settings.config import load_config
+    from aflow_tune.config.load import load_config
 
     return load_config(request.config, request.overrides)
 
@@ -289,7 +289,7 @@ def _refused_values(
 
 
 def _refused(request: Request, values: dict[str, str]) -> list[Fault]:
-    from aflow_tune.engines.trinity.checks.validate import validate
+    from aflow_tune.config.validate import validate
 
     return validate(request.config, [*request.overrides, *settings_of(values)]).faults
 

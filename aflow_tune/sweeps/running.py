@@ -101,7 +101,7 @@ def carry_out(
 
 @contextlib.contextmanager
 def _starter(plan: Plan, *, local: bool) -> Iterator[Starter]:
-    from aflow_tune.engines.trinity.launching.sweep_ray import cluster_for, ray_starter
+    from aflow_tune.cluster.sweep_ray import cluster_for, ray_starter
 
     found = None if local else cluster_for(plan.config)
     if found is None:

@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-from aflow_tune.config import canonical, display
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.sections import canonical, display
 
 MOST_COMBINATIONS = 10_000
 """Of a grid. More would not be tried anyway, and an order of all of them is kept."""

@@ -239,7 +239,7 @@ def _row(plan: Plan, record: TrialRecord) -> Row:
 
 def _shown(settings: Sequence[str]) -> list[str]:
     """Settings of the command line, without what must not be shown."""
-    from aflow_tune.engines.trinity.settings.changes import masked
+    from aflow_tune.config.changes import masked
 
     pairs = [setting.split("=", 1) for setting in settings]
     return [f"{key}={masked(key, text)}" for key, text in pairs]

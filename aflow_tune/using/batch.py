@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from aflow_tune.engines.trinity.inference.solved import Problem, Solved
 from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, Fault
 from aflow_tune.files import append_line, as_line, drop_torn_line, write_whole
+from aflow_tune.using.solved import Problem, Solved
 
 _MAX_FAULTS = 20
 

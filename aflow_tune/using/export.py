@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.config.load import load_config
 from aflow_tune.engines.local.manifest import CheckpointError
-from aflow_tune.engines.trinity.inference.trained import (
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.evaluation.trained import (
     RESOLVED,
     Found,
     config_source,
@@ -26,8 +28,6 @@ from aflow_tune.engines.trinity.inference.trained import (
     of_checkpoint,
     stage_folders,
 )
-from aflow_tune.engines.trinity.settings.config import load_config
-from aflow_tune.errors import BadInput, Fault
 from aflow_tune.files import write_json
 from aflow_tune.graph import inside
 from aflow_tune.graph.aflow_template import AFLOW_NAMES

@@ -30,11 +30,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from aflow_tune.engines.local.server import bound_socket
-from aflow_tune.engines.trinity.inference.solved import Problem, Solved
 from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, RunFailed
 from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.using.guard import Guard, own_hosts
+from aflow_tune.using.solved import Problem, Solved
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from aflow_tune.engines.trinity.inference.solved import LEVEL_WORDS, Solved
+from aflow_tune.using.solved import LEVEL_WORDS, Solved
 
 _INDENT = "    "
 

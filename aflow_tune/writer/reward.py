@@ -30,9 +30,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aflow_tune.config import FivePartSection
 from aflow_tune.scoring.five_part import Usage, five_part
 from aflow_tune.scoring.rewards import WEIGHTS, weighted
+from aflow_tune.sections import FivePartSection
 from aflow_tune.writer.types import Level, Refusal, RefusalKind, WrittenForm
 
 CLEAN_FLOOR = 0.1

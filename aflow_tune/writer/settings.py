@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from aflow_tune.config import ModelSettings, WriterSection
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph.workflow import ScoreFunction
 from aflow_tune.models.prices import price_of
@@ -23,6 +22,7 @@ from aflow_tune.models.types import Usage
 from aflow_tune.operators import OPERATORS, Operator, TestCases
 from aflow_tune.operators.base import MAX_RETRIES
 from aflow_tune.scoring import find
+from aflow_tune.sections import ModelSettings, WriterSection
 from aflow_tune.trace import POLICY
 from aflow_tune.writer.prompting import template_faults
 from aflow_tune.writer.templates import default_graph

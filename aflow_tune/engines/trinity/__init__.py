@@ -1,9 +1,3 @@
-"""Everything that touches Trinity or Ray lives in this room.
+"""The home of Trinity's explorer, trainer and rollouts, and of what drives them."""
 
-Importing it installs the stand-in for a missing vLLM before any Trinity module loads, in
-the command's process and, because every actor class of ours lives here, in every worker.
-"""
-
-from aflow_tune.engines.trinity import vllm_stub
-
-vllm_stub.install()
+import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)

@@ -29,6 +29,7 @@ from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task, Workflow
 
+from aflow_tune.cluster.sent_function import received
 from aflow_tune.context import RunContext
 from aflow_tune.engines.trinity.info_keys import (
     CALLER_KEY,
@@ -37,7 +38,6 @@ from aflow_tune.engines.trinity.info_keys import (
     STEP_REWARD_KEY,
     TRACE_KEY,
 )
-from aflow_tune.engines.trinity.launching.sent_function import received
 from aflow_tune.engines.trinity.rollout.outcome import Outcome, as_metrics, as_reward, failed
 from aflow_tune.engines.trinity.rollout.recording import (
     RecordedCall,

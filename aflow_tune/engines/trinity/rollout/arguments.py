@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.engines.trinity.launching.sent_function import send
+from aflow_tune.cluster.sent_function import send
 
 if TYPE_CHECKING:
-    from aflow_tune.engines.trinity.settings.config import AflowConfig
+    from aflow_tune.config.load import AflowConfig
     from aflow_tune.models.books import Books
 
 

@@ -21,11 +21,11 @@ from trinity.explorer.workflow_runner import Status, WorkflowRunner
 from trinity.utils.metrics import aggregate_eval_metrics, calculate_task_level_metrics
 from trinity.utils.monitor import MONITOR
 
+from aflow_tune.config.accounting import stop_at_limit
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.mixes import quick_tasksets
+from aflow_tune.engines.trinity.readers import read_all
 from aflow_tune.engines.trinity.rollout.sampler_host import InlineModel, SamplerHost
-from aflow_tune.engines.trinity.settings.accounting import stop_at_limit
-from aflow_tune.engines.trinity.settings.config import AflowConfig
-from aflow_tune.engines.trinity.settings.mixes import quick_tasksets
-from aflow_tune.engines.trinity.settings.readers import read_all
 from aflow_tune.engines.trinity.training.run_state import forget_evaluation, is_evaluated
 from aflow_tune.engines.trinity.training.train_engine import LocalTrainEngine
 from aflow_tune.errors import RunFailed

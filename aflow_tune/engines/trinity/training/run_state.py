@@ -23,8 +23,8 @@ from typing import Any
 
 from trinity.common.config import TasksetConfig
 
+from aflow_tune.config.fingerprint import is_free
 from aflow_tune.engines.local.manifest import MANIFEST, CheckpointError, verify_checkpoint
-from aflow_tune.engines.trinity.settings.fingerprint import is_free
 from aflow_tune.errors import AlreadyFinished, BadInput, Fault
 from aflow_tune.files import write_json
 from aflow_tune.report.metrics import read_metrics

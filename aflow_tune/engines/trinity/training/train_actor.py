@@ -13,7 +13,7 @@ from trinity.common.experience import Experience
 from trinity.trainer import trainer as trinity_trainer
 from trinity.trainer.trainer import Trainer
 
-from aflow_tune.engines.trinity.settings.config import AflowConfig
+from aflow_tune.config.load import AflowConfig
 from aflow_tune.engines.trinity.training.sync_check import forget, publish
 
 

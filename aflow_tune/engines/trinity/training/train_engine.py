@@ -15,6 +15,7 @@ import torch
 from trinity.common.experience import Experience
 from trinity.trainer.trainer import TrainEngineWrapper
 
+from aflow_tune.config.load import AflowConfig
 from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.models import (
     load_tokenizer,
@@ -25,7 +26,6 @@ from aflow_tune.engines.local.models import (
 from aflow_tune.engines.local.packing import Sample
 from aflow_tune.engines.local.schedule import Schedule
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
-from aflow_tune.engines.trinity.settings.config import AflowConfig
 from aflow_tune.engines.trinity.training.algorithm import TrainStep
 from aflow_tune.engines.trinity.training.sync_check import probe_tokens
 from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint

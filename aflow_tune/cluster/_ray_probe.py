@@ -1,0 +1,168 @@
+"""Looks at a Ray cluster from a process of its own, which `ray_check.py` starts and may kill.
+
+Run as `python -m aflow_tune.cluster._ray_probe FD`, with a JSON object on stdin:
+`address` ('' or 'auto': the one that is found), `seconds`, `names` (distributions whose versions
+are asked of every node), `folder` (a shared folder to try from every node, or null). Writes one
+JSON object to the file descriptor FD; `ending` in it says how it went:
+
+- `none`: no cluster was named and none is running here
+- `unreachable`, `refused`: with `reason`
+- `connected`: with `resources`, `available`, `nodes`, and as `open` the nodes of this machine whose
+  folders other users can change, each with place, reason and cure
+
+Which Ray runs here, and whether a token is sent, is decided as for a run (`find_ray.py`). What runs
+on the nodes is sent by value (it stands in `__main__`), so that nodes need Ray alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    """Read the question, write the answer."""
+    question = json.load(sys.stdin)
+    answer = look(question)
+    with open(int(sys.argv[1]), "w", encoding="utf-8") as out:
+        json.dump(answer, out)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # Ray's own way out waits for a cluster that may be gone
+
+
+def look(question: dict[str, Any]) -> dict[str, Any]:
+    """The answer."""
+    deadline = time.monotonic() + question["seconds"]
+    given = question["address"]
+    try:
+        address = _address(given)
+    except ConnectionError as error:
+        return {"ending": "none", "reason": str(error)}
+    except ValueError as error:
+        return {"ending": "unreachable", "address": given, "reason": str(error)}
+    if address is None:
+        return {"ending": "none", "reason": "no cluster is running here"}
+    known: dict[str, Any] = {"address": address}
+    import ray
+
+    from aflow_tune.cluster.open_sessions import open_here
+    from aflow_tune.errors import BadInput
+    from aflow_tune.find_ray import FoundRay, greet
+
+    try:
+        greet(FoundRay(address, "probed"))
+        known["open"] = [(told.where, told.found, told.cure) for told in open_here(address)[0]]
+        ray.init(
+            address=address,
+            namespace="aflow-tune-doctor",
+            logging_level="ERROR",
+            log_to_driver=False,
+            configure_logging=True,
+        )
+    except BadInput as error:
+        return {**known, "ending": "refused", "reason": error.faults[0].found}
+    except Exception as error:
+        return {**known, "ending": "refused", "reason": _told(error)}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return {
+        **known,
+        "ending": "connected",
+        "resources": ray.cluster_resources(),
+        "available": ray.available_resources(),
+        "nodes": _ask_nodes(nodes, question, deadline),
+    }
+
+
+def _address(given: str) -> str | None:
+    """host:port of the cluster meant; None: none is running. ConnectionError: the same."""
+    if given.startswith("ray://"):
+        return given
+    from ray._private import services
+
+    from aflow_tune.find_ray import running_here
+
+    if given in ("", "auto"):
+        return running_here()
+    return services.canonicalize_bootstrap_address(given)
+
+
+def _told(error: BaseException) -> str:
+    """The messages of an exception and of what caused it, in one text."""
+    texts: list[str] = []
+    at: BaseException | None = error
+    while at is not None and len(texts) < 5:
+        texts.append(f"{type(at).__name__}: {at}")
+        at = at.__cause__ or at.__context__
+    return " <- ".join(texts)[:4000]
+
+
+def _ask_nodes(
+    nodes: list[dict[str, Any]], question: dict[str, Any], deadline: float
+) -> list[dict[str, Any]]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    names, folder, nonce = question["names"], question["folder"], question.get("nonce", "")
+    asked = {}
+    for node in nodes:
+        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = ray.remote(_on_node).options(num_cpus=0, scheduling_strategy=place, max_retries=0)
+        asked[task.remote(names, folder, nonce, node["NodeID"])] = node
+    found = []
+    waiting = list(asked)
+    if waiting:
+        _, waiting = ray.wait(
+            waiting, num_returns=len(waiting), timeout=max(deadline - time.monotonic(), 0.1)
+        )
+    for task, node in asked.items():
+        known = {
+            "id": node["NodeID"],
+            "host": node["NodeManagerHostname"],
+            "ip": node["NodeManagerAddress"],
+            "resources": node["Resources"],
+        }
+        if task in waiting:
+            found.append({**known, "failed": "its worker gave no answer in time"})
+            continue
+        try:
+            found.append({**known, **ray.get(task, timeout=1)})
+        except Exception as error:
+            found.append({**known, "failed": _told(error)})
+    return found
+
+
+def _on_node(names: list[str], folder: str | None, nonce: str, node: str) -> dict[str, Any]:
+    """Runs on a node: what is installed there, and whether the shared folder is the same one."""
+    import importlib.metadata
+    import os
+    import platform
+
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError):
+            versions[name] = "unreadable"  # the word of doctor/clashes.py, which nodes may lack
+    answer: dict[str, Any] = {"python": platform.python_version(), "versions": versions}
+    if folder is not None:
+        try:
+            with open(os.path.join(folder, "driver"), encoding="utf-8") as file:
+                answer["sees"] = file.read() == nonce
+            path = os.path.join(folder, node)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(nonce)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            answer["folder"] = f"{error.strerror or error}: {error.filename}"
+    return answer
+
+
+if __name__ == "__main__":
+    main()

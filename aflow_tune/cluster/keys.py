@@ -1,0 +1,183 @@
+"""Keys reach the workers in memory: from the command's environment to theirs, sealed.
+
+Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard, and so would
+Trinity's `get_envs`. So only names are known outside: of the variables that the configuration
+names, that the user's code reads, and of the usual hubs and trackers. Before a worker imports any
+code of the user's it puts a public key of its own into the cluster's table (Ray's internal
+key-value store, since a worker that just starts cannot call actors yet); the command answers
+with the keys, sealed for it, and both entries are deleted (`sealed.py`). On a Ray of our own
+nothing is needed: its processes have the command's environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
+
+if TYPE_CHECKING:
+    from aflow_tune.config.load import AflowConfig
+    from aflow_tune.sections import ModelSettings
+    from aflow_tune.shipping.tracing import Trace
+
+VARIABLE = "AFLOW_TUNE_KEYS"
+"""Environment variable of workers: the namespace of the run that has keys for them."""
+
+log = logging.getLogger("trinity")
+_TABLE = "aflow-tune"
+_WANTED, _SEALED = "/wanted", "/sealed"
+
+_USUAL = (
+    *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN"),
+    *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "SWANLAB_API_KEY", "TINKER_API_KEY"),
+    *("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"),
+    *("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL"),
+    *("AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT", "OPENAI_API_VERSION"),
+    *("GEMINI_API_KEY", "GOOGLE_API_KEY", "DASHSCOPE_API_KEY", "DEEPSEEK_API_KEY"),
+    *("MISTRAL_API_KEY", "GROQ_API_KEY", "OPENROUTER_API_KEY", "TOGETHER_API_KEY"),
+    *("FIREWORKS_API_KEY", "XAI_API_KEY", "COHERE_API_KEY", "CO_API_KEY", "MOONSHOT_API_KEY"),
+    *("ZHIPUAI_API_KEY", "REPLICATE_API_TOKEN", "TAVILY_API_KEY", "SERPER_API_KEY"),
+    *("SERPAPI_API_KEY", "EXA_API_KEY", "E2B_API_KEY", "LANGSMITH_API_KEY"),
+    *("LANGFUSE_SECRET_KEY", "LANGFUSE_PUBLIC_KEY", "LANGFUSE_HOST"),
+)
+"""What clients of usual vendors, hubs and trackers read by themselves. An address goes with its
+key: without it the key would be sent to somebody else."""
+_OF_VENDORS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
+_OF_THE_NODE = {
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "TMPDIR", "TEMP", "TMP"),
+    *("HOSTNAME", "TERM", "LANG", "DISPLAY", "VIRTUAL_ENV", "OMP_NUM_THREADS"),
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NLTK_DATA"),
+    *("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE"),
+    *("TRANSFORMERS_CACHE", "SENTENCE_TRANSFORMERS_HOME", "TORCH_HOME", "TRITON_CACHE_DIR"),
+    *("TIKTOKEN_CACHE_DIR", "VLLM_CACHE_ROOT", "WANDB_DIR", "WANDB_CACHE_DIR", "TENSORBOARD_DIR"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+}
+"""Folders, devices and the like, which are others on every node."""
+_OF_THE_NODE_BY_PREFIX = ("RAY_", "PYTHON", "LD_", "AFLOW_TUNE_", "CONDA_", "XDG_", "LC_", "_")
+_WAIT_SECONDS, _POLL_SECONDS = 60.0, 0.1
+_SHORTEST_SECRET = 8
+_SECRET = re.compile(
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIALS?)(_|$)",
+    re.IGNORECASE,
+)
+
+
+def names_of_keys(config: AflowConfig, found: Trace) -> list[str]:
+    """Variables of this environment that the run's workers get, by name.
+
+    What belongs to a node (`PATH`, `HOME`, `CUDA_VISIBLE_DEVICES`, ...) is never among them.
+    """
+    external = config.model.external_model
+    named = {*_USUAL, *found.variables, *_named_as_keys(config)}
+    named |= {str(external.base_url_env)} if external.enable else set()
+    return sorted(name for name in named if name in os.environ and not _is_of_the_node(name))
+
+
+def secrets_of(config: AflowConfig, found: Trace) -> dict[str, str]:
+    """Those of `names_of_keys` that are secrets, with their values: what must be in nothing that
+    is sent. The user's code reads other variables too: of these, what is called a key and has a
+    digit in it, as keys have. Texts too short to be one do not count."""
+    named, values = _named_as_keys(config), os.environ
+    return {
+        name: values[name]
+        for name in names_of_keys(config, found)
+        if len(values[name]) >= _SHORTEST_SECRET
+        and (name in named or (_SECRET.search(name) and re.search(r"\d", values[name])))
+    }
+
+
+def _named_as_keys(config: AflowConfig) -> set[str]:
+    named = set(config.runtime_env.secrets)
+    for settings in config.models.values():
+        named |= _names_in(settings)
+    external = config.model.external_model
+    return named | ({str(external.api_key_env)} if external.enable else set())
+
+
+def _names_in(settings: ModelSettings) -> set[str]:
+    own = settings.api_key_env or _OF_VENDORS.get(settings.provider, "")
+    return {own, *settings.headers_env.values()}
+
+
+def _is_of_the_node(name: str) -> bool:
+    return name in _OF_THE_NODE or name.startswith(_OF_THE_NODE_BY_PREFIX)
+
+
+@contextlib.contextmanager
+def handing_over(names: Sequence[str], namespace: str) -> Iterator[None]:
+    """Answer the workers of a namespace with these variables of this process, during the block."""
+    held = {name: os.environ[name] for name in names}
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=_answer, args=(held, namespace, ended), name="aflow-tune-keys", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            _internal_kv_del(_place(namespace), del_by_prefix=True, namespace=_TABLE)
+
+
+def take_keys() -> None:
+    """In a worker: put the run's keys into its environment.
+
+    Raises:
+        TimeoutError: nobody answers within a minute.
+    """
+    namespace = os.environ.get(VARIABLE)
+    if not namespace:
+        return
+    from aflow_tune.cluster.sealed import Receiver
+
+    receiver = Receiver()
+    own = f"{_place(namespace)}{receiver.public}"
+    _internal_kv_put(f"{own}{_WANTED}", receiver.public, namespace=_TABLE)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not (sealed := _internal_kv_get(f"{own}{_SEALED}", namespace=_TABLE)):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the command that holds this run's keys does not answer")
+        time.sleep(_POLL_SECONDS)
+    _internal_kv_del(f"{own}{_SEALED}", namespace=_TABLE)
+    os.environ.update(receiver.open(sealed))
+
+
+def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> None:
+    from aflow_tune.cluster.sealed import seal
+
+    away = False
+    while not ended.wait(_POLL_SECONDS):
+        try:
+            for key in _internal_kv_list(_place(namespace), namespace=_TABLE):
+                name = key.decode()
+                public = _internal_kv_get(name, namespace=_TABLE)
+                if not name.endswith(_WANTED) or not public:
+                    continue
+                _internal_kv_del(name, namespace=_TABLE)
+                answer = name.removesuffix(_WANTED) + _SEALED
+                _internal_kv_put(answer, seal(held, public.decode()), namespace=_TABLE)
+            away = False
+        except Exception as error:  # the head is away: the run itself will tell, or it comes back
+            if not away:
+                log.warning("keys cannot be handed over: %s", error)
+            away = True
+
+
+def _place(namespace: str) -> str:
+    # Hashed: the table lists by prefix, and one namespace may begin with another.
+    return f"keys/{hashlib.sha256(namespace.encode()).hexdigest()}/"

@@ -1,0 +1,131 @@
+"""A Ray of our own on this machine: started quietly, on loopback, and never left behind.
+
+`ray.shutdown()` takes the cluster down when the command ends in order. When the command is
+killed, nobody calls it: a watchdog process, which holds the read end of a pipe whose write
+end only the command has, sees the pipe close and ends every process of the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from aflow_tune.cluster._watchdog import end_session
+from aflow_tune.errors import RunFailed
+from aflow_tune.ray_folder import make_ray_base
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Weights of a laptop-size model and a step's experiences fit several times."""
+
+
+@contextlib.contextmanager
+def local_ray(
+    namespace: str,
+    env_vars: dict[str, str],
+    hook: str | None = None,
+    for_gpus: bool = False,
+    logical_gpus: int | None = None,
+) -> Iterator[None]:
+    """Start a local Ray for the block, whatever `RAY_ADDRESS` says, and stop it after.
+
+    Args:
+        namespace: Ray namespace of the run's actors.
+        env_vars: environment of the workers. Ray logs it: never a place for secrets.
+        hook: dotted name of a function that every worker calls first.
+        for_gpus: leave the object store's size to Ray, which goes by the machine's memory.
+        logical_gpus: how many GPUs Ray counts; None for those that it finds.
+
+    Raises:
+        BadInput: there is no folder for its files that other users cannot change.
+        RunFailed: it did not come up.
+    """
+    base = make_ray_base()
+    runtime_env: dict[str, Any] = {"env_vars": env_vars}
+    if hook is not None:
+        runtime_env["worker_process_setup_hook"] = hook
+    # More than there are on a small machine: Ray counts processors, and does not bind to them.
+    sizes = {"num_cpus": max(8, os.cpu_count() or 1)}
+    if logical_gpus is not None:
+        sizes["num_gpus"] = logical_gpus
+        sizes["num_cpus"] += 4 * logical_gpus  # verl reserves three beside each of its GPUs
+    if not for_gpus:
+        sizes["object_store_memory"] = OBJECT_STORE_BYTES
+    # A process of the session that outlives the command is recognised by this variable,
+    # which every Ray process inherits from us.
+    marker = f"{os.getpid()}-{time.time_ns()}"
+    os.environ["AFLOW_TUNE_RAY_SESSION"] = marker
+    # Ray opens its ports on every interface of a Linux machine, unless clusters are off: then
+    # the node's address is loopback and its servers bind there. The variable is for the
+    # processes that Ray starts; this process has read it already.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Workers that Ray starts in advance have no runtime_env, so no run would take them.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _watchdog(marker):
+        try:
+            try:
+                ray.init(
+                    address="local",
+                    **sizes,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    namespace=namespace,
+                    runtime_env=runtime_env,
+                    _temp_dir=str(base / "ray"),
+                )
+            except Exception as error:  # Ray raises whatever it met, and plain Exception
+                raise did_not_start(str(error) or type(error).__name__, base) from error
+            for number, handler in handlers.items():  # ray.init replaces them
+                signal.signal(number, handler)
+            yield
+        finally:
+            ray.shutdown()
+            end_session(marker, spare=os.getpid())
+            os.environ.pop("AFLOW_TUNE_RAY_SESSION", None)
+
+
+def did_not_start(told: str, base: Path) -> RunFailed:
+    """The error of a Ray with its files in `base`, of which all that it `told` is known."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    last, logs = (
+        lines[-1][:600] if lines else "it does not say why",
+        base / "ray/session_latest/logs",
+    )
+    return RunFailed(
+        f"Ray did not start: {last}\nIts logs are in {logs}; `aflow-tune doctor` looks at memory, "
+        "disk and limits. `--inline` runs without Ray."
+    )
+
+
+@contextlib.contextmanager
+def _watchdog(marker: str) -> Iterator[None]:
+    read_end, write_end = os.pipe()
+    environment = {k: v for k, v in os.environ.items() if k != "AFLOW_TUNE_RAY_SESSION"}
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(Path(__file__).with_name("_watchdog.py")), marker],
+        stdin=read_end,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=environment,
+    )
+    os.close(read_end)
+    try:
+        yield
+    finally:
+        os.close(write_end)
+        process.wait()

@@ -1,0 +1,366 @@
+"""`aflow-tune cluster up|status|down`: a Ray that outlives commands, on one machine or several.
+
+On one machine it is `ray start`, on loopback and with a token, and `down` ends the processes of
+that Ray alone: `ray stop` would end every Ray of the user, running trainings among them. Several
+machines are Ray's own cluster launcher (`ray up`, `ray down`), from a Ray cluster YAML of the
+user's or from host names, for which the YAML of its on-premise provider is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from aflow_tune import ray_folder
+from aflow_tune.cluster._watchdog import alive, end_session, session_processes
+from aflow_tune.cluster.local_ray import did_not_start
+from aflow_tune.cluster.submitted import PYTHON_VARIABLE
+from aflow_tune.engines.local.cache import cache_dir
+from aflow_tune.errors import BadInput, Fault, RunFailed
+from aflow_tune.find_ray import check_own, running_here, use_token
+
+GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 6379, 8265, 52365
+_SESSION = "AFLOW_TUNE_RAY_SESSION"
+_TOKEN = "~/.ray/auth_token"
+
+
+@dataclass
+class Machines:
+    """The cluster that `up` started last, as it is kept between commands."""
+
+    kind: str
+    """'here', or 'several'."""
+    address: str = ""
+    dashboard: str = ""
+    session: str = ""
+    """On this machine: what the processes of this Ray have in their environment."""
+    config: str = ""
+    """Of several machines: the Ray cluster YAML."""
+    prefix: str = ""
+    """Of several hosts: what a command there begins with, so that it is Ray's of the right
+    environment, with the token."""
+
+    @classmethod
+    def known(cls) -> Machines | None:
+        """What `up` noted, if `down` has not removed it."""
+        try:
+            return cls(**json.loads(_note().read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def keep(self) -> None:
+        _note().parent.mkdir(parents=True, exist_ok=True)
+        _note().write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def up_here(options: Sequence[str] = ()) -> Machines:
+    """Start a Ray on this machine that later commands find by themselves.
+
+    Args:
+        options: further arguments of `ray start`, such as --num-cpus=4.
+
+    Raises:
+        BadInput: one runs already, or the machine has no place or no room for its processes.
+        RunFailed: it did not start.
+    """
+    running = running_here()
+    if running is not None:
+        raise BadInput(
+            "A Ray runs on this machine already.",
+            [
+                Fault(
+                    running,
+                    "no running Ray",
+                    "one that answers",
+                    "use it as it is (`aflow-tune cluster status`), or end it first: "
+                    "`aflow-tune cluster down`",
+                )
+            ],
+        )
+    faults = list(check_own())
+    if faults:
+        raise BadInput("A Ray cannot be started here.", faults)
+    base, _ = ray_folder.ray_base()
+    make_token()
+    session = f"cluster-{os.getpid()}-{time.time_ns()}"
+    environment = {
+        **os.environ,
+        _SESSION: session,
+        "RAY_TMPDIR": str(base),
+        PYTHON_VARIABLE: sys.executable,
+        # Off, the node's address is loopback, and Ray's servers listen there alone.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    dashboard = _free_port(DASHBOARD_PORT)
+    command = ["start", "--head", f"--port={_free_port(GCS_PORT)}", "--dashboard-host=127.0.0.1"]
+    command += [f"--dashboard-port={dashboard}", "--include-dashboard=true"]
+    command += [f"--dashboard-agent-listen-port={_free_port(AGENT_PORT)}", *options]
+    started = subprocess.run(
+        ray_command(command), env=environment, capture_output=True, text=True, check=False
+    )
+    address = running_here()
+    if started.returncode != 0 or address is None:
+        end_session(session)
+        silent = "it started, but does not answer" if started.returncode == 0 else ""
+        raise did_not_start(silent or started.stderr or started.stdout, base)
+    machines = Machines("here", address, f"http://127.0.0.1:{dashboard}", session)
+    machines.keep()
+    return machines
+
+
+def up_several(
+    config: Path, say: Callable[[str], None] = print, environment: str | None = None
+) -> Machines:
+    """Start the cluster of a Ray cluster YAML with `ray up`, whose output is shown.
+
+    Args:
+        environment: the virtual environment on every host, of a YAML that `hosts_yaml` wrote.
+
+    Raises:
+        BadInput: the YAML cannot be read.
+        RunFailed: `ray up` failed.
+    """
+    told = read_cluster_yaml(config)
+    make_token()
+    say(f"ray up {config}")
+    _run(["up", "-y", "--no-config-cache", str(config)], "Ray's cluster launcher failed")
+    provider = told.get("provider") or {}
+    address = f"{provider['head_ip']}:{GCS_PORT}" if "head_ip" in provider else ""
+    prefix = _prefix(environment) if config == _hosts_file() else ""
+    machines = Machines("several", address, config=str(config.absolute()), prefix=prefix)
+    machines.keep()
+    return machines
+
+
+def hosts_yaml(
+    hosts: Sequence[str], user: str, key: str | None = None, environment: str | None = None
+) -> Path:
+    """Write the YAML of a cluster of hosts that are reached by ssh; the first is the head.
+
+    The token travels as a file, by ssh. Nodes talk on their network, with the token; the
+    dashboard listens on the head's loopback (`ray dashboard YAML` forwards it).
+
+    Args:
+        user: the ssh user on all hosts.
+        key: the private key's file. None: what ssh would use.
+        environment: the virtual environment with aflow-tune on every host.
+
+    Raises:
+        BadInput: a host is named twice, or the token is in no file.
+    """
+    twice = sorted({host for host in hosts if list(hosts).count(host) > 1})
+    if twice:
+        found = ", ".join(twice)
+        raise BadInput("A host is named twice.", [Fault(found, "each host once", found, "once")])
+    token = _token_file()
+    path = _path(environment)
+    # A worker would take the path of the head's folder, which may be another user's there.
+    folder = f"python -m {ray_folder.__name__}"
+    ray_start = f"{_prefix(environment)}RAY_USAGE_STATS_ENABLED=0 ray start --temp-dir=$({folder})"
+    auth: dict[str, Any] = {"ssh_user": user}
+    if key is not None:
+        auth["ssh_private_key"] = key
+    told = {
+        "cluster_name": "aflow-tune",
+        "provider": {"type": "local", "head_ip": hosts[0], "worker_ips": list(hosts[1:])},
+        "auth": auth,
+        "min_workers": len(hosts) - 1,
+        "max_workers": len(hosts) - 1,
+        "file_mounts": {} if token is None else {_TOKEN: token},
+        "setup_commands": [f"{path}{folder}"],  # where aflow-tune or the folder is missing, it ends
+        "head_start_ray_commands": [
+            f"{path}ray stop",
+            f"{ray_start} --head --port={GCS_PORT} --dashboard-host=127.0.0.1 "
+            "--autoscaling-config=~/ray_bootstrap_config.yaml",
+        ],
+        "worker_start_ray_commands": [
+            f"{path}ray stop",
+            f"{ray_start} --address=$RAY_HEAD_IP:{GCS_PORT}",
+        ],
+    }
+    file = _hosts_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
+    return file
+
+
+def status(config: Path | None = None) -> str:
+    """What Ray says about the cluster: nodes, resources, what waits for them.
+
+    Raises:
+        BadInput: no Ray runs here, and no other cluster is known.
+    """
+    known = Machines.known()
+    if config is None and running_here() is None and known is not None and known.kind == "several":
+        config = Path(known.config)
+    if config is not None:
+        read_cluster_yaml(config)
+        last = known is not None and known.config == str(config.absolute())
+        command = f"{known.prefix if known is not None and last else ''}ray status"
+        return _run(["exec", str(config), command], "the cluster does not answer", shown=False)
+    address = running_here()
+    if address is None:
+        raise BadInput(
+            "There is no cluster.",
+            [
+                Fault(
+                    "this machine",
+                    "a Ray that answers",
+                    "none",
+                    "aflow-tune cluster up, or name the YAML of a cluster elsewhere",
+                )
+            ],
+        )
+    with_token = use_token()
+    told = _run(["status", f"--address={address}"], "Ray does not answer", shown=False)
+    lines = [f"address:   {address}", f"token:     {'used' if with_token else 'none'}"]
+    if known is not None and known.address == address:
+        lines.append(f"dashboard: {known.dashboard}")
+    return "\n".join([*lines, told.strip()])
+
+
+def down(config: Path | None = None) -> str:
+    """End the cluster that `up` started; returns what was ended.
+
+    Raises:
+        BadInput: `up` started none, and none is named.
+        RunFailed: `ray down` failed.
+    """
+    known = Machines.known()
+    if config is not None or (known is not None and known.kind == "several"):
+        file = config or Path(known.config if known else "")
+        read_cluster_yaml(file)
+        _run(["down", "-y", str(file)], "Ray's cluster launcher failed")
+        _note().unlink(missing_ok=True)
+        return f"ended the cluster of {file}"
+    if known is None:
+        running = running_here()
+        found = f"the Ray at {running}, which something else started" if running else "none"
+        cure = "`ray stop` ends every Ray of yours on this machine" if running else "nothing to do"
+        raise BadInput(
+            "There is no cluster to end.",
+            [Fault("this machine", "a Ray that `aflow-tune cluster up` started", found, cure)],
+        )
+    processes = session_processes(known.session)
+    end_session(known.session, processes)
+    _note().unlink(missing_ok=True)
+    left = alive(processes)
+    if left:
+        raise RunFailed(f"processes of the Ray at {known.address} are still there: {left}")
+    return f"ended the Ray at {known.address}: {len(processes)} processes"
+
+
+def make_token() -> None:
+    """See to it that there is a token, and that the Ray started next asks for it.
+
+    `RAY_AUTH_MODE` wins. The token is Ray's own, in its own place.
+    """
+    if _auth_mode() != "token":
+        return
+    told = subprocess.run(
+        ray_command(["get-auth-token", "--generate"]), capture_output=True, text=True, check=False
+    )  # prints the token: what it says is never shown
+    if told.returncode != 0:
+        raise RunFailed("Ray could not make a token; try `ray get-auth-token --generate`")
+    os.environ["RAY_AUTH_MODE"] = "token"
+    use_token()
+
+
+def _prefix(environment: str | None) -> str:
+    """What a command on one of the hosts begins with."""
+    return f"{_path(environment)}RAY_AUTH_MODE={_auth_mode()} "
+
+
+def _path(environment: str | None) -> str:
+    return f"export PATH={environment}/bin:$PATH; " if environment else ""
+
+
+def _auth_mode() -> str:
+    return os.environ.get("RAY_AUTH_MODE", "token").lower()
+
+
+def _token_file() -> str | None:
+    """The file with the token, which `ray up` copies to the hosts by ssh; None: they ask for none.
+
+    Raises:
+        BadInput: the token is in the environment alone. It would have to be written down.
+    """
+    if _auth_mode() != "token":
+        return None
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        cure = (
+            "unset RAY_AUTH_TOKEN, and one in ~/.ray/auth_token is used, or made; or put yours "
+            "into a file and name that with RAY_AUTH_TOKEN_PATH"
+        )
+        expected = "a token in a file, which is copied to the hosts by ssh"
+        fault = Fault("RAY_AUTH_TOKEN", expected, "a token in the environment", cure)
+        raise BadInput("The hosts cannot be given the token.", [fault])
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return os.path.abspath(named) if named else _TOKEN
+
+
+def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
+    """A Ray cluster YAML.
+
+    Raises:
+        BadInput: it is missing, or is none.
+    """
+    try:
+        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        found = " ".join(str(error).split())[:300]
+        cure = "name a Ray cluster YAML, or hosts"
+        raise BadInput(
+            "The cluster cannot be read.", [Fault(str(path), "a Ray cluster YAML", found, cure)]
+        ) from error
+    if not isinstance(told, dict) or "cluster_name" not in told or "provider" not in told:
+        cure = "see Ray's cluster YAML reference; `aflow-tune cluster up HOST HOST` writes one"
+        raise BadInput(
+            "The cluster cannot be read.",
+            [Fault(str(path), "`cluster_name` and `provider`", "another YAML", cure)],
+        )
+    return told
+
+
+def ray_command(arguments: Sequence[str]) -> list[str]:
+    """Ray's command line in this interpreter, whatever `ray` is on the path."""
+    return [sys.executable, "-m", "ray.scripts.scripts", *arguments]
+
+
+def _run(arguments: list[str], failed: str, shown: bool = True) -> str:
+    ran = subprocess.run(
+        ray_command(arguments), stdout=None if shown else subprocess.PIPE, text=True, check=False
+    )
+    if ran.returncode != 0:
+        raise RunFailed(f"{failed}: `ray {' '.join(arguments)}` ended with {ran.returncode}")
+    return ran.stdout or ""
+
+
+def _free_port(wanted: int) -> int:
+    """This port of loopback if it is free, else any that is."""
+    for port in (wanted, 0):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise RunFailed("no port of this machine is free")
+
+
+def _hosts_file() -> Path:
+    return cache_dir() / "cluster.yaml"
+
+
+def _note() -> Path:
+    return cache_dir() / "cluster.json"

@@ -1,0 +1,197 @@
+"""The runs of a sweep as Ray actors, each holding what its run needs of a node.
+
+An actor starts the same command that would run here, on its node, and hands on its exit code and
+SIGTERM. Ray thus queues runs until there is room, and gives each its GPU. A run with
+`engine: local` starts a Ray of its own inside; one with `engine: trinity` joins the cluster and
+reserves its GPUs there, so that its actor holds none.
+
+The cluster is found and joined as for a single run (`attached_ray.py`): with its token, with keys
+that reach the actors in memory, and with every node asked what it lacks. Only the code does not
+travel: configuration, code, data and run folders must have the same paths on every node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from aflow_tune.cluster._run_on_node import RunOnNode
+from aflow_tune.cluster.attached_ray import attached_ray
+from aflow_tune.cluster.ship import trace_run
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.validate import functions_of
+from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.files import append_line
+from aflow_tune.find_ray import FoundRay, find_ray
+from aflow_tune.shipping.tracing import Trace
+
+_KEY = "cluster.ray_address"
+_ANSWER_SECONDS = 10.0
+
+
+def cluster_for(config: AflowConfig) -> FoundRay | None:
+    """The Ray that runs are started through, if the configuration or RAY_ADDRESS names one; None:
+    processes of this machine, even where a Ray runs here that nobody named.
+
+    Raises:
+        BadInput: what is named is no address, or `auto` where no Ray runs.
+    """
+    if not config.positions.given(_KEY) and not os.environ.get("RAY_ADDRESS"):
+        return None
+    named = copy.copy(config)
+    named.inline = False  # its runs are one process each, and that may be anywhere
+    return find_ray(named)
+
+
+@contextlib.contextmanager
+def ray_starter(
+    config: AflowConfig, found: FoundRay, folder: Path, parallel: int
+) -> Iterator[RayStarter]:
+    """Join the cluster for the block.
+
+    Args:
+        folder: the sweep's, which every node must see.
+        parallel: how many runs there will be at once.
+
+    Raises:
+        BadInput: the cluster cannot be used, lacks something, or never has room for these runs.
+    """
+    if config.engine not in ("local", "trinity"):
+        expected = "local or trinity: what `auto` finds may differ from node to node"
+        cure = "engine=local, or engine=trinity"
+        fault = Fault(config.positions.where("engine"), expected, config.engine, cure)
+        raise BadInput("Through Ray the configuration must say more.", [fault])
+    traced, _ = trace_run(config, functions_of(config))
+    # What the code imports has to be there; its own files are seen in their places.
+    code = Trace(needs=traced.needs, variables=traced.variables)
+    joining = copy.copy(config)
+    joining.checkpoint_job_dir = str(folder)
+    joining.ray_namespace = f"sweep {folder}"
+    with attached_ray(found, joining, code, b"", {}):
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        needs = needs_of(config, nodes)
+        if faults := no_room(config, needs, nodes, parallel):
+            raise BadInput("The Ray cluster has no room for these runs.", faults)
+        # As nodes reach it: the address that was found may be one of this machine alone.
+        address = ray.get_runtime_context().gcs_address
+        yield RayStarter("local" if config.engine == "local" else address, needs)
+
+
+def needs_of(config: AflowConfig, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What the actor of a run holds: `num_cpus` and `num_gpus`."""
+    if config.engine == "trinity":
+        return {"num_cpus": 1, "num_gpus": 0}
+    there = any(node.get("GPU", 0) >= 1 for node in nodes)
+    device = config.local.device
+    gpu = device == "cuda" or (device == "auto" and there)
+    return {"num_cpus": config.local.threads or 1, "num_gpus": int(gpu)}
+
+
+def no_room(
+    config: AflowConfig,
+    needs: Mapping[str, float],
+    nodes: Sequence[Mapping[str, float]],
+    parallel: int,
+) -> list[Fault]:
+    """Why the runs would wait for ever; fewer than `parallel` at once is no fault."""
+    where = config.positions.where
+    if config.engine == "trinity":
+        each = config.cluster.node_num * config.cluster.gpu_per_node
+        there = int(sum(node.get("GPU", 0) for node in nodes))
+        if parallel > 1 and not each:
+            found = "not set: each run would take the whole cluster"
+            cure = "cluster.node_num=1 cluster.gpu_per_node=2, or --parallel 1"
+            return [Fault(where("cluster.gpu_per_node"), "the GPUs of one run", found, cure)]
+        if each * parallel > there:
+            cure = f"--parallel {max(1, there // each)}, or fewer GPUs a run"
+            expected = f"{parallel} runs of {each} GPUs at once"
+            return [Fault("--parallel", expected, f"{there} GPUs in the cluster", cure)]
+        return []
+    fits = any(
+        node.get("CPU", 0) >= needs["num_cpus"] and node.get("GPU", 0) >= needs["num_gpus"]
+        for node in nodes
+    )
+    if fits:
+        return []
+    wanted = f"{needs['num_cpus']:g} CPUs and {needs['num_gpus']:g} GPUs"
+    largest = max((node.get("CPU", 0) for node in nodes), default=0)
+    gpus = max((node.get("GPU", 0) for node in nodes), default=0)
+    found = f"at most {largest:g} CPUs and {gpus:g} GPUs on one node"
+    return [Fault("ray", f"a node with {wanted}", found, "local.threads=1, local.device=cpu")]
+
+
+class RayStarter:
+    """Starts runs in the cluster that this process is connected to.
+
+    Args:
+        address: the `cluster.ray_address` of the runs.
+        needs: what the actor of each holds, as `needs_of` has it.
+    """
+
+    def __init__(self, address: str, needs: Mapping[str, float]) -> None:
+        self._setting, self._needs = f"{_KEY}={address}", dict(needs)
+        self._cwd = os.getcwd()
+
+    def start(self, arguments: Sequence[str], output: Path) -> RayProcess:
+        """Queue a run; it begins when a node has room for it."""
+        actor = ray.remote(RunOnNode).options(max_restarts=0, **self._needs).remote()
+        began = actor.start.remote([*arguments, self._setting], str(output), self._cwd)
+        return RayProcess(actor, began, output)
+
+
+class RayProcess:
+    """A run that was queued, as `RunProcess` of another machine."""
+
+    def __init__(self, actor: Any, began: Any, output: Path) -> None:
+        self.output = output
+        self._actor, self._began = actor, began
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal or a lost node; None while it waits or runs."""
+        if self._code is not None:
+            return self._code
+        try:
+            if self._began is not None:
+                if not ray.wait([self._began], timeout=0)[0]:
+                    return None
+                if problem := ray.get(self._began):
+                    return self._refused(problem)
+                self._began = None
+            code = ray.get(self._actor.poll.remote(), timeout=_ANSWER_SECONDS)
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
+            return None
+        except ray.exceptions.RayActorError as error:
+            if error.actor_init_failed:
+                return self._refused(str(error))
+            return self._end(-int(signal.SIGKILL))
+        except ray.exceptions.RayError as error:  # such as an environment that cannot be made
+            return self._refused(str(error))
+        return None if code is None else self._end(code)
+
+    def stop(self) -> None:
+        """Ask it to save and stop; one that still waits for room is never begun."""
+        if self._code is not None:
+            return
+        if self._began is not None and not ray.wait([self._began], timeout=0)[0]:
+            self._end(-int(signal.SIGTERM))
+            return
+        self._actor.stop.remote()
+
+    def _refused(self, problem: str) -> int:
+        """It could not begin; the reason goes where it would have printed it."""
+        append_line(self.output, f"aflow-tune: {problem}\n".encode(errors="replace"))
+        return self._end(int(ExitCode.BAD_INPUT))
+
+    def _end(self, code: int) -> int:
+        self._code = code
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self._actor)
+        return code

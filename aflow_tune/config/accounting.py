@@ -1,0 +1,99 @@
+"""Where a run's books lie, what may stand in them, and what happens when its budget is reached.
+
+A step in which the budget ended is not trained, and an evaluation is not counted: some of the
+runs failed for want of money, which says nothing about the policy. The state before is saved;
+with a higher limit the same command does the step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.errors import BadInput, BudgetReached, Fault
+from aflow_tune.models.books import Books
+from aflow_tune.models.budget import check_budget, unpriced
+from aflow_tune.models.prices import price_of, stands_in
+from aflow_tune.models.settings import check_models
+from aflow_tune.runs.folder import ACCOUNT_FILE
+from aflow_tune.sections import ModelSettings
+from aflow_tune.trace import POLICY
+
+
+def books_of(config: AflowConfig) -> Books:
+    """The books of a prepared configuration's run."""
+    account = str(Path(config.account_folder) / ACCOUNT_FILE)
+    return Books(account, config.budget, config.models)
+
+
+def stop_at_limit(config: AflowConfig) -> None:
+    """Raises BudgetReached if some process of the run met a limit."""
+    reason = books_of(config).reached()
+    if reason is not None:
+        raise BudgetReached(reason)
+
+
+def check_books(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
+    """What is wrong with the models and the limits, keys and prices that are missing included.
+
+    Prices that stand in for those of an address are said among the configuration's warnings.
+
+    Args:
+        tuned: whether the model being tuned is asked; `check_served` checks one in its place.
+    """
+    faults = [*check_models(config.models), *check_budget(config.budget)]
+    if config.budget.usd is not None and not faults:
+        policy = {POLICY: ModelSettings()} if tuned else {}
+        for role, model in {**policy, **config.models}.items():
+            name = model.model or "the model being tuned"
+            if price_of(model.provider, model.base_url, model.model or "", model.prices) is None:
+                faults.append(unpriced(role, name))
+        faults += _unpriced_auxiliaries(config)
+    say_prices(config, config.models)
+    for fault in faults:
+        yield replace(fault, where=config.positions.where(fault.where))
+
+
+def check_served(config: AflowConfig, served: Sequence[ModelSettings]) -> None:
+    """Hold models that are asked in place of the tuned one against a limit on money.
+
+    Raises:
+        BadInput: the price of one is not known.
+    """
+    if config.budget.usd is not None:
+        faults = [
+            unpriced(POLICY, model.model or "")
+            for model in served
+            if price_of(model.provider, model.base_url, model.model or "", model.prices) is None
+        ]
+        if faults:
+            raise BadInput("A budget of money needs the price of every model.", faults)
+    for model in served:
+        say_prices(config, {POLICY: model})
+
+
+def say_prices(config: AflowConfig, models: Mapping[str, ModelSettings]) -> None:
+    """Warn of every price that was taken by a model's name, for an address unknown to the list."""
+    for role, model in models.items():
+        if (price := stands_in(model)) is not None:
+            warning = (
+                f"models.{role}: {model.model} at {model.base_url} is counted at the listed price "
+                f"of {price}; models.{role}.prices wins over it"
+            )
+            if warning not in config.warnings:
+                config.warnings.append(warning)
+
+
+def _unpriced_auxiliaries(config: AflowConfig) -> Iterable[Fault]:
+    """Auxiliary models that run written workflows: their calls are counted, their price unknown."""
+    used = {config.writer.executor, *config.writer.models.values()}
+    for model in config.explorer.auxiliary_models:
+        if model.name in used:
+            cure = (
+                "limit budget.tokens instead, or serve it and give models a base_url and prices "
+                "under that name"
+            )
+            expected = f"what {model.name} costs, since budget.usd is set"
+            yield Fault("budget.usd", expected, "an auxiliary model, which has no price", cure)

@@ -1,0 +1,292 @@
+"""What preparing a configuration changed: the list, the table, the file beside the run.
+
+The list is the difference between the settings as loaded and as run. Settings that Trinity
+fills in for its own use (marked 'do not set' in its schema) are left out of it: they repeat
+others and nobody can act on them. Every other difference is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from aflow_tune.files import write_whole
+from aflow_tune.models.redaction import masked
+from aflow_tune.sections import display
+
+if TYPE_CHECKING:
+    from aflow_tune.config.load import AflowConfig
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that differs from what the user wrote. Secrets are masked in it."""
+
+    key: str
+    before: Any
+    after: Any
+    why: str
+
+
+HIDDEN = (
+    "checkpoint_job_dir",
+    "ray_namespace",
+    "*.ray_namespace",
+    "log.save_dir",
+    "monitor.cache_dir",
+    "monitor.monitor_args*",
+    "model.critic_model_path",
+    "model.custom_chat_template",
+    "cluster.*",
+    "synchronizer.explorer_world_size",
+    "synchronizer.explorer_sync_interval",
+    "synchronizer.trainer_sync_interval",
+    "explorer.rollout_model.model_path",
+    "explorer.*.temperature",
+    "explorer.*.top_p",
+    "explorer.*.top_k",
+    "explorer.*.logprobs",
+    "explorer.*.repetition_penalty",
+    "explorer.*.max_model_len",
+    "explorer.*.max_prompt_tokens",
+    "explorer.*.max_response_tokens",
+    "explorer.*.min_response_tokens",
+    "explorer.*.enable_prompt_truncation",
+    "explorer.*.rope_*",
+    "explorer.*.chat_template",
+    "explorer.*.enable_thinking",
+    "explorer.*.sync_method",
+    "explorer.*.checkpoint_job_dir",
+    "explorer.*.gpu_per_engine",
+    "explorer.*.cuda_visible_devices",
+    "explorer.*.enable_lora",
+    "explorer.*.lora_modules*",
+    "explorer.*.lora_kwargs*",
+    "explorer.*.extra_engine_args*",
+    "explorer.auxiliary_models.*.enable_*",
+    "buffer.cache_dir",
+    "buffer.tokenizer_path",
+    "buffer.explorer_input.*tasksets.*.rollout_args.*",
+    "buffer.explorer_input.*tasksets.*.workflow_args*",
+    "buffer.explorer_input.*tasksets.*.format.*",
+    "buffer.explorer_input.*tasksets.*.is_eval",
+    "buffer.explorer_input.*tasksets.*.batch_size",
+    "buffer.explorer_input.*tasksets.*.total_*",
+    "buffer.explorer_input.*tasksets.*.repeat_times",
+    "buffer.trainer_input.experience_buffer*",
+    "trainer.trainer_config*",
+    "trainer.trust_remote_code",
+    "model.lora_configs.*.is_dummy",
+)
+"""Key patterns that the table leaves out: filled in for Trinity's own use."""
+
+READ_FROM = "# read from: "
+"""In a saved configuration, before the file (as JSON) that its relative paths may go out from."""
+
+LOCAL_WHY = {
+    "explorer.concurrent_mode": "runs of one task go on side by side",
+    "explorer.rollout_model.engine_num": "the local engine samples in one process",
+    "explorer.rollout_model.*_parallel_size": "the local engine samples in one process",
+    "local.dtype": "`deterministic: true` computes in fp32",
+    "synchronizer.sync_method": "the local engine passes weights in memory",
+    "synchronizer.sync_style": "the local engine takes turns: roll out, train, synchronise",
+    "synchronizer.sync_interval": "the local engine synchronises after every step",
+    "synchronizer.sync_offset": "the local engine always samples with the newest weights",
+    "trainer.save_interval": "so that an interrupted run loses at most a tenth of its steps",
+    "trainer.max_checkpoints_to_keep": "full weights are large; the newest and the best are enough",
+    "data_processor.experience_pipeline.save_input": "a copy of every experience is not kept",
+    "algorithm.sample_strategy": "trains on whole steps, however many calls their runs made",
+}
+"""Reasons that hold for the local engine; looked up before `WHY`."""
+
+WHY = {
+    "synchronizer.sync_method": "the only one that Trinity has for this mode or for LoRA",
+    "synchronizer.sync_interval": "synchronised when saved",
+    "engine": "chosen for this machine",
+    "mode": "chosen for this machine",
+    "name": "the folder of that name is in use and `continue_from_checkpoint` is false",
+    "checkpoint_root_dir": "made absolute: workers start elsewhere",
+    "*model_path": "made absolute: workers start elsewhere",
+    "explorer.rollout_model.enable_history": "needed: only recorded calls can be trained",
+    "explorer.rollout_model.enable_openai_api": "needed: workflow functions call this API",
+    "explorer.rollout_model.enable_auto_tool_choice": "lets agents use tools",
+    "explorer.rollout_model.tool_call_parser": "the parser for `enable_auto_tool_choice`",
+    "*.default*_workflow_type": "runs your workflow function",
+    "explorer.rollout_model.gpu_memory_utilization": "the trainer shares the GPU",
+    "explorer.runner_per_model": "no more runners than tasks of a batch",
+    "explorer.eval_interval": "evaluated as often as weights are synchronised",
+    "explorer.max_timeout": "longer than `rollout.run_timeout`, which is the limit that counts",
+    "rollout.run_timeout": "no longer than `explorer.max_timeout`",
+    "trainer.max_token_len_per_gpu": "Trinity: twice `model.max_model_len`",
+    "monitor.monitor_type": "writes TensorBoard and the metrics.jsonl of the live panel",
+    "data_processor.experience_pipeline.operators*": "takes failed runs out before training",
+    "algorithm.*": "the default of this algorithm",
+    "model.max_model_len": "prompt and response together",
+    "model.max_prompt_tokens": "what `max_model_len` leaves beside the response",
+    "model.max_response_tokens": "what `max_model_len` leaves beside the prompt",
+    "model.min_response_tokens": "below `max_response_tokens`",
+    "model.temperature": "that of the task set, which is what is sampled with",
+    "buffer.train_batch_size": "batch_size x repeat_times",
+    "buffer.explorer_input.*tasksets.*.path": "made absolute, or a folder as Trinity needs it",
+    "buffer.explorer_input.*tasksets.*.split": "a single file is one split, named train",
+    "buffer.explorer_input.*tasksets.*.subset_name": "a single file has no subsets",
+    "buffer.explorer_input.*tasksets.*.name": "every task set needs a name",
+    "continue_from_checkpoint": "resuming is decided by the run folder's own state",
+    "ignore_validator_suggestions": "nobody is there to answer a question",
+}
+"""Reason by key pattern; the first match counts."""
+
+_DEFAULT_WHY = "filled in by Trinity's validators"
+_ARGUMENTS = re.compile(r"(algorithm\.\w+_args|.*\.operators\.\d+)\.?(.*)$")
+_WIDTH = 48
+
+
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], reasons: Mapping[str, str]
+) -> list[Change]:
+    """The changes from `before` to `after`, two flattened configurations.
+
+    `reasons` holds what is known about single keys and wins over `WHY`.
+    """
+    patterns = [*WHY.items()]
+    if after.get("engine") == "local":
+        patterns = [*LOCAL_WHY.items(), *patterns]
+    written = _collapsed({_renamed(key): value for key, value in before.items()})
+    run = _collapsed(after)
+    changes = []
+    for key in dict.fromkeys([*run, *written]):
+        old, new = written.get(key), run.get(key)
+        if old == new or callable(new) or _hidden(key) or (_empty(old) and _empty(new)):
+            continue
+        why = reasons.get(key) or next(
+            (text for pattern, text in patterns if fnmatch.fnmatchcase(key, pattern)),
+            _DEFAULT_WHY,
+        )
+        changes.append(Change(key, masked(key, old), masked(key, new), why))
+    return changes
+
+
+def render_changes(changes: Sequence[Change]) -> str:
+    """The changes as a table: key, from, to, why. Empty where nothing changed."""
+    if not changes:
+        return ""
+    rows = [("setting", "from", "to", "why")]
+    rows += [(display(c.key), _short(c.before), _short(c.after), c.why) for c in changes]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    ]
+    return "\n".join(["settings that were filled in or changed:", *(f"  {line}" for line in lines)])
+
+
+def save_resolved(config: AflowConfig, changes: Sequence[Change], path: Path) -> None:
+    """Write the configuration as it is run, with the changes as comments in front.
+
+    The file loads with `load_config`. Functions are left out; a secret that came from an
+    environment variable is written as the reference to it, any other one is masked.
+    """
+    content: dict[str, Any] = {}
+    for name in type(config).__dataclass_fields__:
+        content[name] = _plain(getattr(config, name), name, config.positions.raw)
+    header = "".join(
+        f"# {display(c.key)}: {_short(c.before)} -> {_short(c.after)} ({c.why})\n" for c in changes
+    )
+    if config.positions.file:
+        header += f"{READ_FROM}{json.dumps(os.path.abspath(config.positions.file))}\n"
+    title = "# The configuration as it was run. Changed since it was loaded:\n"
+    settings = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    write_whole(path, title + header + settings)
+
+
+def base_of(path: Path) -> Path:
+    """The folder that relative paths of a configuration go out from: its own, or, of a run's saved
+    one, that of the file it was read from, unless that is gone."""
+    original = _original_of(path) if path.is_file() else None
+    return original.parent if original is not None and original.parent.is_dir() else path.parent
+
+
+def _original_of(path: Path) -> Path | None:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.startswith("#"):
+                return None
+            if line.startswith(READ_FROM):
+                try:
+                    name = json.loads(line.removeprefix(READ_FROM))
+                except ValueError:
+                    return None
+                return Path(name) if isinstance(name, str) else None
+    return None
+
+
+def _plain(value: Any, key: str, raw: Mapping[str, str]) -> Any:
+    """Dataclasses, enums and containers as plain YAML values."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {
+            str(name): _plain(item, f"{key}.{name}", raw)
+            for name, item in value.items()
+            if not callable(item)
+        }
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{key}.{number}", raw) for number, item in enumerate(value)]
+    if hasattr(value, "value") and hasattr(value, "name"):
+        return value.value
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    hidden = masked(key, str(value))
+    if hidden != value and key in raw:
+        return raw[key]
+    return hidden
+
+
+def _collapsed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration in which arguments of one function are one value."""
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        match = _ARGUMENTS.match(key)
+        if match is None or not match.group(2):
+            found[key] = value
+            continue
+        arguments = found.get(match.group(1))
+        if not isinstance(arguments, dict):
+            arguments = found[match.group(1)] = {}
+        arguments[match.group(2)] = masked(key, value)
+    return found
+
+
+def _renamed(key: str) -> str:
+    """Trinity turns the one `taskset` into the first of `tasksets`."""
+    single = "buffer.explorer_input.taskset."
+    return key.replace(single, "buffer.explorer_input.tasksets.0.", 1)
+
+
+def _hidden(key: str) -> bool:
+    if key in ("buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"):
+        return True
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in HIDDEN)
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value == "" or value == [] or value == {}
+
+
+def _short(value: Any) -> str:
+    """A value in at most `_WIDTH` characters; of a dotted path, the end tells more."""
+    if isinstance(value, dict) and value:
+        name = str(value.get("name", "")).rpartition(".")[2]
+        rest = (f"{key.rpartition('.')[2]}={item}" for key, item in value.items() if key != "name")
+        text = ", ".join(filter(None, (name, *rest)))
+        return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+    text = "-" if _empty(value) else str(value)
+    return text if len(text) <= _WIDTH else "..." + text[3 - _WIDTH :]

@@ -1,0 +1,235 @@
+"""`mix:` over Trinity's task sets: what is refused, and how the mix is laid out for its reader.
+
+A mix gives each source its share of every training batch. A source is a training task set, by
+its name, or the rows of a task set that say `source: NAME`, as `aflow-tune data prepare` writes
+them. Task sets are written, found, read and checked as without a mix; only when the run starts
+do they become one task set of Trinity's, read by `readers.MixReader`. Which items a batch holds
+is decided in `aflow_tune.data.mix`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity.common.config import DataSelectorConfig
+
+from aflow_tune.config.schema_names import nearest
+from aflow_tune.config.tasksets import is_file, read_taskset, user_tasksets
+from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
+from aflow_tune.errors import Fault
+from aflow_tune.files import write_json
+
+if TYPE_CHECKING:
+    from trinity.common.config import TasksetConfig
+
+    from aflow_tune.config.load import AflowConfig
+
+MIX_READER = "aflow_tune.engines.trinity.readers.MixReader"
+FIXED_SAMPLE = "aflow_tune.engines.trinity.readers.FixedSample"
+_SHARED = ("rollout_args", "workflow_args", "reward_fn_args", "format")
+"""What all task sets of a mix have in common, as they become one."""
+
+
+def shares_of(config: AflowConfig) -> dict[str, Fraction]:
+    """The share of each source of `config.mix`, as written or by the default recipe.
+
+    Raises:
+        ValueError: the shares are no shares, or the recipe has none for a source.
+    """
+    written = {name: source.ratio for name, source in config.mix.items()}
+    if any(ratio is not None for ratio in written.values()):
+        return exact_shares({name: ratio or 0.0 for name, ratio in written.items()})
+    kinds = {name: kind_of(name, source.benchmark) for name, source in config.mix.items()}
+    if None in kinds.values():
+        raise ValueError("a source without a share is of no kind that the default recipe knows")
+    return default_shares({name: str(kind) for name, kind in kinds.items()})
+
+
+def check_mix(config: AflowConfig) -> list[Fault]:
+    """What is wrong with `mix:` and with the task sets that it names."""
+    if not config.mix:
+        return []
+    return [*_ratios(config), *_sources(config), *_alike(config)]
+
+
+def fields_of_mix(config: AflowConfig) -> tuple[str, ...]:
+    """The fields that every row of the training data gets from the mix."""
+    if not config.mix:
+        return ()
+    return ("source", "benchmark") if len(benchmarks_of(config)) == len(config.mix) else ("source",)
+
+
+def merge_mix(config: AflowConfig, run_dir: Path) -> None:
+    """Make the training task sets one, read in batches of the configured shares.
+
+    To be called last: on a prepared configuration with its task sets laid out.
+    """
+    if not config.mix:
+        return
+    inputs = config.buffer.explorer_input
+    place = run_dir / "data" / "mix.json"
+    write_json(
+        place,
+        {
+            "seed": config.seed,
+            "shares": {name: str(share) for name, share in shares_of(config).items()},
+            "benchmarks": benchmarks_of(config),
+            "tasksets": [
+                {
+                    "name": taskset.name,
+                    "storage_type": str(taskset.storage_type),
+                    "path": taskset.path,
+                    "split": taskset.split,
+                    "subset_name": taskset.subset_name,
+                }
+                for taskset in inputs.tasksets
+            ],
+        },
+    )
+    inputs.tasksets = [
+        replace(
+            inputs.tasksets[0],
+            name="mix",
+            storage_type=MIX_READER,
+            path=str(place),
+            data_selector=DataSelectorConfig(),
+        )
+    ]
+
+
+def quick_tasksets(config: AflowConfig, step: int) -> list[TasksetConfig]:
+    """The held-out task sets to evaluate the weights of `step` on.
+
+    The first and the last evaluation, which are compared, use every row; those between them the
+    fixed sample of `quick_eval` rows, if that is set.
+    """
+    tasksets = config.buffer.explorer_input.eval_tasksets
+    size, last = config.quick_eval, config.trainer.total_steps
+    if size is None or step == 0 or (last is not None and step >= last):
+        return tasksets
+    selector = DataSelectorConfig(FIXED_SAMPLE, seed=config.seed, kwargs={"size": size})
+    return [replace(taskset, data_selector=selector) for taskset in tasksets]
+
+
+def benchmarks_of(config: AflowConfig) -> dict[str, str]:
+    """The benchmark of each source, where it is given or is the source's own name."""
+    found = {}
+    for name, source in config.mix.items():
+        own = name if name in KINDS and name not in DEFAULT_SHARES else None
+        benchmark = source.benchmark or own
+        if benchmark:
+            found[name] = benchmark
+    return found
+
+
+def _ratios(config: AflowConfig) -> Iterable[Fault]:
+    positions = config.positions
+    written = {name: source.ratio for name, source in config.mix.items()}
+    sound = True
+    for name, ratio in written.items():
+        if ratio is not None and not (math.isfinite(ratio) and 0 < ratio <= 1):
+            sound = False
+            where = positions.where(f"mix.{name}.ratio")
+            yield Fault(where, "a share above 0, at most 1", str(ratio), "ratio: 0.4")
+    missing = [name for name, ratio in written.items() if ratio is None]
+    if len(missing) == len(written):
+        for name, source in config.mix.items():
+            if kind_of(name, source.benchmark) is None:
+                yield Fault(
+                    positions.where(f"mix.{name}"),
+                    "a `ratio` for each source, or for none; then a `benchmark` or a name that "
+                    f"tells its kind: {', '.join([*DEFAULT_SHARES, *KINDS])}",
+                    f"{name!r} without either",
+                    f"{name}: {{ratio: 0.5}}",
+                )
+        return
+    left = 1 - sum(ratio for ratio in written.values() if ratio is not None)
+    for name in missing:
+        sound = False
+        cure = f"ratio: {left / len(missing):g}" if left > 0 else "give it a ratio"
+        where = positions.where(f"mix.{name}")
+        yield Fault(where, "a `ratio` for each source, or for none", "no ratio", cure)
+    if sound:
+        try:
+            shares_of(config)
+        except ValueError as error:
+            scaled = ", ".join(
+                f"{name}: {(ratio or 0) / (1 - left):.4g}" for name, ratio in written.items()
+            )
+            cure = f"in these proportions: {scaled}"
+            yield Fault(positions.where("mix"), "ratios that are 1 together", str(error), cure)
+
+
+def _sources(config: AflowConfig) -> Iterable[Fault]:
+    """Every source has rows, and every row a source."""
+    positions, mix = config.positions, config.mix
+    named: Counter[str] = Counter()
+    known: list[str] = []
+    unread = False
+    for key, taskset, held_out in user_tasksets(config):
+        if held_out or not taskset.path:
+            continue
+        name = taskset.name or "train"
+        if name in mix:
+            named[name] += 1
+            if named[name] == 2:
+                where = positions.where(f"{key}.name")
+                cure = f"name: {name}_2, and a share of its own in `mix`"
+                yield Fault(where, "a name of its own, as it is in a mix", repr(name), cure)
+            continue
+        table = read_taskset(config, taskset)
+        if table is None or table.faults:
+            unread = True
+            known.append(name)
+            continue
+        sources = Counter(str(row.get("source")) for row in table.rows)
+        named.update(sources)
+        known += [name, *(source for source in sources if source != "None")]
+        strange = [source for source in sources if source not in mix]
+        if strange:
+            shown = ", ".join(f"{sources[source]} of {source!r}" for source in strange[:4])
+            yield Fault(
+                positions.where(f"{key}.name"),
+                f"{name!r} as a source in `mix`, or rows whose `source` is one",
+                "rows without a source"
+                if strange == ["None"]
+                else f"rows that no share is given to: {shown}",
+                f"mix: {{{name if strange == ['None'] else strange[0]}: {{ratio: ...}}}}",
+            )
+    for name in mix:
+        if not named[name] and not unread:
+            close = nearest(name, known, 0.5)
+            yield Fault(
+                positions.where(f"mix.{name}"),
+                "the name of a training task set, or a `source` of its rows: "
+                + (", ".join(map(repr, known)) or "there is none"),
+                repr(name),
+                f"did you mean `{close}`?" if close else "give the task set this name",
+            )
+
+
+def _alike(config: AflowConfig) -> Iterable[Fault]:
+    """Settings of single task sets that a mix cannot follow."""
+    positions = config.positions
+    training = [(key, taskset) for key, taskset, held_out in user_tasksets(config) if not held_out]
+    for key, taskset in training:
+        selector = taskset.task_selector or taskset.data_selector
+        if selector.selector_type not in (None, "sequential"):
+            where = positions.where(f"{key}.data_selector.selector_type")
+            found = repr(selector.selector_type)
+            yield Fault(where, "none: a mix shuffles by itself", found, "remove data_selector")
+        if not is_file(taskset):
+            where = positions.where(f"{key}.storage_type")
+            yield Fault(where, "file", repr(taskset.storage_type), "storage_type: file")
+        for name in _SHARED:
+            if getattr(taskset, name) != getattr(training[0][1], name):
+                where = positions.where(f"{key}.{name}")
+                found = "other settings than in the first task set"
+                cure = "give all task sets of the mix the same"
+                yield Fault(where, f"one `{name}` for all of a mix", found, cure)

@@ -1,0 +1,1 @@
+"""Every rule that refuses a configuration, or fills in what it leaves open."""

@@ -1,0 +1,397 @@
+"""Where a task set's rows are: found on disk for checking, laid out for Trinity's reader.
+
+Trinity reads a task set of `storage_type: file` with `datasets.load_dataset(path, subset_name,
+split)`: a hub id or a folder, never a plain file. We also take a file: at launch it is linked
+into a folder of the run under the name that makes it the split. Files whose rows are of several
+sources, and those of a mix, are read by our `RowsReader`. Looking fetches nothing; a hub data
+set is read from the local cache or not at all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aflow_tune.data.checks import Findings, sources
+from aflow_tune.data.rows import Table, file_format, read_table
+from aflow_tune.engines.local.models import BUNDLED
+from aflow_tune.errors import Fault
+from aflow_tune.find_ray import find_ray, uses_ray
+from aflow_tune.shipping.arrival import arrived
+
+if TYPE_CHECKING:
+    from trinity.common.config import ExperienceBufferConfig, TasksetConfig
+
+    from aflow_tune.config.load import AflowConfig
+
+ROWS_READER = "aflow_tune.engines.trinity.readers.RowsReader"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+_FILE_SPLIT = "train"
+_ROLLOUT_ARGS = ("temperature", "top_p", "top_k", "logprobs")
+_LOADERS = ("json", "csv", "parquet", "arrow", "text")
+# The words by which `datasets` tells splits apart in the names of a folder's files.
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+
+
+@dataclass
+class Located:
+    """What `taskset.path` stands for. `kind`: file, folder, hub, other or missing."""
+
+    kind: str
+    path: Path | None = None
+    files: list[Path] = field(default_factory=list)
+    fault: str | None = None
+    """Why it cannot be read; what was found."""
+    cure: str = ""
+    warning: str | None = None
+
+
+def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
+    """(key path, task set, held out) of every task set, before or after Trinity's validators."""
+    inputs = config.buffer.explorer_input
+    found = [("buffer.explorer_input.taskset", inputs.taskset, False)] if inputs.taskset else []
+    for number, taskset in enumerate(inputs.tasksets):
+        found.append((f"buffer.explorer_input.tasksets.{number}", taskset, False))
+    for number, taskset in enumerate(inputs.eval_tasksets):
+        found.append((f"buffer.explorer_input.eval_tasksets.{number}", taskset, True))
+    return found
+
+
+def experience_buffer(config: AflowConfig) -> ExperienceBufferConfig | None:
+    """The data that `mode: train` learns from; None in every other mode."""
+    return config.buffer.trainer_input.experience_buffer if config.mode == "train" else None
+
+
+def is_file(taskset: TasksetConfig | ExperienceBufferConfig) -> bool:
+    """Whether a task set is read from files, by Trinity's reader or by ours."""
+    return taskset.storage_type == ROWS_READER or str(taskset.storage_type).lower() == "file"
+
+
+def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
+    """Find a task set's files. Relative paths: from here, else from the YAML's folder."""
+    name = str(taskset.path or "")
+    if not is_file(taskset):
+        return Located("other")
+    for path in _candidates(config, name):
+        if path.is_file():
+            return _locate_file(Path(os.path.abspath(path)))
+        if path.is_dir():
+            return _locate_folder(Path(os.path.abspath(path)), taskset)
+    if name in _LOADERS:
+        cure = f"path: data/train.{name}"
+        return Located("missing", fault=f"{name!r}, the name of a loader", cure=cure)
+    if looks_local(config, name) or file_format(Path(name)):
+        return _missing(config, name)
+    return _locate_hub(name, taskset)
+
+
+def looks_local(config: AflowConfig, name: str) -> bool:
+    """Whether a name under which nothing was found means a place on this machine, no hub id."""
+    if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        return True
+    first, slash, _ = name.partition("/")
+    return bool(slash) and any((base / first).is_dir() for base in _bases(config))
+
+
+def read_taskset(
+    config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
+) -> Table | None:
+    """The rows of a task set, read once per configuration; None where none are on disk."""
+    tables: dict[tuple[str, str], Table | None] = config.__dict__.setdefault("_tables", {})
+    key = (str(taskset.path), taskset.split)
+    if key not in tables:
+        found = locate(config, taskset)
+        tables[key] = read_table(str(taskset.path), found.files) if found.files else None
+    return tables[key]
+
+
+def readable_tables(config: AflowConfig, found: Findings) -> Iterator[tuple[bool, Table]]:
+    """(held out, rows) of every task set that can be read here; what is wrong goes into `found`."""
+    for key, taskset, held_out in user_tasksets(config):
+        if not taskset.path:
+            where = config.positions.where(f"{key}.path")
+            found.faults.append(Fault(where, "a path", "nothing", "name a file of tasks"))
+            continue
+        fault = taskset_fault(config, key, taskset)
+        if fault is not None:
+            found.faults.append(fault)
+            continue
+        table = read_taskset(config, taskset)
+        if table is not None:
+            yield held_out, table
+            continue
+        warning = locate(config, taskset).warning
+        found.warnings += [warning] if warning else []
+
+
+def training_rows(config: AflowConfig) -> int | None:
+    """Rows of all training data together; None if not all are on disk."""
+    sets: list[TasksetConfig | ExperienceBufferConfig]
+    sets = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
+    if config.mode == "train":
+        buffer = experience_buffer(config)
+        sets = [buffer] if buffer is not None and buffer.path else []
+        if not sets:
+            return None
+    total = 0
+    for taskset in sets:
+        table = read_taskset(config, taskset)
+        if table is None or table.faults:
+            return None
+        total += table.total
+    return total
+
+
+def total_steps(config: AflowConfig) -> int | None:
+    """The training steps that the settings come to; None if the rows are not known."""
+    if config.mode in ("bench", "harvest"):
+        return None
+    bounds = [steps for steps in (config.trainer.total_steps, config.buffer.total_steps) if steps]
+    if not config.buffer.total_steps:
+        rows, size = training_rows(config), rows_a_step(config)
+        if rows is not None and size > 0:
+            bounds.append(rows * config.buffer.total_epochs // size)
+        elif not bounds:
+            return None
+    return min(bounds)
+
+
+def rows_a_step(config: AflowConfig) -> int:
+    """Rows of the training data that one step takes."""
+    return config.buffer.train_batch_size if config.mode == "train" else config.buffer.batch_size
+
+
+def settle_paths(config: AflowConfig) -> None:
+    """Make the paths of files and folders absolute: workers start in other folders."""
+    for model in (config.model, *config.explorer.auxiliary_models):
+        name = str(model.model_path or "")
+        if name and name not in BUNDLED and Path(name).expanduser().is_dir():
+            model.model_path = os.path.abspath(os.path.expanduser(name))
+    sets: list[TasksetConfig | ExperienceBufferConfig]
+    sets = [taskset for _, taskset, _ in user_tasksets(config)]
+    buffer = experience_buffer(config)
+    for taskset in sets if buffer is None else [*sets, buffer]:
+        found = locate(config, taskset)
+        if found.path is not None and found.fault is None:
+            tables = config.__dict__.setdefault("_tables", {})
+            table = tables.get((str(taskset.path), taskset.split))
+            taskset.path = str(found.path)
+            if found.kind == "file":
+                taskset.split, taskset.subset_name = _FILE_SPLIT, None
+            if table is not None:
+                tables[(taskset.path, taskset.split)] = table
+
+
+def materialise_tasksets(config: AflowConfig) -> None:
+    """Link every task set that is a plain file into `<run folder>/data/<name>/train.<suffix>`.
+
+    To be called on a prepared configuration whose run folder is held. The paths of the task
+    sets become those folders. A folder is linked as well, without the files of its other splits.
+    For a Ray that others started files are copied: its nodes see the run folder, but perhaps not
+    what it would link to.
+    """
+    copied = on_cluster(config)
+    for _, taskset, held_out in user_tasksets(config):
+        source = Path(str(taskset.path))
+        role = "held_out" if held_out else "train"
+        folder = Path(config.checkpoint_job_dir) / "data" / role / taskset.name
+        if not is_file(taskset) or source == folder:
+            continue
+        files, part = _own_files(config, taskset, held_out), ""
+        if files:
+            taskset.storage_type = ROWS_READER
+        elif source.is_file():
+            files = [source]
+        elif source.is_dir() and "+" not in taskset.split:
+            # On every Ray alike, so that a run may go on on another one.
+            files = locate(config, taskset).files
+            part = "".join(taskset.split.partition("[")[1:])
+        if not files:
+            continue
+        shutil.rmtree(folder, ignore_errors=True)  # links of an earlier start
+        link_files(files, folder, copied)
+        taskset.path = str(folder)
+        taskset.split, taskset.subset_name = _FILE_SPLIT + part, None
+
+
+def on_cluster(config: AflowConfig) -> bool:
+    """Whether the run is on a Ray that others started, whose nodes may see only the run folder."""
+    return uses_ray(config) and find_ray(config) is not None
+
+
+def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
+    """What Trinity's `BufferConfigValidator` fills into a held-out task set, where that is not
+    asked: it would also make folders and want training data."""
+    taskset.is_eval = True
+    taskset.batch_size = config.buffer.batch_size
+    arguments = taskset.rollout_args
+    for name in _ROLLOUT_ARGS:
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, getattr(config.model, name))
+    if arguments.max_tokens is None:
+        arguments.max_tokens = config.model.max_response_tokens
+    if taskset.format.chat_template is None:
+        taskset.format.chat_template = config.model.custom_chat_template
+
+
+def link_files(files: list[Path], folder: Path, copied: bool = False) -> None:
+    """Make `folder` hold these files, or copies, as the split `train` of one data set."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, file in enumerate(files):
+        name = f"{_FILE_SPLIT}-{number:05d}" if len(files) > 1 else _FILE_SPLIT
+        link = folder / f"{name}{''.join(_data_suffixes(file))}"
+        temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
+        if copied:
+            shutil.copyfile(file, temporary)
+        else:
+            temporary.symlink_to(file)
+        temporary.rename(link)
+
+
+def _own_files(config: AflowConfig, taskset: TasksetConfig, held_out: bool) -> list[Path]:
+    """The files of a task set whose rows have to be read as they are; empty for any other."""
+    found, table = locate(config, taskset), read_taskset(config, taskset)
+    if table is None or found.kind not in ("file", "folder") or re.search(r"[\[+]", taskset.split):
+        return []
+    needed = (bool(config.mix) and not held_out) or len(sources(table)) > 1
+    return found.files if needed else []
+
+
+def _bases(config: AflowConfig) -> list[Path]:
+    base = config.positions.base
+    return [Path()] if base is None else [Path(), base]
+
+
+def _candidates(config: AflowConfig, name: str) -> list[Path]:
+    """Where a path of the configuration may lead; in a submitted job it may have travelled."""
+    arrival = arrived()
+    moved = None if arrival is None else arrival.relocated(os.path.expanduser(name))
+    own = [base / Path(name).expanduser() for base in _bases(config)]
+    return own if moved is None else [Path(moved), *own]
+
+
+def _data_suffixes(path: Path) -> list[str]:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    suffixes = suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:]
+    return [".jsonl" if suffix == ".ndjson" else suffix for suffix in suffixes]
+
+
+def _locate_file(path: Path) -> Located:
+    if file_format(path) is None:
+        cure = "save the rows as .jsonl, .json, .csv or .parquet"
+        return Located("file", path, fault=f"a file of unknown format: {path.name}", cure=cure)
+    return Located("file", path, [path])
+
+
+def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        cure = "save it with to_json or to_parquet instead of save_to_disk"
+        return Located("folder", path, fault="a folder written by `save_to_disk`", cure=cure)
+    within = path / taskset.subset_name if taskset.subset_name else path
+    root = within if within.is_dir() else path
+    files = sorted(
+        file
+        for file in root.rglob("*")
+        if file.is_file() and file_format(file) and not _is_hidden(file, root)
+    )
+    if not files:
+        cure = "put train.jsonl (or .json, .csv, .parquet) there, or name the file itself"
+        return Located("folder", path, fault="a folder without data files", cure=cure)
+    if (path / "README.md").is_file() and "configs:" in _head(path / "README.md"):
+        warning = f"{path}: its README.md decides which files are read; rows are not checked"
+        return Located("folder", path, warning=warning)
+    by_split: dict[str, list[Path]] = {}
+    for file in files:
+        by_split.setdefault(_split_of(file.relative_to(root)) or "", []).append(file)
+    if set(by_split) == {""}:
+        by_split = {"train": files}
+    split = re.split(r"[\[+]", taskset.split)[0]
+    chosen = by_split.get(split, [])
+    if not chosen:
+        there = ", ".join(sorted(name for name in by_split if name)) or "none"
+        fault = f"the splits {there} ({', '.join(file.name for file in files[:4])})"
+        return Located("folder", path, fault=fault, cure=f"split: {sorted(by_split)[-1]}")
+    formats = {file_format(file) for file in chosen}
+    if len(formats) > 1:
+        names = ", ".join(file.name for file in chosen[:4])
+        cure = "keep one format in the folder, or name one file"
+        return Located("folder", path, fault=f"files of several formats: {names}", cure=cure)
+    return Located("folder", path, chosen)
+
+
+def _locate_hub(name: str, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    datasets = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")).expanduser()
+    prepared = datasets / name.replace("/", "___")
+    subset = taskset.subset_name or ""
+    arrow = sorted(
+        file
+        for file in prepared.glob(f"**/*-{taskset.split}*.arrow")
+        if not subset or file.relative_to(prepared).parts[0] == subset
+    )
+    if arrow:
+        return Located("hub", files=arrow)
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
+    if (hub / f"datasets--{name.replace('/', '--')}").is_dir() or prepared.is_dir():
+        return Located("hub", warning=f"data set {name}: cached, but its rows are not checked")
+    return Located(
+        "hub",
+        warning=f"data set {name}: not on this machine; it will be fetched from the hub at the "
+        "start, and its rows are not checked before",
+    )
+
+
+def _missing(config: AflowConfig, name: str) -> Located:
+    near: list[str] = []
+    for base in _bases(config):
+        folder = (base / Path(name).expanduser()).parent
+        if folder.is_dir():
+            names = [item.name for item in folder.iterdir() if not item.name.startswith(".")]
+            near += difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
+    cure = "check the path"
+    if near:
+        cure += f"; there is {', '.join(dict.fromkeys(near))}"
+    return Located("missing", fault=f"no such file or folder: {name}", cure=cure)
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that `datasets` sees in a file's name or in the folders above it."""
+    for part in (path.name, *(parent.name for parent in path.parents)):
+        words = re.split(r"[^a-z]+", part.lower())
+        for split, known in _SPLIT_WORDS.items():
+            if set(known) & set(words):
+                return split
+    return None
+
+
+def _is_hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith((".", "__")) for part in file.relative_to(root).parts)
+
+
+def _head(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(4000)
+
+
+def taskset_fault(
+    config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
+) -> Fault | None:
+    """The fault of a path under which nothing can be read, or None."""
+    found = locate(config, taskset)
+    if found.fault is None:
+        return None
+    name = "split" if found.kind == "folder" and found.cure.startswith("split:") else "path"
+    expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
+    if name == "split":
+        expected = f"files of the split {taskset.split!r} in {taskset.path}"
+    return Fault(config.positions.where(f"{key}.{name}"), expected, found.fault, found.cure)

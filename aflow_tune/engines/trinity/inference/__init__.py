@@ -1,1 +1,0 @@
-"""Models asked and nothing trained: evaluation, harvests, a trained policy's answers."""

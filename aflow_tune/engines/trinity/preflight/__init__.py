@@ -1,1 +1,0 @@
-"""Before a run: `doctor`, `run --dry-run` and `estimate`."""

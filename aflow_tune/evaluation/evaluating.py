@@ -1,0 +1,248 @@
+"""Runs a workflow on held-out tasks without training: no Ray, no trainer, no queue.
+
+The workflow runs in the same adapter as in a run, gets the same recording model, and leaves the
+same records, so an evaluation made here and one made by a run can be compared. Seeds depend on
+task set, task, run and what is asked, never on the weights: two evaluations of one task set draw
+the same random numbers.
+
+Which models, workflows and settings are evaluated, and what comes of it, is decided above, in
+`aflow_tune.evaluation`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity.common.config import InferenceModelConfig
+from trinity.common.models.model import ModelWrapper
+from trinity.common.workflows import Task
+
+from aflow_tune.engines.local.saved_weights import Kind, kind_of, read_weights
+from aflow_tune.engines.trinity.readers import read_all
+from aflow_tune.engines.trinity.rollout.endpoint import EndpointModel
+from aflow_tune.engines.trinity.rollout.recording import auxiliary_chat_models
+from aflow_tune.engines.trinity.rollout.sampler_host import InlineModel, SamplerHost
+from aflow_tune.errors import BudgetReached, RunFailed
+from aflow_tune.files import drop_torn_line
+from aflow_tune.report.records import read_records, record_path
+from aflow_tune.types import Failure
+
+if TYPE_CHECKING:
+    from aflow_tune.config.load import AflowConfig
+
+TaskSets = Mapping[str, Sequence[Task]]
+"""Tasks by the name of their task set, in the order of its rows."""
+RunKey = tuple[str, int, int]
+"""Task set, number of the task in it, and run: which run of an evaluation is meant."""
+
+
+class LocalModels:
+    """The local sampler with the weights that are asked for; one base model at a time.
+
+    Use as an asynchronous context manager: leaving it frees everything.
+    """
+
+    def __init__(self) -> None:
+        self._host: SamplerHost | None = None
+        self._model: InlineModel | None = None
+        self._path: str | None = None
+        self._pristine = True
+        self._auxiliary: dict[str, tuple[SamplerHost, InlineModel]] = {}
+
+    async def __aenter__(self) -> LocalModels:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for host, _model in self._auxiliary.values():
+            await asyncio.to_thread(host.close)
+        await self._release()
+
+    async def take(self, config: AflowConfig, weights: Path | None) -> ModelWrapper:
+        """The configured model with `weights`; None for the model as it is.
+
+        Raises:
+            BadInput: the weights do not fit the model.
+            CheckpointError: a checkpoint is damaged.
+        """
+        model_config = config.explorer.rollout_model
+        if weights is not None and kind_of(weights) is Kind.MODEL:
+            model_config = replace(model_config, model_path=str(weights))
+            weights = None
+        await self._load(model_config, need_pristine=weights is None)
+        assert self._host is not None
+        assert self._model is not None
+        sampler = self._host.sampler
+        if weights is None:
+            await asyncio.to_thread(sampler.update_weights, {}, 0)
+        else:
+            state, sampler.lora = await asyncio.to_thread(read_weights, weights)
+            if not state:  # which the sampler would take for the base model
+                raise RunFailed(f"{weights} holds no weights")
+            self._pristine = sampler.lora is not None
+            await asyncio.to_thread(sampler.update_weights, state, sampler.version + 1)
+        return self._model
+
+    @contextlib.asynccontextmanager
+    async def auxiliary_chat_models(self, config: AflowConfig) -> AsyncIterator[dict[str, Any]]:
+        """The auxiliary models by name, as workflow functions get them, while it is open."""
+        async with contextlib.AsyncExitStack() as stack:
+            wrappers = await self.auxiliary(config)
+            clients = [wrapper.get_openai_async_client() for wrapper in wrappers]
+            for client in clients:
+                stack.push_async_callback(client.close)
+            yield auxiliary_chat_models(wrappers, clients, asyncio.get_running_loop())
+
+    async def auxiliary(self, config: AflowConfig) -> list[ModelWrapper]:
+        """The auxiliary models of a configuration, each loaded once."""
+        found: list[ModelWrapper] = []
+        for model_config in config.explorer.auxiliary_models:
+            key = repr(model_config)
+            if key not in self._auxiliary:
+                host = await asyncio.to_thread(SamplerHost.from_model_config, model_config)
+                self._auxiliary[key] = host, InlineModel(host, model_config)
+            found.append(self._auxiliary[key][1])
+        return found
+
+    async def _load(self, config: InferenceModelConfig, need_pristine: bool) -> None:
+        """Load the base model, unless it is there. Full weights that were put over it cannot
+        be taken back, only loaded anew."""
+        key = repr(config)
+        if self._path == key and (self._pristine or not need_pristine):
+            return
+        await self._release()
+        self._host = await asyncio.to_thread(SamplerHost.from_model_config, config)
+        self._model = InlineModel(self._host, config)
+        self._path, self._pristine = key, True
+
+    async def _release(self) -> None:
+        host, self._host, self._model, self._path = self._host, None, None, None
+        if host is not None:
+            await asyncio.to_thread(host.close)
+
+
+def endpoint_model(
+    config: AflowConfig, url: str, name: str, key_variable: str | None
+) -> ModelWrapper:
+    """The model `name` behind `url`, sampled as the configuration says."""
+    model_config = replace(
+        config.explorer.rollout_model, model_path=name, engine_type="external", name=None
+    )
+    return EndpointModel(model_config, url, key_variable)
+
+
+async def read_tasks(config: AflowConfig) -> dict[str, list[Task]]:
+    """All tasks of every held-out task set."""
+    return {
+        taskset.name: await read_all(taskset)
+        for taskset in config.buffer.explorer_input.eval_tasksets
+    }
+
+
+@dataclass
+class Batch:
+    """One workflow with one model on all tasks.
+
+    `arguments` are the adapter's `workflow_args`; `sampling` overrides fields of the tasks'
+    `rollout_args`; `folder` gets the records, under the number `step`.
+    """
+
+    model: ModelWrapper
+    auxiliary: list[ModelWrapper]
+    arguments: Mapping[str, Any]
+    folder: Path
+    step: int = 0
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+    def runs_left(self, tasks: TaskSets, samples: int, *, again: bool) -> list[RunKey]:
+        """The runs that have no record yet.
+
+        `again`: runs whose record says that they failed count as left.
+        """
+        left = []
+        for name, of_set in tasks.items():
+            path = record_path(self.folder, name, self.step)
+            drop_torn_line(path)
+            latest = {}
+            for record in read_records(path) if path.exists() else ():
+                latest[record.item, record.run] = record
+            done = {
+                key
+                for key, record in latest.items()
+                if not (record.failure == Failure.BUDGET_REACHED or (again and record.failure))
+            }
+            left += [
+                (name, number, run)
+                for number, task in enumerate(of_set)
+                for run in range(samples)
+                if (_item(task, number), run) not in done
+            ]
+        return left
+
+    async def run(
+        self,
+        tasks: TaskSets,
+        left: list[RunKey],
+        samples: int,
+        at_once: int,
+        done: Callable[[], None],
+    ) -> None:
+        """Make the runs of `left`, at most `at_once` together; `done` is called after each.
+
+        Raises:
+            BudgetReached: a limit on money, tokens or calls was reached; runs under way ended.
+            RunFailed: something outside of the user's functions failed.
+        """
+        slots = asyncio.Semaphore(at_once)
+        books = self.arguments["books"]
+
+        async def one(name: str, number: int, run: int) -> None:
+            async with slots:
+                if books.reached():
+                    return
+                task = self._task(tasks[name][number], f"{self.step}/{name}", number, run, samples)
+                workflow = task.to_workflow(
+                    self.model.clone_with_isolated_history(), self.auxiliary
+                )
+                await workflow.run_async()
+            done()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, number, run in left:
+                    group.create_task(one(name, number, run))
+        except* Exception as errors:
+            first = errors.exceptions[0]
+            raise RunFailed(f"the evaluation met an error: {type(first).__name__}: {first}") from (
+                first
+            )
+        reason = books.reached()
+        if reason is not None:
+            raise BudgetReached(reason)
+
+    def _task(self, task: Task, batch_id: str, number: int, run: int, samples: int) -> Task:
+        """A task object of its own for one run, numbered as a run's evaluation numbers it."""
+        arguments = {**task.workflow_args, **self.arguments}
+        return replace(
+            task,
+            batch_id=batch_id,
+            task_id=number,
+            repeat_times=samples,
+            workflow_args={**arguments, "first_run": run},
+            rollout_args=replace(task.rollout_args, n=samples, **self.sampling),
+            raw_task=copy.deepcopy(task.raw_task),
+        )
+
+
+def rows_by_item(tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
+    """The rows by the number that records call their item."""
+    return {_item(task, number): dict(task.raw_task or {}) for number, task in enumerate(tasks)}
+
+
+def _item(task: Task, number: int) -> int:
+    return int(task.index.get("index", number))

@@ -1,0 +1,314 @@
+"""The stages of one YAML, run one after the other: `run_chain`.
+
+    <root>/<project>/<name>/         the chain's folder
+      chain.json                     the stages, how far each is
+      report.html                    all stages side by side
+      account.sqlite                 what all stages spent together
+      <stage_name>/                  a run folder like any other (`run_state.py`)
+
+Every stage is a whole run (`run_modes.MODES`). It begins with the model that the last training
+stage before it exported; auxiliary models keep their own paths, so a frozen executor stays
+frozen. All stages are checked before the first one starts. The same command goes on in whichever
+stage was under way and passes over the finished ones. On `engine: trinity` the order and the
+folders are those of Trinity's own stage loop, and so is the checkpoint that the next one takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.mode_rules import TRAINING
+from aflow_tune.config.stages import StagePositions, chain_folder, parts_of
+from aflow_tune.config.validate import check_part
+from aflow_tune.errors import (
+    AlreadyFinished,
+    BadInput,
+    BudgetReached,
+    Fault,
+    Interrupted,
+    RunFailed,
+)
+from aflow_tune.files import write_json
+from aflow_tune.report.chain import chain_summary, write_chain_report
+from aflow_tune.running.run import Run, last_metrics
+from aflow_tune.running.run_modes import make_run
+from aflow_tune.runs.folder import CHAIN_FILE, RUN_FILE, checkpoints, locked, read_state
+from aflow_tune.types import TuneResult
+
+Function = Callable[..., Any]
+_MODEL = "model.model_path"
+
+
+@dataclass
+class StageState:
+    """One stage in `chain.json`. `status`: waiting, running, interrupted, failed, finished."""
+
+    name: str
+    mode: str
+    status: str = "waiting"
+    target: int = 0
+    seconds: float = 0.0
+    """Spent on it by all commands together."""
+    model: str = ""
+    """What it began from."""
+
+
+def run_chain(
+    config: AflowConfig,
+    workflow_func: Function | None,
+    judge_func: Function | None,
+    stop: Callable[[], bool],
+) -> TuneResult:
+    """Run every stage that is not finished. The result is the last training stage's.
+
+    Raises:
+        BadInput: any stage was refused (then nothing was started), or the folder belongs to a
+            chain of other stages or settings.
+        AlreadyFinished: every stage is finished.
+        RunFailed, Interrupted, BudgetReached: as a single run's; the stage is named.
+    """
+    chain = _Chain(config, workflow_func, judge_func)
+    chain.check()
+    with locked(chain.folder):
+        return chain.run(stop)
+
+
+class _Chain:
+    def __init__(
+        self, config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
+    ) -> None:
+        _settle_name(config)
+        self.config = config
+        self.functions = (workflow_func, judge_func)
+        self.folder = chain_folder(config)
+        self.started = time.monotonic()
+
+    def check(self) -> None:
+        """Check every stage. Their models are those of the file: no later one is there yet."""
+        parts, faults = parts_of(self.config)
+        faults = list(faults)
+        for name, part in parts:
+            found = check_part(part, *self.functions)
+            known = {fault.where for fault in faults}
+            faults += [fault for fault in found.faults if fault.where not in known]
+            if found.faults:
+                continue
+            print(f"stage {name}: {part.mode}, checked", flush=True)
+        if faults:
+            raise BadInput("These stages cannot run.", faults)
+
+    def run(self, stop: Callable[[], bool]) -> TuneResult:
+        parts, _ = parts_of(self.config)
+        self.states = self._read_states([name for name, _ in parts], [p.mode for _, p in parts])
+        model, done, result = None, 0, None
+        for number, (name, part) in enumerate(parts):
+            if stop():
+                raise Interrupted(f"stopped before stage {name!r}; the same command goes on there")
+            part.__dict__["_account_folder"] = str(self.folder)
+            if model is not None and _MODEL not in _own_keys(part):
+                part.model.model_path = model
+            try:
+                with self._watched(number, part):
+                    found = self._stage(number, part, stop)
+            except AlreadyFinished:
+                done += 1
+                found = None
+            folder = self.folder / name
+            if part.mode in TRAINING:
+                model = trained_model(part, folder)
+                result = found or _finished_result(folder)
+            gc.collect()
+        if done == len(parts):
+            raise AlreadyFinished(
+                f"All {done} stages in {self.folder} are finished. Nothing was started. For a new "
+                "run give another `name=`."
+            )
+        report = self._report()
+        if report is not None:
+            print(chain_summary(self.folder, report), flush=True)
+        if result is None:
+            return TuneResult(self.folder, 0, report=report)
+        return replace(result, run_dir=self.folder, report=report)
+
+    def _stage(self, number: int, part: AflowConfig, stop: Callable[[], bool]) -> TuneResult:
+        state = self.states[number]
+        place = f"stage {number + 1} of {len(self.states)}: {state.name} ({part.mode})"
+        print(f"\n{place}" if state.status != "finished" else place, flush=True)
+        limit = part.budget.wall_seconds
+        if limit is not None:
+            part.budget.wall_seconds = max(0.0, limit - (time.monotonic() - self.started))
+        run = make_run(part, *self.functions)
+        run.prepare()
+        if state.status != "finished":
+            run.announce()
+        state.model = part.model.model_path
+        run.built_upon = self._built_upon(number)
+        with run.claimed():
+            self._begin(number, run)
+            return run.execute(stop)
+
+    def _begin(self, number: int, run: Run) -> None:
+        self.states[number].status = "running"
+        self.states[number].target = run.target
+        self._write_states()
+
+    def _built_upon(self, number: int) -> str | None:
+        """The first later stage that was started, if this one trains."""
+        if self.states[number].mode not in TRAINING or self.states[number].status != "finished":
+            return None
+        later = (s.name for s in self.states[number + 1 :])
+        return next((name for name in later if (self.folder / name / RUN_FILE).exists()), None)
+
+    @contextlib.contextmanager
+    def _watched(self, number: int, part: AflowConfig) -> Iterator[None]:
+        """Keep what became of a stage, and name it in what it raises."""
+        state, began = self.states[number], time.monotonic()
+        try:
+            yield
+        except AlreadyFinished:
+            state.status = "finished"
+            print(f"stage {state.name}: finished", flush=True)
+            raise
+        except BadInput as error:
+            faults = [replace(fault, where=_where(part, fault)) for fault in error.faults]
+            raise BadInput(f"Stage {state.name!r}: {error.title}", faults) from error
+        except (Interrupted, BudgetReached) as error:
+            state.status = "interrupted"
+            raise type(error)(f"stage {state.name!r}: {error}") from error
+        except RunFailed as error:
+            state.status = "failed"
+            raise RunFailed(f"stage {state.name!r}: {error}") from error
+        except KeyboardInterrupt:
+            state.status = "interrupted"
+            raise
+        except Exception:
+            state.status = "failed"
+            raise
+        else:
+            state.status = "finished"
+        finally:
+            state.seconds += time.monotonic() - began
+            self._write_states(finished=state.status == "finished")
+            self._report()
+
+    def _report(self) -> Path | None:
+        """The page as things stand; a full disk does not unmake what the stages did."""
+        try:
+            return write_chain_report(self.folder)
+        except OSError as error:
+            print(f"warning: the report could not be written: {error}", flush=True)
+            return None
+
+    def _read_states(self, names: list[str], modes: list[str]) -> list[StageState]:
+        """What is known of the stages. Those that were started must be the first ones, as named.
+
+        Raises:
+            BadInput: the folder is that of a single run, or of a chain of other stages.
+        """
+        if (self.folder / RUN_FILE).exists():
+            found, cure = "a single run", "give the chain another `name=`"
+            raise BadInput(
+                "This folder belongs to a configuration without `stages`.",
+                [Fault(str(self.folder), "the folder of a chain, or a new one", found, cure)],
+            )
+        path = self.folder / CHAIN_FILE
+        before: list[StageState] = []
+        if path.exists():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            before = [StageState(**entry) for entry in content["stages"]]
+        started = [s.name for s in before if (self.folder / s.name / RUN_FILE).exists()]
+        if started != names[: len(started)]:
+            raise BadInput(
+                "This folder belongs to a chain of other stages.",
+                [
+                    Fault(
+                        self.config.positions.where("stages"),
+                        f"the stages that were started, in this order: {', '.join(started)}",
+                        ", ".join(names),
+                        "name them as before, or give the chain another `name=`",
+                    )
+                ],
+            )
+        known = {state.name: state for state in before}
+        states = []
+        for name, mode in zip(names, modes, strict=True):
+            state = known.get(name, StageState(name, mode))
+            state.mode = mode
+            states.append(state)
+        return states
+
+    def _write_states(self, *, finished: bool = True) -> None:
+        """Write `chain.json`. How a stage failed is told even if the disk is full."""
+        content = {
+            "stages": [asdict(state) for state in self.states],
+            "command": self.config.command,
+            "host": socket.gethostname(),
+        }
+        try:
+            write_json(self.folder / CHAIN_FILE, content)
+        except OSError as problem:
+            if finished:
+                raise RunFailed(f"{self.folder / CHAIN_FILE}: {problem.strerror}") from problem
+            print(f"warning: how the stage ended could not be written: {problem}", flush=True)
+
+
+def trained_model(config: AflowConfig, folder: Path) -> str:
+    """The model that a finished training stage left for the next one.
+
+    Raises:
+        RunFailed: it is not there any more.
+    """
+    if config.engine == "trinity":
+        from trinity.trainer.trainer import get_latest_hf_checkpoint_path
+
+        config.checkpoint_job_dir = config.checkpoint_job_dir or str(folder)
+        path = get_latest_hf_checkpoint_path(config)
+        if path is None:
+            raise RunFailed(f"stage {folder.name!r} left no Hugging Face checkpoint in {folder}")
+        return str(path)
+    merged = folder / "export" / "merged"
+    if not (merged / "config.json").is_file():
+        raise RunFailed(
+            f"stage {folder.name!r} is finished, but its model is gone: {merged}. Put it back, or "
+            "give the chain another `name=`."
+        )
+    return str(merged)
+
+
+def _finished_result(folder: Path) -> TuneResult | None:
+    state = read_state(folder)
+    if state is None:
+        return None
+    saved = tuple(checkpoints(folder))
+    return TuneResult(folder, state.step, last_metrics(folder), saved)
+
+
+def _settle_name(config: AflowConfig) -> None:
+    """`continue_from_checkpoint: false` on a used folder: one new name for the whole chain."""
+    folder = chain_folder(config)
+    if not config.continue_from_checkpoint and folder.is_dir() and any(folder.iterdir()):
+        config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
+        print(f"the folder {folder} is in use: this chain is named {config.name}", flush=True)
+    config.continue_from_checkpoint = True
+
+
+def _own_keys(part: AflowConfig) -> dict[str, str]:
+    """The keys that the stage's own section holds."""
+    positions = part.positions
+    return positions.shown if isinstance(positions, StagePositions) else {}
+
+
+def _where(part: AflowConfig, fault: Fault) -> str:
+    """A changed setting is named by its key alone; in a chain, with its stage and place."""
+    if fault.where in part.flatten():
+        return part.positions.where(fault.where)
+    return fault.where
