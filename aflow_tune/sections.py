@@ -2,7 +2,7 @@
 
 A configuration is Trinity's YAML with the sections of this module beside Trinity's own. The
 sections are plain dataclasses, so this module (and whoever only needs our settings) imports
-neither Trinity nor OmegaConf; the merged class lives in `engines/trinity/settings/config.py`. What
+neither Trinity nor OmegaConf; the merged class lives in `config/load.py`. What
 a key may hold is decided by the type and, for words, by the `choices` in a field's metadata;
 `schema_walk.py` reads both.
 """

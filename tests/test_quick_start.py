@@ -48,7 +48,7 @@ def test_a_sent_function_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
     kept = tmp_path / "sent"
     python(
         "import pickle, users_agent\n"
-        f"from {T}.launching.sent_function import send\n"
+        "from aflow_tune.cluster.sent_function import send\n"
         f"pickle.dump(send(users_agent.score, None), open({str(kept)!r}, 'wb'))",
         tmp_path,
     )

@@ -2,7 +2,7 @@
 
 Names of the command line become columns here, and every name that leads nowhere is refused
 together with what there is. The base model is always the first column. Loading anything is left
-to `engines/trinity/inference/evaluating.py`.
+to `evaluating.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ prompt of the policy); each candidate is checked, executed and scored exactly as
 graphs are; of those that solved their problem `balance.py` chooses the pairs.
 
 Left to others: which problems there are and whether one of them is held out, the models, and
-files (`engines/trinity/inference/harvesting.py`).
+files (`running/harvesting.py`).
 """
 
 from __future__ import annotations
