@@ -11,9 +11,7 @@ import os
 from aflow_tune.contract.import_faults import package_cure
 from aflow_tune.doctor.lines import GIB, Line, fault, note, ok
 from aflow_tune.doctor.machine import torch_cuda
-from aflow_tune.gpus.devices import Device
-from aflow_tune.gpus.nvml import NvmlUnavailable
-from aflow_tune.gpus.reading import snapshot
+from aflow_tune.gpus.devices import Device, NvmlUnavailable, snapshot
 
 
 def check_gpus(needed: bool | None = None) -> list[Line]:
