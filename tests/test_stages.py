@@ -296,7 +296,7 @@ def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
     """Bit for bit: a new adapter adds nothing to the model that the first stage exported."""
     import torch
 
-    from aflow_tune.config.validators import prepare
+    from aflow_tune.config.prepare import prepare
     from aflow_tune.engines.local.packing import Sample
     from aflow_tune.engines.local.trainer import LocalTrainer
     from aflow_tune.engines.trinity.training.train_engine import build_trainer

@@ -11,20 +11,12 @@ from test_config import AGENTSCOPE_REACT, AGENTSCOPE_TUNER
 from tiny import NO_WEIGHTS
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.config.load import (
-    AflowConfig,
-    apply_agentscope_args,
-    load_config,
-)
-from aflow_tune.config.tasksets import settle_paths, total_steps
+from aflow_tune.config.changes import render_changes, save_resolved
+from aflow_tune.config.engine import choose_engine
+from aflow_tune.config.load import AflowConfig, apply_agentscope_args, load_config
+from aflow_tune.config.prepare import Purpose, prepare
+from aflow_tune.config.tasksets import materialise_tasksets, settle_paths, total_steps
 from aflow_tune.config.validate import validate
-from aflow_tune.config.validators import (
-    choose_engine,
-    materialise_tasksets,
-    prepare,
-    render_changes,
-    save_resolved,
-)
 from aflow_tune.errors import BadInput, Fault
 
 WORKFLOW = '''\
@@ -146,7 +138,6 @@ def test_preparing_twice_changes_nothing(project: Path) -> None:
     changes = prepare(config)
     flat = config.flatten()
     assert prepare(config) == changes
-    assert config.check_and_update() is config
     assert config.flatten() == flat
 
 
@@ -171,7 +162,7 @@ def test_a_run_folder_that_cannot_be_made_is_told_by_its_setting(project: Path) 
 def test_agentscope_files_prepare(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     config = load_config(tmp_path / "config.yaml", [f"checkpoint_root_dir={tmp_path}/runs"])
-    prepare(config, dry=True)
+    prepare(config, Purpose.CHECK)
     assert config.engine == "local"
     assert config.synchronizer.sync_interval == 1
     assert config.model.max_prompt_tokens == 24576 - 16384
@@ -291,11 +282,11 @@ def test_train_batch_size_that_calls_can_fill(project: Path) -> None:
         return float(bool(model))
 
     fits = load(project, "buffer.train_batch_size=8")
-    prepare(fits, workflow_func=one_call)
+    prepare(fits, workflow=one_call)
     with pytest.raises(BadInput, match="at most 8: 2 tasks x 4 runs x at most 1 calls"):
-        prepare(load(project, "buffer.train_batch_size=9"), workflow_func=one_call)
+        prepare(load(project, "buffer.train_batch_size=9"), workflow=one_call)
     perhaps = load(project, "buffer.train_batch_size=9")
-    prepare(perhaps, workflow_func=agent)
+    prepare(perhaps, workflow=agent)
     assert any("2 calls on average" in warning for warning in perhaps.warnings)
 
 

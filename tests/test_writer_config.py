@@ -12,8 +12,8 @@ from test_validate import CONFIG, project  # noqa: F401  (a fixture)
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.config.accounting import check_books
 from aflow_tune.config.changes import save_resolved
+from aflow_tune.config.file_rules import auxiliary_models, check_writer
 from aflow_tune.config.load import AflowConfig, load_config
-from aflow_tune.config.rules.refusals_writer import auxiliary_models, check_writer
 from aflow_tune.config.validate import check_data, resolve_functions, validate
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput
@@ -304,7 +304,7 @@ def test_rows_without_a_benchmark_are_refused_unless_a_mix_gives_it(tmp_path: Pa
 
 def warnings_of(tmp_path: Path, section: str, *overrides: str) -> list[str]:
     config = load_config(config_of(tmp_path, section).positions.file, overrides)
-    return check_writer(config, resolve_functions(config)[0]).warnings
+    return [str(item) for item in check_writer(config, resolve_functions(config)[0])]
 
 
 def test_what_the_rest_of_the_configuration_makes_doubtful(tmp_path: Path) -> None:
@@ -327,10 +327,10 @@ def test_a_section_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     text = CONFIG.format(root=tmp_path, model="model")
     path.write_text(text + "writer: {benchmark: gsm8k}\n")
-    (fault,) = check_writer(load_config(path)).faults
+    (fault,) = check_writer(load_config(path))
     assert fault.where.endswith("writer.executor")
     path.write_text(text)
-    assert check_writer(load_config(path)).faults == []
+    assert list(check_writer(load_config(path))) == []
 
 
 def test_validate_tells_everything_at_once(project: Path) -> None:  # noqa: F811

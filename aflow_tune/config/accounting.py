@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.settings import AflowConfig
 from aflow_tune.errors import BadInput, BudgetReached, Fault
 from aflow_tune.models.books import Books
 from aflow_tune.models.budget import check_budget, unpriced

@@ -15,20 +15,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trinity.common.config import DataSelectorConfig
+from trinity.common.config import DataSelectorConfig, TasksetConfig
 
-from aflow_tune.config.schema_names import nearest
+from aflow_tune.config.schema import nearest
+from aflow_tune.config.settings import AflowConfig
 from aflow_tune.config.tasksets import is_file, read_taskset, user_tasksets
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
 from aflow_tune.errors import Fault
 from aflow_tune.files import write_json
-
-if TYPE_CHECKING:
-    from trinity.common.config import TasksetConfig
-
-    from aflow_tune.config.load import AflowConfig
 
 MIX_READER = "aflow_tune.engines.trinity.readers.MixReader"
 FIXED_SAMPLE = "aflow_tune.engines.trinity.readers.FixedSample"

@@ -19,15 +19,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trinity.common.config import AlgorithmConfig, ModelConfig, StageConfig
+from trinity.common.config import AlgorithmConfig
 
+from aflow_tune.config.settings import AflowConfig, Prepared, StageSection
 from aflow_tune.errors import Fault
 from aflow_tune.sections import KeyPositions, display
-
-if TYPE_CHECKING:
-    from aflow_tune.config.load import AflowConfig
 
 STAGE_PATH = "stage://"
 """`stage://warm_up/sft.jsonl`: a file that the stage `warm_up` leaves in its folder."""
@@ -37,13 +35,8 @@ _KEPT_WITH_ANOTHER_ALGORITHM = ("algorithm_type", "optimizer", "repeat_times")
 _EITHER = (("taskset", "tasksets"),)
 
 
-@dataclass
-class StageSection(StageConfig):
-    """One item of `stages`: Trinity's, and `model` beside it."""
-
-    model: ModelConfig | None = None
-    """With a `model_path` of its own the stage begins there, not where the one before ended."""
-
+TRAINING = ("both", "train")
+"""Modes of the local engine that leave a trained model behind."""
 
 SECTIONS = tuple(item.name for item in fields(StageSection) if item.name not in ("stage_name",))
 
@@ -120,8 +113,8 @@ def stage_configs(config: AflowConfig) -> list[AflowConfig]:
     found = []
     # Trinity hands out the section objects of `stages` themselves: they must not be shared.
     for number, stage in enumerate(copy.deepcopy(config)):
-        stage.__dict__["_positions"] = _stage_positions(config.positions, number, config)
-        stage.__dict__["_warnings"] = []
+        positions = _stage_positions(config.positions, number, config)
+        stage._prepared = Prepared(positions=positions, command=config.command)
         found.append(stage)
     return found
 
@@ -153,7 +146,7 @@ def resolve_stage_paths(config: AflowConfig, stages: list[AflowConfig]) -> list[
         inside = bool(rest) and ".." not in Path(rest).parts and not rest.startswith("/")
         if name in names[:number] and inside:
             buffer.path = str(folder / name / rest)
-            stage.__dict__["_awaited"] = buffer.path
+            stage.prepared.awaited = buffer.path
             continue
         earlier = ", ".join(names[:number]) or "none: this is the first one"
         faults.append(

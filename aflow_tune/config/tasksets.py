@@ -13,22 +13,22 @@ import difflib
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from aflow_tune.data.checks import Findings, sources
+from trinity.common.config import ExperienceBufferConfig, TasksetConfig
+
+from aflow_tune.config.settings import AflowConfig
+from aflow_tune.data.checks import sources
 from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.engines.local.models import BUNDLED
-from aflow_tune.errors import Fault
 from aflow_tune.find_ray import find_ray, uses_ray
 from aflow_tune.shipping.arrival import arrived
 
-if TYPE_CHECKING:
-    from trinity.common.config import ExperienceBufferConfig, TasksetConfig
-
-    from aflow_tune.config.load import AflowConfig
+FROM_DATA = ("sft", "dpo", "cpt")
+"""Algorithms that learn from a data set alone, which `mode: train` reads."""
+WITHOUT_TASKS = ("train", "bench", "serve")
+"""Modes that read no training task set."""
 
 ROWS_READER = "aflow_tune.engines.trinity.readers.RowsReader"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
@@ -107,31 +107,12 @@ def read_taskset(
     config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
 ) -> Table | None:
     """The rows of a task set, read once per configuration; None where none are on disk."""
-    tables: dict[tuple[str, str], Table | None] = config.__dict__.setdefault("_tables", {})
+    tables = config.prepared.tables
     key = (str(taskset.path), taskset.split)
     if key not in tables:
         found = locate(config, taskset)
         tables[key] = read_table(str(taskset.path), found.files) if found.files else None
     return tables[key]
-
-
-def readable_tables(config: AflowConfig, found: Findings) -> Iterator[tuple[bool, Table]]:
-    """(held out, rows) of every task set that can be read here; what is wrong goes into `found`."""
-    for key, taskset, held_out in user_tasksets(config):
-        if not taskset.path:
-            where = config.positions.where(f"{key}.path")
-            found.faults.append(Fault(where, "a path", "nothing", "name a file of tasks"))
-            continue
-        fault = taskset_fault(config, key, taskset)
-        if fault is not None:
-            found.faults.append(fault)
-            continue
-        table = read_taskset(config, taskset)
-        if table is not None:
-            yield held_out, table
-            continue
-        warning = locate(config, taskset).warning
-        found.warnings += [warning] if warning else []
 
 
 def training_rows(config: AflowConfig) -> int | None:
@@ -183,7 +164,7 @@ def settle_paths(config: AflowConfig) -> None:
     for taskset in sets if buffer is None else [*sets, buffer]:
         found = locate(config, taskset)
         if found.path is not None and found.fault is None:
-            tables = config.__dict__.setdefault("_tables", {})
+            tables = config.prepared.tables
             table = tables.get((str(taskset.path), taskset.split))
             taskset.path = str(found.path)
             if found.kind == "file":
@@ -192,14 +173,17 @@ def settle_paths(config: AflowConfig) -> None:
                 tables[(taskset.path, taskset.split)] = table
 
 
-def materialise_tasksets(config: AflowConfig) -> None:
+def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
     """Link every task set that is a plain file into `<run folder>/data/<name>/train.<suffix>`.
 
-    To be called on a prepared configuration whose run folder is held. The paths of the task
+    To be called on a prepared configuration whose run folder is held; `run_dir`, where it is
+    given, becomes its run folder. The paths of the task
     sets become those folders. A folder is linked as well, without the files of its other splits.
     For a Ray that others started files are copied: its nodes see the run folder, but perhaps not
     what it would link to.
     """
+    if run_dir is not None:
+        config.checkpoint_job_dir = str(run_dir)
     copied = on_cluster(config)
     for _, taskset, held_out in user_tasksets(config):
         source = Path(str(taskset.path))
@@ -381,17 +365,3 @@ def _is_hidden(file: Path, root: Path) -> bool:
 def _head(path: Path) -> str:
     with path.open(encoding="utf-8", errors="replace") as file:
         return file.read(4000)
-
-
-def taskset_fault(
-    config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
-) -> Fault | None:
-    """The fault of a path under which nothing can be read, or None."""
-    found = locate(config, taskset)
-    if found.fault is None:
-        return None
-    name = "split" if found.kind == "folder" and found.cure.startswith("split:") else "path"
-    expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
-    if name == "split":
-        expected = f"files of the split {taskset.split!r} in {taskset.path}"
-    return Fault(config.positions.where(f"{key}.{name}"), expected, found.fault, found.cure)

@@ -1,22 +1,25 @@
-"""What a configuration asks of the GPUs: `physical_gpus`, `protected_pids`, the record of use.
+"""Which engine runs a configuration, on which devices, and what its sampler is told.
 
-How devices are found, claimed and watched is the room `gpus`'; this module says which, how many
-and for whom. It must come before `choose_engine` and everything else that may look for CUDA.
+Looking is cheap: whether a package is there is asked of the import system, and PyTorch, which
+Trinity's own configuration already needs, is asked for CUDA. How GPUs are found, claimed and
+watched is the room `gpus`'; this module says which, how many and for whom.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import ipaddress
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from aflow_tune.config.engine_choice import choose_engine
-from aflow_tune.engines.local.models import pick_device
+from aflow_tune.config import on_processors, vllm_installed
+from aflow_tune.config.settings import AflowConfig
+from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import find_ray, uses_ray
 from aflow_tune.gpus.choosing import obstacles, visible, wanted_faults
@@ -32,15 +35,123 @@ from aflow_tune.report.metrics import FILE_NAME, append_metrics, parse_line
 from aflow_tune.report.quantities import is_training
 from aflow_tune.report.tail import LineTail
 
-if TYPE_CHECKING:
-    from aflow_tune.config.load import AflowConfig
-
 _KEY = "physical_gpus"
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
+def choose_engine(config: AflowConfig) -> tuple[str, str]:
+    """The engine and the reason for it. A prepared configuration keeps its engine.
+
+    Returns:
+        ('local' or 'trinity', reason in words).
+
+    Raises:
+        BadInput: `engine: trinity` where it cannot run, `engine: local` with a remote service.
+    """
+    if config.prepared.engine is not None:
+        return config.prepared.engine
+    services = ("tinker", "external_model")
+    remote = next((name for name in services if getattr(config.model, name).enable), None)
+    if config.engine == "local":
+        if remote:
+            raise _refused(config, f"`model.{remote}.enable` is enabled", "engine: trinity")
+        return "local", "as configured"
+    if remote:
+        reason = f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
+        return "trinity", reason
+    missing = _missing(config)
+    if config.engine == "trinity":
+        if missing and find_ray(config) is None:
+            cure = "engine: local, or name the cluster with cluster.ray_address"
+            if config.inline:
+                cure += " and set inline: false"
+            raise _refused(config, "; ".join(missing), cure)
+        where = " on processors, without a GPU" if on_processors() else ""
+        return "trinity", f"as configured{where}"
+    if missing:
+        return "local", "; ".join(missing)
+    return "trinity", "CUDA, vLLM and verl are there"
+
+
+def _missing(config: AflowConfig) -> list[str]:
+    """What Trinity's own engines would need and this machine does not have."""
+    import torch
+
+    missing = []
+    if not torch.cuda.is_available() and not (config.engine == "trinity" and on_processors()):
+        missing.append("no CUDA device")
+    if not vllm_installed():
+        missing.append("vLLM is not installed")
+    if importlib.util.find_spec("verl") is None:
+        missing.append("verl is not installed")
+    elif config.trainer.use_remove_padding and not removes_padding():
+        missing.append(
+            "flash_attn is not installed (needed unless `trainer.use_remove_padding: false`)"
+        )
+    return missing
+
+
+def removes_padding() -> bool:
+    """Whether flash-attn's functions that take padding out are there.
+
+    Asked of the module itself: other packages bring a `flash_attn` without it, and one that was
+    built for another PyTorch cannot be imported.
+    """
+    try:
+        return importlib.util.find_spec("flash_attn.bert_padding") is not None
+    except ImportError:  # of the package `flash_attn`, which this imports
+        return False
+
+
+def _refused(config: AflowConfig, found: str, cure: str) -> BadInput:
+    name = f"engine: {config.engine}"
+    return BadInput(
+        f"`{name}` cannot run this configuration here.",
+        [config.fault("engine", f"what `{name}` needs", found, cure)],
+    )
+
+
+def give_engine_settings(config: AflowConfig) -> None:
+    """Put what `sampler_host.SamplerHost` asks for into the configuration's models."""
+    engine: dict[str, Any] = {
+        "device": config.local.device,
+        "dtype": "float32" if config.deterministic else config.local.dtype,
+        "threads": config.local.threads,
+        "max_batch": config.local.max_batch,
+        "deterministic": config.deterministic,
+        "lora": None,
+    }
+    for auxiliary in config.explorer.auxiliary_models:
+        auxiliary.extra_engine_args = {**engine, "frozen": True}
+    lora = config.model.lora_configs[0] if config.model.lora_configs else None
+    if lora is not None:
+        engine["lora"] = {
+            "rank": lora.lora_rank,
+            "alpha": lora.lora_alpha,
+            "target_modules": lora.target_modules,
+        }
+    config.explorer.rollout_model.extra_engine_args = {**engine, "frozen": False}
+
+
+def computes_in_16_bits(config: AflowConfig) -> bool:
+    """Whether sampler and trainer of the local engine compute in bf16 or fp16."""
+    import torch
+
+    chosen = pick_dtype(config.local.dtype, pick_device(config.local.device))
+    return not config.deterministic and chosen != torch.float32
+
+
+def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Tokens drawn per second of the sampler's work between two readings of its totals."""
+    seconds = after["busy_seconds"] - before["busy_seconds"]
+    if seconds <= 0:
+        return {}
+    tokens = after["generated_tokens"] - before["generated_tokens"]
+    return {"rollout/tokens_per_second": tokens / seconds}
+
+
 def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fault]:
-    """What is wrong with both settings, whatever machine they meet.
+    """What is wrong with `physical_gpus` and `protected_pids`, whatever machine they meet.
 
     Args:
         engine: the one that was chosen, where `config.engine` does not say it yet.
@@ -52,7 +163,7 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
         return
     device = config.local.device
     if (engine or config.engine) == "local" and device in ("cpu", "mps"):
-        yield Fault(where(_KEY), "local.device: auto or cuda", device, "remove one of the two")
+        yield config.fault(_KEY, "local.device: auto or cuda", device, "remove one of the two")
     if not uses_ray(config, engine):
         return
     try:
@@ -61,8 +172,8 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
         yield from error.faults
         return
     if found is not None:
-        yield Fault(
-            where(_KEY),
+        yield config.fault(
+            _KEY,
             "a Ray that this command starts itself",
             f"the Ray at {found.address} ({found.source}), whose devices were fixed when it was "
             "started",
@@ -75,7 +186,8 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
 def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iterator[None]:
     """Claim the devices that `physical_gpus` asks for and hide all others, for the block.
 
-    Without the setting nothing is claimed and nothing is hidden.
+    Without the setting nothing is claimed and nothing is hidden. To be entered before anything
+    else may look for CUDA.
 
     Raises:
         BadInput: the settings are wrong, or there are not so many free devices.
@@ -83,7 +195,7 @@ def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iter
     if config.physical_gpus is None:
         yield
         return
-    engine = _engine(config)
+    engine = _engine_by_nvml(config)
     faults = list(check_devices(config, engine))
     if faults:
         raise BadInput("These settings cannot be followed.", faults)
@@ -99,17 +211,13 @@ def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iter
     ) as chosen:
         if chosen.by_uuid and engine == "trinity":
             named = ", ".join(device.label for device in chosen.devices)
-            raise BadInput(
-                "Trinity's vLLM cannot be given these devices.",
-                [
-                    Fault(
-                        config.positions.where(_KEY),
-                        "GPUs of a machine without divided ones (MIG): vLLM takes numbers only",
-                        f"GPU {named}, which has to be named by UUID",
-                        "engine: local, or leave MIG mode: nvidia-smi -mig 0",
-                    )
-                ],
+            fault = config.fault(
+                _KEY,
+                "GPUs of a machine without divided ones (MIG): vLLM takes numbers only",
+                f"GPU {named}, which has to be named by UUID",
+                "engine: local, or leave MIG mode: nvidia-smi -mig 0",
             )
+            raise BadInput("Trinity's vLLM cannot be given these devices.", [fault])
         for line in mapping_lines(chosen.devices):
             say(line)
         yield
@@ -119,7 +227,7 @@ def missing_devices(config: AflowConfig) -> list[Fault]:
     """What would keep `own_devices` from its devices now. Claims nothing."""
     if config.physical_gpus is None:
         return []
-    engine = _engine(config)
+    engine = _engine_by_nvml(config)
     if list(check_devices(config, engine)):
         return []  # what is wrong with the settings is told with them
     where = config.positions.where(_KEY)
@@ -131,7 +239,7 @@ def _count(config: AflowConfig, engine: str) -> int | None:
     return 1 if engine == "local" else config.cluster.gpu_per_node or None
 
 
-def _engine(config: AflowConfig) -> str:
+def _engine_by_nvml(config: AflowConfig) -> str:
     """The engine that will run, found by asking NVML: CUDA itself must not be used yet."""
     if config.engine != "auto":
         return config.engine
@@ -156,10 +264,8 @@ def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
         nonlocal last
         lines, anew = tail.read()
         last = 0 if anew else last
-        for text in lines:
-            line = parse_line(text)
-            if line is not None and is_training(line):
-                last = max(last, line.step)
+        parsed = [line for text in lines if (line := parse_line(text)) is not None]
+        last = max([last, *(line.step for line in parsed if is_training(line))])
         return last
 
     def write(step: int, numbers: dict[str, float]) -> None:
