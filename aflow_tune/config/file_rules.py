@@ -75,11 +75,18 @@ def check_paths(
 
 
 def check_data(
-    config: AflowConfig, workflow: Function | None = None, judge: Function | None = None
+    config: AflowConfig,
+    workflow: Function | None = None,
+    judge: Function | None = None,
+    *,
+    harvest: bool = False,
 ) -> Findings:
     """Check the rows of every task set: readable, with the fields read, no leaks.
 
     Paths under which nothing can be read are left to `check_paths`.
+
+    Args:
+        harvest: whether rows that cannot be asked about, or are held out too, are left out later.
     """
     found = Findings()
     functions = [function for function in (workflow, judge) if function]
@@ -95,20 +102,22 @@ def check_data(
         if table is None:
             continue
         rows = check_rows(table)
-        rows.faults += _writer_rows(workflow, table, () if is_held_out else of_mix)
+        if not harvest:
+            rows.faults += _writer_rows(workflow, table, () if is_held_out else of_mix)
         found.add(rows)
         if not rows.faults:
             (held_out if is_held_out else training).append(table)
     ungiven = [read for read in reads if read.name not in of_mix]
     together = [training] if config.mix else [[table] for table in training]
     checks = [(ungiven, tables) for tables in together]
-    checks += [(reads, [table]) for table in held_out]
+    checks += [] if harvest else [(reads, [table]) for table in held_out]
     for asked, tables in checks:
         fields = check_fields(asked, *tables)
         reported = {fault.where for fault in found.faults}
         found.faults += [fault for fault in fields.faults if fault.where not in reported]
         found.warnings += [text for text in fields.warnings if text not in found.warnings]
-    found.add(check_overlap(training, held_out))
+    if not harvest:
+        found.add(check_overlap(training, held_out))
     _check_experience_rows(config, found)
     return found
 

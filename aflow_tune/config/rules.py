@@ -397,7 +397,8 @@ def _rows(case: Case) -> Found:
     """What the task sets hold. Of a run it is looked at after its settings (`check_data`)."""
     for key, taskset, _ in user_tasksets(case.config):
         yield from check_paths(case.config, key, taskset)
-    found = check_data(case.config, case.workflow, case.judge)
+    harvest = case.purpose is Purpose.HARVEST
+    found = check_data(case.config, case.workflow, case.judge, harvest=harvest)
     yield from found.faults
     yield from found.warnings
 
