@@ -17,60 +17,31 @@ from typing import Any
 
 import yaml
 
-from aflow_tune.config.settings import AflowConfig, Change
+from aflow_tune.config.settings import AflowConfig, Change, words
 from aflow_tune.files import write_whole
 from aflow_tune.models.redaction import masked
 from aflow_tune.sections import display
 
-HIDDEN = (
-    "checkpoint_job_dir",
-    "ray_namespace",
-    "*.ray_namespace",
-    "log.save_dir",
-    "monitor.cache_dir",
-    "monitor.monitor_args*",
-    "model.critic_model_path",
-    "model.custom_chat_template",
-    "cluster.*",
-    "synchronizer.explorer_world_size",
-    "synchronizer.explorer_sync_interval",
-    "synchronizer.trainer_sync_interval",
-    "explorer.rollout_model.model_path",
-    "explorer.*.temperature",
-    "explorer.*.top_p",
-    "explorer.*.top_k",
-    "explorer.*.logprobs",
-    "explorer.*.repetition_penalty",
-    "explorer.*.max_model_len",
-    "explorer.*.max_prompt_tokens",
-    "explorer.*.max_response_tokens",
-    "explorer.*.min_response_tokens",
-    "explorer.*.enable_prompt_truncation",
-    "explorer.*.rope_*",
-    "explorer.*.chat_template",
-    "explorer.*.enable_thinking",
-    "explorer.*.sync_method",
-    "explorer.*.checkpoint_job_dir",
-    "explorer.*.gpu_per_engine",
-    "explorer.*.cuda_visible_devices",
-    "explorer.*.enable_lora",
-    "explorer.*.lora_modules*",
-    "explorer.*.lora_kwargs*",
-    "explorer.*.extra_engine_args*",
-    "explorer.auxiliary_models.*.enable_*",
-    "buffer.cache_dir",
-    "buffer.tokenizer_path",
-    "buffer.explorer_input.*tasksets.*.rollout_args.*",
-    "buffer.explorer_input.*tasksets.*.workflow_args*",
-    "buffer.explorer_input.*tasksets.*.format.*",
-    "buffer.explorer_input.*tasksets.*.is_eval",
-    "buffer.explorer_input.*tasksets.*.batch_size",
-    "buffer.explorer_input.*tasksets.*.total_*",
-    "buffer.explorer_input.*tasksets.*.repeat_times",
-    "buffer.trainer_input.experience_buffer*",
-    "trainer.trainer_config*",
-    "trainer.trust_remote_code",
-    "model.lora_configs.*.is_dummy",
+HIDDEN = words(
+    """
+    checkpoint_job_dir ray_namespace *.ray_namespace log.save_dir monitor.cache_dir
+    monitor.monitor_args* model.critic_model_path model.custom_chat_template cluster.*
+    synchronizer.explorer_world_size synchronizer.explorer_sync_interval
+    synchronizer.trainer_sync_interval explorer.rollout_model.model_path explorer.*.temperature
+    explorer.*.top_p explorer.*.top_k explorer.*.logprobs explorer.*.repetition_penalty
+    explorer.*.max_model_len explorer.*.max_prompt_tokens explorer.*.max_response_tokens
+    explorer.*.min_response_tokens explorer.*.enable_prompt_truncation explorer.*.rope_*
+    explorer.*.chat_template explorer.*.enable_thinking explorer.*.sync_method
+    explorer.*.checkpoint_job_dir explorer.*.gpu_per_engine explorer.*.cuda_visible_devices
+    explorer.*.enable_lora explorer.*.lora_modules* explorer.*.lora_kwargs*
+    explorer.*.extra_engine_args* explorer.auxiliary_models.*.enable_* buffer.cache_dir
+    buffer.tokenizer_path buffer.explorer_input.*tasksets.*.rollout_args.*
+    buffer.explorer_input.*tasksets.*.workflow_args* buffer.explorer_input.*tasksets.*.format.*
+    buffer.explorer_input.*tasksets.*.is_eval buffer.explorer_input.*tasksets.*.batch_size
+    buffer.explorer_input.*tasksets.*.total_* buffer.explorer_input.*tasksets.*.repeat_times
+    buffer.trainer_input.experience_buffer* trainer.trainer_config* trainer.trust_remote_code
+    model.lora_configs.*.is_dummy
+    """
 )
 """Key patterns that the table leaves out: filled in for Trinity's own use."""
 
@@ -276,30 +247,14 @@ def renamed(value: Any) -> Any:
     return value
 
 
-_FREE_KEYS = (
-    "budget.",
-    "buffer.total_steps",
-    "buffer.total_epochs",
-    "checkpoints.",
-    "cluster.",
-    "continue_from_checkpoint",
-    "trainer.total_steps",
-    "trainer.save_interval",
-    "trainer.max_checkpoints_to_keep",
-    "explorer.eval_interval",
-    "explorer.max_timeout",
-    "explorer.runner_per_model",
-    "inline",
-    "local.threads",
-    "local.max_batch",
-    "log.",
-    "monitor.",
-    "physical_gpus",
-    "protected_pids",
-    "quick_eval",
-    "report.",
-    "rollout.run_timeout",
-    "runtime_env.",
+_FREE_KEYS = words(
+    """
+    budget. buffer.total_steps buffer.total_epochs checkpoints. cluster. continue_from_checkpoint
+    trainer.total_steps trainer.save_interval trainer.max_checkpoints_to_keep
+    explorer.eval_interval explorer.max_timeout explorer.runner_per_model inline local.threads
+    local.max_batch log. monitor. physical_gpus protected_pids quick_eval report.
+    rollout.run_timeout runtime_env.
+    """
 )
 _FREE_OF_A_MODEL = re.compile(
     r"models\.[^.]+\.(retries|backoff|timeout|max_concurrency|api_key_env|headers_env)(\.|$)"

@@ -74,18 +74,7 @@ _ALGORITHM_KEYS = {
     "eval_interval_steps": "explorer.eval_interval",
 }
 
-_AUXILIARY_KEYS = {
-    "model_path": "model_path",
-    "max_model_len": "max_model_len",
-    "max_tokens": "max_response_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "enable_thinking": "enable_thinking",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "inference_engine_num": "engine_num",
-    "tool_call_parser": "tool_call_parser",
-    "reasoning_parser": "reasoning_parser",
-}
+_AUXILIARY_KEYS = {name: key.rpartition(".")[2] for name, key in _MODEL_KEYS.items()}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> AflowConfig:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,16 +106,19 @@ def prepare(
         raise BadInput(_REFUSED.get(purpose, "These settings cannot train."), found.faults)
     adapt(config, reasons)
     dry = purpose in (Purpose.CHECK, Purpose.ESTIMATE)
-    with _leaving_no_folders(config) if dry else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if dry:
+            stack.enter_context(_leaving_no_folders(config))
+            stack.enter_context(_sparing_imports())
         if purpose not in RUNS:
             validators: list[upstream.ConfigValidator]
             validators = [upstream.ModelConfigValidator(), LocalExplorerValidator()]
         elif config.engine == "local":
             adapt_local(config, reasons)
-            validators = [_FOR_LOCAL.get(type(known), known) for known in upstream.validators]
+            validators = _in_place_of(_FOR_LOCAL | _checked(config, dry))
         else:
             adapt_cluster(config, reasons, fetch=not dry)
-            validators = _for_trinity(config, dry)
+            validators = _in_place_of(_for_trinity(config, dry) | _checked(config, dry))
         with _mode_of_trinity(config):
             for validator in validators:
                 run_validator(validator, config)
@@ -397,6 +401,14 @@ class OfflineModelValidator(upstream.ModelConfigValidator):
             config.synchronizer.sync_method = SyncMethod.CHECKPOINT
 
 
+class RunMonitorValidator(upstream.MonitorConfigValidator):
+    """For our own monitor, without importing those of services, which takes most of a second."""
+
+    def validate(self, config: Config) -> None:
+        config.monitor.monitor_args = config.monitor.monitor_args or {}
+        config.monitor.cache_dir = os.path.join(config.checkpoint_job_dir, "monitor")
+
+
 class _Nothing(upstream.ConfigValidator):
     def validate(self, config: Config) -> None:
         """Nothing to check."""
@@ -419,8 +431,20 @@ _FOR_LOCAL: dict[type, upstream.ConfigValidator] = {
 """What the local engine puts in the place of Trinity's validators."""
 
 
-def _for_trinity(config: AflowConfig, dry: bool) -> list[upstream.ConfigValidator]:
-    """Trinity's validators, and what takes the place of some of them."""
+def _checked(config: AflowConfig, dry: bool) -> dict[type, upstream.ConfigValidator]:
+    ours = dry and config.monitor.monitor_type == MONITOR
+    return {upstream.MonitorConfigValidator: RunMonitorValidator()} if ours else {}
+
+
+def _in_place_of(
+    places: dict[type, upstream.ConfigValidator],
+) -> list[upstream.ConfigValidator]:
+    """Trinity's validators, with others in the place of some."""
+    return [places.get(type(known), known) for known in upstream.validators]
+
+
+def _for_trinity(config: AflowConfig, dry: bool) -> dict[type, upstream.ConfigValidator]:
+    """What takes the place of some of Trinity's validators for its own engines."""
     sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
     places: dict[type, upstream.ConfigValidator] = {
         upstream.RayClusterConfigValidator: ModeKeepingValidator()
@@ -435,7 +459,7 @@ def _for_trinity(config: AflowConfig, dry: bool) -> list[upstream.ConfigValidato
     if dry or not sys.stdin.isatty():
         # It asks a question on the terminal; where nobody answers it would wait for ever.
         places[upstream.GPUMemoryValidator] = _Nothing()
-    return [places.get(type(known), known) for known in upstream.validators]
+    return places
 
 
 @contextlib.contextmanager
@@ -470,6 +494,23 @@ def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> N
             "Trinity refuses this configuration.",
             [Fault(where, "settings that fit together", message, "correct the setting named")],
         ) from error
+
+
+@contextlib.contextmanager
+def _sparing_imports() -> Iterator[None]:
+    """Keep Trinity from importing its selectors, and `datasets` with them, which takes a second:
+    it only asks whether the name of one is known, which a rule has asked before."""
+    name = "trinity.buffer.selector"
+    if name in sys.modules:
+        yield
+        return
+    known = types.ModuleType(name)
+    vars(known)["SELECTORS"] = {"sequential": object}
+    sys.modules[name] = known
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 @contextlib.contextmanager

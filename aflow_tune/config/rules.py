@@ -39,7 +39,7 @@ from aflow_tune.config.file_rules import (
 )
 from aflow_tune.config.mixes import check_mix
 from aflow_tune.config.schema import nearest
-from aflow_tune.config.settings import AflowConfig
+from aflow_tune.config.settings import AflowConfig, words
 from aflow_tune.config.tasksets import (
     FROM_DATA,
     WITHOUT_TASKS,
@@ -697,36 +697,20 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
 )
 
-_IGNORED = (
-    "cluster.node_num",
-    "cluster.gpu_per_node",
-    "explorer.rollout_model.*_parallel_size",
-    "explorer.rollout_model.gpu_memory_utilization",
-    "explorer.rollout_model.enforce_eager",
-    "explorer.rollout_model.enable_prefix_caching",
-    "explorer.rollout_model.enable_chunked_prefill",
-    "explorer.rollout_model.use_v1",
-    "explorer.rollout_model.dtype",
-    "explorer.rollout_model.seed",
-    "explorer.rollout_model.reasoning_parser",
-    "explorer.rollout_model.extra_engine_args*",
-    "algorithm.optimizer.clip_grad",
-    "model.fully_sharded_loras",
-    "model.max_cpu_loras",
-    "trainer.trainer_type",
-    "trainer.trainer_strategy",
-    "trainer.use_dynamic_bsz",
-    "trainer.use_remove_padding",
-    "trainer.balance_batch",
-    "trainer.critic_warmup",
-    "trainer.max_token_len_per_gpu",
-    "trainer.ulysses_sequence_parallel_size",
-    "trainer.fix_actor_microbatch_loss_scale",
-    "trainer.*offload*",
-    "trainer.megatron*",
-    "trainer.trainer_config*",
-    "trainer.save_strategy",
-    "synchronizer.sync_timeout",
+_IGNORED = words(
+    """
+    cluster.node_num cluster.gpu_per_node explorer.rollout_model.*_parallel_size
+    explorer.rollout_model.gpu_memory_utilization explorer.rollout_model.enforce_eager
+    explorer.rollout_model.enable_prefix_caching explorer.rollout_model.enable_chunked_prefill
+    explorer.rollout_model.use_v1 explorer.rollout_model.dtype explorer.rollout_model.seed
+    explorer.rollout_model.reasoning_parser explorer.rollout_model.extra_engine_args*
+    algorithm.optimizer.clip_grad model.fully_sharded_loras model.max_cpu_loras
+    trainer.trainer_type trainer.trainer_strategy trainer.use_dynamic_bsz
+    trainer.use_remove_padding trainer.balance_batch trainer.critic_warmup
+    trainer.max_token_len_per_gpu trainer.ulysses_sequence_parallel_size
+    trainer.fix_actor_microbatch_loss_scale trainer.*offload* trainer.megatron*
+    trainer.trainer_config* trainer.save_strategy synchronizer.sync_timeout
+    """
 )
 """Key patterns that only concern GPUs; the local engine does not read them."""
 

@@ -144,6 +144,11 @@ class AflowConfig(Config, AflowSections):
             self._prepared = found
 
 
+def words(text: str) -> tuple[str, ...]:
+    """A table of names or patterns of keys."""
+    return tuple(text.split())
+
+
 def logical_gpus(config: Config) -> int:
     """The GPUs that Ray counts where Trinity's engines compute on processors: one for each engine
     of the sampler and of auxiliary models, and one for the trainer."""
