@@ -143,96 +143,55 @@ def test_an_operator_of_the_users(tmp_path: Path) -> None:
     assert "- Shout(problem) -> response" in workflow.messages("P", "math")[0]["content"]
 
 
+ADDRESS = "base_url: 'http://127.0.0.1:1/v1'"
+ROLE, REVIEW = "writer.executor", "writer.models.Review"
+OF_FROZEN = f"models: {{frozen: {{model: m, {ADDRESS}}}}}\n"
+OF_MODELS = "models: {executor: {model: m, " + ADDRESS
+
+
 @pytest.mark.parametrize(
     ("section", "more", "places", "words"),
     [
-        ("{executor: policy, benchmark: gsm8k}", MODELS, ["writer.executor"], "frozen"),
-        ("{executor: nobody, benchmark: gsm8k}", MODELS, ["writer.executor"], "'nobody'"),
+        ("executor: policy", MODELS, ROLE, "frozen"),
+        ("executor: nobody", MODELS, ROLE, "'nobody'"),
+        ("executor: executr", MODELS, ROLE, "did you mean executor"),
         (
-            "{executor: executr, benchmark: gsm8k}",
-            MODELS,
-            ["writer.executor"],
-            "did you mean executor",
+            "executor: frozen",
+            f"{AUXILIARY}models: {{frozen: {{model: m, {ADDRESS}}}}}\n",
+            ROLE,
+            "both",
         ),
         (
-            "{executor: frozen, benchmark: gsm8k}",
-            AUXILIARY + "models: {frozen: {model: m, base_url: 'http://127.0.0.1:1/v1'}}\n",
-            ["writer.executor"],
-            "both under",
-        ),
-        (
-            "{executor: executor, benchmark: gsm8k, models: {Review: policy, Nope: judge}}",
+            "models: {X: policy, Nope: judge}",
             MODELS,
-            ["writer.models.Review", "writer.models.Nope"],
+            "writer.models.X writer.models.Nope",
             "frozen",
         ),
-        (
-            "{executor: executor, benchmark: gsm8k, operators: [Custom], models: {Review: judge}}",
-            MODELS,
-            ["writer.models.Review"],
-            "may use: Custom",
-        ),
-        (
-            "{executor: executor, benchmark: gsm8k, operators: [Custom, Custm, Xyz]}",
-            MODELS,
-            ["writer.operators", "writer.operators"],
-            "did you mean Custom",
-        ),
-        (
-            "{executor: executor, benchmark: gsm8k, operators: [ScEnsemble, Revise]}",
-            MODELS,
-            ["writer.operators"],
-            "answers a problem",
-        ),
-        ("{executor: executor, benchmark: gsm9k}", MODELS, ["writer.benchmark"], "gsm8k"),
-        (
-            "{executor: executor, benchmark: gsm8k, turns: 0, max_calls: 0, timeout: -1, "
-            "retries: 99}",
-            MODELS,
-            ["writer.turns", "writer.max_calls", "writer.retries", "writer.timeout"],
-            "1 or more",
-        ),
-        (
-            "{executor: frozen, benchmark: gsm8k, max_usd: 0.5}",
-            AUXILIARY,
-            ["writer.max_usd"],
-            "writer.max_tokens instead",
-        ),
-        (
-            "{executor: executor, benchmark: gsm8k, max_usd: 0.5}",
-            "models: {executor: {model: m, base_url: 'http://127.0.0.1:1/v1', max_tokens: 9}}\n",
-            ["models.executor.prices"],
-            "in US dollars for a million tokens",
-        ),
-        (
-            "{executor: executor, benchmark: gsm8k, max_tokens: 500}",
-            "models: {executor: {model: m, base_url: 'http://127.0.0.1:1/v1'}}\n",
-            ["models.executor.max_tokens"],
-            "from which writer.max_tokens is counted",
-        ),
-        (
-            "{executor: executor, benchmark: gsm8k, prompt: nowhere.txt}",
-            MODELS,
-            ["writer.prompt"],
-            "No such file",
-        ),
-        (
-            "{executor: executor, benchmark: gsm8k}",
-            MODELS + "workflow: a.py:f\n",
-            ["workflow"],
-            "keep one",
-        ),
+        ("operators: [Custom], models: {X: judge}", MODELS, "writer.models.X", "may use: Custom"),
+        ("operators: [Custom, Xyz]", MODELS, "writer.operators", "'Xyz'"),
+        ("operators: [ScEnsemble, Revise]", MODELS, "writer.operators", "answers a problem"),
+        ("benchmark: gsm9k", MODELS, "writer.benchmark", "gsm8k"),
+        ("turns: 0, timeout: -1", MODELS, "writer.turns writer.timeout", "1 or more"),
+        ("max_calls: 0, retries: 99", MODELS, "writer.max_calls writer.retries", "1 or more"),
+        ("executor: frozen, max_usd: 0.5", AUXILIARY, "writer.max_usd", "max_tokens instead"),
+        ("max_usd: 0.5", f"{OF_MODELS}, max_tokens: 9}}}}\n", "models.executor.prices", "dollars"),
+        ("max_tokens: 500", f"{OF_MODELS}}}}}\n", "models.executor.max_tokens", "is counted"),
+        ("prompt: nowhere.txt", MODELS, "writer.prompt", "No such file"),
+        ("turns: 1", MODELS + "workflow: a.py:f\n", "workflow", "keep one"),
     ],
 )
 def test_faults_name_their_keys_and_cures(
-    tmp_path: Path, section: str, more: str, places: list[str], words: str
+    tmp_path: Path, section: str, more: str, places: str, words: str
 ) -> None:
-    config = config_of(tmp_path, section, more)
+    usual = {"executor": "executor", "benchmark": "gsm8k"}
+    given = [f"{key}: {value}" for key, value in usual.items() if f"{key}:" not in section]
+    config = config_of(tmp_path, f"{{{', '.join([*given, section])}}}", more)
     with pytest.raises(BadInput) as refused:
         resolve_functions(config)
     found = [fault.where for fault in refused.value.faults]
-    assert len(found) == len(places), found
-    assert all(where.endswith(place) for where, place in zip(found, places, strict=True)), found
+    assert len(found) == len(places.split()), found
+    pairs = zip(found, places.split(), strict=True)
+    assert all(where.endswith(place) for where, place in pairs), found
     assert all(where.startswith(f"{config.positions.file}:") for where in found)
     assert words in str(refused.value)
 
