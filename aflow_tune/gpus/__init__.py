@@ -7,6 +7,6 @@ much they were used (`use.py`), and the end of processes of one's own (`owner.py
 `ending.py`).
 
 Nothing here imports CUDA, PyTorch, Ray or Trinity, so that devices can be chosen before any of
-them looks. What a configuration asks for is `config/devices.py`'s matter. NVIDIA
+them looks. What a configuration asks for is `config/engine.py`'s matter. NVIDIA
 only: other makers' devices are not seen.
 """
