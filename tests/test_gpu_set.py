@@ -90,9 +90,9 @@ def test_it_names_versions_and_nothing_else() -> None:
     assert names == sorted(set(names))
 
 
-def test_the_readme_and_the_image_install_it_by_one_command() -> None:
+def test_the_docs_and_the_image_install_it_by_one_command() -> None:
     command = "uv pip install -r requirements/gpu.txt --override requirements/gpu-overrides.txt"
-    assert command in (ROOT / "README.md").read_text()
+    assert command in (ROOT / "docs/engines.md").read_text()
     image = (ROOT / "Dockerfile").read_text()
     assert command in image
     steps = re.findall(r"^(FROM|USER|COPY|RUN|ENTRYPOINT) (.*)", image, re.M)

@@ -46,7 +46,7 @@ class _NotInstalled:
     def __init__(self, *_: Any, **__: Any) -> None:
         raise ImportError(
             "this needs vLLM (images and videos in prompts), which is not installed; "
-            "install the GPU set of the README and use `engine: trinity`"
+            "install the GPU set (docs/engines.md) and use `engine: trinity`"
         )
 
 
