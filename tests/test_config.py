@@ -120,59 +120,6 @@ def test_environment_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert where("seed") == f"{tmp_path}/config.yaml: seed"
 
 
-def test_every_wrong_key_is_reported_at_once(tmp_path: Path) -> None:
-    found = faults(
-        tmp_path,
-        """\
-batch_size: 3
-engine: locl
-algorithm:
-  repeat_time: 4
-  repeat_times: eight
-  lr: 1e-5
-  optimizer:
-model:
-  max_model_len: 12.5
-  lora_configs: {lora_rank: 3}
-buffer:
-  explorer_input:
-    eval_tasksets:
-      - path: x
-        subset: main
-explorer: {rollout_model: {enable_history: maybe}}
-synchronizer: {sync_method: ncll}
-trainer.save_interval: 3
-""",
-    )
-    assert list(found) == [
-        "config.yaml:1: batch_size",
-        "config.yaml:2: engine",
-        "config.yaml:4: algorithm.repeat_time",
-        "config.yaml:5: algorithm.repeat_times",
-        "config.yaml:6: algorithm.lr",
-        "config.yaml:7: algorithm.optimizer",
-        "config.yaml:9: model.max_model_len",
-        "config.yaml:10: model.lora_configs",
-        "config.yaml:15: buffer.explorer_input.eval_tasksets[0].subset",
-        "config.yaml:16: explorer.rollout_model.enable_history",
-        "config.yaml:17: synchronizer.sync_method",
-        "config.yaml:18: trainer.save_interval",
-    ]
-    cures = {where.rpartition(" ")[2]: fault.cure for where, fault in found.items()}
-    assert "`buffer.batch_size`" in cures["batch_size"]
-    assert "`algorithm.repeat_times`" in cures["algorithm.repeat_time"]
-    assert "`algorithm.optimizer.lr`" in cures["algorithm.lr"]
-    assert "eval_tasksets[0].subset_name" in cures["buffer.explorer_input.eval_tasksets[0].subset"]
-    assert cures["synchronizer.sync_method"] == "sync_method: nccl"
-    assert cures["engine"] == "engine: local"
-    assert "indented under `trainer:`" in cures["trainer.save_interval"]
-    assert "a whole number" in found["config.yaml:5: algorithm.repeat_times"].expected
-    assert "'eight'" in found["config.yaml:5: algorithm.repeat_times"].found
-    assert "12.5" in found["config.yaml:9: model.max_model_len"].found
-    assert "a list" in found["config.yaml:10: model.lora_configs"].expected
-    assert "nccl, checkpoint, memory" in found["config.yaml:17: synchronizer.sync_method"].expected
-
-
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
@@ -202,52 +149,6 @@ def test_a_key_that_stands_in_the_file_is_not_shown(tmp_path: Path, name: str) -
     assert "sk-0123456789" not in repr(found)
 
 
-def test_overrides_that_are_no_yaml(tmp_path: Path) -> None:
-    found = faults(tmp_path, "name: a\n", "name=a\0b", "seed=" + "[" * 3000)
-    assert len(found) == 2
-    found = faults(tmp_path, "name: a\n", "models.judge.api_key=sk-0123456789")
-    assert "sk-0123456789" not in repr(found)
-
-
-def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
-    overrides = (
-        "buffer.total_step=3",
-        "seed=x",
-        "++seed=1",
-        "seed",
-        "trainer=[",
-        "engine=cuda",
-        "model.model_path.x=1",
-        "buffer.explorer_input.eval_tasksets[3].path=x",
-    )
-    found = faults(tmp_path, "name: a\n", *overrides)
-    assert list(found) == [f"command line: {override}" for override in overrides]
-    assert "buffer.total_steps" in found["command line: buffer.total_step=3"].cure
-    assert found["command line: engine=cuda"].expected.endswith("one of auto, local, trinity")
-    assert "key=value" in found["command line: seed"].cure
-
-
-@pytest.mark.parametrize(
-    ("text", "where", "found"),
-    [
-        ("a: [1\nb: 2\n", "config.yaml:2:2", "expected ',' or ']'"),
-        ("a:\n\t- 1\n", "config.yaml:2:1", "cannot start any token"),
-        ("", "config.yaml", "an empty file"),
-        ("# only a comment\n", "config.yaml", "an empty file"),
-        ("- a\n- b\n", "config.yaml:1", "a sequence"),
-        ("name: a\n---\nname: b\n", "config.yaml:2:1", "but found another document"),
-        ('name: "a\0b"\n', "config.yaml", "unacceptable character #x0000"),
-        ("name: x\x1b\n", "config.yaml", "unacceptable character"),
-        ("a: " + "[" * 3000 + "]" * 3000, "config.yaml", "levels inside each other"),
-    ],
-    ids=lambda text: text[:30],
-)
-def test_files_that_are_no_settings(tmp_path: Path, text: str, where: str, found: str) -> None:
-    (fault,) = faults(tmp_path, text).items()
-    assert fault[0] == where
-    assert found in fault[1].found
-
-
 def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     write(tmp_path, "name: a\n")
     with pytest.raises(BadInput) as refused:
@@ -257,27 +158,6 @@ def test_missing_file_names_its_neighbours(tmp_path: Path) -> None:
     assert "config.yaml" in fault.cure
     with pytest.raises(BadInput, match="a folder"):
         load_config(tmp_path)
-
-
-def test_a_key_written_twice(tmp_path: Path) -> None:
-    found = faults(tmp_path, "seed: 1\nname: a\nseed: 2\n")
-    assert found["config.yaml:3: seed"].found == "`seed` again (first in line 1)"
-
-
-def test_interpolations_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AFLOW_TEST_MISSING", raising=False)
-    monkeypatch.setenv("AFLOW_TEST_WORD", "word")
-    found = faults(
-        tmp_path,
-        """\
-name: ${oc.env:AFLOW_TEST_MISSING}
-project: ${no.such.key}
-seed: ${oc.env:AFLOW_TEST_WORD}
-""",
-    )
-    assert found["config.yaml:1: name"].expected == "the environment variable AFLOW_TEST_MISSING"
-    assert "no.such.key" in found["config.yaml:2: project"].expected
-    assert "config.yaml:3: seed" in found
 
 
 def test_anchors_and_merge_keys(tmp_path: Path) -> None:

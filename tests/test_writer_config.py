@@ -152,21 +152,12 @@ OF_MODELS = "models: {executor: {model: m, " + ADDRESS
 @pytest.mark.parametrize(
     ("section", "more", "places", "words"),
     [
-        ("executor: policy", MODELS, ROLE, "frozen"),
-        ("executor: nobody", MODELS, ROLE, "'nobody'"),
-        ("executor: executr", MODELS, ROLE, "did you mean executor"),
         ("executor: frozen", AUXILIARY + OF_FROZEN, ROLE, "both under"),
-        ("models: {Review: policy, Nope: judge}", MODELS, f"{REVIEW} writer.models.Nope", "frozen"),
-        ("operators: [Custom], models: {Review: judge}", MODELS, REVIEW, "may use: Custom"),
         ("operators: [Custom, Xyz]", MODELS, "writer.operators", "'Xyz'"),
-        ("operators: [ScEnsemble, Revise]", MODELS, "writer.operators", "answers a problem"),
-        ("benchmark: gsm9k", MODELS, "writer.benchmark", "gsm8k"),
-        ("turns: 0, timeout: -1", MODELS, "writer.turns writer.timeout", "1 or more"),
         ("max_calls: 0, retries: 99", MODELS, "writer.max_calls writer.retries", "1 or more"),
         ("executor: frozen, max_usd: 0.5", AUXILIARY, "writer.max_usd", "max_tokens instead"),
         ("max_usd: 0.5", f"{OF_MODELS}, max_tokens: 9}}}}\n", "models.executor.prices", "dollars"),
         ("max_tokens: 500", f"{OF_MODELS}}}}}\n", "models.executor.max_tokens", "is counted"),
-        ("prompt: nowhere.txt", MODELS, "writer.prompt", "No such file"),
         ("turns: 1", MODELS + "workflow: a.py:f\n", "workflow", "keep one"),
     ],
 )
@@ -192,26 +183,6 @@ def test_a_benchmark_and_a_score_function_are_one_too_many(tmp_path: Path) -> No
     config = config_of(tmp_path, section)
     with pytest.raises(BadInput, match=r"writer\.score"):
         resolve_functions(config)
-
-
-def test_a_judge_has_no_use(tmp_path: Path) -> None:
-    (tmp_path / "writer_judge.py").write_text(
-        "from typing import Any, Dict\n\nfrom aflow_tune import JudgeOutput\n\n\n"
-        "async def judge(task: Dict, response: Any) -> JudgeOutput:\n"
-        "    return JudgeOutput(reward=1.0)\n"
-    )
-    section = "{executor: executor, benchmark: gsm8k}"
-    config = config_of(tmp_path, section, MODELS + "judge: writer_judge.py:judge\n")
-    with pytest.raises(BadInput, match="judge"):
-        check_functions(*resolve_functions(config))
-
-
-def test_a_faulty_template_is_refused_with_its_placeholders(tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("{operator} only")
-    config = config_of(tmp_path, "{executor: executor, benchmark: gsm8k, prompt: prompt.txt}")
-    with pytest.raises(BadInput, match=r"did you mean \{operators\}") as refused:
-        resolve_functions(config)
-    assert len(refused.value.faults) == 2
 
 
 def test_rows_are_checked_before_a_run(tmp_path: Path) -> None:
@@ -280,17 +251,6 @@ def test_a_section_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     assert fault.where.endswith("writer.executor")
     path.write_text(text)
     assert list(check_writer(load_config(path))) == []
-
-
-def test_validate_tells_everything_at_once(project: Path) -> None:  # noqa: F811
-    path = project / "config.yaml"
-    text = path.read_text().replace(f"workflow: {project}/flow.py:two_calls\n", "")
-    rest = "writer: {executor: nobody, operators: [Custm], turns: 0, benchmark: gsm8k}\n"
-    path.write_text(text.replace("batch_size: 2", "batch_size: 0") + rest)
-    report = validate(path)
-    found = " ".join(fault.where for fault in report.faults)
-    for key in ("writer.executor", "writer.operators", "writer.turns", "buffer.batch_size"):
-        assert key in found
 
 
 def test_a_sound_section_is_valid(project: Path) -> None:  # noqa: F811

@@ -108,7 +108,7 @@ def check_data(
         if not rows.faults:
             (held_out if is_held_out else training).append(table)
     ungiven = [read for read in reads if read.name not in of_mix]
-    together = [training] if config.mix else [[table] for table in training]
+    together = [training] if config.mix and training else [[table] for table in training]
     checks = [(ungiven, tables) for tables in together]
     checks += [] if harvest else [(reads, [table]) for table in held_out]
     for asked, tables in checks:
