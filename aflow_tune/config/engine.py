@@ -62,10 +62,10 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
     missing = _missing(config)
     if config.engine == "trinity":
         if missing and find_ray(config) is None:
-            cure = "engine: local, or name the cluster with cluster.ray_address"
+            fix = "engine: local, or name the cluster with cluster.ray_address"
             if config.inline:
-                cure += " and set inline: false"
-            raise _refused(config, "; ".join(missing), cure)
+                fix += " and set inline: false"
+            raise _refused(config, "; ".join(missing), fix)
         where = " on processors, without a GPU" if on_processors() else ""
         return "trinity", f"as configured{where}"
     if missing:
@@ -103,11 +103,11 @@ def removes_padding() -> bool:
         return False
 
 
-def _refused(config: AflowConfig, found: str, cure: str) -> BadInput:
+def _refused(config: AflowConfig, found: str, fix: str) -> BadInput:
     name = f"engine: {config.engine}"
     return BadInput(
         f"`{name}` cannot run this configuration here.",
-        [config.fault("engine", f"what `{name}` needs", found, cure)],
+        [config.fault("engine", f"what `{name}` needs", found, fix)],
     )
 
 

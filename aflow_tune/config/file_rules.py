@@ -60,18 +60,18 @@ def check_paths(
 ) -> Iterator[Fault]:
     """Whether anything can be read under the path of a task set."""
     if not taskset.path:
-        cure = "path: data/train.jsonl (a file, a folder of data files, or a hub id)"
-        yield config.fault(f"{key}.path", "a path", "none", cure)
+        fix = "path: data/train.jsonl (a file, a folder of data files, or a hub id)"
+        yield config.fault(f"{key}.path", "a path", "none", fix)
         return
     found = locate(config, taskset)
     if found.fault is None:
         return
-    if found.kind == "folder" and found.cure.startswith("split:"):
+    if found.kind == "folder" and found.fix.startswith("split:"):
         expected = f"files of the split {taskset.split!r} in {taskset.path}"
-        yield config.fault(f"{key}.split", expected, found.fault, found.cure)
+        yield config.fault(f"{key}.split", expected, found.fault, found.fix)
         return
     expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
-    yield config.fault(f"{key}.path", expected, found.fault, found.cure)
+    yield config.fault(f"{key}.path", expected, found.fault, found.fix)
 
 
 def check_data(
@@ -168,26 +168,26 @@ def check_experiences(config: AflowConfig) -> Iterator[Fault]:
     """Faults of the settings: no data set, one that is not there, batches that it cannot fill."""
     buffer = experience_buffer(config)
     if buffer is None or not buffer.path:
-        cure = f"{KEY}: {{path: data/sft.jsonl, storage_type: file}}"
-        yield config.fault(f"{KEY}.path", "the data set to learn from", "none", cure)
+        fix = f"{KEY}: {{path: data/sft.jsonl, storage_type: file}}"
+        yield config.fault(f"{KEY}.path", "the data set to learn from", "none", fix)
         return
     faults: list[Fault] = []
     if not is_file(buffer) and config.engine == "local":
-        found, cure = repr(buffer.storage_type), "storage_type: file"
-        faults.append(config.fault(f"{KEY}.storage_type", "file (engine: local)", found, cure))
+        found, fix = repr(buffer.storage_type), "storage_type: file"
+        faults.append(config.fault(f"{KEY}.storage_type", "file (engine: local)", found, fix))
     elif not awaited(config):
         faults += check_paths(config, KEY, buffer)
     prompt_type = buffer.format.prompt_type.value
     if config.algorithm.algorithm_type == "cpt" and prompt_type != "plaintext":
         expected = "plaintext: cpt reads text, no messages"
-        cure = "prompt_type: plaintext, with prompt_key: text"
+        fix = "prompt_type: plaintext, with prompt_key: text"
         key = f"{KEY}.format.prompt_type"
-        faults.append(config.fault(key, expected, repr(prompt_type), cure))
+        faults.append(config.fault(key, expected, repr(prompt_type), fix))
     size, key = config.buffer.train_batch_size, "buffer.train_batch_size"
     if size < 1:
         expected = "the rows of the data set that one step takes (`mode: train`)"
-        cure = "train_batch_size: 16"
-        faults.append(config.fault(key, expected, str(size) if size else "none", cure))
+        fix = "train_batch_size: 16"
+        faults.append(config.fault(key, expected, str(size) if size else "none", fix))
     elif not faults and not awaited(config):
         table = read_taskset(config, buffer)
         rows = table.total if table is not None and not table.faults else 0
@@ -196,8 +196,8 @@ def check_experiences(config: AflowConfig) -> Iterator[Fault]:
             faults.append(config.fault(key, expected, str(size), f"train_batch_size: {rows}"))
         elif rows and total_steps(config) == 0:
             found = f"0 steps: fewer rows x epochs than the batch of {size}"
-            cure = "lower it, or raise buffer.total_epochs"
-            faults.append(config.fault(key, "at least one step", found, cure))
+            fix = "lower it, or raise buffer.total_epochs"
+            faults.append(config.fault(key, "at least one step", found, fix))
     yield from faults
     key = "trainer.save_interval"
     if config.positions.given(key) and config.trainer.save_interval == 0:
@@ -284,14 +284,14 @@ def _messages(row: Mapping[str, Any], setting: str, key: str, *, answered: bool)
         except json.JSONDecodeError:
             messages = None
     expected = f"a list of messages under {key!r}, each with `role` and `content`"
-    cure = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+    fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if not isinstance(messages, list) or not messages:
-        return expected, _short(row[key]), cure
+        return expected, _short(row[key]), fix
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return expected, _short(message), cure
+            return expected, _short(message), fix
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
-            return expected, _short(message), cure
+            return expected, _short(message), fix
     last = messages[-1]["role"]
     if answered and last != "assistant":
         expected = f"the assistant's message at the end of {key!r}: it is what is learned"
@@ -302,8 +302,8 @@ def _messages(row: Mapping[str, Any], setting: str, key: str, *, answered: bool)
 def _missing_field(row: Mapping[str, Any], setting: str, key: str) -> Problem:
     columns = list(row)
     close = nearest(key, columns, 0.5) or (columns[0] if len(columns) == 1 else None)
-    cure = f"{KEY}.format.{setting}: {close or 'COLUMN'}"
-    return f"a field {key!r} (format.{setting})", ", ".join(map(repr, columns)), cure
+    fix = f"{KEY}.format.{setting}: {close or 'COLUMN'}"
+    return f"a field {key!r} (format.{setting})", ", ".join(map(repr, columns)), fix
 
 
 def _short(value: Any) -> str:
@@ -392,15 +392,15 @@ def _check_name(config: AflowConfig, where: str, name: str, folder: Path) -> Fou
             )
     elif folder.is_dir():
         if not (folder / "config.json").is_file():
-            cure = "name the folder that holds config.json and the weights"
-            yield Fault(where, expected, "a folder without config.json", cure)
+            fix = "name the folder that holds config.json and the weights"
+            yield Fault(where, expected, "a folder without config.json", fix)
     elif close := nearest(name, BUNDLED, 0.85):
         yield Fault(where, expected, repr(name), f"model_path: {close}")
     elif folder.is_file():
         yield Fault(where, expected, "a file", "name the folder that holds it")
     elif looks_local(config, name):
-        cure = "check the path: there is no such folder"
-        yield Fault(where, expected, f"{name}: no such folder", cure)
+        fix = "check the path: there is no such folder"
+        yield Fault(where, expected, f"{name}: no such folder", fix)
     elif not is_cached(name):
         yield f"model {name}: not on this machine; it will be fetched from the hub at the start"
 
@@ -409,14 +409,14 @@ def _check_folder(config: AflowConfig, named: _Named, folder: Path, whole: bool)
     where = config.positions.where(f"{named.key}.model_path")
     settings = _read(folder / "config.json")
     if settings is None:
-        cure = "save the model again with save_pretrained"
-        yield Fault(where, "a readable config.json", "no JSON object", cure)
+        fix = "save the model again with save_pretrained"
+        yield Fault(where, "a readable config.json", "no JSON object", fix)
         return
     if settings.get("quantization_config") and named.trained:
         kind = settings["quantization_config"].get("quant_method", "quantised")
-        cure = "name the model in 16 bits; docs/recipes.md says what can be quantised while loading"
+        fix = "name the model in 16 bits; docs/recipes.md says what can be quantised while loading"
         expected = "weights in 16 or 32 bits: the trainer cannot hold quantised ones"
-        yield Fault(where, expected, f"{folder}: {kind}", cure)
+        yield Fault(where, expected, f"{folder}: {kind}", fix)
     if whole:
         yield from _check_kind(settings, where)
         yield from _check_files(folder, where, named)
@@ -434,8 +434,8 @@ def _check_kind(settings: dict[str, Any], where: str) -> Found:
     wrong = kind not in CONFIG_MAPPING if kind else not settings
     if wrong and not settings.get("auto_map"):
         expected = "a config.json whose model_type the installed transformers knows"
-        cure = "save the model again with save_pretrained, or check model_type in its config.json"
-        yield Fault(where, expected, repr(kind) if kind else "no model_type", cure)
+        fix = "save the model again with save_pretrained, or check model_type in its config.json"
+        yield Fault(where, expected, repr(kind) if kind else "no model_type", fix)
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -447,31 +447,31 @@ def missing_shards(folder: Path) -> list[str]:
     return sorted(str(name) for name in names if not (folder / str(name)).is_file())
 
 
-def _damaged(folder: Path, where: str, cure: str) -> Found:
+def _damaged(folder: Path, where: str, fix: str) -> Found:
     for damage in filter(None, map(damage_of, sorted(folder.glob("*.safetensors")))):
-        yield Fault(where, "whole files of weights", damage, cure)
+        yield Fault(where, "whole files of weights", damage, fix)
 
 
 def _check_files(folder: Path, where: str, named: _Named) -> Found:
     """What a folder with a config.json lacks for being loaded."""
     weights = ("*.safetensors", "*.bin", "*.safetensors.index.json")
     if not any(next(folder.glob(pattern), None) for pattern in weights):
-        cure = "save model and tokenizer into one folder"
-        yield Fault(where, "weights (*.safetensors)", "none in the folder", cure)
+        fix = "save model and tokenizer into one folder"
+        yield Fault(where, "weights (*.safetensors)", "none in the folder", fix)
     elif absent := missing_shards(folder):
         found = f"{len(absent)} of them are not in the folder, {absent[0]} among them"
-        cure = "fetch the model again: a download was cut off"
-        yield Fault(where, "every file of weights that its index names", found, cure)
+        fix = "fetch the model again: a download was cut off"
+        yield Fault(where, "every file of weights that its index names", found, fix)
     yield from _damaged(folder, where, "fetch or save the model again: it was cut off")
     tokenizer = _read(folder / "tokenizer_config.json")
-    cure = "save the tokenizer beside the model with save_pretrained"
+    fix = "save the tokenizer beside the model with save_pretrained"
     names = ("tokenizer.json", "tokenizer_config.json")
     torn = [name for name in names if (folder / name).is_file() and _read(folder / name) is None]
     named_only = tokenizer is None or "tokenizer_class" in tokenizer
     if named_only and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):
-        yield Fault(where, "a tokenizer", "none in the folder", cure)
+        yield Fault(where, "a tokenizer", "none in the folder", fix)
     elif torn:
-        yield Fault(where, "a tokenizer that can be read", f"{torn[0]}: no JSON object", cure)
+        yield Fault(where, "a tokenizer that can be read", f"{torn[0]}: no JSON object", fix)
     elif not (
         named.has_template
         or (tokenizer or {}).get("chat_template")
@@ -479,8 +479,8 @@ def _check_files(folder: Path, where: str, named: _Named) -> Found:
         or (folder / "chat_template.json").is_file()
     ):
         setting = "chat_template_path" if named.key == "model" else "chat_template"
-        cure = f"use the model's Instruct version, or set {named.key}.{setting}"
-        yield Fault(where, "a chat template", "none in the folder", cure)
+        fix = f"use the model's Instruct version, or set {named.key}.{setting}"
+        yield Fault(where, "a chat template", "none in the folder", fix)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -524,8 +524,8 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
     if not section.executor:
         if section != WriterSection():
             expected = "a role that runs the workflows: without it the section is not read"
-            cure = "writer: {executor: executor}, or remove the section"
-            yield config.fault("writer.executor", expected, "nothing", cure)
+            fix = "writer: {executor: executor}, or remove the section"
+            yield config.fault("writer.executor", expected, "nothing", fix)
         return
     kind = config.algorithm.algorithm_type
     if section.turns > 1 and config.mode == "both" and kind not in _OVER_TURNS:
@@ -561,17 +561,17 @@ def check_harvest(config: AflowConfig) -> Found:
     """Every fault of the section `harvest`, and of what else a harvest needs."""
     section, inputs = config.harvest, config.buffer.explorer_input
     if not config.writer.executor:
-        cure = "writer: {executor: NAME}, a role of `models` or a name of auxiliary_models"
-        yield config.fault("writer.executor", "the model that runs the graphs", "none", cure)
+        fix = "writer: {executor: NAME}, a role of `models` or a name of auxiliary_models"
+        yield config.fault("writer.executor", "the model that runs the graphs", "none", fix)
     if not section.sources:
         expected = f"at least one of {', '.join(SOURCES)}"
         yield config.fault("harvest.sources", expected, "none", "sources: [templates]")
     for number, source in enumerate(section.sources):
         if source not in SOURCES:
             close = nearest(source, SOURCES, 0.5)
-            cure = f"did you mean {close}?" if close else f"choose one, such as {SOURCES[0]}"
+            fix = f"did you mean {close}?" if close else f"choose one, such as {SOURCES[0]}"
             expected = f"one of {', '.join(SOURCES)}"
-            yield config.fault(f"harvest.sources.{number}", expected, repr(source), cure)
+            yield config.fault(f"harvest.sources.{number}", expected, repr(source), fix)
     if "templates" in section.sources:
         try:
             templates_of(config)
@@ -585,17 +585,17 @@ def check_harvest(config: AflowConfig) -> Found:
         value = getattr(section, name)
         if value is not None and value < 1:
             yield config.fault(f"harvest.{name}", "1 or more", str(value), f"{name}: 1")
-    for name, cure in (
+    for name, fix in (
         ("min_score", "min_score: 1.0"),
         ("per_structure", "per_structure: 0.5, or null for no limit"),
     ):
         value = getattr(section, name)
         if value is not None and not 0 < value <= 1:
-            yield config.fault(f"harvest.{name}", "above 0, at most 1", str(value), cure)
+            yield config.fault(f"harvest.{name}", "above 0, at most 1", str(value), fix)
     if not inputs.taskset and not inputs.tasksets:
-        cure = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
+        fix = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
         expected, key = "a training task set to take problems from", "buffer.explorer_input.taskset"
-        yield config.fault(key, expected, "none", cure)
+        yield config.fault(key, expected, "none", fix)
 
 
 def run_folders(config: AflowConfig) -> list[Path]:
@@ -621,21 +621,21 @@ def _teacher(config: AflowConfig) -> Found:
     known = [name for name in config.models if name != POLICY]
     expected = f"a role of `models:` ({', '.join(known) or 'none is there'})"
     if role is None:
-        cure = f"teacher: {known[0] if known else 'NAME, and models: {NAME: {model: ...}}'}"
-        yield config.fault(key, expected, "none", cure)
+        fix = f"teacher: {known[0] if known else 'NAME, and models: {NAME: {model: ...}}'}"
+        yield config.fault(key, expected, "none", fix)
     elif role not in known:
         close = nearest(role, known, 0.5)
-        cure = f"did you mean {close}?" if close else f"models: {{{role}: {{model: ...}}}}"
-        yield config.fault(key, expected, repr(role), cure)
+        fix = f"did you mean {close}?" if close else f"models: {{{role}: {{model: ...}}}}"
+        yield config.fault(key, expected, repr(role), fix)
 
 
 def _runs(config: AflowConfig) -> Found:
     if not config.harvest.runs:
-        cure = "runs: [checkpoints/PROJECT/NAME]"
-        yield config.fault("harvest.runs", "run folders of the writer", "none", cure)
+        fix = "runs: [checkpoints/PROJECT/NAME]"
+        yield config.fault("harvest.runs", "run folders of the writer", "none", fix)
     for number, folder in enumerate(run_folders(config)):
         if not any(folder.glob("rollouts/step_*.jsonl")):
             name = config.harvest.runs[number]
             found = f"{name}: no rollouts there" if folder.is_dir() else f"{name}: no such folder"
-            cure = "name the folder of a training run, which has a folder `rollouts`"
-            yield config.fault(f"harvest.runs.{number}", "a run folder with rollouts", found, cure)
+            fix = "name the folder of a training run, which has a folder `rollouts`"
+            yield config.fault(f"harvest.runs.{number}", "a run folder with rollouts", found, fix)

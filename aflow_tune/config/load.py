@@ -192,11 +192,11 @@ def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], lis
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        cure = "check quotes, brackets and indentation there; indent with spaces, never tabs"
-        raise _unreadable(f"{path}{line}", "YAML", problem, cure) from error
+        fix = "check quotes, brackets and indentation there; indent with spaces, never tabs"
+        raise _unreadable(f"{path}{line}", "YAML", problem, fix) from error
     except yaml.YAMLError as error:
-        cure = "save the file as plain UTF-8 text"
-        raise _unreadable(path, "YAML", str(error).splitlines()[0], cure) from error
+        fix = "save the file as plain UTF-8 text"
+        raise _unreadable(path, "YAML", str(error).splitlines()[0], fix) from error
     except RecursionError:
         found = "hundreds of brackets or levels inside each other"
         raise _unreadable(path, "YAML for people", found, "nest it less") from None
@@ -212,8 +212,8 @@ def _read_text(path: Path) -> str:
         folder = path.parent if path.parent.is_dir() else Path()
         names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
         close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
-        cure = "check the path" + (f"; there is {', '.join(close)}" if close else "")
-        raise _unreadable(path, "a YAML file", "no such file", cure) from None
+        fix = "check the path" + (f"; there is {', '.join(close)}" if close else "")
+        raise _unreadable(path, "a YAML file", "no such file", fix) from None
     except IsADirectoryError:
         raise _unreadable(path, "a YAML file", "a folder", "name the file in it") from None
     except UnicodeDecodeError as error:
@@ -224,8 +224,8 @@ def _read_text(path: Path) -> str:
         raise _unreadable(path, "a readable file", found, "check its rights") from None
 
 
-def _unreadable(where: object, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput("The configuration cannot be read.", [Fault(str(where), expected, found, cure)])
+def _unreadable(where: object, expected: str, found: str, fix: str) -> BadInput:
+    return BadInput("The configuration cannot be read.", [Fault(str(where), expected, found, fix)])
 
 
 def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> list[Fault]:
@@ -234,8 +234,8 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
     name = name.strip()
     where = f"command line: {name}{equals}{masked(name, text)}"
     if not equals or not re.fullmatch(r"[\w.\-]+(\[\d+\][\w.\-\[\]]*)?", name) or name[0] in "-.":
-        cure = "write key=value, such as buffer.total_steps=20; quote it for the shell"
-        return [Fault(where, "key=value", repr(item), cure)]
+        fix = "write key=value, such as buffer.total_steps=20; quote it for the shell"
+        return [Fault(where, "key=value", repr(item), fix)]
     key = canonical(name)
     expected = _type_at(key)
     if isinstance(expected, Fault):
@@ -281,8 +281,8 @@ def _type_at(key: str) -> tuple[Any, tuple[str, ...]] | Fault:
             known = fields_of(kind)
             path = ".".join([*done, part])
             if part not in known:
-                expected, cure = suggest(AflowConfig, ".".join(done), part, known)
-                return Fault("", expected, f"`{display(path)}`, which is no setting", cure)
+                expected, fix = suggest(AflowConfig, ".".join(done), part, known)
+                return Fault("", expected, f"`{display(path)}`, which is no setting", fix)
             kind, choices = known[part]
         else:
             origin = getattr(kind, "__origin__", kind)
@@ -342,10 +342,10 @@ def _interpolation_fault(merged: Any, key: str, text: str, positions: KeyPositio
     missing = re.search(r"oc\.env:\s*([A-Za-z_]\w*)\s*\}", text)
     if "nvironment variable" in problem and missing:
         name = missing.group(1)
-        cure = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
-        return Fault(positions.where(key), f"the environment variable {name}", "not set", cure)
-    cure = "use ${oc.env:NAME,default} or the full path of another key: ${model.model_path}"
-    return Fault(positions.where(key), f"a value that resolves: {text}", problem, cure)
+        fix = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
+        return Fault(positions.where(key), f"the environment variable {name}", "not set", fix)
+    fix = "use ${oc.env:NAME,default} or the full path of another key: ${model.model_path}"
+    return Fault(positions.where(key), f"a value that resolves: {text}", problem, fix)
 
 
 def _in_reading_order(fault: Fault) -> tuple[bool, int]:

@@ -134,15 +134,15 @@ def _ratios(config: AflowConfig) -> Iterable[Fault]:
                     "a `ratio` for each source, or for none; then a `benchmark` or a name that "
                     f"tells its kind: {kinds}"
                 )
-                found, cure = f"{name!r} without either", f"{name}: {{ratio: 0.5}}"
-                yield config.fault(f"mix.{name}", expected, found, cure)
+                found, fix = f"{name!r} without either", f"{name}: {{ratio: 0.5}}"
+                yield config.fault(f"mix.{name}", expected, found, fix)
         return
     left, missing, sound = 1 - sum(given), len(written) - len(given), True
     for name, ratio in written.items():
         if ratio is None:
             sound, expected = False, "a `ratio` for each source, or for none"
-            cure = f"ratio: {left / missing:g}" if left > 0 else "give it a ratio"
-            yield config.fault(f"mix.{name}", expected, "no ratio", cure)
+            fix = f"ratio: {left / missing:g}" if left > 0 else "give it a ratio"
+            yield config.fault(f"mix.{name}", expected, "no ratio", fix)
         elif not (math.isfinite(ratio) and 0 < ratio <= 1):
             sound, key = False, f"mix.{name}.ratio"
             yield config.fault(key, "a share above 0, at most 1", str(ratio), "ratio: 0.4")
@@ -151,8 +151,8 @@ def _ratios(config: AflowConfig) -> Iterable[Fault]:
             shares_of(config)
         except ValueError as error:
             scaled = (f"{name}: {(ratio or 0) / (1 - left):.4g}" for name, ratio in written.items())
-            cure = f"in these proportions: {', '.join(scaled)}"
-            yield config.fault("mix", "ratios that are 1 together", str(error), cure)
+            fix = f"in these proportions: {', '.join(scaled)}"
+            yield config.fault("mix", "ratios that are 1 together", str(error), fix)
 
 
 def _sources(config: AflowConfig) -> Iterable[Fault]:
@@ -167,9 +167,9 @@ def _sources(config: AflowConfig) -> Iterable[Fault]:
         if name in mix:
             named[name] += 1
             if named[name] == 2:
-                cure = f"name: {name}_2, and a share of its own in `mix`"
+                fix = f"name: {name}_2, and a share of its own in `mix`"
                 expected = "a name of its own, as it is in a mix"
-                yield config.fault(f"{key}.name", expected, repr(name), cure)
+                yield config.fault(f"{key}.name", expected, repr(name), fix)
             continue
         table = read_taskset(config, taskset)
         if table is None or table.faults:
@@ -194,8 +194,8 @@ def _sources(config: AflowConfig) -> Iterable[Fault]:
             close = nearest(name, known, 0.5)
             expected = "the name of a training task set, or a `source` of its rows: "
             expected += ", ".join(map(repr, known)) or "there is none"
-            cure = f"did you mean `{close}`?" if close else "give the task set this name"
-            yield config.fault(f"mix.{name}", expected, repr(name), cure)
+            fix = f"did you mean `{close}`?" if close else "give the task set this name"
+            yield config.fault(f"mix.{name}", expected, repr(name), fix)
 
 
 def _alike(config: AflowConfig) -> Iterable[Fault]:
@@ -204,13 +204,13 @@ def _alike(config: AflowConfig) -> Iterable[Fault]:
     for key, taskset in training:
         kind = (taskset.task_selector or taskset.data_selector).selector_type
         if kind not in (None, "sequential"):
-            expected, cure = "none: a mix shuffles by itself", "remove data_selector"
-            yield config.fault(f"{key}.data_selector.selector_type", expected, repr(kind), cure)
+            expected, fix = "none: a mix shuffles by itself", "remove data_selector"
+            yield config.fault(f"{key}.data_selector.selector_type", expected, repr(kind), fix)
         if not is_file(taskset):
             found = repr(taskset.storage_type)
             yield config.fault(f"{key}.storage_type", "file", found, "storage_type: file")
         for name in _SHARED:
             if getattr(taskset, name) != getattr(training[0][1], name):
                 found = "other settings than in the first task set"
-                cure = "give all task sets of the mix the same"
-                yield config.fault(f"{key}.{name}", f"one `{name}` for all of a mix", found, cure)
+                fix = "give all task sets of the mix the same"
+                yield config.fault(f"{key}.{name}", f"one `{name}` for all of a mix", found, fix)

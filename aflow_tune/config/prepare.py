@@ -484,8 +484,8 @@ def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> N
         message = " ".join(str(error).split()) or type(error).__name__
         root = config.checkpoint_root_dir
         if root and str(getattr(error, "filename", None) or "").startswith(root):
-            expected, cure = "a folder that can be made and written", "choose another folder"
-            fault = config.fault("checkpoint_root_dir", expected, message, cure)
+            expected, fix = "a folder that can be made and written", "choose another folder"
+            fault = config.fault("checkpoint_root_dir", expected, message, fix)
             raise BadInput("The run folder cannot be made.", [fault]) from error
         named = re.search(r"`?((?:[a-z_]+\.)+[a-z_]+)`?", message)
         key = named.group(1) if named else ""

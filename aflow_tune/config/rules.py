@@ -249,9 +249,9 @@ def _registered(case: Case) -> Found:
         try:
             registry.get(value)
         except (ImportError, AttributeError, KeyError) as error:
-            cure = "write package.module.ClassName of something that can be imported"
+            fix = "write package.module.ClassName of something that can be imported"
             expected, found = "a class given by its dotted path", f"{value}: {error}"
-            yield config.fault(key, expected, found, cure)
+            yield config.fault(key, expected, found, fix)
 
 
 def _functions() -> dict[str, Any]:
@@ -286,10 +286,10 @@ def _function_arguments(case: Case) -> Found:
                 continue
             homes = [other for other, (_, names) in taken.items() if names and given in names]
             close = nearest(str(given), known, 0.5)
-            cure = f"did you mean `{close}`?" if close else "leave it out"
-            cure = f"write it under `algorithm.{homes[0]}_args`" if homes else cure
+            fix = f"did you mean `{close}`?" if close else "leave it out"
+            fix = f"write it under `algorithm.{homes[0]}_args`" if homes else fix
             expected = f"an argument of {function}: {', '.join(known) or 'it has none'}"
-            yield case.config.fault(f"algorithm.{name}_args.{given}", expected, f"`{given}`", cure)
+            yield case.config.fault(f"algorithm.{name}_args.{given}", expected, f"`{given}`", fix)
 
 
 def _parameters(kind: type) -> list[str] | None:
@@ -310,8 +310,8 @@ def _unknown_name(config: AflowConfig, key: str, value: str, words: Iterable[str
     words = sorted(set(words))
     close = nearest(str(value), words, 0.5)
     name = key.rpartition(".")[2]
-    cure = f"did you mean `{name}: {close}`?" if close else f"choose one, such as {words[0]}"
-    return config.fault(key, "one of " + ", ".join(words), repr(value), cure)
+    fix = f"did you mean `{name}: {close}`?" if close else f"choose one, such as {words[0]}"
+    return config.fault(key, "one of " + ", ".join(words), repr(value), fix)
 
 
 # --- What a run needs ---------------------------------------------------------------------------
@@ -325,8 +325,8 @@ def _needed_switches(case: Case) -> Found:
     for name, reason in reasons.items():
         key = f"explorer.rollout_model.{name}"
         if case.config.positions.given(key) and not value_of(case.config, key):
-            cure = f"remove the line or write {name}: true ({reason})"
-            yield case.config.fault(key, "true", "false", cure)
+            fix = f"remove the line or write {name}: true ({reason})"
+            yield case.config.fault(key, "true", "false", fix)
 
 
 def _learns_from_rollouts(case: Case) -> Found:
@@ -354,32 +354,32 @@ def _learns_from_data(case: Case) -> Found:
 def _something_to_evaluate(case: Case) -> Found:
     if not case.config.buffer.explorer_input.eval_tasksets:
         key = "buffer.explorer_input.eval_tasksets"
-        cure = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
-        yield case.config.fault(key, "at least one held-out task set to evaluate on", "none", cure)
+        fix = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
+        yield case.config.fault(key, "at least one held-out task set to evaluate on", "none", fix)
 
 
 def _tasksets(case: Case) -> Found:
     config, inputs = case.config, case.config.buffer.explorer_input
     if inputs.taskset and inputs.tasksets:
-        expected, cure = "either `taskset` or `tasksets`", "move `taskset` into the list `tasksets`"
-        yield config.fault("buffer.explorer_input.tasksets", expected, "both", cure)
+        expected, fix = "either `taskset` or `tasksets`", "move `taskset` into the list `tasksets`"
+        yield config.fault("buffer.explorer_input.tasksets", expected, "both", fix)
     if not inputs.taskset and not inputs.tasksets and config.mode not in WITHOUT_TASKS:
-        cure = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
+        fix = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
         key = "buffer.explorer_input.taskset"
-        yield config.fault(key, "a task set to train on", "none", cure)
+        yield config.fault(key, "a task set to train on", "none", fix)
     names: dict[str, str] = {}
     for key, taskset, held_out in user_tasksets(config):
         if not is_file(taskset) and str(taskset.storage_type).lower() != "sql":
-            found, cure = repr(taskset.storage_type), "storage_type: file"
-            yield config.fault(f"{key}.storage_type", "file or sql", found, cure)
+            found, fix = repr(taskset.storage_type), "storage_type: file"
+            yield config.fault(f"{key}.storage_type", "file or sql", found, fix)
         else:
             yield from check_paths(config, key, taskset)
         if held_out and taskset.repeat_times < 1:
-            found, cure = str(taskset.repeat_times), "repeat_times: 1"
-            yield config.fault(f"{key}.repeat_times", "1 or more", found, cure)
+            found, fix = str(taskset.repeat_times), "repeat_times: 1"
+            yield config.fault(f"{key}.repeat_times", "1 or more", found, fix)
         if "/" in taskset.name or taskset.name in (".", ".."):
-            found, cure = repr(taskset.name), "name: held_out"
-            yield config.fault(f"{key}.name", "a name without slashes", found, cure)
+            found, fix = repr(taskset.name), "name: held_out"
+            yield config.fault(f"{key}.name", "a name without slashes", found, fix)
         if taskset.name and taskset.name in names and held_out:
             found = f"{taskset.name!r}, as in {display(names[taskset.name])}"
             yield config.fault(f"{key}.name", "a name of its own", found, f"name: {taskset.name}_2")
@@ -387,8 +387,8 @@ def _tasksets(case: Case) -> Found:
         yield from _workflow_type(config, f"{key}.default_workflow_type", taskset)
         if taskset.format.workflow_key:
             found = f"{taskset.format.workflow_key!r}: a workflow of its own for every row"
-            expected, cure = "one workflow function for all rows", "remove workflow_key"
-            yield config.fault(f"{key}.format.workflow_key", expected, found, cure)
+            expected, fix = "one workflow function for all rows", "remove workflow_key"
+            yield config.fault(f"{key}.format.workflow_key", expected, found, fix)
     for name in ("default_workflow_type", "default_eval_workflow_type"):
         yield from _workflow_type(config, f"buffer.explorer_input.{name}", inputs)
 
@@ -407,8 +407,8 @@ def _workflow_type(config: AflowConfig, key: str, owner: Any) -> Found:
     value = getattr(owner, key.rpartition(".")[2])
     agentscope = ("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
     if value and value != ADAPTER and value not in agentscope:
-        cure = "remove the line and name your function with `workflow: path/file.py:function`"
-        yield config.fault(key, "our adapter, which is set by itself", repr(value), cure)
+        fix = "remove the line and name your function with `workflow: path/file.py:function`"
+        yield config.fault(key, "our adapter, which is set by itself", repr(value), fix)
 
 
 def _rewards(case: Case) -> Found:
@@ -429,17 +429,17 @@ def _lengths(case: Case) -> Found:
     if total is None:
         if prompt is None or response is None:
             expected = "the tokens of prompt and response together"
-            cure = "model: {max_model_len: 2048, max_response_tokens: 512}"
-            yield config.fault("model.max_model_len", expected, "not set", cure)
+            fix = "model: {max_model_len: 2048, max_response_tokens: 512}"
+            yield config.fault("model.max_model_len", expected, "not set", fix)
             return
         total = prompt + response
     if prompt is not None and response is not None and prompt + response > total:
         found = f"{prompt} + {response} = {prompt + response} of {total}"
-        expected, cure = (
+        expected, fix = (
             "room for max_prompt_tokens + max_response_tokens",
             f"max_model_len: {prompt + response}",
         )
-        yield config.fault("model.max_prompt_tokens", expected, found, cure)
+        yield config.fault("model.max_prompt_tokens", expected, found, fix)
         return
     if prompt is None:
         prompt = total - response if response is not None else total // 2
@@ -449,8 +449,8 @@ def _lengths(case: Case) -> Found:
             name = "max_prompt_tokens"
         found = f"{max(prompt, 0)} (max_model_len {total}"
         found += f", max_response_tokens {response})" if response is not None else ")"
-        cure = f"max_response_tokens: {max(1, total // 2)}, or raise max_model_len"
-        yield config.fault(f"model.{name}", "a prompt budget of more than one token", found, cure)
+        fix = f"max_response_tokens: {max(1, total // 2)}, or raise max_model_len"
+        yield config.fault(f"model.{name}", "a prompt budget of more than one token", found, fix)
 
 
 def _folders(case: Case) -> Found:
@@ -458,9 +458,9 @@ def _folders(case: Case) -> Found:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         found = "a file" if not existing.is_dir() else "no right to write"
-        cure = "checkpoint_root_dir: ./checkpoints"
+        fix = "checkpoint_root_dir: ./checkpoints"
         expected, found = "a folder that can be written", f"{existing}: {found}"
-        yield case.config.fault("checkpoint_root_dir", expected, found, cure)
+        yield case.config.fault("checkpoint_root_dir", expected, found, fix)
 
 
 def _monitor(case: Case) -> Found:
@@ -529,8 +529,8 @@ def _advantage(case: Case) -> Found:
     if ADVANTAGE_FN.get(algorithm.advantage_fn).compute_in_trainer() != in_trainer:
         place = "in the trainer" if in_trainer else "from whole groups, before the trainer"
         expected = f"one that is computed {place}, as {algorithm.algorithm_type} does"
-        cure = "remove advantage_fn: the algorithm brings its own"
-        yield case.config.fault(key, expected, repr(algorithm.advantage_fn), cure)
+        fix = "remove advantage_fn: the algorithm brings its own"
+        yield case.config.fault(key, expected, repr(algorithm.advantage_fn), fix)
 
 
 def _batch(case: Case) -> Found:
@@ -572,12 +572,12 @@ def _evaluation(case: Case) -> Found:
     given = config.positions.given(key) and not config.positions.inherited(key)
     if given and steps is not None and interval > steps and config.mode in ("both", "colocate"):
         expected, found = f"at most {steps}, the steps of this run", "which is never reached"
-        cure = f"eval_interval: {max(1, steps // 4)}"
-        yield config.fault(key, expected, f"{interval}, {found}", cure)
+        fix = f"eval_interval: {max(1, steps // 4)}"
+        yield config.fault(key, expected, f"{interval}, {found}", fix)
     if steps == 0 and config.mode not in ("train", "serve"):
         found = f"0 steps: fewer rows x epochs than the batch of {config.buffer.batch_size}"
-        cure = "lower buffer.batch_size, add rows, or raise buffer.total_epochs"
-        yield config.fault("buffer.batch_size", "at least one step", found, cure)
+        fix = "lower buffer.batch_size, add rows, or raise buffer.total_epochs"
+        yield config.fault("buffer.batch_size", "at least one step", found, fix)
     if config.quick_eval is not None and config.engine == "trinity":
         yield (
             f"{config.positions.where('quick_eval')}: Trinity's own explorer evaluates on every "
@@ -641,7 +641,7 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
-# (key, what is refused, expected, cure): settings that the local engine would have to ignore.
+# (key, what is refused, expected, fix): settings that the local engine would have to ignore.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "synchronizer.sync_style",
@@ -718,8 +718,8 @@ _IGNORED = words(
 def _local_mode(case: Case) -> Found:
     if case.config.mode not in _LOCAL_MODES:
         expected = f"one of {', '.join(_LOCAL_MODES)} (engine: local)"
-        cure = "mode: both, or engine: trinity"
-        yield case.config.fault("mode", expected, repr(case.config.mode), cure)
+        fix = "mode: both, or engine: trinity"
+        yield case.config.fault("mode", expected, repr(case.config.mode), fix)
 
 
 def _local_algorithm(case: Case) -> Found:
@@ -738,17 +738,17 @@ def _local_algorithm(case: Case) -> Found:
     known = kind in ALGORITHM_TYPE._default_mapping or kind in ALGORITHM_TYPE.modules
     if known and ALGORITHM_TYPE.get(kind).use_critic:
         found = repr(kind) + ("" if config.positions.given(key) else " (the default)")
-        cure = "algorithm_type: multi_step_grpo"
-        yield config.fault(key, "an algorithm without a critic", found, cure)
+        fix = "algorithm_type: multi_step_grpo"
+        yield config.fault(key, "an algorithm without a critic", found, fix)
 
 
 def _local_settings(case: Case) -> Found:
     config = case.config
-    for key, refused, expected, cure in _REFUSED:
+    for key, refused, expected, fix in _REFUSED:
         value = value_of(config, key)
         if refused(value):
             found = str(getattr(value, "value", value))
-            yield config.fault(key, f"{expected} (engine: local)", found, cure)
+            yield config.fault(key, f"{expected} (engine: local)", found, fix)
     buffer = config.buffer.trainer_input.experience_buffer
     if buffer is not None and buffer.replay_buffer and buffer.replay_buffer.enable:
         key = "buffer.trainer_input.experience_buffer.replay_buffer.enable"
@@ -762,21 +762,21 @@ def _local_adapter(case: Case) -> Found:
         return
     if len(adapters) != 1:
         expected = "one adapter, or no lora_configs to train the full weights"
-        cure = "lora_configs: [{lora_rank: 16, lora_alpha: 32}]"
-        yield config.fault("model.lora_configs", expected, f"{len(adapters)} adapters", cure)
+        fix = "lora_configs: [{lora_rank: 16, lora_alpha: 32}]"
+        yield config.fault("model.lora_configs", expected, f"{len(adapters)} adapters", fix)
         return
     adapter, key = adapters[0], "model.lora_configs.0"
     for name in ("lora_rank", "lora_alpha"):
         if getattr(adapter, name) < 1:
             found = str(getattr(adapter, name))
             yield config.fault(f"{key}.{name}", "1 or more", found, f"{name}: 16")
-    for name, cure in (
+    for name, fix in (
         ("path", "merge the adapter into the model and train a new one"),
         ("exclude_modules", "name the modules to adapt in target_modules"),
     ):
         if getattr(adapter, name) and not adapter.is_dummy:
             expected = "nothing: the local engine begins with a new adapter"
-            yield config.fault(f"{key}.{name}", expected, repr(getattr(adapter, name)), cure)
+            yield config.fault(f"{key}.{name}", expected, repr(getattr(adapter, name)), fix)
 
 
 def _local_sampling(case: Case) -> Found:
@@ -795,8 +795,8 @@ def _local_sampling(case: Case) -> Found:
             value = general if own is None else own
             if value != 1 if name == "top_p" else value > 0:
                 place = f"model.{name}" if own is None else f"{key}.rollout_args.{name}"
-                cure = f"{name}: {default} (a held-out task set may have its own rollout_args)"
-                yield config.fault(place, f"{default} for training: {why}", str(value), cure)
+                fix = f"{name}: {default} (a held-out task set may have its own rollout_args)"
+                yield config.fault(place, f"{default} for training: {why}", str(value), fix)
 
 
 def _local_lengths(case: Case) -> Found:
@@ -805,8 +805,8 @@ def _local_lengths(case: Case) -> Found:
         limit = taskset.rollout_args.max_tokens
         if limit is not None and (limit < 1 or (whole is not None and limit >= whole)):
             expected = f"from 1 to less than max_model_len ({whole})"
-            cure = "remove it: model.max_response_tokens is used"
-            yield case.config.fault(f"{key}.rollout_args.max_tokens", expected, str(limit), cure)
+            fix = "remove it: model.max_response_tokens is used"
+            yield case.config.fault(f"{key}.rollout_args.max_tokens", expected, str(limit), fix)
 
 
 def _deterministic(case: Case) -> Found:
@@ -819,8 +819,8 @@ def _deterministic(case: Case) -> Found:
         key = "explorer.max_repeat_times_per_runner"
         yield config.fault(key, expected, str(repeats), "max_repeat_times_per_runner: null")
     if config.local.dtype in ("bf16", "bfloat16"):
-        expected, cure = "fp32 with `deterministic: true`", "dtype: fp32, or deterministic: false"
-        yield config.fault("local.dtype", expected, config.local.dtype, cure)
+        expected, fix = "fp32 with `deterministic: true`", "dtype: fp32, or deterministic: false"
+        yield config.fault("local.dtype", expected, config.local.dtype, fix)
 
 
 def _device(case: Case) -> Found:
@@ -902,8 +902,8 @@ def _vllm_adapter(case: Case) -> Found:
         if not 0 < lora.lora_rank <= _MAX_RANK:
             key = f"model.lora_configs.{number}.lora_rank"
             expected = f"1 to {_MAX_RANK}: vLLM has no kernels for more"
-            cure = "lora_rank: 64, or full weights"
-            yield case.config.fault(key, expected, str(lora.lora_rank), cure)
+            fix = "lora_rank: 64, or full weights"
+            yield case.config.fault(key, expected, str(lora.lora_rank), fix)
 
 
 def _vllm_quantised(case: Case) -> Found:
@@ -915,8 +915,8 @@ def _vllm_quantised(case: Case) -> Found:
         expected = (
             "16 bits: the trained weights arrive so after every step (only LoRA's base stays)"
         )
-        cure = "remove it, or train an adapter: model: {lora_configs: [{lora_rank: 16}]}"
-        yield case.config.fault(key, expected, repr(kind), cure)
+        fix = "remove it, or train an adapter: model: {lora_configs: [{lora_rank: 16}]}"
+        yield case.config.fault(key, expected, repr(kind), fix)
     else:
         yield (
             f"{case.config.positions.where(key)}: the sampler's base is {kind}, the trainer's is "

@@ -169,8 +169,8 @@ class SchemaWalk:
 
     def _check_list(self, node: yaml.Node, expected: Any, path: str) -> bool:
         if not isinstance(node, yaml.SequenceNode):
-            cure = "begin each item with `- `, also a single one"
-            return self._fault(path, node, describe(expected), kind_of(node), cure)
+            fix = "begin each item with `- `, also a single one"
+            return self._fault(path, node, describe(expected), kind_of(node), fix)
         item_type = (typing.get_args(expected) or (Any,))[0]
         kept = []
         for index, item in enumerate(node.value):
@@ -225,8 +225,8 @@ class SchemaWalk:
     def _not_a_choice(self, path: str, node: yaml.Node, words: typing.Sequence[str]) -> bool:
         close = nearest(str(node.value), words)
         name = path.rpartition(".")[2]
-        cure = f"{name}: {close}" if close else f"{name}: {words[0]}"
-        return self._fault(path, node, "one of " + ", ".join(words), kind_of(node), cure)
+        fix = f"{name}: {close}" if close else f"{name}: {words[0]}"
+        return self._fault(path, node, "one of " + ", ".join(words), kind_of(node), fix)
 
     def _note_lines(self, node: yaml.Node, path: str) -> None:
         if isinstance(node, yaml.MappingNode):
@@ -251,16 +251,16 @@ class SchemaWalk:
     def _unknown(
         self, parent: str, key_node: yaml.ScalarNode, value: yaml.Node, known: dict[str, Any]
     ) -> None:
-        expected, cure = suggest(self.schema, parent, key_node.value, known)
+        expected, fix = suggest(self.schema, parent, key_node.value, known)
         key = f"{parent}.{key_node.value}" if parent else key_node.value
         kind = kind_of(value)
         if isinstance(value, yaml.ScalarNode) and _MAY_HOLD_A_KEY.search(key_node.value):
             kind = "its value is not shown since it may be a key"
         found = f"`{display(key)}`, which is no setting ({kind})"
-        self.faults.append(Fault(self.where(key, key_node), expected, found, cure))
+        self.faults.append(Fault(self.where(key, key_node), expected, found, fix))
 
     def _fault(
-        self, path: str, node: yaml.Node, expected: str, found: str, cure: str | None = None
+        self, path: str, node: yaml.Node, expected: str, found: str, fix: str | None = None
     ) -> bool:
         shown = display(path) or "the file"
         self.faults.append(
@@ -268,7 +268,7 @@ class SchemaWalk:
                 self.where(path, node),
                 f"{shown}: {expected}",
                 found,
-                cure or f"give `{shown}` {expected}, or remove it to take the default",
+                fix or f"give `{shown}` {expected}, or remove it to take the default",
             )
         )
         return False

@@ -107,9 +107,9 @@ class AflowConfig(Config, AflowSections):
         """The folder with the account of this run: its own, or that of its whole chain."""
         return str(self.prepared.account_folder or self.checkpoint_job_dir)
 
-    def fault(self, key: str, expected: str, found: str, cure: str) -> Fault:
+    def fault(self, key: str, expected: str, found: str, fix: str) -> Fault:
         """A fault of the setting `key`, with the place where it was written."""
-        return Fault(self.positions.where(key), expected, found, cure)
+        return Fault(self.positions.where(key), expected, found, fix)
 
     def note_command(
         self, path: str | Path, overrides: Sequence[str], inline: bool | None = None

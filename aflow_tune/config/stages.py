@@ -83,7 +83,7 @@ def check_stages(content: dict[str, Any], positions: KeyPositions) -> list[Fault
     stages = [stage for stage in content.get("stages") or [] if isinstance(stage, dict)]
     for number, stage in enumerate(stages):
         name, key = stage.get("stage_name"), f"stages.{number}.stage_name"
-        expected, cure = "a name for the stage, which is that of its folder", "stage_name: warm_up"
+        expected, fix = "a name for the stage, which is that of its folder", "stage_name: warm_up"
         found = None
         if name is None or name == "":
             found = "none"
@@ -91,9 +91,9 @@ def check_stages(content: dict[str, Any], positions: KeyPositions) -> list[Fault
             found = f"{name!r}"
         elif str(name) in taken:
             found = f"{name!r}, as in {display(taken[str(name)])}"
-            cure = f"stage_name: {name}_2"
+            fix = f"stage_name: {name}_2"
         if found is not None:
-            faults.append(Fault(positions.where(key), expected, found, cure))
+            faults.append(Fault(positions.where(key), expected, found, fix))
             stage["stage_name"] = f"stage_{number}"
         taken.setdefault(str(stage["stage_name"]), key)
     return faults

@@ -52,7 +52,7 @@ class Located:
     files: list[Path] = field(default_factory=list)
     fault: str | None = None
     """Why it cannot be read; what was found."""
-    cure: str = ""
+    fix: str = ""
     warning: str | None = None
 
 
@@ -88,8 +88,8 @@ def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig)
         if path.is_dir():
             return _locate_folder(Path(os.path.abspath(path)), taskset)
     if name in _LOADERS:
-        cure = f"path: data/train.{name}"
-        return Located("missing", fault=f"{name!r}, the name of a loader", cure=cure)
+        fix = f"path: data/train.{name}"
+        return Located("missing", fault=f"{name!r}, the name of a loader", fix=fix)
     if looks_local(config, name) or file_format(Path(name)):
         return _missing(config, name)
     return _locate_hub(name, taskset)
@@ -272,15 +272,15 @@ def _data_suffixes(path: Path) -> list[str]:
 
 def _locate_file(path: Path) -> Located:
     if file_format(path) is None:
-        cure = "save the rows as .jsonl, .json, .csv or .parquet"
-        return Located("file", path, fault=f"a file of unknown format: {path.name}", cure=cure)
+        fix = "save the rows as .jsonl, .json, .csv or .parquet"
+        return Located("file", path, fault=f"a file of unknown format: {path.name}", fix=fix)
     return Located("file", path, [path])
 
 
 def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        cure = "save it with to_json or to_parquet instead of save_to_disk"
-        return Located("folder", path, fault="a folder written by `save_to_disk`", cure=cure)
+        fix = "save it with to_json or to_parquet instead of save_to_disk"
+        return Located("folder", path, fault="a folder written by `save_to_disk`", fix=fix)
     within = path / taskset.subset_name if taskset.subset_name else path
     root = within if within.is_dir() else path
     files = sorted(
@@ -289,8 +289,8 @@ def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) 
         if file.is_file() and file_format(file) and not _is_hidden(file, root)
     )
     if not files:
-        cure = "put train.jsonl (or .json, .csv, .parquet) there, or name the file itself"
-        return Located("folder", path, fault="a folder without data files", cure=cure)
+        fix = "put train.jsonl (or .json, .csv, .parquet) there, or name the file itself"
+        return Located("folder", path, fault="a folder without data files", fix=fix)
     if (path / "README.md").is_file() and "configs:" in _head(path / "README.md"):
         warning = f"{path}: its README.md decides which files are read; rows are not checked"
         return Located("folder", path, warning=warning)
@@ -304,12 +304,12 @@ def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) 
     if not chosen:
         there = ", ".join(sorted(name for name in by_split if name)) or "none"
         fault = f"the splits {there} ({', '.join(file.name for file in files[:4])})"
-        return Located("folder", path, fault=fault, cure=f"split: {sorted(by_split)[-1]}")
+        return Located("folder", path, fault=fault, fix=f"split: {sorted(by_split)[-1]}")
     formats = {file_format(file) for file in chosen}
     if len(formats) > 1:
         names = ", ".join(file.name for file in chosen[:4])
-        cure = "keep one format in the folder, or name one file"
-        return Located("folder", path, fault=f"files of several formats: {names}", cure=cure)
+        fix = "keep one format in the folder, or name one file"
+        return Located("folder", path, fault=f"files of several formats: {names}", fix=fix)
     return Located("folder", path, chosen)
 
 
@@ -342,10 +342,10 @@ def _missing(config: AflowConfig, name: str) -> Located:
         if folder.is_dir():
             names = [item.name for item in folder.iterdir() if not item.name.startswith(".")]
             near += difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
-    cure = "check the path"
+    fix = "check the path"
     if near:
-        cure += f"; there is {', '.join(dict.fromkeys(near))}"
-    return Located("missing", fault=f"no such file or folder: {name}", cure=cure)
+        fix += f"; there is {', '.join(dict.fromkeys(near))}"
+    return Located("missing", fault=f"no such file or folder: {name}", fix=fix)
 
 
 def _split_of(path: Path) -> str | None:

@@ -168,13 +168,13 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
             "`workflow: path/file.py:function`, `workflow: module:function`, "
             "`graph: {path: FOLDER}`, or `writer: {executor: ROLE}`"
         )
-        found, cure = "none of them", "add one of these lines, or pass the function to tune()"
+        found, fix = "none of them", "add one of these lines, or pass the function to tune()"
         title = "The configuration names no workflow function."
         if named:
-            found, cure = " and ".join(named), "keep one of them"
+            found, fix = " and ".join(named), "keep one of them"
             title = "The configuration names more than one workflow function."
         key = named[0] if named else "workflow"
-        raise BadInput(title, [config.fault(key, expected, found, cure)])
+        raise BadInput(title, [config.fault(key, expected, found, fix)])
     if config.graph.path:
         workflow: Function = _graph_workflow(config)
     elif config.writer.executor:
