@@ -17,17 +17,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.process_room import check_process_room
 from aflow_tune.ray_folder import make_ray_base, ray_folders
+from aflow_tune.sections import KeyPositions
 
-if TYPE_CHECKING:
-    from aflow_tune.config.load import AflowConfig
-
-KEPT = "_ray"
-"""Of a configuration: the answer of `find_ray`. It does not travel (`AflowConfig.__getstate__`)."""
 _KEY = "cluster.ray_address"
 _ANSWER_SECONDS = 5.0
 _GREET_SECONDS = 20.0
@@ -45,7 +41,21 @@ class FoundRay:
     source: str
 
 
-def find_ray(config: AflowConfig) -> FoundRay | None:
+class Asking(Protocol):
+    """What is read of a configuration (`AflowConfig`); `prepared` keeps the answer."""
+
+    inline: bool
+    engine: str
+    mode: Any
+    cluster: Any
+
+    @property
+    def positions(self) -> KeyPositions: ...
+    @property
+    def prepared(self) -> Any: ...
+
+
+def find_ray(config: Asking) -> FoundRay | None:
     """The running Ray that this configuration uses; None: one of its own is to be started.
 
     The first answer is kept, so that all of one command goes by it.
@@ -55,18 +65,19 @@ def find_ray(config: AflowConfig) -> FoundRay | None:
     """
     if config.inline:
         return None
-    if KEPT not in config.__dict__:
-        config.__dict__[KEPT] = _look(config)
-    found: FoundRay | None = config.__dict__[KEPT]
+    kept = config.prepared
+    if not kept.ray_looked_for:
+        kept.ray, kept.ray_looked_for = _look(config), True
+    found: FoundRay | None = kept.ray
     return found
 
 
-def use_own(config: AflowConfig) -> None:
+def use_own(config: Asking) -> None:
     """Let a run of this configuration start a Ray of its own, whatever is named or runs here."""
-    config.__dict__[KEPT] = None
+    config.prepared.ray, config.prepared.ray_looked_for = None, True
 
 
-def uses_ray(config: AflowConfig, engine: str | None = None) -> bool:
+def uses_ray(config: Asking, engine: str | None = None) -> bool:
     """Whether a run of this configuration is on a Ray at all.
 
     On the local engine only what trains on rollouts is; all else is one process.
@@ -79,7 +90,7 @@ def uses_ray(config: AflowConfig, engine: str | None = None) -> bool:
     return (engine or config.engine) != "local" or config.mode not in ("train", "bench")
 
 
-def check_address(config: AflowConfig, engine: str | None = None) -> Iterator[Fault]:
+def check_address(config: Asking, engine: str | None = None) -> Iterator[Fault]:
     """What is wrong with the address of the Ray that a run would join, or what keeps one of its own
     from starting here. `engine`: see `uses_ray`."""
     if uses_ray(config, engine):
@@ -99,7 +110,7 @@ def check_own() -> Iterator[Fault]:
     yield from check_process_room()
 
 
-def _look(config: AflowConfig) -> FoundRay | None:
+def _look(config: Asking) -> FoundRay | None:
     given = config.positions.given(_KEY)
     where, address = config.positions.where(_KEY), config.cluster.ray_address if given else ""
     if address in ("", "auto") and (of_environment := os.environ.get("RAY_ADDRESS")):

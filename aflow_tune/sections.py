@@ -4,7 +4,7 @@ A configuration is Trinity's YAML with the sections of this module beside Trinit
 sections are plain dataclasses, so this module (and whoever only needs our settings) imports
 neither Trinity nor OmegaConf; the merged class lives in `config/load.py`. What
 a key may hold is decided by the type and, for words, by the `choices` in a field's metadata;
-`schema_walk.py` reads both.
+`config/schema.py` reads both.
 """
 
 from __future__ import annotations

@@ -211,10 +211,11 @@ def harvest_config(
 
     def work(stop: Callable[[], bool]) -> HarvestSummary:
         _quiet()
-        from aflow_tune.config.devices import own_devices
-        from aflow_tune.config.harvest_settings import lay_out, prepare_harvest
+        from aflow_tune.config.engine import own_devices
         from aflow_tune.config.load import load_config
         from aflow_tune.config.quiet import log_to
+        from aflow_tune.config.tasksets import materialise_tasksets
+        from aflow_tune.config.validate import prepare_harvest
         from aflow_tune.running.harvesting import run_harvest
         from aflow_tune.runs.folder import locked
 
@@ -231,7 +232,7 @@ def harvest_config(
                 phase(f"warning: {warning}")
             with locked(folder):
                 log_to(folder / "log")
-                lay_out(config, folder)
+                materialise_tasksets(config, folder)
                 return run_harvest(config, folder, stop, phase, workflow, out=out)
 
     return _with_stop(work)
@@ -276,7 +277,7 @@ def _execute(
     inline: bool | None,
     stop: Callable[[], bool],
 ) -> TuneResult:
-    from aflow_tune.config.devices import own_devices
+    from aflow_tune.config.engine import own_devices
     from aflow_tune.running.run_modes import make_run
     from aflow_tune.running.stage_chain import run_chain
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.config.load import AflowConfig, load_config
-from aflow_tune.config.validators import prepare
+from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.engines.trinity.launch.one_gpu import MODE, OneGpuAllocator, share_the_gpu
 from aflow_tune.errors import RunFailed
 
@@ -64,7 +64,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 def prepared(path: str) -> AflowConfig:
     """By Trinity's own validators, but for the adapter that they would load the model to write."""
     config = load_config(path, ["cluster.ray_address=10.0.0.1:6379"])
-    prepare(config, dry=True)
+    prepare(config, Purpose.CHECK)
     return config
 
 

@@ -60,7 +60,7 @@ def main() -> None:
     import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
     from aflow_tune.cluster.ray_for_run import ray_for_run
     from aflow_tune.config.load import load_config
-    from aflow_tune.config.validators import set_namespace
+    from aflow_tune.config.prepare import set_namespace
     from aflow_tune.contract.plugins import resolve
 
     functions = {

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from aflow_tune.config.load import AflowConfig, load_config
-from aflow_tune.config.validators import prepare
+from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.engines.trinity.launch.cluster import our_actors
 from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
 
@@ -40,7 +40,7 @@ def one_gpu_config(tmp_path: Path) -> AflowConfig:
     """By Trinity's validators; colocate, which they make of its settings."""
     overrides = ["cluster.ray_address=10.0.0.1:6379", f"checkpoint_root_dir={tmp_path}"]
     config = load_config(ROOT / "configs" / "gpu_24gb.yaml", overrides)
-    prepare(config, dry=True)
+    prepare(config, Purpose.CHECK)
     return config
 
 

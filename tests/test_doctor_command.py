@@ -153,7 +153,7 @@ def test_what_a_run_writes(project: Path, tiny_model_dir: Path) -> None:
     from safetensors import safe_open
 
     from aflow_tune.config.load import load_config
-    from aflow_tune.config.validators import prepare
+    from aflow_tune.config.prepare import Purpose, prepare
 
     shapes = shapes_of(tiny_model_dir)
     assert shapes is not None
@@ -170,14 +170,14 @@ def test_what_a_run_writes(project: Path, tiny_model_dir: Path) -> None:
             adapter += 4 * sum(shape)
     assert shapes.parameters == count
     config = load_config(project, ["buffer.total_steps=20", "trainer.save_interval=5"])
-    prepare(config, dry=True)
+    prepare(config, Purpose.CHECK)
     assert trained_parameters(config, shapes) == adapter > 0
     assert checkpoints_kept(config) == 4
     # Four kept, one being written; at the end adapter and merged model in fp32.
     assert will_write(config, shapes) == 5 * 12 * adapter + 4 * (count + adapter)
     full = load_config(project, ["model.lora_configs=null", "trainer.max_checkpoints_to_keep=2"])
     full.buffer.total_steps = 20
-    prepare(full, dry=True)
+    prepare(full, Purpose.CHECK)
     # The two newest, the best, one that waits for its evaluation, one being written.
     assert full.buffer.explorer_input.eval_tasksets
     assert will_write(full, shapes) == 5 * 12 * count + 4 * count

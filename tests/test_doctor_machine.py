@@ -234,7 +234,7 @@ def test_sizes_for_people() -> None:
 
 
 def test_weights_whose_download_was_cut_off(tmp_path: Path) -> None:
-    from aflow_tune.config.rules.model_checks import missing_shards
+    from aflow_tune.config.file_rules import missing_shards
 
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     index = {"weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
@@ -246,12 +246,12 @@ def test_weights_whose_download_was_cut_off(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_not_written_whole(tmp_path: Path) -> None:
+    from aflow_tune.config.file_rules import check_model
     from aflow_tune.config.load import load_config
-    from aflow_tune.config.rules.model_checks import check_model
 
     def damages() -> list[str]:
-        found = check_model(load_config(None, [f"model.model_path={tmp_path}"])).faults
-        return [fault.found for fault in found if fault.expected == "whole files of weights"]
+        found = check_model(load_config(None, [f"model.model_path={tmp_path}"]))
+        return [item.found for item in found if "whole files" in getattr(item, "expected", "")]
 
     (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "model.safetensors"
@@ -279,16 +279,16 @@ def test_weights_that_were_not_written_whole(tmp_path: Path) -> None:
 def test_a_damaged_model_folder(
     name: str, content: str | None, found: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
+    from aflow_tune.config.file_rules import check_model
     from aflow_tune.config.load import load_config
-    from aflow_tune.config.rules.model_checks import check_model
 
     folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     config = load_config(None, [f"model.model_path={folder}"])
-    assert check_model(config).faults == []
+    assert list(check_model(config)) == []
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_text(content)
-    assert [fault.found for fault in check_model(config).faults] == [found]
+    assert [fault.found for fault in check_model(config)] == [found]
 
 
 def test_a_pytorch_that_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:

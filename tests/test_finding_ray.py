@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -21,8 +22,8 @@ from aflow_tune.cluster.attached_ray import runtime_env_of
 from aflow_tune.cluster.keys import names_of_keys, secrets_of
 from aflow_tune.cluster.ray_for_run import ray_for_run
 from aflow_tune.cluster.sealed import Receiver, seal
-from aflow_tune.config.devices import check_devices
-from aflow_tune.config.fingerprint import fingerprint_of
+from aflow_tune.config.changes import fingerprint_of
+from aflow_tune.config.engine import check_devices
 from aflow_tune.config.load import load_config
 from aflow_tune.config.validate import validate
 from aflow_tune.errors import BadInput, Fault, RunFailed
@@ -356,8 +357,8 @@ def test_one_command_goes_by_one_answer_which_does_not_travel(
         found = find_ray(config)
     assert found == FoundRay(here, "it runs on this machine")
     assert find_ray(config) is found
-    assert finding.KEPT in config.__dict__
-    assert finding.KEPT not in config.__getstate__()
+    assert config.prepared.ray is found
+    assert copy.deepcopy(config).prepared.ray is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from fake_nvml import GIB, Gpu, Library
 from gpu_machine import Children, children, machine
 
-from aflow_tune.config.devices import own_devices
+from aflow_tune.config.engine import own_devices
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.gpus import claims as claims_module

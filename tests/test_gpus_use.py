@@ -11,8 +11,8 @@ import torch
 from fake_nvml import GIB, Gpu, Library
 from gpu_machine import children, machine
 
-from aflow_tune.config import devices
-from aflow_tune.config.devices import use_recorded
+from aflow_tune.config import engine
+from aflow_tune.config.engine import use_recorded
 from aflow_tune.config.load import load_config
 from aflow_tune.gpus import use
 from aflow_tune.gpus.devices import snapshot
@@ -160,7 +160,7 @@ def test_a_run_records_the_devices_that_it_sees(
 ) -> None:
     machine([Gpu(use=10), Gpu(use=30), Gpu(use=99)])
     # PyTorch asks CUDA, which the stand-in for the driver is not.
-    monkeypatch.setattr(devices, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(engine, "pick_device", lambda _: torch.device("cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     monkeypatch.setattr(use, "INTERVAL_SECONDS", 0.01)
     config = tmp_path / "c.yaml"

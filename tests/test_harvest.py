@@ -312,7 +312,8 @@ def test_a_budget_ends_it_and_the_same_command_goes_on(
 
 def test_stopping_keeps_what_was_tried(tmp_path: Path, executor: FaultyServer) -> None:
     path = write_project(tmp_path, executor.openai_url, templates=["always"])
-    from aflow_tune.config.harvest_settings import lay_out, prepare_harvest
+    from aflow_tune.config.tasksets import materialise_tasksets
+    from aflow_tune.config.validate import prepare_harvest
     from aflow_tune.running.harvesting import run_harvest
 
     executor.steps = lambda number, request: (
@@ -320,7 +321,7 @@ def test_stopping_keeps_what_was_tried(tmp_path: Path, executor: FaultyServer) -
     )
     config = load_config(path, ["local.max_batch=1"])
     workflow, where = prepare_harvest(config)
-    lay_out(config, where)
+    materialise_tasksets(config, where)
 
     def stop() -> bool:
         return len(executor.requests) >= 5

@@ -251,7 +251,7 @@ def test_a_stage_harvests_with_a_local_executor_and_the_next_learns_from_it(
 
 
 def test_a_prepared_configuration_says_what_it_is(tmp_path: Path) -> None:
-    from aflow_tune.config.harvest_settings import prepare_harvest
+    from aflow_tune.config.validate import prepare_harvest
 
     path = write_project(tmp_path, "http://127.0.0.1:9/v1")
     config = load_config(path)

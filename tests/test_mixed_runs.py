@@ -166,10 +166,11 @@ def tasks_of(config: Any) -> list[list[Any]]:
 
 def laid_out(config: Path, *overrides: str) -> Any:
     from aflow_tune.config.mixes import merge_mix
+    from aflow_tune.config.prepare import prepare
     from aflow_tune.config.tasksets import materialise_tasksets
 
     loaded = load_config(config, overrides)
-    loaded.check_and_update()
+    prepare(loaded)
     materialise_tasksets(loaded)
     merge_mix(loaded, Path(loaded.checkpoint_job_dir))
     return loaded

@@ -182,43 +182,6 @@ def _faults(config: Path, *overrides: str) -> dict[str, Any]:
     return {fault.where: fault for fault in validate_config(config, overrides).faults}
 
 
-def test_all_stages_are_checked_at_once(chain: Path) -> None:
-    text = chain.read_text()
-    text = text.replace("train_batch_size: 4", "train_batch_size: 40")
-    text = text.replace("  - stage_name: learn\n", "  - stage_name: learn\n    mode: serve\n")
-    text += "    explorer: {eval_interval: 0}\n"
-    chain.write_text(text)
-    found = _faults(chain)
-    expected = {
-        f"{chain}:{_line(chain, 'train_batch_size: 40')}: stages[0].buffer.train_batch_size",
-        f"{chain}:{_line(chain, 'mode: serve')}: stages[1].mode",
-        f"{chain}:{_line(chain, 'eval_interval: 0')}: stages[2].explorer.eval_interval",
-    }
-    assert expected <= set(found)
-    assert not _folder(chain).exists()
-    with pytest.raises(BadInput, match="These stages cannot run"):
-        run_config(chain)
-    assert not _folder(chain).exists()
-
-
-def test_faults_of_names_keys_and_values(chain: Path) -> None:
-    text = chain.read_text().replace("stage_name: test", "stage_name: learn")
-    chain.write_text(text.replace("train_batch_size: 4", "train_batch_sizes: 4"))
-    found = _faults(chain, "stages[1].algorithm.repeat_times=many")
-    last = _line(chain, "stage_name: learn", after="stage_name: learn") + 1
-    assert found[f"{chain}:{last}: stages[2].stage_name"].cure == "stage_name: learn_2"
-    line = _line(chain, "train_batch_sizes")
-    assert "train_batch_size" in found[f"{chain}:{line}: stages[0].buffer.train_batch_sizes"].cure
-    assert "command line: stages[1].algorithm.repeat_times=many" in found
-
-
-@pytest.mark.parametrize("name", ["", "a/b", ".."])
-def test_names_that_are_no_folders(chain: Path, name: str) -> None:
-    chain.write_text(chain.read_text().replace("stage_name: learn", f"stage_name: {name!r}"))
-    (fault,) = _faults(chain).values()
-    assert fault.where.endswith("stages[1].stage_name")
-
-
 @pytest.mark.parametrize(
     ("path", "good"),
     [
@@ -296,7 +259,7 @@ def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
     """Bit for bit: a new adapter adds nothing to the model that the first stage exported."""
     import torch
 
-    from aflow_tune.config.validators import prepare
+    from aflow_tune.config.prepare import prepare
     from aflow_tune.engines.local.packing import Sample
     from aflow_tune.engines.local.trainer import LocalTrainer
     from aflow_tune.engines.trinity.training.train_engine import build_trainer

@@ -12,7 +12,7 @@ from trinity.algorithm.advantage_fn.opmd_advantage import OPMDGroupAdvantage
 from trinity.common.experience import EID, Experience
 
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.schema_walk import index
+from aflow_tune.config.schema import index
 
 PAGE = (Path(__file__).parents[1] / "docs" / "training_yaml.md").read_text(encoding="utf-8")
 ROWS = [

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import attention_utils
 
-from aflow_tune.config.engine_choice import removes_padding
+from aflow_tune.config.engine import removes_padding
 from aflow_tune.engines.trinity.training.pair_loss import PairLoss
 from aflow_tune.engines.trinity.training.verl_trainer import provide_unpadding
 

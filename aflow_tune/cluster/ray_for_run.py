@@ -15,8 +15,8 @@ from aflow_tune.cluster import worker_setup
 from aflow_tune.cluster.attached_ray import attached_ray
 from aflow_tune.cluster.local_ray import local_ray
 from aflow_tune.cluster.ship import trace_run
-from aflow_tune.config import cpu_set
-from aflow_tune.config.load import AflowConfig
+from aflow_tune.config import on_processors
+from aflow_tune.config.settings import AflowConfig, logical_gpus
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import find_ray
 from aflow_tune.ray_folder import ray_base
@@ -56,7 +56,7 @@ def ray_for_run(
         manifest.write_text(json.dumps(manifest_of(code)), encoding="utf-8")
         own = {**config.runtime_env.env_vars, **env_vars, arrival.VARIABLE: str(manifest)}
         for_gpus = config.engine == "trinity"
-        logical = cpu_set.logical_gpus(config) if for_gpus and cpu_set.in_use() else None
+        logical = logical_gpus(config) if for_gpus and on_processors() else None
         with local_ray(config.ray_namespace, own, worker_setup.HOOK, for_gpus, logical):
             yield
 

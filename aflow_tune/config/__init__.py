@@ -1,9 +1,86 @@
 """What a YAML says, read, checked and made ready: Trinity's schema, and our own sections.
 
-Trinity 0.6.0 imports a few names of vLLM; where it is not installed a stand-in for them is put
-in place here, before any module of Trinity is imported.
+Here stands what has to be settled before any module of Trinity is imported: how it runs where
+vLLM, or a GPU, is missing.
+
+Trinity 0.6.0 imports five names of vLLM when `trinity.common.models.mm_utils` loads, which its
+workflows, Explorer and runner import. They are used for images and videos only, which the local
+engine does not serve, so where vLLM is not installed a stand-in has them and raises if one is used.
+
+requirements/trinity-cpu.txt installs vLLM's CPU build and a shim, `trinity_on_cpu`, which lets
+Trinity's vLLM worker and verl's FSDP workers compute on processors (`on_processors`).
 """
 
-from aflow_tune.config import vllm_stub
+from __future__ import annotations
 
-vllm_stub.install()
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+_NAMES = {
+    "vllm": (),
+    "vllm.config": ("ModelConfig",),
+    "vllm.entrypoints": (),
+    "vllm.entrypoints.chat_utils": (
+        "ChatTemplateContentFormat",
+        "ConversationMessage",
+        "parse_chat_messages",
+        "parse_chat_messages_async",
+    ),
+    "vllm.inputs": ("MultiModalDataDict",),
+}
+
+PROCESSORS = {
+    "VERL_USE_EXTERNAL_MODULES": "trinity_on_cpu.verl_side",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # sampler and trainer share the processors
+    "OMP_NUM_THREADS": "1",
+}
+"""The environment of Trinity's workers where they compute on processors."""
+
+
+class _NotInstalled:
+    """Takes the place of a vLLM name; using it says what is missing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ImportError(
+            "this needs vLLM (images and videos in prompts), which is not installed; "
+            "install the GPU set (docs/engines.md) and use `engine: trinity`"
+        )
+
+
+def vllm_installed() -> bool:
+    """Whether a real vLLM can be imported in this environment."""
+    module = sys.modules.get("vllm")
+    if module is not None:
+        return not getattr(module, "aflow_tune_stand_in", False)
+    return importlib.util.find_spec("vllm") is not None
+
+
+def stand_in_for_vllm() -> None:
+    """Put the stand-in into `sys.modules`, unless vLLM or the stand-in is there already."""
+    if "vllm" in sys.modules or vllm_installed():
+        return
+    for name, attributes in _NAMES.items():
+        module = ModuleType(name, "Stand-in of aflow-tune for a vLLM that is not installed.")
+        module.__path__ = []
+        vars(module)["aflow_tune_stand_in"] = True
+        for attribute in attributes:
+            setattr(module, attribute, _NotInstalled)
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+
+
+def on_processors() -> bool:
+    """Whether vLLM and verl would compute on processors here."""
+    if importlib.util.find_spec("trinity_on_cpu") is None:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+stand_in_for_vllm()

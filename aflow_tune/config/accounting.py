@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.settings import AflowConfig
 from aflow_tune.errors import BadInput, BudgetReached, Fault
 from aflow_tune.models.books import Books
 from aflow_tune.models.budget import check_budget, unpriced
@@ -91,9 +91,9 @@ def _unpriced_auxiliaries(config: AflowConfig) -> Iterable[Fault]:
     used = {config.writer.executor, *config.writer.models.values()}
     for model in config.explorer.auxiliary_models:
         if model.name in used:
-            cure = (
+            fix = (
                 "limit budget.tokens instead, or serve it and give models a base_url and prices "
                 "under that name"
             )
             expected = f"what {model.name} costs, since budget.usd is set"
-            yield Fault("budget.usd", expected, "an auxiliary model, which has no price", cure)
+            yield Fault("budget.usd", expected, "an auxiliary model, which has no price", fix)

@@ -1,4 +1,4 @@
-"""What preparing a configuration changed: the list, the table, the file beside the run.
+"""What preparing a configuration changed, the file beside the run, and what a resumed run keeps.
 
 The list is the difference between the settings as loaded and as run. Settings that Trinity
 fills in for its own use (marked 'do not set' in its schema) are left out of it: they repeat
@@ -12,79 +12,36 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from aflow_tune.config.settings import AflowConfig, Change, words
 from aflow_tune.files import write_whole
 from aflow_tune.models.redaction import masked
 from aflow_tune.sections import display
 
-if TYPE_CHECKING:
-    from aflow_tune.config.load import AflowConfig
-
-
-@dataclass(frozen=True)
-class Change:
-    """One setting that differs from what the user wrote. Secrets are masked in it."""
-
-    key: str
-    before: Any
-    after: Any
-    why: str
-
-
-HIDDEN = (
-    "checkpoint_job_dir",
-    "ray_namespace",
-    "*.ray_namespace",
-    "log.save_dir",
-    "monitor.cache_dir",
-    "monitor.monitor_args*",
-    "model.critic_model_path",
-    "model.custom_chat_template",
-    "cluster.*",
-    "synchronizer.explorer_world_size",
-    "synchronizer.explorer_sync_interval",
-    "synchronizer.trainer_sync_interval",
-    "explorer.rollout_model.model_path",
-    "explorer.*.temperature",
-    "explorer.*.top_p",
-    "explorer.*.top_k",
-    "explorer.*.logprobs",
-    "explorer.*.repetition_penalty",
-    "explorer.*.max_model_len",
-    "explorer.*.max_prompt_tokens",
-    "explorer.*.max_response_tokens",
-    "explorer.*.min_response_tokens",
-    "explorer.*.enable_prompt_truncation",
-    "explorer.*.rope_*",
-    "explorer.*.chat_template",
-    "explorer.*.enable_thinking",
-    "explorer.*.sync_method",
-    "explorer.*.checkpoint_job_dir",
-    "explorer.*.gpu_per_engine",
-    "explorer.*.cuda_visible_devices",
-    "explorer.*.enable_lora",
-    "explorer.*.lora_modules*",
-    "explorer.*.lora_kwargs*",
-    "explorer.*.extra_engine_args*",
-    "explorer.auxiliary_models.*.enable_*",
-    "buffer.cache_dir",
-    "buffer.tokenizer_path",
-    "buffer.explorer_input.*tasksets.*.rollout_args.*",
-    "buffer.explorer_input.*tasksets.*.workflow_args*",
-    "buffer.explorer_input.*tasksets.*.format.*",
-    "buffer.explorer_input.*tasksets.*.is_eval",
-    "buffer.explorer_input.*tasksets.*.batch_size",
-    "buffer.explorer_input.*tasksets.*.total_*",
-    "buffer.explorer_input.*tasksets.*.repeat_times",
-    "buffer.trainer_input.experience_buffer*",
-    "trainer.trainer_config*",
-    "trainer.trust_remote_code",
-    "model.lora_configs.*.is_dummy",
+HIDDEN = words(
+    """
+    checkpoint_job_dir ray_namespace *.ray_namespace log.save_dir monitor.cache_dir
+    monitor.monitor_args* model.critic_model_path model.custom_chat_template cluster.*
+    synchronizer.explorer_world_size synchronizer.explorer_sync_interval
+    synchronizer.trainer_sync_interval explorer.rollout_model.model_path explorer.*.temperature
+    explorer.*.top_p explorer.*.top_k explorer.*.logprobs explorer.*.repetition_penalty
+    explorer.*.max_model_len explorer.*.max_prompt_tokens explorer.*.max_response_tokens
+    explorer.*.min_response_tokens explorer.*.enable_prompt_truncation explorer.*.rope_*
+    explorer.*.chat_template explorer.*.enable_thinking explorer.*.sync_method
+    explorer.*.checkpoint_job_dir explorer.*.gpu_per_engine explorer.*.cuda_visible_devices
+    explorer.*.enable_lora explorer.*.lora_modules* explorer.*.lora_kwargs*
+    explorer.*.extra_engine_args* explorer.auxiliary_models.*.enable_* buffer.cache_dir
+    buffer.tokenizer_path buffer.explorer_input.*tasksets.*.rollout_args.*
+    buffer.explorer_input.*tasksets.*.workflow_args* buffer.explorer_input.*tasksets.*.format.*
+    buffer.explorer_input.*tasksets.*.is_eval buffer.explorer_input.*tasksets.*.batch_size
+    buffer.explorer_input.*tasksets.*.total_* buffer.explorer_input.*tasksets.*.repeat_times
+    buffer.trainer_input.experience_buffer* trainer.trainer_config* trainer.trust_remote_code
+    model.lora_configs.*.is_dummy
+    """
 )
 """Key patterns that the table leaves out: filled in for Trinity's own use."""
 
@@ -207,27 +164,6 @@ def save_resolved(config: AflowConfig, changes: Sequence[Change], path: Path) ->
     write_whole(path, title + header + settings)
 
 
-def base_of(path: Path) -> Path:
-    """The folder that relative paths of a configuration go out from: its own, or, of a run's saved
-    one, that of the file it was read from, unless that is gone."""
-    original = _original_of(path) if path.is_file() else None
-    return original.parent if original is not None and original.parent.is_dir() else path.parent
-
-
-def _original_of(path: Path) -> Path | None:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.startswith("#"):
-                return None
-            if line.startswith(READ_FROM):
-                try:
-                    name = json.loads(line.removeprefix(READ_FROM))
-                except ValueError:
-                    return None
-                return Path(name) if isinstance(name, str) else None
-    return None
-
-
 def _plain(value: Any, key: str, raw: Mapping[str, str]) -> Any:
     """Dataclasses, enums and containers as plain YAML values."""
     if hasattr(value, "__dataclass_fields__"):
@@ -290,3 +226,67 @@ def _short(value: Any) -> str:
         return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
     text = "-" if _empty(value) else str(value)
     return text if len(text) <= _WIDTH else "..." + text[3 - _WIDTH :]
+
+
+RENAMED = {
+    "aflow_tune.engines.trinity.settings.readers.": "aflow_tune.engines.trinity.readers.",
+}
+"""Modules that have moved, of classes whose dotted paths stand in the files of earlier runs."""
+
+
+def renamed(value: Any) -> Any:
+    """Content of a YAML or a state file with the paths of moved classes as they are today."""
+    if isinstance(value, dict):
+        return {key: renamed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [renamed(item) for item in value]
+    if isinstance(value, str):
+        for old, new in RENAMED.items():
+            if value.startswith(old):
+                return new + value.removeprefix(old)
+    return value
+
+
+_FREE_KEYS = words(
+    """
+    budget. buffer.total_steps buffer.total_epochs checkpoints. cluster. continue_from_checkpoint
+    trainer.total_steps trainer.save_interval trainer.max_checkpoints_to_keep
+    explorer.eval_interval explorer.max_timeout explorer.runner_per_model inline local.threads
+    local.max_batch log. monitor. physical_gpus protected_pids quick_eval report.
+    rollout.run_timeout runtime_env.
+    """
+)
+_FREE_OF_A_MODEL = re.compile(
+    r"models\.[^.]+\.(retries|backoff|timeout|max_concurrency|api_key_env|headers_env)(\.|$)"
+)
+"""How an API is reached. A run that stopped because one was away may go on with more patience."""
+_PRIVATE = (
+    "workflow_func",
+    "judge_func",
+    "total_epochs",
+    "total_steps",
+    "batch_size",
+    "eval_dir",
+    "ray_namespace",
+    "run_dir",
+)
+
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def fingerprint_of(config: AflowConfig) -> dict[str, Any]:
+    """What a resumed run must have in common with its beginning, as plain JSON values; secrets
+    are masked, and may change."""
+    # With a data set the latter is the batch; with rollouts it is filled in, and not read.
+    own = ("buffer.batch_size", *(("buffer.train_batch_size",) if config.mode == "train" else ()))
+    return {
+        key: masked(key, value if isinstance(value, _PLAIN) else str(value))
+        for key, value in config.flatten().items()
+        if key in own or not (is_free(key) or key.endswith(_PRIVATE))
+    }
+
+
+def is_free(key: str) -> bool:
+    """Whether a setting may change between two commands of one run."""
+    return key.startswith(_FREE_KEYS) or _FREE_OF_A_MODEL.match(key) is not None

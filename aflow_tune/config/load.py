@@ -1,17 +1,21 @@
-"""Trinity's configuration class with our sections, and how one is read from YAML.
+"""How a configuration is read: from a YAML, `key=value` overrides, or the arguments of `tune()`.
 
-`AflowConfig` is Trinity's `Config` (the YAML is Trinity's) plus `AflowSections`. Reading
-reports every fault of the file and of the command line at once; what the settings mean
-together is left to `validators.py`.
+Reading reports every fault of the file and of the command line at once; what the settings mean
+together is left to `prepare`.
+
+AgentScope's `DatasetConfig`, `TunerModelConfig`, `TinkerConfig` and `AlgorithmConfig` are read by
+their attributes: importing AgentScope's tuner would need its extra. Their meaning is that of
+`agentscope.tuner` 1.0.21; where it replaces whole sections of a YAML (the rollout model), we set
+only the keys that the argument speaks of. Every key set here counts as given by the user.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,108 +23,58 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
-from trinity.common.config import Config
+from trinity.common.config import InferenceModelConfig, TasksetConfig
 
-from aflow_tune.config import cpu_set
-from aflow_tune.config.agentscope_args import apply_agentscope_args
-from aflow_tune.config.changes import base_of
-from aflow_tune.config.schema_walk import SchemaWalk, fields_of, strip_optional, suggest
-from aflow_tune.config.stages import StageSection, check_stages, merge_stages
+from aflow_tune.config.changes import READ_FROM, renamed
+from aflow_tune.config.schema import SchemaWalk, fields_of, strip_optional, suggest
+from aflow_tune.config.settings import AflowConfig
+from aflow_tune.config.stages import check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.redaction import masked
 from aflow_tune.operators.aflow_prompts import PRESET, with_preset
 from aflow_tune.sandbox.policy import of_setting
-from aflow_tune.sections import AflowSections, KeyPositions, canonical, display
+from aflow_tune.sections import KeyPositions, canonical, display
 
 __all__ = ["AflowConfig", "apply_agentscope_args", "load_config", "read_config"]
 
 # OmegaConf's own loader, so that a value is read here exactly as the merge will read it.
 _Loader = get_yaml_loader()
 
+# What AgentScope's template and AlgorithmConfig give where there is no YAML. Without these a
+# bare `tune(f, train_dataset=..., model=...)` would get Trinity's defaults: PPO on single runs.
+_TEMPLATE: dict[str, Any] = {
+    "project": "AgentScope",
+    "name": "Experiment",
+    "checkpoint_root_dir": "./checkpoints",
+    "algorithm.algorithm_type": "multi_step_grpo",
+    "algorithm.repeat_times": 8,
+    "algorithm.optimizer.lr": 1e-6,
+    "buffer.batch_size": 32,
+}
 
-@dataclass
-class AflowConfig(Config, AflowSections):
-    """Trinity's `Config` with our sections at the top level.
+_MODEL_KEYS = {
+    "model_path": "model.model_path",
+    "max_model_len": "model.max_model_len",
+    "max_tokens": "model.max_response_tokens",
+    "temperature": "model.temperature",
+    "top_p": "model.top_p",
+    "enable_thinking": "model.enable_thinking",
+    "tensor_parallel_size": "explorer.rollout_model.tensor_parallel_size",
+    "inference_engine_num": "explorer.rollout_model.engine_num",
+    "tool_call_parser": "explorer.rollout_model.tool_call_parser",
+    "reasoning_parser": "explorer.rollout_model.reasoning_parser",
+}
 
-    Attributes that start with an underscore are no settings: they say where the settings came
-    from and what was found about them, and are left out of `flatten()` and of saved files.
-    """
+_ALGORITHM_KEYS = {
+    "algorithm_type": "algorithm.algorithm_type",
+    "group_size": "algorithm.repeat_times",
+    "learning_rate": "algorithm.optimizer.lr",
+    "batch_size": "buffer.batch_size",
+    "save_interval_steps": "trainer.save_interval",
+    "eval_interval_steps": "explorer.eval_interval",
+}
 
-    stages: list[StageSection] = field(default_factory=list)
-    """Several runs, one after the other; see `stages.py`."""
-
-    @property
-    def positions(self) -> KeyPositions:
-        """Where each key was written."""
-        found: KeyPositions = self.__dict__.setdefault("_positions", KeyPositions())
-        return found
-
-    @property
-    def warnings(self) -> list[str]:
-        """What `check_and_update` found doubtful but did not refuse."""
-        found: list[str] = self.__dict__.setdefault("_warnings", [])
-        return found
-
-    @property
-    def command(self) -> dict[str, Any] | None:
-        """What starts this run again (`RunState.command`); None for a call of `tune()`."""
-        found: dict[str, Any] | None = self.__dict__.get("_command")
-        return found
-
-    def note_command(
-        self, path: str | Path, overrides: Sequence[str], inline: bool | None = None
-    ) -> None:
-        """Keep the command that began the run; of settings that hold secrets only the names."""
-        pairs = [(item, *item.partition("=")[::2]) for item in overrides]
-        secret = [key for _, key, value in pairs if masked(key, value) != value]
-        self.__dict__["_command"] = {
-            "config": os.path.abspath(path),
-            "overrides": [item for item, key, _ in pairs if key not in secret],
-            "secret": secret,
-            "inline": inline,
-            "cwd": os.getcwd(),
-            "renamed": not self.continue_from_checkpoint,
-        }
-
-    @property
-    def account_folder(self) -> str:
-        """The folder whose books this run writes into: its own, or that of its whole chain."""
-        return str(self.__dict__.get("_account_folder", self.checkpoint_job_dir))
-
-    def check_and_update(self) -> AflowConfig:
-        """Settle the engine, refuse what cannot train, fill in the rest. Starts nothing.
-
-        Raises:
-            BadInput: with every fault.
-        """
-        from aflow_tune.config.validators import prepare
-
-        prepare(self)
-        return self
-
-    def get_envs(self) -> dict[str, str]:
-        """Trinity's environment for workers, without keys: Ray logs it and shows it."""
-        external = self.model.external_model
-        held = {external.api_key_env, external.base_url_env} if external.enable else set()
-        envs = {name: text for name, text in super().get_envs().items() if name not in held}
-        on_cpu = self.engine == "trinity" and cpu_set.in_use()
-        return {**cpu_set.ENVIRONMENT, **envs} if on_cpu else envs
-
-    def flatten(self) -> dict[str, Any]:
-        """Every setting by its dotted key path; enum members as their values."""
-        private = {key: value for key, value in vars(self).items() if key.startswith("_")}
-        for key in private:
-            del self.__dict__[key]
-        try:
-            return super().flatten()
-        finally:
-            self.__dict__.update(private)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What travels: all but the rows that were read for checking, and the Ray that was found
-        here."""
-        here = ("_tables", "_ray")
-        return {key: value for key, value in vars(self).items() if key not in here}
+_AUXILIARY_KEYS = {name: key.rpartition(".")[2] for name, key in _MODEL_KEYS.items()}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> AflowConfig:
@@ -149,7 +103,7 @@ def read_config(
     """
     positions = KeyPositions()
     if path:
-        positions.file, positions.base = str(path), base_of(Path(path))
+        positions.file, positions.base = str(path), _base_of(Path(path))
     content, faults = _read_yaml(Path(path), positions) if path else ({}, [])
     for item in overrides:
         faults += _override(content, item, positions)
@@ -172,7 +126,7 @@ def read_config(
             "The configuration does not fit together.",
             [*faults, Fault(where, "a value that fits the schema", found, "correct this value")],
         ) from error
-    config.__dict__["_positions"] = positions
+    config.prepared.positions = positions
     try:
         config.sandbox = of_setting(config.sandbox)
     except BadInput as error:
@@ -189,6 +143,27 @@ def read_config(
             faults += [replace(fault, where=f"{where}: {fault.where}") for fault in error.faults]
             del config.prompts[PRESET]
     return config, sorted(faults, key=_in_reading_order)
+
+
+def _base_of(path: Path) -> Path:
+    """The folder that relative paths of a configuration go out from: its own, or, of a run's saved
+    one, that of the file it was read from, unless that is gone."""
+    original = _original_of(path) if path.is_file() else None
+    return original.parent if original is not None and original.parent.is_dir() else path.parent
+
+
+def _original_of(path: Path) -> Path | None:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.startswith("#"):
+                return None
+            if line.startswith(READ_FROM):
+                try:
+                    name = json.loads(line.removeprefix(READ_FROM))
+                except ValueError:
+                    return None
+                return Path(name) if isinstance(name, str) else None
+    return None
 
 
 def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], list[Fault]]:
@@ -212,16 +187,16 @@ def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], lis
                 "begin with `workflow: path/file.py:function`, `model:`, `buffer:` ...",
             )
         walk.check(node, AflowConfig, "")
-        return loader.construct_document(node), walk.faults
+        return renamed(loader.construct_document(node)), walk.faults
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        cure = "check quotes, brackets and indentation there; indent with spaces, never tabs"
-        raise _unreadable(f"{path}{line}", "YAML", problem, cure) from error
+        fix = "check quotes, brackets and indentation there; indent with spaces, never tabs"
+        raise _unreadable(f"{path}{line}", "YAML", problem, fix) from error
     except yaml.YAMLError as error:
-        cure = "save the file as plain UTF-8 text"
-        raise _unreadable(path, "YAML", str(error).splitlines()[0], cure) from error
+        fix = "save the file as plain UTF-8 text"
+        raise _unreadable(path, "YAML", str(error).splitlines()[0], fix) from error
     except RecursionError:
         found = "hundreds of brackets or levels inside each other"
         raise _unreadable(path, "YAML for people", found, "nest it less") from None
@@ -237,8 +212,8 @@ def _read_text(path: Path) -> str:
         folder = path.parent if path.parent.is_dir() else Path()
         names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
         close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
-        cure = "check the path" + (f"; there is {', '.join(close)}" if close else "")
-        raise _unreadable(path, "a YAML file", "no such file", cure) from None
+        fix = "check the path" + (f"; there is {', '.join(close)}" if close else "")
+        raise _unreadable(path, "a YAML file", "no such file", fix) from None
     except IsADirectoryError:
         raise _unreadable(path, "a YAML file", "a folder", "name the file in it") from None
     except UnicodeDecodeError as error:
@@ -249,8 +224,8 @@ def _read_text(path: Path) -> str:
         raise _unreadable(path, "a readable file", found, "check its rights") from None
 
 
-def _unreadable(where: object, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput("The configuration cannot be read.", [Fault(str(where), expected, found, cure)])
+def _unreadable(where: object, expected: str, found: str, fix: str) -> BadInput:
+    return BadInput("The configuration cannot be read.", [Fault(str(where), expected, found, fix)])
 
 
 def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> list[Fault]:
@@ -259,8 +234,8 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
     name = name.strip()
     where = f"command line: {name}{equals}{masked(name, text)}"
     if not equals or not re.fullmatch(r"[\w.\-]+(\[\d+\][\w.\-\[\]]*)?", name) or name[0] in "-.":
-        cure = "write key=value, such as buffer.total_steps=20; quote it for the shell"
-        return [Fault(where, "key=value", repr(item), cure)]
+        fix = "write key=value, such as buffer.total_steps=20; quote it for the shell"
+        return [Fault(where, "key=value", repr(item), fix)]
     key = canonical(name)
     expected = _type_at(key)
     if isinstance(expected, Fault):
@@ -306,8 +281,8 @@ def _type_at(key: str) -> tuple[Any, tuple[str, ...]] | Fault:
             known = fields_of(kind)
             path = ".".join([*done, part])
             if part not in known:
-                expected, cure = suggest(AflowConfig, ".".join(done), part, known)
-                return Fault("", expected, f"`{display(path)}`, which is no setting", cure)
+                expected, fix = suggest(AflowConfig, ".".join(done), part, known)
+                return Fault("", expected, f"`{display(path)}`, which is no setting", fix)
             kind, choices = known[part]
         else:
             origin = getattr(kind, "__origin__", kind)
@@ -367,10 +342,10 @@ def _interpolation_fault(merged: Any, key: str, text: str, positions: KeyPositio
     missing = re.search(r"oc\.env:\s*([A-Za-z_]\w*)\s*\}", text)
     if "nvironment variable" in problem and missing:
         name = missing.group(1)
-        cure = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
-        return Fault(positions.where(key), f"the environment variable {name}", "not set", cure)
-    cure = "use ${oc.env:NAME,default} or the full path of another key: ${model.model_path}"
-    return Fault(positions.where(key), f"a value that resolves: {text}", problem, cure)
+        fix = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
+        return Fault(positions.where(key), f"the environment variable {name}", "not set", fix)
+    fix = "use ${oc.env:NAME,default} or the full path of another key: ${model.model_path}"
+    return Fault(positions.where(key), f"a value that resolves: {text}", problem, fix)
 
 
 def _in_reading_order(fault: Fault) -> tuple[bool, int]:
@@ -380,3 +355,140 @@ def _in_reading_order(fault: Fault) -> tuple[bool, int]:
 
 def _count(faults: Sequence[Fault]) -> str:
     return "one fault" if len(faults) == 1 else f"{len(faults)} faults"
+
+
+def apply_agentscope_args(
+    config: AflowConfig,
+    *,
+    judge_func: Callable[..., Any] | None = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    model: Any = None,
+    auxiliary_models: Mapping[str, Any] | None = None,
+    algorithm: Any = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    monitor_type: str | None = None,
+) -> None:
+    """Write the arguments of `tune()` into `config`; they win over the YAML.
+
+    A configuration without a YAML gets AgentScope's defaults first. `judge_func` is not stored:
+    a function is no setting, it is handed to the adapter at the start.
+
+    Raises:
+        BadInput: arguments that describe a single run, for a configuration with `stages`.
+    """
+    del judge_func
+    if config.stages:
+        _refuse_for_stages(
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            model=model,
+            auxiliary_models=auxiliary_models,
+            algorithm=algorithm,
+        )
+    if config.positions.file is None:
+        for key, value in _TEMPLATE.items():
+            if not config.positions.given(key):
+                _set(config, key, value, None)
+    if train_dataset is not None:
+        _apply_train_dataset(config, train_dataset)
+    if eval_dataset is not None:
+        tasksets = config.buffer.explorer_input.eval_tasksets
+        key = f"buffer.explorer_input.eval_tasksets.{len(tasksets)}"
+        tasksets.append(_taskset(eval_dataset, "eval_taskset"))
+        config.positions.arguments[f"{key}.path"] = "tune(eval_dataset=...)"
+    if model is not None:
+        _copy(config, model, _MODEL_KEYS, "tune(model=...)")
+        _apply_tinker(config, getattr(model, "tinker_config", None))
+    for name, auxiliary in (auxiliary_models or {}).items():
+        values = {key: getattr(auxiliary, name, None) for name, key in _AUXILIARY_KEYS.items()}
+        values = {key: value for key, value in values.items() if value is not None}
+        models = config.explorer.auxiliary_models
+        key = f"explorer.auxiliary_models.{len(models)}"
+        models.append(InferenceModelConfig(name=name, enable_auto_tool_choice=True, **values))
+        config.positions.arguments[key] = f"tune(auxiliary_models={{{name!r}: ...}})"
+    if algorithm is not None:
+        _copy(config, algorithm, _ALGORITHM_KEYS, "tune(algorithm=...)")
+    for key, value, argument in (
+        ("project", project_name, "project_name"),
+        ("name", experiment_name, "experiment_name"),
+        ("monitor.monitor_type", monitor_type, "monitor_type"),
+    ):
+        if value is not None:
+            _set(config, key, value, f"tune({argument}=...)")
+
+
+def _refuse_for_stages(**arguments: Any) -> None:
+    """Which stage would they be for?"""
+    faults = [
+        Fault(
+            f"tune({name}=...)",
+            "no such argument beside `stages`: each stage has its own",
+            type(value).__name__,
+            "write it into the YAML, at the top level or in the stage that it is for",
+        )
+        for name, value in arguments.items()
+        if value is not None
+    ]
+    if faults:
+        raise BadInput("These arguments describe a single run.", faults)
+
+
+def _apply_train_dataset(config: AflowConfig, dataset: Any) -> None:
+    inputs = config.buffer.explorer_input
+    source = "tune(train_dataset=...)"
+    fresh = _taskset(dataset, "train_taskset")
+    inputs.tasksets = []
+    if inputs.taskset is None:
+        inputs.taskset = fresh
+    else:
+        inputs.taskset.path = fresh.path
+        inputs.taskset.split = fresh.split
+        inputs.taskset.subset_name = fresh.subset_name
+    config.positions.arguments["buffer.explorer_input.taskset.path"] = source
+    for name in ("total_epochs", "total_steps"):
+        if _chosen(dataset, name):
+            _set(config, f"buffer.{name}", getattr(dataset, name), source)
+
+
+def _apply_tinker(config: AflowConfig, tinker: Any) -> None:
+    if tinker is None:
+        return
+    config.model.tinker.enable = True
+    config.positions.arguments["model.tinker.enable"] = "tune(model=...)"
+    names = ("rank", "seed", "train_mlp", "train_attn", "train_unembed", "base_url")
+    _copy(config, tinker, {name: f"model.tinker.{name}" for name in names}, "tune(model=...)")
+
+
+def _taskset(dataset: Any, name: str) -> TasksetConfig:
+    return TasksetConfig(
+        name=name,
+        path=dataset.path,
+        split=getattr(dataset, "split", None) or "train",
+        subset_name=getattr(dataset, "name", None),
+    )
+
+
+def _copy(config: AflowConfig, source: Any, keys: Mapping[str, str], argument: str) -> None:
+    for name, key in keys.items():
+        value = getattr(source, name, None)
+        if value is None or (config.positions.given(key) and not _chosen(source, name)):
+            continue
+        _set(config, key, value, argument if _chosen(source, name) else None)
+
+
+def _chosen(source: Any, name: str) -> bool:
+    """Whether the caller set this attribute; a default of AgentScope's class is no choice."""
+    fields_set = getattr(source, "model_fields_set", None)
+    return getattr(source, name, None) is not None if fields_set is None else name in fields_set
+
+
+def _set(config: AflowConfig, key: str, value: Any, argument: str | None) -> None:
+    *parents, last = key.split(".")
+    target: Any = config
+    for parent in parents:
+        target = getattr(target, parent)
+    setattr(target, last, value)
+    if argument:
+        config.positions.arguments[key] = argument

@@ -15,20 +15,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trinity.common.config import DataSelectorConfig
+from trinity.common.config import DataSelectorConfig, TasksetConfig
 
-from aflow_tune.config.schema_names import nearest
+from aflow_tune.config.schema import nearest
+from aflow_tune.config.settings import AflowConfig
 from aflow_tune.config.tasksets import is_file, read_taskset, user_tasksets
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
 from aflow_tune.errors import Fault
 from aflow_tune.files import write_json
-
-if TYPE_CHECKING:
-    from trinity.common.config import TasksetConfig
-
-    from aflow_tune.config.load import AflowConfig
 
 MIX_READER = "aflow_tune.engines.trinity.readers.MixReader"
 FIXED_SAMPLE = "aflow_tune.engines.trinity.readers.FixedSample"
@@ -129,49 +124,42 @@ def benchmarks_of(config: AflowConfig) -> dict[str, str]:
 
 
 def _ratios(config: AflowConfig) -> Iterable[Fault]:
-    positions = config.positions
     written = {name: source.ratio for name, source in config.mix.items()}
-    sound = True
-    for name, ratio in written.items():
-        if ratio is not None and not (math.isfinite(ratio) and 0 < ratio <= 1):
-            sound = False
-            where = positions.where(f"mix.{name}.ratio")
-            yield Fault(where, "a share above 0, at most 1", str(ratio), "ratio: 0.4")
-    missing = [name for name, ratio in written.items() if ratio is None]
-    if len(missing) == len(written):
+    given = [ratio for ratio in written.values() if ratio is not None]
+    if not given:
+        kinds = ", ".join([*DEFAULT_SHARES, *KINDS])
         for name, source in config.mix.items():
             if kind_of(name, source.benchmark) is None:
-                yield Fault(
-                    positions.where(f"mix.{name}"),
+                expected = (
                     "a `ratio` for each source, or for none; then a `benchmark` or a name that "
-                    f"tells its kind: {', '.join([*DEFAULT_SHARES, *KINDS])}",
-                    f"{name!r} without either",
-                    f"{name}: {{ratio: 0.5}}",
+                    f"tells its kind: {kinds}"
                 )
+                found, fix = f"{name!r} without either", f"{name}: {{ratio: 0.5}}"
+                yield config.fault(f"mix.{name}", expected, found, fix)
         return
-    left = 1 - sum(ratio for ratio in written.values() if ratio is not None)
-    for name in missing:
-        sound = False
-        cure = f"ratio: {left / len(missing):g}" if left > 0 else "give it a ratio"
-        where = positions.where(f"mix.{name}")
-        yield Fault(where, "a `ratio` for each source, or for none", "no ratio", cure)
+    left, missing, sound = 1 - sum(given), len(written) - len(given), True
+    for name, ratio in written.items():
+        if ratio is None:
+            sound, expected = False, "a `ratio` for each source, or for none"
+            fix = f"ratio: {left / missing:g}" if left > 0 else "give it a ratio"
+            yield config.fault(f"mix.{name}", expected, "no ratio", fix)
+        elif not (math.isfinite(ratio) and 0 < ratio <= 1):
+            sound, key = False, f"mix.{name}.ratio"
+            yield config.fault(key, "a share above 0, at most 1", str(ratio), "ratio: 0.4")
     if sound:
         try:
             shares_of(config)
         except ValueError as error:
-            scaled = ", ".join(
-                f"{name}: {(ratio or 0) / (1 - left):.4g}" for name, ratio in written.items()
-            )
-            cure = f"in these proportions: {scaled}"
-            yield Fault(positions.where("mix"), "ratios that are 1 together", str(error), cure)
+            scaled = (f"{name}: {(ratio or 0) / (1 - left):.4g}" for name, ratio in written.items())
+            fix = f"in these proportions: {', '.join(scaled)}"
+            yield config.fault("mix", "ratios that are 1 together", str(error), fix)
 
 
 def _sources(config: AflowConfig) -> Iterable[Fault]:
     """Every source has rows, and every row a source."""
-    positions, mix = config.positions, config.mix
+    mix, unread = config.mix, False
     named: Counter[str] = Counter()
     known: list[str] = []
-    unread = False
     for key, taskset, held_out in user_tasksets(config):
         if held_out or not taskset.path:
             continue
@@ -179,9 +167,9 @@ def _sources(config: AflowConfig) -> Iterable[Fault]:
         if name in mix:
             named[name] += 1
             if named[name] == 2:
-                where = positions.where(f"{key}.name")
-                cure = f"name: {name}_2, and a share of its own in `mix`"
-                yield Fault(where, "a name of its own, as it is in a mix", repr(name), cure)
+                fix = f"name: {name}_2, and a share of its own in `mix`"
+                expected = "a name of its own, as it is in a mix"
+                yield config.fault(f"{key}.name", expected, repr(name), fix)
             continue
         table = read_taskset(config, taskset)
         if table is None or table.faults:
@@ -194,42 +182,35 @@ def _sources(config: AflowConfig) -> Iterable[Fault]:
         strange = [source for source in sources if source not in mix]
         if strange:
             shown = ", ".join(f"{sources[source]} of {source!r}" for source in strange[:4])
-            yield Fault(
-                positions.where(f"{key}.name"),
+            none = strange == ["None"]
+            yield config.fault(
+                f"{key}.name",
                 f"{name!r} as a source in `mix`, or rows whose `source` is one",
-                "rows without a source"
-                if strange == ["None"]
-                else f"rows that no share is given to: {shown}",
-                f"mix: {{{name if strange == ['None'] else strange[0]}: {{ratio: ...}}}}",
+                "rows without a source" if none else f"rows that no share is given to: {shown}",
+                f"mix: {{{name if none else strange[0]}: {{ratio: ...}}}}",
             )
     for name in mix:
         if not named[name] and not unread:
             close = nearest(name, known, 0.5)
-            yield Fault(
-                positions.where(f"mix.{name}"),
-                "the name of a training task set, or a `source` of its rows: "
-                + (", ".join(map(repr, known)) or "there is none"),
-                repr(name),
-                f"did you mean `{close}`?" if close else "give the task set this name",
-            )
+            expected = "the name of a training task set, or a `source` of its rows: "
+            expected += ", ".join(map(repr, known)) or "there is none"
+            fix = f"did you mean `{close}`?" if close else "give the task set this name"
+            yield config.fault(f"mix.{name}", expected, repr(name), fix)
 
 
 def _alike(config: AflowConfig) -> Iterable[Fault]:
     """Settings of single task sets that a mix cannot follow."""
-    positions = config.positions
     training = [(key, taskset) for key, taskset, held_out in user_tasksets(config) if not held_out]
     for key, taskset in training:
-        selector = taskset.task_selector or taskset.data_selector
-        if selector.selector_type not in (None, "sequential"):
-            where = positions.where(f"{key}.data_selector.selector_type")
-            found = repr(selector.selector_type)
-            yield Fault(where, "none: a mix shuffles by itself", found, "remove data_selector")
+        kind = (taskset.task_selector or taskset.data_selector).selector_type
+        if kind not in (None, "sequential"):
+            expected, fix = "none: a mix shuffles by itself", "remove data_selector"
+            yield config.fault(f"{key}.data_selector.selector_type", expected, repr(kind), fix)
         if not is_file(taskset):
-            where = positions.where(f"{key}.storage_type")
-            yield Fault(where, "file", repr(taskset.storage_type), "storage_type: file")
+            found = repr(taskset.storage_type)
+            yield config.fault(f"{key}.storage_type", "file", found, "storage_type: file")
         for name in _SHARED:
             if getattr(taskset, name) != getattr(training[0][1], name):
-                where = positions.where(f"{key}.{name}")
                 found = "other settings than in the first task set"
-                cure = "give all task sets of the mix the same"
-                yield Fault(where, f"one `{name}` for all of a mix", found, cure)
+                fix = "give all task sets of the mix the same"
+                yield config.fault(f"{key}.{name}", f"one `{name}` for all of a mix", found, fix)

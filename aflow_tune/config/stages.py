@@ -19,15 +19,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trinity.common.config import AlgorithmConfig, ModelConfig, StageConfig
+from trinity.common.config import AlgorithmConfig
 
+from aflow_tune.config.settings import AflowConfig, Prepared, StageSection
 from aflow_tune.errors import Fault
 from aflow_tune.sections import KeyPositions, display
-
-if TYPE_CHECKING:
-    from aflow_tune.config.load import AflowConfig
 
 STAGE_PATH = "stage://"
 """`stage://warm_up/sft.jsonl`: a file that the stage `warm_up` leaves in its folder."""
@@ -37,13 +35,8 @@ _KEPT_WITH_ANOTHER_ALGORITHM = ("algorithm_type", "optimizer", "repeat_times")
 _EITHER = (("taskset", "tasksets"),)
 
 
-@dataclass
-class StageSection(StageConfig):
-    """One item of `stages`: Trinity's, and `model` beside it."""
-
-    model: ModelConfig | None = None
-    """With a `model_path` of its own the stage begins there, not where the one before ended."""
-
+TRAINING = ("both", "train")
+"""Modes of the local engine that leave a trained model behind."""
 
 SECTIONS = tuple(item.name for item in fields(StageSection) if item.name not in ("stage_name",))
 
@@ -90,7 +83,7 @@ def check_stages(content: dict[str, Any], positions: KeyPositions) -> list[Fault
     stages = [stage for stage in content.get("stages") or [] if isinstance(stage, dict)]
     for number, stage in enumerate(stages):
         name, key = stage.get("stage_name"), f"stages.{number}.stage_name"
-        expected, cure = "a name for the stage, which is that of its folder", "stage_name: warm_up"
+        expected, fix = "a name for the stage, which is that of its folder", "stage_name: warm_up"
         found = None
         if name is None or name == "":
             found = "none"
@@ -98,9 +91,9 @@ def check_stages(content: dict[str, Any], positions: KeyPositions) -> list[Fault
             found = f"{name!r}"
         elif str(name) in taken:
             found = f"{name!r}, as in {display(taken[str(name)])}"
-            cure = f"stage_name: {name}_2"
+            fix = f"stage_name: {name}_2"
         if found is not None:
-            faults.append(Fault(positions.where(key), expected, found, cure))
+            faults.append(Fault(positions.where(key), expected, found, fix))
             stage["stage_name"] = f"stage_{number}"
         taken.setdefault(str(stage["stage_name"]), key)
     return faults
@@ -120,8 +113,8 @@ def stage_configs(config: AflowConfig) -> list[AflowConfig]:
     found = []
     # Trinity hands out the section objects of `stages` themselves: they must not be shared.
     for number, stage in enumerate(copy.deepcopy(config)):
-        stage.__dict__["_positions"] = _stage_positions(config.positions, number, config)
-        stage.__dict__["_warnings"] = []
+        positions = _stage_positions(config.positions, number, config)
+        stage._prepared = Prepared(positions=positions, command=config.command)
         found.append(stage)
     return found
 
@@ -153,7 +146,7 @@ def resolve_stage_paths(config: AflowConfig, stages: list[AflowConfig]) -> list[
         inside = bool(rest) and ".." not in Path(rest).parts and not rest.startswith("/")
         if name in names[:number] and inside:
             buffer.path = str(folder / name / rest)
-            stage.__dict__["_awaited"] = buffer.path
+            stage.prepared.awaited = buffer.path
             continue
         earlier = ", ".join(names[:number]) or "none: this is the first one"
         faults.append(

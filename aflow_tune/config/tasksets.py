@@ -13,22 +13,22 @@ import difflib
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from aflow_tune.data.checks import Findings, sources
+from trinity.common.config import ExperienceBufferConfig, TasksetConfig
+
+from aflow_tune.config.settings import AflowConfig
+from aflow_tune.data.checks import sources
 from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.engines.local.models import BUNDLED
-from aflow_tune.errors import Fault
 from aflow_tune.find_ray import find_ray, uses_ray
 from aflow_tune.shipping.arrival import arrived
 
-if TYPE_CHECKING:
-    from trinity.common.config import ExperienceBufferConfig, TasksetConfig
-
-    from aflow_tune.config.load import AflowConfig
+FROM_DATA = ("sft", "dpo", "cpt")
+"""Algorithms that learn from a data set alone, which `mode: train` reads."""
+WITHOUT_TASKS = ("train", "bench", "serve")
+"""Modes that read no training task set."""
 
 ROWS_READER = "aflow_tune.engines.trinity.readers.RowsReader"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
@@ -52,7 +52,7 @@ class Located:
     files: list[Path] = field(default_factory=list)
     fault: str | None = None
     """Why it cannot be read; what was found."""
-    cure: str = ""
+    fix: str = ""
     warning: str | None = None
 
 
@@ -88,8 +88,8 @@ def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig)
         if path.is_dir():
             return _locate_folder(Path(os.path.abspath(path)), taskset)
     if name in _LOADERS:
-        cure = f"path: data/train.{name}"
-        return Located("missing", fault=f"{name!r}, the name of a loader", cure=cure)
+        fix = f"path: data/train.{name}"
+        return Located("missing", fault=f"{name!r}, the name of a loader", fix=fix)
     if looks_local(config, name) or file_format(Path(name)):
         return _missing(config, name)
     return _locate_hub(name, taskset)
@@ -107,31 +107,12 @@ def read_taskset(
     config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
 ) -> Table | None:
     """The rows of a task set, read once per configuration; None where none are on disk."""
-    tables: dict[tuple[str, str], Table | None] = config.__dict__.setdefault("_tables", {})
+    tables = config.prepared.tables
     key = (str(taskset.path), taskset.split)
     if key not in tables:
         found = locate(config, taskset)
         tables[key] = read_table(str(taskset.path), found.files) if found.files else None
     return tables[key]
-
-
-def readable_tables(config: AflowConfig, found: Findings) -> Iterator[tuple[bool, Table]]:
-    """(held out, rows) of every task set that can be read here; what is wrong goes into `found`."""
-    for key, taskset, held_out in user_tasksets(config):
-        if not taskset.path:
-            where = config.positions.where(f"{key}.path")
-            found.faults.append(Fault(where, "a path", "nothing", "name a file of tasks"))
-            continue
-        fault = taskset_fault(config, key, taskset)
-        if fault is not None:
-            found.faults.append(fault)
-            continue
-        table = read_taskset(config, taskset)
-        if table is not None:
-            yield held_out, table
-            continue
-        warning = locate(config, taskset).warning
-        found.warnings += [warning] if warning else []
 
 
 def training_rows(config: AflowConfig) -> int | None:
@@ -183,7 +164,7 @@ def settle_paths(config: AflowConfig) -> None:
     for taskset in sets if buffer is None else [*sets, buffer]:
         found = locate(config, taskset)
         if found.path is not None and found.fault is None:
-            tables = config.__dict__.setdefault("_tables", {})
+            tables = config.prepared.tables
             table = tables.get((str(taskset.path), taskset.split))
             taskset.path = str(found.path)
             if found.kind == "file":
@@ -192,14 +173,17 @@ def settle_paths(config: AflowConfig) -> None:
                 tables[(taskset.path, taskset.split)] = table
 
 
-def materialise_tasksets(config: AflowConfig) -> None:
+def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
     """Link every task set that is a plain file into `<run folder>/data/<name>/train.<suffix>`.
 
-    To be called on a prepared configuration whose run folder is held. The paths of the task
+    To be called on a prepared configuration whose run folder is held; `run_dir`, where it is
+    given, becomes its run folder. The paths of the task
     sets become those folders. A folder is linked as well, without the files of its other splits.
     For a Ray that others started files are copied: its nodes see the run folder, but perhaps not
     what it would link to.
     """
+    if run_dir is not None:
+        config.checkpoint_job_dir = str(run_dir)
     copied = on_cluster(config)
     for _, taskset, held_out in user_tasksets(config):
         source = Path(str(taskset.path))
@@ -288,15 +272,15 @@ def _data_suffixes(path: Path) -> list[str]:
 
 def _locate_file(path: Path) -> Located:
     if file_format(path) is None:
-        cure = "save the rows as .jsonl, .json, .csv or .parquet"
-        return Located("file", path, fault=f"a file of unknown format: {path.name}", cure=cure)
+        fix = "save the rows as .jsonl, .json, .csv or .parquet"
+        return Located("file", path, fault=f"a file of unknown format: {path.name}", fix=fix)
     return Located("file", path, [path])
 
 
 def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        cure = "save it with to_json or to_parquet instead of save_to_disk"
-        return Located("folder", path, fault="a folder written by `save_to_disk`", cure=cure)
+        fix = "save it with to_json or to_parquet instead of save_to_disk"
+        return Located("folder", path, fault="a folder written by `save_to_disk`", fix=fix)
     within = path / taskset.subset_name if taskset.subset_name else path
     root = within if within.is_dir() else path
     files = sorted(
@@ -305,8 +289,8 @@ def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) 
         if file.is_file() and file_format(file) and not _is_hidden(file, root)
     )
     if not files:
-        cure = "put train.jsonl (or .json, .csv, .parquet) there, or name the file itself"
-        return Located("folder", path, fault="a folder without data files", cure=cure)
+        fix = "put train.jsonl (or .json, .csv, .parquet) there, or name the file itself"
+        return Located("folder", path, fault="a folder without data files", fix=fix)
     if (path / "README.md").is_file() and "configs:" in _head(path / "README.md"):
         warning = f"{path}: its README.md decides which files are read; rows are not checked"
         return Located("folder", path, warning=warning)
@@ -320,12 +304,12 @@ def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) 
     if not chosen:
         there = ", ".join(sorted(name for name in by_split if name)) or "none"
         fault = f"the splits {there} ({', '.join(file.name for file in files[:4])})"
-        return Located("folder", path, fault=fault, cure=f"split: {sorted(by_split)[-1]}")
+        return Located("folder", path, fault=fault, fix=f"split: {sorted(by_split)[-1]}")
     formats = {file_format(file) for file in chosen}
     if len(formats) > 1:
         names = ", ".join(file.name for file in chosen[:4])
-        cure = "keep one format in the folder, or name one file"
-        return Located("folder", path, fault=f"files of several formats: {names}", cure=cure)
+        fix = "keep one format in the folder, or name one file"
+        return Located("folder", path, fault=f"files of several formats: {names}", fix=fix)
     return Located("folder", path, chosen)
 
 
@@ -358,10 +342,10 @@ def _missing(config: AflowConfig, name: str) -> Located:
         if folder.is_dir():
             names = [item.name for item in folder.iterdir() if not item.name.startswith(".")]
             near += difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
-    cure = "check the path"
+    fix = "check the path"
     if near:
-        cure += f"; there is {', '.join(dict.fromkeys(near))}"
-    return Located("missing", fault=f"no such file or folder: {name}", cure=cure)
+        fix += f"; there is {', '.join(dict.fromkeys(near))}"
+    return Located("missing", fault=f"no such file or folder: {name}", fix=fix)
 
 
 def _split_of(path: Path) -> str | None:
@@ -381,17 +365,3 @@ def _is_hidden(file: Path, root: Path) -> bool:
 def _head(path: Path) -> str:
     with path.open(encoding="utf-8", errors="replace") as file:
         return file.read(4000)
-
-
-def taskset_fault(
-    config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
-) -> Fault | None:
-    """The fault of a path under which nothing can be read, or None."""
-    found = locate(config, taskset)
-    if found.fault is None:
-        return None
-    name = "split" if found.kind == "folder" and found.cure.startswith("split:") else "path"
-    expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
-    if name == "split":
-        expected = f"files of the split {taskset.split!r} in {taskset.path}"
-    return Fault(config.positions.where(f"{key}.{name}"), expected, found.fault, found.cure)

@@ -3,7 +3,7 @@
 Settings, functions and data are checked one after the other, and what one finds does not keep
 the others from being looked at; only settings that could not be read stop the questions that
 need them. The report holds faults (the command would refuse to run), warnings, and what would
-be changed.
+be changed. Here the functions are found that a configuration names, too.
 """
 
 from __future__ import annotations
@@ -13,19 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.config.changes import Change, render_changes
-from aflow_tune.config.engine_choice import choose_engine
+from aflow_tune.config.changes import render_changes
+from aflow_tune.config.engine import choose_engine
+from aflow_tune.config.file_rules import auxiliary_models, check_data
 from aflow_tune.config.load import AflowConfig, read_config
-from aflow_tune.config.mixes import fields_of_mix
-from aflow_tune.config.mode_rules import needs_workflow
-from aflow_tune.config.rules.experience_checks import check_experience_rows
-from aflow_tune.config.rules.refusals_writer import auxiliary_models, check_writer_rows
+from aflow_tune.config.prepare import Purpose, prepare
+from aflow_tune.config.settings import Change
 from aflow_tune.config.stages import parts_of
-from aflow_tune.config.tasksets import locate, read_taskset, user_tasksets
-from aflow_tune.config.validators import prepare
-from aflow_tune.data.checks import Findings, check_fields, check_overlap, check_rows
-from aflow_tune.data.fields import task_reads
-from aflow_tune.data.rows import Table
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import check_address
 from aflow_tune.shipping.arrival import travelled
@@ -49,6 +43,12 @@ class ValidationReport:
     def add(self, error: BadInput) -> None:
         """Take over the faults of a refusal."""
         self.faults += error.faults or [Fault(self.path, "valid input", error.title, "see above")]
+
+    def add_new(self, faults: Sequence[Fault], warnings: Sequence[str]) -> None:
+        """Take over faults of places that none is known of yet, and new warnings."""
+        known = {fault.where for fault in self.faults}
+        self.faults += [fault for fault in faults if fault.where not in known]
+        self.warnings += [text for text in warnings if text not in self.warnings]
 
     def render(self) -> str:
         """The report as text, for a terminal or a log."""
@@ -100,9 +100,7 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
             report.stages.append((name, found))
         else:
             report.changes = found.changes
-        known = {fault.where for fault in report.faults}
-        report.faults += [fault for fault in found.faults if fault.where not in known]
-        report.warnings += [text for text in found.warnings if text not in report.warnings]
+        report.add_new(found.faults, found.warnings)
     return report
 
 
@@ -121,7 +119,11 @@ def check_part(
     """
     report = ValidationReport(str(path), config)
     if settings:
-        _settings(config, workflow, report)
+        try:
+            report.engine = choose_engine(config)
+            report.changes = prepare(config, Purpose.CHECK, workflow=workflow)
+        except BadInput as error:
+            report.add(error)
         engine = report.engine[0] if report.engine is not None else None
         address = check_address(config, engine)
         report.faults += [fault for fault in address if fault not in report.faults]
@@ -131,6 +133,13 @@ def check_part(
     report.faults += [fault for fault in found.faults if fault.where not in known]
     report.warnings += found.warnings
     return report
+
+
+def needs_workflow(config: AflowConfig) -> bool:
+    """Whether a run of this mode calls the workflow function."""
+    if config.mode == "serve":
+        return False
+    return config.mode != "train" or bool(config.buffer.explorer_input.eval_tasksets)
 
 
 def functions_of(config: AflowConfig) -> tuple[Function | None, Function | None]:
@@ -159,29 +168,20 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
             "`workflow: path/file.py:function`, `workflow: module:function`, "
             "`graph: {path: FOLDER}`, or `writer: {executor: ROLE}`"
         )
-        found, cure = "none of them", "add one of these lines, or pass the function to tune()"
+        found, fix = "none of them", "add one of these lines, or pass the function to tune()"
         title = "The configuration names no workflow function."
         if named:
-            found, cure = " and ".join(named), "keep one of them"
+            found, fix = " and ".join(named), "keep one of them"
             title = "The configuration names more than one workflow function."
-        raise BadInput(
-            title,
-            [
-                Fault(
-                    config.positions.where(named[0] if named else "workflow"), expected, found, cure
-                )
-            ],
-        )
-    judge = None
+        key = named[0] if named else "workflow"
+        raise BadInput(title, [config.fault(key, expected, found, fix)])
     if config.graph.path:
         workflow: Function = _graph_workflow(config)
     elif config.writer.executor:
         workflow = _writer_workflow(config)
     else:
         workflow = _resolve(config, "workflow", str(config.workflow))
-    if config.judge:
-        judge = _resolve(config, "judge", config.judge)
-    return workflow, judge
+    return workflow, _resolve(config, "judge", config.judge) if config.judge else None
 
 
 def check_run_prompts(config: AflowConfig) -> None:
@@ -208,47 +208,26 @@ def check_run_prompts(config: AflowConfig) -> None:
         raise BadInput(error.title, faults) from None
 
 
-def check_data(
-    config: AflowConfig, workflow: Function | None = None, judge: Function | None = None
-) -> Findings:
-    """Check the rows of every task set: readable, with the fields read, no leaks.
+def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
+    """Prepare for a harvest outside of a run.
 
-    Paths under which nothing can be read are left to `validators.prepare`.
+    Returns:
+        The `WriterWorkflow` that the configuration describes, and the folder of the harvest below
+        the run folder, which is not made.
+
+    Raises:
+        BadInput: with every fault of the sections, the task sets and the models.
     """
-    found = Findings()
-    functions = [function for function in (workflow, judge) if function]
-    reads = [read for function in functions for read in task_reads(function)]
-    reads += [read for function in functions for read in getattr(function, "reads", ())]
-    training: list[Table] = []
-    held_out: list[Table] = []
-    for _, taskset, is_held_out in user_tasksets(config):
-        if not taskset.path:
-            continue
-        warning = locate(config, taskset).warning
-        if warning:
-            found.warnings.append(warning)
-        table = read_taskset(config, taskset)
-        if table is None:
-            continue
-        rows = check_rows(table)
-        given = () if is_held_out else fields_of_mix(config)
-        rows.faults += check_writer_rows(workflow, table, given)
-        found.add(rows)
-        if not rows.faults:
-            (held_out if is_held_out else training).append(table)
-    given = fields_of_mix(config)
-    ungiven = [read for read in reads if read.name not in given]
-    together = [training] if config.mix else [[table] for table in training]
-    checks = [(ungiven, tables) for tables in together]
-    checks += [(reads, [table]) for table in held_out]
-    for asked, tables in checks:
-        fields = check_fields(asked, *tables)
-        reported = {fault.where for fault in found.faults}
-        found.faults += [fault for fault in fields.faults if fault.where not in reported]
-        found.warnings += [text for text in fields.warnings if text not in found.warnings]
-    found.add(check_overlap(training, held_out))
-    found.add(check_experience_rows(config))
-    return found
+    workflow, faults = None, []
+    if config.writer.executor:
+        try:
+            check_run_prompts(config)
+            workflow = resolve_functions(config)[0]
+        except BadInput as error:
+            faults = list(error.faults)
+    prepare(config, Purpose.HARVEST, workflow=workflow, faults=faults)
+    assert workflow is not None  # without an executor `check_harvest` refuses
+    return workflow, Path(config.get_checkpoint_job_dir()) / "harvested"
 
 
 def _functions(
@@ -276,12 +255,7 @@ def _resolve(config: AflowConfig, key: str, reference: str) -> Function:
     except BadInput as error:
         where = config.positions.where(key)
         faults = [
-            Fault(
-                where if fault.where == reference else f"{where}: {fault.where}",
-                fault.expected,
-                fault.found,
-                fault.cure,
-            )
+            replace(fault, where=where if fault.where == reference else f"{where}: {fault.where}")
             for fault in error.faults
         ]
         raise BadInput(error.title, faults) from error
@@ -293,9 +267,7 @@ def _graph_workflow(config: AflowConfig) -> Function:
     from aflow_tune.operators import load_operators
 
     section, beside = config.graph, config.positions.beside
-    score = None
-    if section.score:
-        score = _resolve(config, "graph.score", section.score)
+    score = _resolve(config, "graph.score", section.score) if section.score else None
     path = beside(str(section.path))
     try:
         return workflow_from_config(
@@ -322,54 +294,14 @@ def _writer_workflow(config: AflowConfig) -> Function:
     from aflow_tune.writer.settings import writer_from_config
 
     section, beside = config.writer, config.positions.beside
-    score = None
-    if section.score:
-        score = _resolve(config, "writer.score", section.score)
     return writer_from_config(
         section,
         config.models,
         auxiliary=auxiliary_models(config),
         operators=load_operators(config.operators, config.positions.base),
-        score=score,
+        score=_resolve(config, "writer.score", section.score) if section.score else None,
         test_cases=beside(section.test_cases) if section.test_cases else None,
         prompt=beside(section.prompt) if section.prompt else None,
         sandbox=config.sandbox,
         where=config.positions.where,
     )
-
-
-def _settings(config: AflowConfig, workflow: Function | None, report: ValidationReport) -> None:
-    try:
-        report.engine = choose_engine(config)
-        with leaving_no_folders(config):
-            report.changes = prepare(config, workflow_func=workflow, dry=True)
-    except BadInput as error:
-        report.add(error)
-
-
-class leaving_no_folders:
-    """Trinity's validators make the run's folders; checking must not leave them behind."""
-
-    def __init__(self, config: AflowConfig) -> None:
-        self.config = config
-
-    def __enter__(self) -> None:
-        root = Path(self.config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
-        folder = root / self.config.project / self.config.group / self.config.name
-        self.missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        self.there = {path for path in _run_folders(folder) if path.exists()}
-
-    def __exit__(self, *_: object) -> None:
-        # The folder may have got another name meanwhile.
-        made = self.config.checkpoint_job_dir
-        for path in [*(_run_folders(Path(made)) if made else []), *self.missing]:
-            if path in self.there:
-                continue
-            try:
-                path.rmdir()
-            except OSError:
-                continue  # never made, or somebody has put something into it
-
-
-def _run_folders(run: Path) -> list[Path]:
-    return [run / "monitor", run / "buffer", run]

@@ -162,16 +162,16 @@ def _import(spec: str, name: str, base_dir: Path | None) -> ModuleType:
         if name in sys.modules or _is_there(name):
             return importlib.import_module(name)
     parent, _, last = name.rpartition(".")
-    cure = f"install it, or name a file: `path/{last}.py:function`"
+    fix = f"install it, or name a file: `path/{last}.py:function`"
     with contextlib.suppress(Exception):
         if parent and hasattr(importlib.import_module(parent), last):
-            cure = f"put a colon before the function: `{parent}:{last}`"
+            fix = f"put a colon before the function: `{parent}:{last}`"
     near = difflib.get_close_matches(name, _module_names(parent), 1, 0.75)
     if near:
-        cure = f"did you mean `{spec.replace(name, near[0])}`? Else {cure}"
+        fix = f"did you mean `{spec.replace(name, near[0])}`? Else {fix}"
     elif ":" not in spec and not parent:
-        cure = f"write where `{name}` is: `path/file.py:{name}`"
-    raise _refused(spec, f"a module `{name}` that can be imported", "no such module", cure)
+        fix = f"write where `{name}` is: `path/file.py:{name}`"
+    raise _refused(spec, f"a module `{name}` that can be imported", "no such module", fix)
 
 
 def _is_there(name: str) -> bool:
@@ -225,18 +225,18 @@ def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:
             return candidate.resolve()
     looked = " or ".join(str(candidate.absolute()) for candidate in candidates)
     found = f"a folder, {looked}" if path.is_dir() else f"no file {looked}"
-    cure = "write the path from the folder you are in, or an absolute one"
+    fix = "write the path from the folder you are in, or an absolute one"
     for candidate in candidates:
         folder = candidate if candidate.is_dir() else candidate.parent
         names = sorted(file.name for file in folder.glob("*.py")) if folder.is_dir() else []
         near = difflib.get_close_matches(path.name, names, 1, 0.5)
         if near:
             right = spec.replace(path.name, near[0]) if folder != candidate else near[0]
-            cure = f"did you mean `{right}`?"
+            fix = f"did you mean `{right}`?"
             break
         if names:
-            cure = f"{folder} has {', '.join(names[:_MOST_NAMES])}"
-    raise _refused(spec, "a Python file", found, cure)
+            fix = f"{folder} has {', '.join(names[:_MOST_NAMES])}"
+    raise _refused(spec, "a Python file", found, fix)
 
 
 def _package_name(path: Path) -> str | None:
@@ -355,5 +355,5 @@ def _only_marked(spec: str, module: ModuleType) -> Any:
     )
 
 
-def _refused(spec: str, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput(f"{spec!r} names no function.", [Fault(spec, expected, found, cure)])
+def _refused(spec: str, expected: str, found: str, fix: str) -> BadInput:
+    return BadInput(f"{spec!r} names no function.", [Fault(spec, expected, found, fix)])

@@ -118,10 +118,10 @@ class Examination:
         found = self._settings()
         if found is None:
             return check_gpus()
-        from aflow_tune.config import cpu_set
-        from aflow_tune.config.devices import missing_devices
+        from aflow_tune.config import on_processors
+        from aflow_tune.config.engine import missing_devices
 
-        elsewhere = found.remote or _joins_ray(found.config) or cpu_set.in_use()
+        elsewhere = found.remote or _joins_ray(found.config) or on_processors()
         lines = check_gpus(needed=found.on_trinity and not elsewhere)
         for obstacle in missing_devices(found.config):
             text = f"{obstacle.where}: {obstacle.found} (expected: {obstacle.expected})"

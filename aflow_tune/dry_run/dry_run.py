@@ -26,12 +26,11 @@ from typing import Any
 
 from aflow_tune.config.accounting import books_of
 from aflow_tune.config.load import AflowConfig, load_config
+from aflow_tune.config.prepare import COUNTING_STRATEGIES, Purpose, prepare
 from aflow_tune.config.quiet import end_log, log_to
-from aflow_tune.config.rules.adaptations import COUNTING_STRATEGIES
 from aflow_tune.config.stages import parts_of
-from aflow_tune.config.tasksets import total_steps, user_tasksets
-from aflow_tune.config.validate import functions_of, leaving_no_folders
-from aflow_tune.config.validators import materialise_tasksets, prepare
+from aflow_tune.config.tasksets import materialise_tasksets, total_steps, user_tasksets
+from aflow_tune.config.validate import functions_of
 from aflow_tune.dry_run.answers import read_answers
 from aflow_tune.dry_run.dry_settings import (
     Small,
@@ -269,14 +268,13 @@ class _Scene:
         """Prepare the configuration as it is, away from any cluster; whether it is Trinity's."""
         planned = self.planned
         if planned.engine == "trinity":
-            planned.__dict__["_engine"] = ("trinity", "as configured")
+            planned.prepared.engine = ("trinity", "as configured")
             # A folder of the cluster's machines need not be here: `doctor` looks for it there.
             for model in (planned.model, *planned.explorer.auxiliary_models):
                 folder = Path(str(model.model_path)).expanduser()
                 if folder.is_absolute() and not folder.exists():
                     model.model_path = str(self.model)
-        with leaving_no_folders(planned):
-            prepare(planned, workflow_func=workflow, dry=True)
+        prepare(planned, Purpose.CHECK, workflow=workflow)
         return planned.engine == "trinity"
 
     def _script(self) -> Script:

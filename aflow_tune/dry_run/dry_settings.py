@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity.common.constants import SyncStyle
 
-from aflow_tune.config.rules.adaptations import COUNTING_STRATEGIES
+from aflow_tune.config.prepare import COUNTING_STRATEGIES
 from aflow_tune.config.tasksets import user_tasksets
 from aflow_tune.engines.local.stand_in_model import PROJECTIONS
 from aflow_tune.find_ray import use_own
@@ -119,7 +119,7 @@ def _writes_nothing(config: AflowConfig, folder: Path) -> list[str]:
     left_out = []
     config.checkpoint_root_dir = str(folder / "runs")
     config.continue_from_checkpoint = True
-    config.__dict__.pop("_account_folder", None)
+    config.prepared.account_folder = None
     config.physical_gpus = None
     config.trainer.save_hf_checkpoint = "never"
     monitor, pipeline = config.monitor, config.data_processor.experience_pipeline

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from aflow_tune.config.engine_choice import choose_engine
+from aflow_tune.config.engine import choose_engine
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.errors import BadInput, Fault, RunFailed
 from aflow_tune.estimate.estimate_lengths import Earlier

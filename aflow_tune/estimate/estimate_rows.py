@@ -13,8 +13,8 @@ from pathlib import Path
 
 from trinity.common.experience import Experience
 
+from aflow_tune.config.file_rules import awaited
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.rules.experience_checks import awaited
 from aflow_tune.config.tasksets import experience_buffer, locate
 from aflow_tune.engines.local.packing import Sample
 from aflow_tune.engines.trinity.experience_reader import (

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from aflow_tune.config.load import AflowConfig, load_config
+from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.stages import parts_of
-from aflow_tune.config.validate import functions_of, leaving_no_folders
-from aflow_tune.config.validators import prepare
+from aflow_tune.config.validate import functions_of
 from aflow_tune.engines.local.memory import can_give_back
 from aflow_tune.engines.local.packing import Sample
 from aflow_tune.errors import BadInput, Fault
@@ -150,7 +150,7 @@ def _settle(config: AflowConfig, options: EstimateOptions, workflow: Function | 
         )
     if config.engine == "trinity":
         # Whether it can run on this machine is the doctor's question, not this one.
-        config.__dict__["_engine"] = ("trinity", "as configured")
+        config.prepared.engine = ("trinity", "as configured")
         cluster = cluster_of(config, options.gpus)
         if cluster is not None:
             whole = cluster.gpus % cluster.per_node == 0
@@ -162,8 +162,7 @@ def _settle(config: AflowConfig, options: EstimateOptions, workflow: Function | 
                     "mode: both needs a GPU for the sampler and one for the trainer: on --gpus 1 "
                     "this is what mode: colocate would need"
                 )
-    with leaving_no_folders(config):
-        prepare(config, workflow_func=workflow, dry=True, whole_model=False)
+    prepare(config, Purpose.ESTIMATE, workflow=workflow)
     return notes
 
 

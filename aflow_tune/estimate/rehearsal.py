@@ -167,7 +167,7 @@ async def _rehearse(
     config = copy.deepcopy(given)
     config.mode = "both"  # on stand-ins, who has which GPU is no question
     use_own(config)  # nor is any cluster asked
-    config.checkpoint_job_dir = config.__dict__["_account_folder"] = str(folder)
+    config.checkpoint_job_dir = config.prepared.account_folder = str(folder)
     config.buffer.cache_dir = str(folder / "buffer")
     config.budget = BudgetSection()
     config.rollout.run_timeout = min(config.rollout.run_timeout, SECONDS)

@@ -20,9 +20,10 @@ from typing import Any
 import transformers.utils.logging
 
 from aflow_tune.config.accounting import books_of, check_served
-from aflow_tune.config.eval_settings import lay_out_tasksets, prepare_evaluation
 from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.quiet import log_to
+from aflow_tune.config.tasksets import materialise_tasksets
 from aflow_tune.config.validate import check_run_prompts, resolve_functions
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
@@ -70,9 +71,9 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
     untouched = copy.deepcopy(config)
     workflow, judge = resolve_functions(config)
     check_functions(workflow, judge)
-    run_dir = prepare_evaluation(
-        config, [workflow, *([judge] if judge else [])], local_model=request.endpoint is None
-    )
+    local_model = request.endpoint is None
+    prepare(config, Purpose.EVALUATE, workflow=workflow, judge=judge, local_model=local_model)
+    run_dir = Path(config.get_checkpoint_job_dir())
     plan = make_plan(request.wanted, run_dir)
     if request.endpoint is not None:
         names = [column.side.served_model for column in plan.columns]
@@ -130,7 +131,7 @@ class _Evaluation:
 
     async def _all(self) -> None:
         for source in {id(source.config): source for source in self.sources.values()}.values():
-            lay_out_tasksets(source.config, self.out)
+            materialise_tasksets(source.config, self.out)
             books_of(source.config).start()
             tasks = await read_tasks(source.config)
             for other in self.sources.values():

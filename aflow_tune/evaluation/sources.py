@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.cluster.ship import user_modules
-from aflow_tune.config.eval_settings import prepare_evaluation
 from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.validate import resolve_functions
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.contract.signature import check_functions
@@ -125,8 +125,8 @@ def _other_config(path: Path, untouched: AflowConfig, request: Request) -> Sourc
         if not Path(str(taskset.path)).exists() and own.exists():
             taskset.path = str(own)
     config.report.score = untouched.report.score
-    functions = [workflow, *([judge] if judge else [])]
-    prepare_evaluation(config, functions, local_model=request.endpoint is None)
+    local_model = request.endpoint is None
+    prepare(config, Purpose.EVALUATE, workflow=workflow, judge=judge, local_model=local_model)
     return Source(config, workflow, judge)
 
 

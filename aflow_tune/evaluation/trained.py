@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 from trinity.common.config import GenerationConfig
 
 from aflow_tune.config.load import load_config
-from aflow_tune.config.rules.model_checks import check_model
+from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.stages import chain_folder, parts_of
-from aflow_tune.config.validators import settle_models
 from aflow_tune.engines.local.saved_weights import Kind, kind_of
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.runs.folder import STEP_PREFIX, checkpoints, read_stages
@@ -169,15 +168,7 @@ def make_ready(
     if weights is not None and kind_of(weights) is Kind.MODEL:
         config.model.model_path = str(weights)
         config.explorer.rollout_model.model_path = str(weights)
-    inputs = config.buffer.explorer_input
-    inputs.taskset, inputs.tasksets, inputs.eval_tasksets = None, [], []
-    config.mode, config.stages = "bench", []
-    if local_model:
-        found = check_model(config)
-        config.warnings.extend(found.warnings)
-        if found.faults:
-            raise BadInput("The model of this configuration cannot be loaded.", found.faults)
-    settle_models(config)
+    prepare(config, Purpose.ASK, local_model=local_model)
     return _sampling(config, held_out)
 
 

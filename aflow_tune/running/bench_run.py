@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.config.fingerprint import fingerprint_of
+from aflow_tune.config.changes import fingerprint_of
 from aflow_tune.config.quiet import log_to
 from aflow_tune.config.tasksets import materialise_tasksets
 from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 from trinity.common.config import DataSelectorConfig
 
 from aflow_tune.config.accounting import books_of
+from aflow_tune.config.file_rules import run_folders, templates_of
 from aflow_tune.config.mixes import benchmarks_of
-from aflow_tune.config.rules.harvest_rules import run_folders, templates_of
 from aflow_tune.data.leaks import find_leaks
 from aflow_tune.data.rows import with_source
 from aflow_tune.engines.local.models import pick_device

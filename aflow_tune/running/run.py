@@ -19,22 +19,14 @@ from typing import Any
 from trinity.buffer import get_buffer_reader
 
 from aflow_tune.config.accounting import books_of
-from aflow_tune.config.devices import use_recorded
-from aflow_tune.config.fingerprint import fingerprint_of
-from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.changes import fingerprint_of, render_changes, save_resolved
+from aflow_tune.config.engine import choose_engine, give_engine_settings, use_recorded
 from aflow_tune.config.mixes import merge_mix
-from aflow_tune.config.mode_rules import needs_workflow
+from aflow_tune.config.prepare import prepare
 from aflow_tune.config.quiet import log_to
-from aflow_tune.config.sampler_settings import give_engine_settings
-from aflow_tune.config.validate import check_data, check_run_prompts
-from aflow_tune.config.validators import (
-    Change,
-    choose_engine,
-    materialise_tasksets,
-    prepare,
-    render_changes,
-    save_resolved,
-)
+from aflow_tune.config.settings import AflowConfig, Change
+from aflow_tune.config.tasksets import materialise_tasksets
+from aflow_tune.config.validate import check_data, check_run_prompts, needs_workflow
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.engines.local.manifest import verify_checkpoint
 from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
@@ -97,7 +89,7 @@ class Run:
         unreachable = list(check_address(self.config, self.engine[0]))
         if unreachable:
             raise BadInput("There is no Ray for this run.", unreachable)
-        self.changes = prepare(self.config, workflow_func=self.workflow_func)
+        self.changes = prepare(self.config, workflow=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
         data = check_data(self.config, self.workflow_func, self.judge_func)
         self.warnings = [*self.config.warnings, *data.warnings]

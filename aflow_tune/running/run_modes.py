@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from aflow_tune.config.engine import give_engine_settings
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.sampler_settings import give_engine_settings
 from aflow_tune.engines.trinity.experience_reader import (
     left_out_warning,
     materialise_experiences,

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.mode_rules import TRAINING
-from aflow_tune.config.stages import StagePositions, chain_folder, parts_of
+from aflow_tune.config.stages import TRAINING, StagePositions, chain_folder, parts_of
 from aflow_tune.config.validate import check_part
 from aflow_tune.errors import (
     AlreadyFinished,
@@ -113,7 +112,7 @@ class _Chain:
         for number, (name, part) in enumerate(parts):
             if stop():
                 raise Interrupted(f"stopped before stage {name!r}; the same command goes on there")
-            part.__dict__["_account_folder"] = str(self.folder)
+            part.prepared.account_folder = str(self.folder)
             if model is not None and _MODEL not in _own_keys(part):
                 part.model.model_path = model
             try:

@@ -212,8 +212,7 @@ def decisive(plan: Plan) -> dict[str, Any]:
     Of the configuration it is every setting that decides what is learned and how it is scored,
     without the swept keys; of the command line all but how long, how many and how many at once.
     """
-    from aflow_tune.config.changes import masked
-    from aflow_tune.config.fingerprint import is_free
+    from aflow_tune.config.changes import is_free, masked
 
     request = plan.request
     swept = {canonical(axis.key) for axis in plan.axes}

@@ -2,7 +2,7 @@
 
 Here is asked what the section says by itself and beside `models:` and the auxiliary models. What
 needs the rest of the configuration (the algorithm, time limits, the rows of the data) is asked in
-`config/rules/refusals_writer.py`.
+`config/file_rules.py`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,6 @@
   CPU, gloo stands in for NCCL, engines registered for CUDA are registered for the CPU.
 - `tcp.py`: weights that both would send over NCCL go over TCP.
 
-aflow-tune sets the variables and tells Ray how many GPUs to count (`settings/cpu_set.py`). With
+aflow-tune sets the variables and tells Ray how many GPUs to count (`aflow_tune/config/`). With
 CUDA none of this is installed.
 """

@@ -24,8 +24,8 @@ from trinity.buffer.task_scheduler import get_taskset_scheduler
 from trinity.common.experience import Experience
 from trinity.utils.metrics import aggregate_metrics
 
+from aflow_tune.config.engine import computes_in_16_bits, sampling_speed
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.sampler_settings import computes_in_16_bits, sampling_speed
 from aflow_tune.engines.trinity.rollout.inline_rollouts import InlineRollouts, make_monitor
 from aflow_tune.engines.trinity.training.run_state import save_taskset_state
 from aflow_tune.engines.trinity.training.sync_check import MISMATCH, SyncCheck

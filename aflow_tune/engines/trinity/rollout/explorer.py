@@ -36,8 +36,8 @@ from trinity.explorer.scheduler import RunnerWrapper, Scheduler, TaskWrapper
 from trinity.explorer.workflow_runner import Status, WorkflowRunner
 
 from aflow_tune.config.accounting import stop_at_limit
+from aflow_tune.config.engine import computes_in_16_bits, sampling_speed
 from aflow_tune.config.mixes import quick_tasksets
-from aflow_tune.config.sampler_settings import computes_in_16_bits, sampling_speed
 from aflow_tune.engines.trinity.rollout.checked_explorer import CheckedExplorer
 from aflow_tune.engines.trinity.rollout.operators import StepStamp
 from aflow_tune.engines.trinity.rollout.recording import load_agentscope

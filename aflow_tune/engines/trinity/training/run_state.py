@@ -23,7 +23,7 @@ from typing import Any
 
 from trinity.common.config import TasksetConfig
 
-from aflow_tune.config.fingerprint import is_free
+from aflow_tune.config.changes import is_free, renamed
 from aflow_tune.engines.local.manifest import MANIFEST, CheckpointError, verify_checkpoint
 from aflow_tune.errors import AlreadyFinished, BadInput, Fault
 from aflow_tune.files import write_json
@@ -233,5 +233,5 @@ def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) ->
         )
         for key in sorted(state.fingerprint.keys() | fingerprint.keys())
         # An older version may have counted a setting that is free by now.
-        if state.fingerprint.get(key) != fingerprint.get(key) and not is_free(key)
+        if renamed(state.fingerprint.get(key)) != fingerprint.get(key) and not is_free(key)
     ]

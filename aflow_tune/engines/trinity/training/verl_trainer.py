@@ -20,7 +20,7 @@ from trinity.common.config import Config
 from trinity.common.experience import EID, Experience
 from trinity.trainer.trainer import Trainer
 
-from aflow_tune.config.engine_choice import removes_padding
+from aflow_tune.config.engine import removes_padding
 from aflow_tune.engines.trinity.training.pair_loss import keep_pairs
 from aflow_tune.engines.trinity.training.sync_check import (
     forget,

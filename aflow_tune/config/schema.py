@@ -1,25 +1,25 @@
-"""Checks YAML against a tree of dataclasses and collects every fault, not just the first.
+"""The schema of the YAML: a check that finds every fault, with the key that was meant.
 
-OmegaConf makes the real merge; it stops at the first fault and knows no lines. This walk goes
-over the YAML's nodes beside the schema, reports unknown keys with the nearest known one and
-values of a wrong type, and cuts the faulty parts out of the nodes, so that what remains can
-still be merged and checked further. Values with `${...}` are left to OmegaConf.
+OmegaConf makes the real merge; it stops at the first fault and knows no lines. `SchemaWalk` goes
+over the YAML's nodes beside the tree of dataclasses, reports unknown keys with the nearest known
+one and values of a wrong type, and cuts the faulty parts out of the nodes, so that what remains
+can still be merged and checked further. Values with `${...}` are left to OmegaConf.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Union
 
 import yaml
 
-from aflow_tune.config.schema_names import elsewhere, nearest
 from aflow_tune.errors import Fault
 from aflow_tune.sections import KeyPositions, display
 
@@ -33,6 +33,47 @@ _SCALARS = {
     float: "a number",
     str: "text",
 }
+
+SYNONYMS = {
+    "learning_rate": "algorithm.optimizer.lr",
+    "warmup_steps": "algorithm.optimizer.lr_warmup_steps",
+    "warmup_ratio": "algorithm.optimizer.lr_warmup_steps_ratio",
+    "lr_scheduler": "algorithm.optimizer.lr_scheduler_type",
+    "max_grad_norm": "trainer.grad_clip",
+    "group_size": "algorithm.repeat_times",
+    "num_generations": "algorithm.repeat_times",
+    "rollout_n": "algorithm.repeat_times",
+    "epochs": "buffer.total_epochs",
+    "num_epochs": "buffer.total_epochs",
+    "num_train_epochs": "buffer.total_epochs",
+    "max_steps": "buffer.total_steps",
+    "steps": "buffer.total_steps",
+    "save_steps": "trainer.save_interval",
+    "eval_steps": "explorer.eval_interval",
+    "max_tokens": "model.max_response_tokens",
+    "max_new_tokens": "model.max_response_tokens",
+    "max_completion_length": "model.max_response_tokens",
+    "max_prompt_length": "model.max_prompt_tokens",
+    "base_model": "model.model_path",
+    "model_name": "model.model_path",
+    "model_name_or_path": "model.model_path",
+    "lora": "model.lora_configs",
+    "lora_config": "model.lora_configs",
+    "lora_r": "model.lora_configs[].lora_rank",
+    "r": "model.lora_configs[].lora_rank",
+    "dataset": "buffer.explorer_input.taskset",
+    "train_dataset": "buffer.explorer_input.taskset",
+    "eval_dataset": "buffer.explorer_input.eval_tasksets",
+    "eval_taskset": "buffer.explorer_input.eval_tasksets",
+    "workflow_func": "workflow",
+    "reward": "judge",
+    "reward_fn": "judge",
+    "judge_func": "judge",
+    "timeout": "rollout.run_timeout",
+    "output_dir": "checkpoint_root_dir",
+    "experiment_name": "name",
+}
+"""What other frameworks call a setting."""
 
 
 class SchemaWalk:
@@ -128,8 +169,8 @@ class SchemaWalk:
 
     def _check_list(self, node: yaml.Node, expected: Any, path: str) -> bool:
         if not isinstance(node, yaml.SequenceNode):
-            cure = "begin each item with `- `, also a single one"
-            return self._fault(path, node, describe(expected), kind_of(node), cure)
+            fix = "begin each item with `- `, also a single one"
+            return self._fault(path, node, describe(expected), kind_of(node), fix)
         item_type = (typing.get_args(expected) or (Any,))[0]
         kept = []
         for index, item in enumerate(node.value):
@@ -184,8 +225,8 @@ class SchemaWalk:
     def _not_a_choice(self, path: str, node: yaml.Node, words: typing.Sequence[str]) -> bool:
         close = nearest(str(node.value), words)
         name = path.rpartition(".")[2]
-        cure = f"{name}: {close}" if close else f"{name}: {words[0]}"
-        return self._fault(path, node, "one of " + ", ".join(words), kind_of(node), cure)
+        fix = f"{name}: {close}" if close else f"{name}: {words[0]}"
+        return self._fault(path, node, "one of " + ", ".join(words), kind_of(node), fix)
 
     def _note_lines(self, node: yaml.Node, path: str) -> None:
         if isinstance(node, yaml.MappingNode):
@@ -210,16 +251,16 @@ class SchemaWalk:
     def _unknown(
         self, parent: str, key_node: yaml.ScalarNode, value: yaml.Node, known: dict[str, Any]
     ) -> None:
-        expected, cure = suggest(self.schema, parent, key_node.value, known)
+        expected, fix = suggest(self.schema, parent, key_node.value, known)
         key = f"{parent}.{key_node.value}" if parent else key_node.value
         kind = kind_of(value)
         if isinstance(value, yaml.ScalarNode) and _MAY_HOLD_A_KEY.search(key_node.value):
             kind = "its value is not shown since it may be a key"
         found = f"`{display(key)}`, which is no setting ({kind})"
-        self.faults.append(Fault(self.where(key, key_node), expected, found, cure))
+        self.faults.append(Fault(self.where(key, key_node), expected, found, fix))
 
     def _fault(
-        self, path: str, node: yaml.Node, expected: str, found: str, cure: str | None = None
+        self, path: str, node: yaml.Node, expected: str, found: str, fix: str | None = None
     ) -> bool:
         shown = display(path) or "the file"
         self.faults.append(
@@ -227,7 +268,7 @@ class SchemaWalk:
                 self.where(path, node),
                 f"{shown}: {expected}",
                 found,
-                cure or f"give `{shown}` {expected}, or remove it to take the default",
+                fix or f"give `{shown}` {expected}, or remove it to take the default",
             )
         )
         return False
@@ -330,3 +371,48 @@ def _parses(kind: type, text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word most like `word`, or None."""
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def elsewhere(name: str, parent: str, siblings: list[str], index: Mapping[str, Any]) -> str | None:
+    """The key path that an unknown `name` under `parent` stands for, or None.
+
+    In this order: a sibling spelled almost so, or with more behind it; the same name at another
+    level (the least deep one); another framework's name; a sibling somewhat like it; a key
+    anywhere almost so.
+    """
+    prefix = f"{parent}." if parent else ""
+    bare = name.rpartition(".")[2]
+    if prefix + name in index and name != bare:
+        return prefix + name
+    if close := nearest(name, siblings, 0.8):
+        return prefix + close
+    longer = [sibling for sibling in siblings if sibling.startswith(f"{name}_")]
+    if len(longer) == 1:  # `api_key_env` for `api_key`
+        return prefix + longer[0]
+    by_leaf: dict[str, list[str]] = {}
+    for path in index:
+        by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
+    if bare in by_leaf:
+        return _least_deep(by_leaf[bare], parent)
+    if bare.lower() in SYNONYMS and SYNONYMS[bare.lower()] in index:
+        return SYNONYMS[bare.lower()]
+    if close := nearest(name, siblings):
+        return prefix + close
+    if close := nearest(bare, by_leaf, 0.8):
+        return _least_deep(by_leaf[close], parent)
+    return None
+
+
+def _least_deep(paths: list[str], parent: str) -> str:
+    top = parent.partition(".")[0] + "."
+
+    def distance(path: str) -> tuple[int, bool, bool, str]:
+        return path.count("."), "[]" in path, not path.startswith(top), path
+
+    return min(paths, key=distance)

@@ -1,0 +1,307 @@
+"""Which engine runs a configuration, on which devices, and what its sampler is told.
+
+Looking is cheap: whether a package is there is asked of the import system, and PyTorch, which
+Trinity's own configuration already needs, is asked for CUDA. How GPUs are found, claimed and
+watched is the room `gpus`'; this module says which, how many and for whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.config import on_processors, vllm_installed
+from aflow_tune.config.settings import AflowConfig
+from aflow_tune.engines.local.models import pick_device, pick_dtype
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.find_ray import find_ray, uses_ray
+from aflow_tune.gpus.choosing import isolated, mapping_lines, obstacles, visible, wanted_faults
+from aflow_tune.gpus.devices import Device, NvmlUnavailable, snapshot
+from aflow_tune.gpus.freeing import pid_faults
+from aflow_tune.gpus.processes import look
+from aflow_tune.gpus.use import UseLog
+from aflow_tune.report.gpu_use import ROLE
+from aflow_tune.report.metrics import FILE_NAME, append_metrics, parse_line
+from aflow_tune.report.quantities import is_training
+from aflow_tune.report.tail import LineTail
+
+_KEY = "physical_gpus"
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+def choose_engine(config: AflowConfig) -> tuple[str, str]:
+    """The engine and the reason for it. A prepared configuration keeps its engine.
+
+    Returns:
+        ('local' or 'trinity', reason in words).
+
+    Raises:
+        BadInput: `engine: trinity` where it cannot run, `engine: local` with a remote service.
+    """
+    if config.prepared.engine is not None:
+        return config.prepared.engine
+    services = ("tinker", "external_model")
+    remote = next((name for name in services if getattr(config.model, name).enable), None)
+    if config.engine == "local":
+        if remote:
+            raise _refused(config, f"`model.{remote}.enable` is enabled", "engine: trinity")
+        return "local", "as configured"
+    if remote:
+        reason = f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
+        return "trinity", reason
+    missing = _missing(config)
+    if config.engine == "trinity":
+        if missing and find_ray(config) is None:
+            fix = "engine: local, or name the cluster with cluster.ray_address"
+            if config.inline:
+                fix += " and set inline: false"
+            raise _refused(config, "; ".join(missing), fix)
+        where = " on processors, without a GPU" if on_processors() else ""
+        return "trinity", f"as configured{where}"
+    if missing:
+        return "local", "; ".join(missing)
+    return "trinity", "CUDA, vLLM and verl are there"
+
+
+def _missing(config: AflowConfig) -> list[str]:
+    """What Trinity's own engines would need and this machine does not have."""
+    import torch
+
+    missing = []
+    if not torch.cuda.is_available() and not (config.engine == "trinity" and on_processors()):
+        missing.append("no CUDA device")
+    if not vllm_installed():
+        missing.append("vLLM is not installed")
+    if importlib.util.find_spec("verl") is None:
+        missing.append("verl is not installed")
+    elif config.trainer.use_remove_padding and not removes_padding():
+        missing.append(
+            "flash_attn is not installed (needed unless `trainer.use_remove_padding: false`)"
+        )
+    return missing
+
+
+def removes_padding() -> bool:
+    """Whether flash-attn's functions that take padding out are there.
+
+    Asked of the module itself: other packages bring a `flash_attn` without it, and one that was
+    built for another PyTorch cannot be imported.
+    """
+    try:
+        return importlib.util.find_spec("flash_attn.bert_padding") is not None
+    except ImportError:  # of the package `flash_attn`, which this imports
+        return False
+
+
+def _refused(config: AflowConfig, found: str, fix: str) -> BadInput:
+    name = f"engine: {config.engine}"
+    return BadInput(
+        f"`{name}` cannot run this configuration here.",
+        [config.fault("engine", f"what `{name}` needs", found, fix)],
+    )
+
+
+def give_engine_settings(config: AflowConfig) -> None:
+    """Put what `sampler_host.SamplerHost` asks for into the configuration's models."""
+    engine: dict[str, Any] = {
+        "device": config.local.device,
+        "dtype": "float32" if config.deterministic else config.local.dtype,
+        "threads": config.local.threads,
+        "max_batch": config.local.max_batch,
+        "deterministic": config.deterministic,
+        "lora": None,
+    }
+    for auxiliary in config.explorer.auxiliary_models:
+        auxiliary.extra_engine_args = {**engine, "frozen": True}
+    lora = config.model.lora_configs[0] if config.model.lora_configs else None
+    if lora is not None:
+        engine["lora"] = {
+            "rank": lora.lora_rank,
+            "alpha": lora.lora_alpha,
+            "target_modules": lora.target_modules,
+        }
+    config.explorer.rollout_model.extra_engine_args = {**engine, "frozen": False}
+
+
+def computes_in_16_bits(config: AflowConfig) -> bool:
+    """Whether sampler and trainer of the local engine compute in bf16 or fp16."""
+    import torch
+
+    chosen = pick_dtype(config.local.dtype, pick_device(config.local.device))
+    return not config.deterministic and chosen != torch.float32
+
+
+def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Tokens drawn per second of the sampler's work between two readings of its totals."""
+    seconds = after["busy_seconds"] - before["busy_seconds"]
+    if seconds <= 0:
+        return {}
+    tokens = after["generated_tokens"] - before["generated_tokens"]
+    return {"rollout/tokens_per_second": tokens / seconds}
+
+
+def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fault]:
+    """What is wrong with `physical_gpus` and `protected_pids`, whatever machine they meet.
+
+    Args:
+        engine: the one that was chosen, where `config.engine` does not say it yet.
+    """
+    where = config.positions.where
+    yield from wanted_faults(config.physical_gpus, where(_KEY))
+    yield from pid_faults(config.protected_pids, where("protected_pids"))
+    if config.physical_gpus is None:
+        return
+    device = config.local.device
+    if (engine or config.engine) == "local" and device in ("cpu", "mps"):
+        yield config.fault(_KEY, "local.device: auto or cuda", device, "remove one of the two")
+    if not uses_ray(config, engine):
+        return
+    try:
+        found = find_ray(config)
+    except BadInput as error:
+        yield from error.faults
+        return
+    if found is not None:
+        yield config.fault(
+            _KEY,
+            "a Ray that this command starts itself",
+            f"the Ray at {found.address} ({found.source}), whose devices were fixed when it was "
+            "started",
+            "remove it, and start that Ray with CUDA_VISIBLE_DEVICES set to its devices; or "
+            "cluster.ray_address: local",
+        )
+
+
+@contextlib.contextmanager
+def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iterator[None]:
+    """Claim the devices that `physical_gpus` asks for and hide all others, for the block.
+
+    Without the setting nothing is claimed and nothing is hidden. To be entered before anything
+    else may look for CUDA.
+
+    Raises:
+        BadInput: the settings are wrong, or there are not so many free devices.
+    """
+    if config.physical_gpus is None:
+        yield
+        return
+    engine = _engine_by_nvml(config)
+    faults = list(check_devices(config, engine))
+    if faults:
+        raise BadInput("These settings cannot be followed.", faults)
+    for pid in config.protected_pids:
+        if look(pid) is None:
+            say(f"warning: protected_pids: there is no process {pid} (any more)")
+    with isolated(
+        config.physical_gpus,
+        _count(config, engine),
+        run=f"{config.project}/{config.name}",
+        protected=config.protected_pids,
+        where=config.positions.where(_KEY),
+    ) as chosen:
+        if chosen.by_uuid and engine == "trinity":
+            named = ", ".join(device.label for device in chosen.devices)
+            fault = config.fault(
+                _KEY,
+                "GPUs of a machine without divided ones (MIG): vLLM takes numbers only",
+                f"GPU {named}, which has to be named by UUID",
+                "engine: local, or leave MIG mode: nvidia-smi -mig 0",
+            )
+            raise BadInput("Trinity's vLLM cannot be given these devices.", [fault])
+        for line in mapping_lines(chosen.devices):
+            say(line)
+        yield
+
+
+def missing_devices(config: AflowConfig) -> list[Fault]:
+    """What would keep `own_devices` from its devices now. Claims nothing."""
+    if config.physical_gpus is None:
+        return []
+    engine = _engine_by_nvml(config)
+    if list(check_devices(config, engine)):
+        return []  # what is wrong with the settings is told with them
+    where = config.positions.where(_KEY)
+    return obstacles(config.physical_gpus, _count(config, engine), where)
+
+
+def _count(config: AflowConfig, engine: str) -> int | None:
+    """How many devices of this machine the run needs; None: all that are free."""
+    return 1 if engine == "local" else config.cluster.gpu_per_node or None
+
+
+def _engine_by_nvml(config: AflowConfig) -> str:
+    """The engine that will run, found by asking NVML: CUDA itself must not be used yet."""
+    if config.engine != "auto":
+        return config.engine
+    before = os.environ.get(_NVML_CHECK)
+    os.environ[_NVML_CHECK] = "1"
+    try:
+        return choose_engine(config)[0]
+    finally:
+        if before is None:
+            del os.environ[_NVML_CHECK]
+        else:
+            os.environ[_NVML_CHECK] = before
+
+
+@contextlib.contextmanager
+def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
+    """Record in the run's metrics how much its GPUs on this machine are used, for the block."""
+    logger = logging.getLogger("trinity")
+    tail, last = LineTail(run_dir / FILE_NAME), 0
+
+    def step() -> int:
+        nonlocal last
+        lines, anew = tail.read()
+        last = 0 if anew else last
+        parsed = [line for text in lines if (line := parse_line(text)) is not None]
+        last = max([last, *(line.step for line in parsed if is_training(line))])
+        return last
+
+    def write(step: int, numbers: dict[str, float]) -> None:
+        append_metrics(run_dir, ROLE, step, numbers)
+
+    most = config.cluster.gpu_per_node if config.engine == "trinity" else None
+    with UseLog(_watched(config), step, write, logger.warning, most=most or None):
+        yield
+
+
+def _watched(config: AflowConfig) -> list[Device]:
+    """The run's devices on this machine: all that it sees, of which the local engine uses one,
+    and none where a service computes, or the CPU."""
+    if config.model.tinker.enable or config.model.external_model.enable:
+        return []
+    if config.engine == "local" and pick_device(config.local.device).type != "cuda":
+        return []
+    found = find_ray(config) if uses_ray(config) else None
+    if found is not None and not _is_here(found.address):
+        return []
+    try:
+        now = snapshot()
+    except NvmlUnavailable:
+        return []
+    try:
+        seen = visible(now, os.environ)
+    except BadInput:
+        seen = now.units()
+    return seen[:1] if config.engine == "local" else seen
+
+
+def _is_here(address: str) -> bool:
+    """Whether a Ray of this address has its head on this machine."""
+    host = address.rpartition("//")[2].partition(":")[0]
+    if host in ("localhost", socket.gethostname()):
+        return True
+    import psutil
+
+    own = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback or host in own
+    return False

@@ -1,0 +1,534 @@
+"""From settings as written to settings that can be used: `prepare`, for whatever purpose.
+
+In this order: choose the engine, hold the settings against the rules of the purpose, fill in what
+was left out, run Trinity's validators, compare before and after. For the local engine our
+validators take the place of those of Trinity's that speak of GPUs, Ray clusters and verl; the
+others run as they are. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity.common import config_validator as upstream
+from trinity.common.config import Config, OperatorConfig
+from trinity.common.constants import StorageType, SyncMethod, SyncStyle
+
+from aflow_tune.config import on_processors
+from aflow_tune.config.changes import differences
+from aflow_tune.config.engine import choose_engine, give_engine_settings
+from aflow_tune.config.rules import (
+    ADAPTER,
+    MONITOR,
+    RUNS,
+    Case,
+    Purpose,
+    check_settings,
+)
+from aflow_tune.config.settings import AflowConfig, Change, logical_gpus
+from aflow_tune.config.tasksets import (
+    WITHOUT_TASKS,
+    fill_held_out,
+    settle_paths,
+    total_steps,
+    user_tasksets,
+)
+from aflow_tune.engines.local.models import BUNDLED, is_cached, resolve_model
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.find_ray import find_ray, greet, handlers_kept
+
+__all__ = ["Purpose", "prepare"]
+
+RUN_FILTER = "aflow_tune.engines.trinity.rollout.operators.RunFilter"
+ANCHOR_RATE = "aflow_tune.engines.trinity.rollout.anchors.AnchorRate"
+SAMPLE_STRATEGY = "aflow_tune.engines.trinity.training.sampling.WholeStepSampleStrategy"
+COUNTING_STRATEGIES = ("default", "warmup")
+"""Trinity's strategies that take a number of calls, which a workflow does not fix."""
+
+_SAVES_A_RUN = 10
+"""Checkpoints of a run whose `trainer.save_interval` was left out."""
+_KEPT_FULL_CHECKPOINTS = 2
+_SPARE_SECONDS = 60
+
+_REFUSED = {
+    Purpose.EVALUATE: "This configuration cannot be evaluated.",
+    Purpose.HARVEST: "This configuration cannot be harvested with.",
+    Purpose.ASK: "The model of this configuration cannot be loaded.",
+}
+
+
+def prepare(
+    config: AflowConfig,
+    purpose: Purpose = Purpose.RUN,
+    *,
+    workflow: Callable[..., Any] | None = None,
+    judge: Callable[..., Any] | None = None,
+    local_model: bool = True,
+    faults: Sequence[Fault] = (),
+) -> list[Change]:
+    """Make `config` ready for a purpose, in place. Idempotent: a second call changes nothing.
+
+    Args:
+        purpose: what it is made ready for; CHECK and ESTIMATE leave nothing behind on the disk,
+            ask no cluster and fetch nothing.
+        workflow, judge: the functions, where they are known: a source bounds how many calls a
+            run makes, and says which fields it reads of a row.
+        local_model: whether the configured model is going to be loaded; False where the policy
+            is behind an endpoint.
+        faults: what was found wrong before, to be told together.
+
+    Returns:
+        Every setting that now differs from what the user wrote.
+
+    Raises:
+        BadInput: with every fault found. `config.warnings` holds what was only doubtful.
+    """
+    kept = config.prepared
+    if kept.changes is not None:
+        return kept.changes
+    _take_out(config, purpose)
+    before = config.flatten()
+    reasons: dict[str, str] = {}
+    if purpose in RUNS:
+        engine = choose_engine(config)
+        config.engine, reasons["engine"] = engine
+    found = check_settings(Case(config, purpose, workflow, judge, local_model), faults)
+    config.warnings.extend(found.warnings)
+    if found.faults:
+        raise BadInput(_REFUSED.get(purpose, "These settings cannot train."), found.faults)
+    adapt(config, reasons)
+    dry = purpose in (Purpose.CHECK, Purpose.ESTIMATE)
+    with contextlib.ExitStack() as stack:
+        if dry:
+            stack.enter_context(_leaving_no_folders(config))
+            stack.enter_context(_sparing_imports())
+        if purpose not in RUNS:
+            validators: list[upstream.ConfigValidator]
+            validators = [upstream.ModelConfigValidator(), LocalExplorerValidator()]
+        elif config.engine == "local":
+            adapt_local(config, reasons)
+            validators = _in_place_of(_FOR_LOCAL | _checked(config, dry))
+        else:
+            adapt_cluster(config, reasons, fetch=not dry)
+            validators = _in_place_of(_for_trinity(config, dry) | _checked(config, dry))
+        with _mode_of_trinity(config):
+            for validator in validators:
+                run_validator(validator, config)
+    for _, taskset, held_out in user_tasksets(config):
+        # Trinity leaves the held-out task sets of `train` unread.
+        if purpose not in RUNS or (config.mode == "train" and held_out):
+            fill_held_out(config, taskset)
+    if purpose in RUNS:
+        kept.engine = engine
+    else:
+        give_engine_settings(config)
+    kept.changes = differences(before, config.flatten(), reasons)
+    return kept.changes
+
+
+def _take_out(config: AflowConfig, purpose: Purpose) -> None:
+    """Take out what this purpose and mode do not read, before anything is checked, so that a
+    stage may inherit it from the top level; and fill in what the mode alone needs."""
+    inputs = config.buffer.explorer_input
+    if purpose in (Purpose.EVALUATE, Purpose.ASK):
+        config.mode = "bench"
+        inputs.taskset, inputs.tasksets = None, []
+    if purpose is Purpose.ASK:
+        inputs.eval_tasksets, config.stages = [], []
+    if purpose is Purpose.HARVEST:
+        config.mode = "harvest"
+    if purpose not in RUNS:
+        return
+    if config.mode == "serve":
+        inputs.eval_tasksets = []
+    if config.mode in WITHOUT_TASKS and (inputs.taskset or inputs.tasksets or config.mix):
+        inputs.taskset, inputs.tasksets, config.mix = None, [], {}
+    key = "buffer.trainer_input.experience_buffer"
+    buffer = config.buffer.trainer_input.experience_buffer
+    if config.mode == "train" and buffer is not None and buffer.path:
+        if not config.positions.given(f"{key}.storage_type"):
+            buffer.storage_type = StorageType.FILE.value
+        buffer.name = buffer.name or "experiences"
+
+
+def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
+    """Settings that every workflow function needs on either engine.
+
+    A key that the user set is changed only if it cannot mean anything here; every change shows in
+    the table, with the reason in `reasons` where the table's own would not fit.
+
+    Raises:
+        BadInput: temperatures of training task sets contradict each other.
+    """
+    given, model = config.positions.given, config.explorer.rollout_model
+    model.enable_history = True
+    model.enable_openai_api = True
+    if not given("explorer.rollout_model.enable_auto_tool_choice"):
+        model.enable_auto_tool_choice = True
+    if model.enable_auto_tool_choice and not model.tool_call_parser:
+        model.tool_call_parser = "hermes"
+    inputs = config.buffer.explorer_input
+    inputs.default_workflow_type = inputs.default_eval_workflow_type = ADAPTER
+    taken: list[str | None] = []
+    for number, (_, taskset, held_out) in enumerate(user_tasksets(config)):
+        taskset.default_workflow_type = ADAPTER
+        taskset.name = taskset.name or ("held_out" if held_out else "train")
+        if taskset.name in taken:
+            taskset.name = f"{taskset.name}_{number}"
+        taken.append(taskset.name)
+    if not config.checkpoint_root_dir:
+        config.checkpoint_root_dir = "checkpoints"
+        reasons["checkpoint_root_dir"] = "where run folders go; made absolute"
+    config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(config.checkpoint_root_dir))
+    algorithm, operators = config.algorithm, config.data_processor.experience_pipeline.operators
+    if not any(operator.name == RUN_FILTER for operator in operators):
+        arguments = {"max_failed_fraction": config.rollout.max_failed_fraction}
+        operators.insert(0, OperatorConfig(name=RUN_FILTER, args=arguments))
+    names = [operator.name for operator in operators]
+    if (algorithm.advantage_fn or algorithm.algorithm_type) == "gigpo" and ANCHOR_RATE not in names:
+        place = names.index(RUN_FILTER) + 1
+        operators.insert(place, OperatorConfig(name=ANCHOR_RATE))
+        key = f"data_processor.experience_pipeline.operators.{place}"
+        reasons[key] = "measures how often GiGPO has something to compare"
+    if config.monitor.monitor_type == "tensorboard":
+        config.monitor.monitor_type = MONITOR
+    if algorithm.algorithm_type == "raft" and algorithm.advantage_fn is None:
+        # Trinity 0.6 would fill in ppo's, which its own pipeline then refuses.
+        algorithm.advantage_fn = "reinforce"
+        reasons["algorithm.advantage_fn"] = "raft reads no advantage; this one changes nothing"
+    _settle_temperature(config)
+    # Our limit of a rollout must end it before Trinity's drops its whole task.
+    rollout, explorer = config.rollout, config.explorer
+    if given("explorer.max_timeout") and not given("rollout.run_timeout"):
+        rollout.run_timeout = min(rollout.run_timeout, float(explorer.max_timeout))
+    needed = math.ceil(rollout.run_timeout) + _SPARE_SECONDS
+    explorer.max_timeout = max(explorer.max_timeout, needed)
+    settle_paths(config)
+
+
+def _settle_temperature(config: AflowConfig) -> None:
+    """The trainer divides by `model.temperature`; make it the one that is sampled with."""
+    found: dict[float, str] = {}
+    for key, taskset, held_out in user_tasksets(config):
+        own = taskset.rollout_args.temperature
+        if not held_out and own is not None:
+            found.setdefault(own, f"{key}.rollout_args.temperature")
+    if not config.positions.given("model.temperature") and len(found) == 1:
+        config.model.temperature = next(iter(found))
+    faults = [
+        config.fault(
+            place,
+            f"{config.model.temperature}, as model.temperature, by which the trainer divides",
+            str(value),
+            "give the temperature once, as model.temperature",
+        )
+        for value, place in found.items()
+        if value != config.model.temperature
+    ]
+    if faults:
+        raise BadInput("Sampling and training would use different temperatures.", faults)
+
+
+def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
+    """Settings of the local engine: turns, memory, one sampler, whole steps."""
+    given, explorer, synchronizer = config.positions.given, config.explorer, config.synchronizer
+    synchronizer.sync_method = SyncMethod.MEMORY
+    synchronizer.sync_style = SyncStyle.FIXED
+    synchronizer.sync_interval = 1
+    synchronizer.explorer_sync_interval = synchronizer.trainer_sync_interval = None
+    synchronizer.sync_offset = 0
+    if not given("explorer.concurrent_mode"):
+        explorer.concurrent_mode = "asynchronous"
+    if not given("explorer.runner_per_model"):
+        # Runners are slots of one process, and evaluations have more tasks than a batch. A large
+        # batch gets fewer, so that rollouts do not spend their time-out waiting for the sampler.
+        most, repeats = config.local.max_batch, config.algorithm.repeat_times
+        crowded = config.buffer.batch_size * repeats > 2 * most
+        explorer.runner_per_model = math.ceil(most / repeats) if crowded else most
+        reasons["explorer.runner_per_model"] = "tasks at once: slots of one process"
+    for model in (explorer.rollout_model, *explorer.auxiliary_models):
+        model.engine_num = model.tensor_parallel_size = 1
+        model.data_parallel_size = model.pipeline_parallel_size = 1
+    if config.mode == "train":
+        for name in ("sync_method", "sync_interval", "sync_style"):
+            reasons[f"synchronizer.{name}"] = "Trinity's for a data set; nothing is synchronised"
+    if config.mode == "both" and config.algorithm.sample_strategy is None:
+        from trinity.algorithm import ALGORITHM_TYPE
+
+        own = ALGORITHM_TYPE.get(config.algorithm.algorithm_type).default_config()
+        if own.get("sample_strategy", "warmup") in COUNTING_STRATEGIES:
+            config.algorithm.sample_strategy = SAMPLE_STRATEGY
+    pipeline = config.data_processor.experience_pipeline
+    if not given("data_processor.experience_pipeline.save_input"):
+        pipeline.save_input = pipeline.input_save_path is not None
+    if config.deterministic and config.local.dtype == "auto":
+        config.local.dtype = "fp32"
+    steps = total_steps(config)
+    if not given("trainer.save_interval"):
+        config.trainer.save_interval = max(1, (steps or _SAVES_A_RUN**2) // _SAVES_A_RUN)
+    if config.model.lora_configs is None and not given("trainer.max_checkpoints_to_keep"):
+        config.trainer.max_checkpoints_to_keep = _KEPT_FULL_CHECKPOINTS
+    interval = "explorer.eval_interval"
+    if steps and (not given(interval) or config.positions.inherited(interval)):
+        explorer.eval_interval = min(explorer.eval_interval, steps)
+        reasons[interval] = "would never be reached in this run"
+
+
+def adapt_cluster(config: AflowConfig, reasons: dict[str, str], *, fetch: bool) -> None:
+    """Settings of Trinity's vLLM and verl that only have one value that works.
+
+    Args:
+        fetch: a model with a name of ours may be fetched now, if this machine has it not.
+    """
+    if config.model.tinker.enable:
+        return
+    for model in (config.model, *config.explorer.auxiliary_models):
+        if model.model_path in BUNDLED and (fetch or is_cached(model.model_path)):
+            model.model_path = str(resolve_model(model.model_path))
+            reasons["model.model_path"] = "the folder of this model, which vLLM and verl load"
+    synchronizer, trainer = config.synchronizer, config.trainer
+    if config.model.lora_configs is not None and synchronizer.sync_method != SyncMethod.CHECKPOINT:
+        # Trinity would set `memory` in colocate mode: then no adapter is written, and vLLM, which
+        # reads it from the checkpoint, finds none.
+        synchronizer.sync_method = SyncMethod.CHECKPOINT
+        reasons["synchronizer.sync_method"] = "vLLM reads the adapter from the checkpoint"
+    for lora in config.model.lora_configs or []:
+        lora.name = lora.name or "adapter"  # vLLM asks for one; Trinity sends it None
+    if not trainer.use_remove_padding:
+        overrides = trainer.trainer_config if isinstance(trainer.trainer_config, dict) else {}
+        trainer.trainer_config = _attending_without_flash_attn(overrides)
+
+
+def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
+    """verl's settings with PyTorch's own attention, unless they name another.
+
+    In the layout that they use: verl's flat one, or its older one below `actor_rollout_ref`, where
+    a `model` wins (trinity/trainer/verl/config.py `_normalize_trainer_config`).
+    """
+    older = overrides.get("actor_rollout_ref")
+    if isinstance(older, dict) and ("model" in older or "model" not in overrides):
+        return {**overrides, "actor_rollout_ref": _attending_without_flash_attn(older)}
+    model = {**(overrides.get("model") or {})}
+    chosen = {"attn_implementation": "sdpa", **(model.get("override_config") or {})}
+    return {**overrides, "model": {**model, "override_config": chosen}}
+
+
+class NamespaceOnly(upstream.ConfigValidator):
+    """For checking a cluster's configuration away from the cluster: asks Ray nothing."""
+
+    def validate(self, config: Config) -> None:
+        set_namespace(config)
+
+
+class LocalClusterValidator(upstream.ConfigValidator):
+    """In place of Trinity's: sets the namespace, needs no cluster and no GPU."""
+
+    def validate(self, config: Config) -> None:
+        set_namespace(config)
+        for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
+            model.gpu_per_engine, model.nnodes = 0, 1
+        cluster = config.cluster
+        cluster.node_num, cluster.gpu_per_node, cluster.total_gpu_num = 1, 0, 0
+        cluster.rollout_gpu_num = cluster.auxiliary_model_gpu_num = cluster.explorer_gpu_num = 0
+
+
+class LocalExplorerValidator(upstream.ExplorerConfigValidator):
+    """Trinity's, without the adapter that it would load the whole model to write.
+
+    Nor with its limit of one runner a task of a batch: its runners are processes, ours slots.
+    """
+
+    def validate(self, config: Config) -> None:
+        runners = config.explorer.runner_per_model
+        super().validate(config)
+        config.explorer.runner_per_model = runners
+
+    def _validate_lora(self, config: Config) -> None:
+        config.explorer.rollout_model.enable_lora = config.model.lora_configs is not None
+
+
+class LocalTrainerValidator(upstream.ConfigValidator):
+    """In place of Trinity's: the local trainer reads no verl configuration."""
+
+    def validate(self, config: Config) -> None:
+        config.trainer.trust_remote_code = config.model.trust_remote_code
+
+
+class ModeKeepingValidator(upstream.RayClusterConfigValidator):
+    """Trinity's, which makes `colocate` of every mode on a single GPU, even of those that use it
+    alone: a data set would then be taken for a queue."""
+
+    def _set_cluster_info(self, config: Config) -> None:
+        mode, cluster = config.mode, config.cluster
+        found = find_ray(config) if isinstance(config, AflowConfig) else None
+        if found is None:  # one of our own is to be started here: nothing to ask yet
+            import torch
+
+            cluster.node_num = cluster.node_num or 1
+            here = logical_gpus(config) if on_processors() else torch.cuda.device_count()
+            cluster.gpu_per_node = cluster.gpu_per_node or here
+            if (cluster.node_num, cluster.gpu_per_node) == (1, 1):
+                config.mode = "colocate"
+        else:
+            greet(found)
+            cluster.ray_address = found.address
+            with handlers_kept():
+                super()._set_cluster_info(config)
+        if mode in ("train", "bench", "serve"):
+            config.mode = mode
+
+
+class OfflineModelValidator(upstream.ModelConfigValidator):
+    """For checking without asking Tinker's service which models it has: that takes a key."""
+
+    def _check_tinker(self, config: Config) -> None:
+        from trinity.algorithm import ALGORITHM_TYPE
+
+        if ALGORITHM_TYPE.get(config.algorithm.algorithm_type).use_critic:
+            raise ValueError("Critic model is not supported when using tinker!")
+        for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
+            model.engine_type = "tinker"
+        config.trainer.trainer_type = "tinker"
+        if config.synchronizer.sync_method == SyncMethod.NCCL:
+            config.synchronizer.sync_method = SyncMethod.CHECKPOINT
+
+
+class RunMonitorValidator(upstream.MonitorConfigValidator):
+    """For our own monitor, without importing those of services, which takes most of a second."""
+
+    def validate(self, config: Config) -> None:
+        config.monitor.monitor_args = config.monitor.monitor_args or {}
+        config.monitor.cache_dir = os.path.join(config.checkpoint_job_dir, "monitor")
+
+
+class _Nothing(upstream.ConfigValidator):
+    def validate(self, config: Config) -> None:
+        """Nothing to check."""
+
+
+def set_namespace(config: Config) -> None:
+    """The Ray namespace of a run, as Trinity forms it."""
+    if not config.ray_namespace:
+        config.ray_namespace = "/".join(
+            part for part in (config.project, config.group, config.name) if part
+        )
+
+
+_FOR_LOCAL: dict[type, upstream.ConfigValidator] = {
+    upstream.RayClusterConfigValidator: LocalClusterValidator(),
+    upstream.ExplorerConfigValidator: LocalExplorerValidator(),
+    upstream.TrainerConfigValidator: LocalTrainerValidator(),
+    upstream.GPUMemoryValidator: _Nothing(),
+}
+"""What the local engine puts in the place of Trinity's validators."""
+
+
+def _checked(config: AflowConfig, dry: bool) -> dict[type, upstream.ConfigValidator]:
+    ours = dry and config.monitor.monitor_type == MONITOR
+    return {upstream.MonitorConfigValidator: RunMonitorValidator()} if ours else {}
+
+
+def _in_place_of(
+    places: dict[type, upstream.ConfigValidator],
+) -> list[upstream.ConfigValidator]:
+    """Trinity's validators, with others in the place of some."""
+    return [places.get(type(known), known) for known in upstream.validators]
+
+
+def _for_trinity(config: AflowConfig, dry: bool) -> dict[type, upstream.ConfigValidator]:
+    """What takes the place of some of Trinity's validators for its own engines."""
+    sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
+    places: dict[type, upstream.ConfigValidator] = {
+        upstream.RayClusterConfigValidator: ModeKeepingValidator()
+    }
+    if dry:
+        places[upstream.ModelConfigValidator] = OfflineModelValidator()
+        places[upstream.ExplorerConfigValidator] = LocalExplorerValidator()
+        if not sized:
+            places[upstream.RayClusterConfigValidator] = NamespaceOnly()
+        if not (sized or config.model.tinker.enable):
+            places[upstream.TrainerConfigValidator] = _Nothing()
+    if dry or not sys.stdin.isatty():
+        # It asks a question on the terminal; where nobody answers it would wait for ever.
+        places[upstream.GPUMemoryValidator] = _Nothing()
+    return places
+
+
+@contextlib.contextmanager
+def _mode_of_trinity(config: AflowConfig) -> Iterator[None]:
+    """Trinity knows no `harvest`: for its validators it is a `bench`, which runs a workflow."""
+    mode = config.mode
+    config.mode = "bench" if mode == "harvest" else mode
+    try:
+        yield
+    finally:
+        if mode == "harvest":
+            config.mode = mode
+
+
+def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> None:
+    """Let Trinity check and fill in; what it refuses becomes a `BadInput`."""
+    try:
+        validator.validate(config)
+    except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
+        if isinstance(error, BadInput):
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        root = config.checkpoint_root_dir
+        if root and str(getattr(error, "filename", None) or "").startswith(root):
+            expected, fix = "a folder that can be made and written", "choose another folder"
+            fault = config.fault("checkpoint_root_dir", expected, message, fix)
+            raise BadInput("The run folder cannot be made.", [fault]) from error
+        named = re.search(r"`?((?:[a-z_]+\.)+[a-z_]+)`?", message)
+        key = named.group(1) if named else ""
+        where = config.positions.where(key) if key in config.flatten() else "configuration"
+        raise BadInput(
+            "Trinity refuses this configuration.",
+            [Fault(where, "settings that fit together", message, "correct the setting named")],
+        ) from error
+
+
+@contextlib.contextmanager
+def _sparing_imports() -> Iterator[None]:
+    """Keep Trinity from importing its selectors, and `datasets` with them, which takes a second:
+    it only asks whether the name of one is known, which a rule has asked before."""
+    name = "trinity.buffer.selector"
+    if name in sys.modules:
+        yield
+        return
+    known = types.ModuleType(name)
+    vars(known)["SELECTORS"] = {"sequential": object}
+    sys.modules[name] = known
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _leaving_no_folders(config: AflowConfig) -> Iterator[None]:
+    """Trinity's validators make the run's folders; checking must not leave them behind."""
+    root = Path(config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
+    folder = root / config.project / config.group / config.name
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    there = {path for path in _run_folders(folder) if path.exists()}
+    try:
+        yield
+    finally:
+        made = config.checkpoint_job_dir  # the folder may have got another name meanwhile
+        for path in [*(_run_folders(Path(made)) if made else []), *missing]:
+            if path not in there:
+                with contextlib.suppress(OSError):  # never made, or somebody has put something in
+                    path.rmdir()
+
+
+def _run_folders(run: Path) -> list[Path]:
+    return [run / "monitor", run / "buffer", run]

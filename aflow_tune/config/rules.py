@@ -1,0 +1,1025 @@
+"""Every rule that refuses or doubts a configuration, in one table: `RULES`.
+
+A rule yields faults, and texts, which are warnings. The table says for which purposes, modes and
+engine it holds. All rules of a case are asked, and all faults are told at once; rules over
+several settings only where each single one is sound. Rules about what the named files hold are
+in `file_rules.py`, those of a mix in `mixes.py`, of the devices in `engine.py`, of models behind
+APIs in `accounting.py`.
+
+**Quantised loading.** vLLM can hold the sampler's weights in 8 or 4 bits: `quantization: fp8` and
+`quantization: bitsandbytes` in `explorer.rollout_model.extra_engine_args`, which quantise a model
+of 16 bits while it is loaded. That is of use only for a base that stays as it is, with LoRA: else
+16-bit weights arrive after every step. verl 0.8.0 cannot: its FSDP engine loads with a plain
+`from_pretrained` and then casts every parameter to one floating-point type, which quantised
+parameters are not. It halves the base by `model_dtype: bfloat16` instead.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aflow_tune.config.accounting import check_books
+from aflow_tune.config.engine import check_devices
+from aflow_tune.config.file_rules import (
+    check_data,
+    check_experiences,
+    check_harvest,
+    check_model,
+    check_paths,
+    check_writer,
+)
+from aflow_tune.config.mixes import check_mix
+from aflow_tune.config.schema import nearest
+from aflow_tune.config.settings import AflowConfig, words
+from aflow_tune.config.tasksets import (
+    FROM_DATA,
+    WITHOUT_TASKS,
+    is_file,
+    total_steps,
+    training_rows,
+    user_tasksets,
+)
+from aflow_tune.data.checks import Findings
+from aflow_tune.data.fields import most_calls
+from aflow_tune.errors import Fault
+from aflow_tune.scoring.rewards import reward_faults
+from aflow_tune.sections import display
+
+ADAPTER = "aflow_tune.engines.trinity.rollout.adapter.WorkflowAdapter"
+MONITOR = "aflow_tune.engines.trinity.training.monitor.RunMonitor"
+MOST_CALLS = 64
+"""Calls of one rollout that are thought possible where the function's source does not tell."""
+
+
+class Purpose(Enum):
+    """What a configuration is made ready for."""
+
+    RUN = "a run, which begins now"
+    CHECK = "a run, of which nothing is started"
+    ESTIMATE = "a run, of whose model only the sizes are read"
+    EVALUATE = "an evaluation on the held-out task sets"
+    HARVEST = "a harvest outside of a run: the model that will be tuned need not be here"
+    ASK = "answers of the model to problems that come later"
+
+
+RUNS = (Purpose.RUN, Purpose.CHECK, Purpose.ESTIMATE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, what it is to be used for, and the functions where they are known."""
+
+    config: AflowConfig
+    purpose: Purpose = Purpose.RUN
+    workflow: Callable[..., Any] | None = None
+    judge: Callable[..., Any] | None = None
+    local_model: bool = True
+    """Whether the configured model is going to be loaded."""
+
+
+Found = Iterable[Fault | str]
+
+
+class Rule(NamedTuple):
+    """One line of the table. `engine` and `modes` None: whatever they are."""
+
+    keys: str
+    check: Callable[[Case], Found]
+    purposes: Sequence[Purpose] = RUNS
+    modes: Sequence[str] | None = None
+    engine: str | None = None
+    together: bool = False
+    """Asked only where no other rule found a fault."""
+
+
+def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
+    """What keeps a configuration from its purpose, and what is doubtful about it.
+
+    Args:
+        faults: what was found wrong before.
+    """
+    found = Findings([], [])
+    config = case.config
+    for together in (False, True):
+        for rule in RULES:
+            if (
+                rule.together is together
+                and case.purpose in rule.purposes
+                and (rule.modes is None or config.mode in rule.modes)
+                and rule.engine in (None, config.engine)
+            ):
+                for item in rule.check(case):
+                    if isinstance(item, Fault):
+                        found.faults.append(item)
+                    else:
+                        found.warnings.append(item)
+        if found.faults:
+            break
+    found.faults += faults
+    # Several rules may take offence at one value; the first says it best.
+    found.faults = list({fault.where: fault for fault in reversed(found.faults)}.values())[::-1]
+    return found
+
+
+# --- Single settings: choices, ranges, registered names -----------------------------------------
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("both", "explore", "train", "bench", "harvest", "serve", "colocate"),
+    "explorer.concurrent_mode": ("asynchronous", "sequential", "multi-threading"),
+    "trainer.trainer_type": ("verl", "tinker"),
+    "trainer.save_hf_checkpoint": ("last", "always", "never"),
+    "algorithm.loss_agg_mode": (
+        "token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ),
+    "algorithm.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
+}
+
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("algorithm.optimizer.lr", lambda v: 0 < v < math.inf, "a number above 0", "1e-5"),
+    ("algorithm.optimizer.weight_decay", lambda v: 0 <= v < math.inf, "0 or more", "0.01"),
+    ("algorithm.optimizer.min_lr_ratio", lambda v: 0 <= v <= 1, "between 0 and 1", "0.01"),
+    ("algorithm.optimizer.lr_warmup_steps_ratio", lambda v: 0 <= v < 1, "from 0 to below 1", "0.0"),
+    (
+        "algorithm.optimizer.betas",
+        lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
+        "two numbers from 0 to below 1",
+        "[0.9, 0.999]",
+    ),
+    ("algorithm.repeat_times", lambda v: v >= 1, "1 or more", "8"),
+    ("buffer.batch_size", lambda v: v >= 1, "1 or more", "8"),
+    ("buffer.train_batch_size", lambda v: v >= 0, "0 (automatic) or more", "0"),
+    ("buffer.total_epochs", lambda v: v >= 1, "1 or more", "1"),
+    ("buffer.total_steps", lambda v: v is None or v >= 1, "1 or more", "20"),
+    ("trainer.total_steps", lambda v: v is None or v >= 1, "1 or more", "20"),
+    ("trainer.save_interval", lambda v: v >= 0, "0 (only at the end) or more", "10"),
+    ("trainer.max_checkpoints_to_keep", lambda v: v >= 0, "0 (keep all) or more", "0"),
+    ("checkpoints.keep_best", lambda v: v >= 0, "0 or more", "1"),
+    ("trainer.grad_clip", lambda v: 0 <= v < math.inf, "0 (off) or more", "1.0"),
+    ("explorer.eval_interval", lambda v: v >= 1, "1 or more", "10"),
+    ("explorer.runner_per_model", lambda v: v >= 1, "1 or more", "8"),
+    ("explorer.max_timeout", lambda v: v >= 1, "1 second or more", "1800"),
+    ("explorer.max_retry_times", lambda v: v >= 0, "0 or more", "2"),
+    ("explorer.rollout_model.engine_num", lambda v: v >= 1, "1 or more", "1"),
+    ("explorer.max_repeat_times_per_runner", lambda v: v is None or v >= 1, "1 or more", "null"),
+    ("synchronizer.sync_interval", lambda v: v >= 1, "1 or more", "1"),
+    ("synchronizer.sync_offset", lambda v: v >= 0, "0 or more", "0"),
+    ("synchronizer.sync_timeout", lambda v: v >= 1, "1 second or more", "3600"),
+    ("model.temperature", lambda v: 0 < v < math.inf, "above 0: greedy runs are all alike", "1.0"),
+    ("model.top_p", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
+    ("rollout.run_timeout", lambda v: 0 < v < math.inf, "seconds above 0", "300.0"),
+    ("rollout.max_failed_fraction", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
+    ("local.threads", lambda v: v is None or v >= 1, "1 or more", "null"),
+    ("local.max_batch", lambda v: v >= 1, "1 or more", "64"),
+    ("local.micro_batch_tokens", lambda v: v >= 1, "1 or more", "2048"),
+    ("report.transcripts", lambda v: v >= 0, "0 or more", "4"),
+    ("report.score", lambda v: bool(v.strip()), "'reward' or the name of a metric", "reward"),
+    ("quick_eval", lambda v: v is None or v >= 1, "1 row or more", "50"),
+    ("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295", "0"),
+    ("name", lambda v: bool(v.strip()), "a name for the run folder", "first_run"),
+)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value of a dotted key path of dataclasses."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _ranges(case: Case) -> Found:
+    for key, good, expected, example in _RANGES:
+        value = value_of(case.config, key)
+        if not good(value):
+            name, shown = key.rpartition(".")[2], repr(value) if value == "" else str(value)
+            yield case.config.fault(key, expected, shown, f"{name}: {example}")
+
+
+def _choices(case: Case) -> Found:
+    for key, choices in _CHOICES.items():
+        value = value_of(case.config, key)
+        if value is not None and value not in choices:
+            yield _unknown_name(case.config, key, value, choices)
+
+
+def _registered(case: Case) -> Found:
+    """Names that Trinity looks up in its registries, or dotted paths of classes."""
+    from trinity.algorithm import ALGORITHM_TYPE, SAMPLE_STRATEGY
+
+    config, algorithm = case.config, case.config.algorithm
+    named: list[tuple[str, Any, Any]] = [
+        ("algorithm.algorithm_type", algorithm.algorithm_type, ALGORITHM_TYPE),
+        ("algorithm.sample_strategy", algorithm.sample_strategy, SAMPLE_STRATEGY),
+    ]
+    for name, registry in _functions().items():
+        named.append((f"algorithm.{name}", getattr(algorithm, name), registry))
+    operators = config.data_processor.experience_pipeline.operators
+    if operators:
+        from trinity.buffer.operators import EXPERIENCE_OPERATORS
+
+        for number, operator in enumerate(operators):
+            key = f"data_processor.experience_pipeline.operators.{number}.name"
+            named.append((key, operator.name, EXPERIENCE_OPERATORS))
+    for key, taskset, _ in user_tasksets(config):
+        for name in ("data_selector", "task_selector"):
+            selector = getattr(taskset, name)
+            kind = (selector.selector_type or "") if selector is not None else "sequential"
+            if kind != "sequential":  # known to be there; importing the others takes a second
+                from trinity.buffer.selector import SELECTORS
+
+                named.append((f"{key}.{name}.selector_type", kind, SELECTORS))
+    for key, value, registry in named:
+        words = [*registry._default_mapping, *registry.modules]
+        if value is None or value in words:
+            continue
+        if "." not in value:
+            yield _unknown_name(config, key, value, words)
+            continue
+        try:
+            registry.get(value)
+        except (ImportError, AttributeError, KeyError) as error:
+            fix = "write package.module.ClassName of something that can be imported"
+            expected, found = "a class given by its dotted path", f"{value}: {error}"
+            yield config.fault(key, expected, found, fix)
+
+
+def _functions() -> dict[str, Any]:
+    """The registries of the functions that an algorithm is made of, by their settings."""
+    from trinity.algorithm import ADVANTAGE_FN, ENTROPY_LOSS_FN, KL_FN, POLICY_LOSS_FN
+
+    return {
+        "advantage_fn": ADVANTAGE_FN,
+        "policy_loss_fn": POLICY_LOSS_FN,
+        "kl_loss_fn": KL_FN,
+        "kl_penalty_fn": KL_FN,
+        "entropy_loss_fn": ENTROPY_LOSS_FN,
+    }
+
+
+def _function_arguments(case: Case) -> Found:
+    """Arguments of the algorithm's functions that these do not take."""
+    from trinity.algorithm import ALGORITHM_TYPE
+
+    algorithm = case.config.algorithm
+    taken: dict[str, tuple[str, list[str] | None]] = {}
+    for name, registry in _functions().items():
+        try:  # a name that nothing stands for is told by `_registered`
+            usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
+            function = getattr(algorithm, name) or usual.get(name) or "none"
+            taken[name] = function, _parameters(registry.get(function))
+        except (ImportError, AttributeError, KeyError, ValueError):
+            taken[name] = "", None
+    for name, (function, known) in taken.items():
+        for given in getattr(algorithm, f"{name}_args") or {}:
+            if known is None or given in known:
+                continue
+            homes = [other for other, (_, names) in taken.items() if names and given in names]
+            close = nearest(str(given), known, 0.5)
+            fix = f"did you mean `{close}`?" if close else "leave it out"
+            fix = f"write it under `algorithm.{homes[0]}_args`" if homes else fix
+            expected = f"an argument of {function}: {', '.join(known) or 'it has none'}"
+            yield case.config.fault(f"algorithm.{name}_args.{given}", expected, f"`{given}`", fix)
+
+
+def _parameters(kind: type) -> list[str] | None:
+    """What a class is made with, those that it hands on to its bases included; None: anything."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        named = [item.name for item in parameters if item.kind is not item.VAR_KEYWORD]
+        names += [name for name in named if name not in ("self", "backend", *names)]
+        if len(named) == len(parameters):
+            return names
+    return None
+
+
+def _unknown_name(config: AflowConfig, key: str, value: str, words: Iterable[str]) -> Fault:
+    words = sorted(set(words))
+    close = nearest(str(value), words, 0.5)
+    name = key.rpartition(".")[2]
+    fix = f"did you mean `{name}: {close}`?" if close else f"choose one, such as {words[0]}"
+    return config.fault(key, "one of " + ", ".join(words), repr(value), fix)
+
+
+# --- What a run needs ---------------------------------------------------------------------------
+
+
+def _needed_switches(case: Case) -> Found:
+    reasons = {
+        "enable_history": "without recorded calls there is nothing to train on",
+        "enable_openai_api": "workflow functions call the model through this API",
+    }
+    for name, reason in reasons.items():
+        key = f"explorer.rollout_model.{name}"
+        if case.config.positions.given(key) and not value_of(case.config, key):
+            fix = f"remove the line or write {name}: true ({reason})"
+            yield case.config.fault(key, "true", "false", fix)
+
+
+def _learns_from_rollouts(case: Case) -> Found:
+    config, kind = case.config, case.config.algorithm.algorithm_type
+    if kind in FROM_DATA:
+        yield config.fault(
+            "algorithm.algorithm_type",
+            f"an algorithm that learns from rollouts (mode: {config.mode})",
+            f"{kind!r}, which learns from a data set alone",
+            "mode: train, or algorithm_type: multi_step_grpo",
+        )
+
+
+def _learns_from_data(case: Case) -> Found:
+    kind = case.config.algorithm.algorithm_type
+    if kind not in FROM_DATA:
+        yield case.config.fault(
+            "algorithm.algorithm_type",
+            f"one of {', '.join(FROM_DATA)}: `mode: train` learns from a data set alone",
+            repr(kind),
+            "algorithm_type: sft, or mode: both to learn from rollouts",
+        )
+
+
+def _something_to_evaluate(case: Case) -> Found:
+    if not case.config.buffer.explorer_input.eval_tasksets:
+        key = "buffer.explorer_input.eval_tasksets"
+        fix = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
+        yield case.config.fault(key, "at least one held-out task set to evaluate on", "none", fix)
+
+
+def _tasksets(case: Case) -> Found:
+    config, inputs = case.config, case.config.buffer.explorer_input
+    if inputs.taskset and inputs.tasksets:
+        expected, fix = "either `taskset` or `tasksets`", "move `taskset` into the list `tasksets`"
+        yield config.fault("buffer.explorer_input.tasksets", expected, "both", fix)
+    if not inputs.taskset and not inputs.tasksets and config.mode not in WITHOUT_TASKS:
+        fix = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
+        key = "buffer.explorer_input.taskset"
+        yield config.fault(key, "a task set to train on", "none", fix)
+    names: dict[str, str] = {}
+    for key, taskset, held_out in user_tasksets(config):
+        if not is_file(taskset) and str(taskset.storage_type).lower() != "sql":
+            found, fix = repr(taskset.storage_type), "storage_type: file"
+            yield config.fault(f"{key}.storage_type", "file or sql", found, fix)
+        else:
+            yield from check_paths(config, key, taskset)
+        if held_out and taskset.repeat_times < 1:
+            found, fix = str(taskset.repeat_times), "repeat_times: 1"
+            yield config.fault(f"{key}.repeat_times", "1 or more", found, fix)
+        if "/" in taskset.name or taskset.name in (".", ".."):
+            found, fix = repr(taskset.name), "name: held_out"
+            yield config.fault(f"{key}.name", "a name without slashes", found, fix)
+        if taskset.name and taskset.name in names and held_out:
+            found = f"{taskset.name!r}, as in {display(names[taskset.name])}"
+            yield config.fault(f"{key}.name", "a name of its own", found, f"name: {taskset.name}_2")
+        names.setdefault(taskset.name, key)
+        yield from _workflow_type(config, f"{key}.default_workflow_type", taskset)
+        if taskset.format.workflow_key:
+            found = f"{taskset.format.workflow_key!r}: a workflow of its own for every row"
+            expected, fix = "one workflow function for all rows", "remove workflow_key"
+            yield config.fault(f"{key}.format.workflow_key", expected, found, fix)
+    for name in ("default_workflow_type", "default_eval_workflow_type"):
+        yield from _workflow_type(config, f"buffer.explorer_input.{name}", inputs)
+
+
+def _rows(case: Case) -> Found:
+    """What the task sets hold. Of a run it is looked at after its settings (`check_data`)."""
+    for key, taskset, _ in user_tasksets(case.config):
+        yield from check_paths(case.config, key, taskset)
+    harvest = case.purpose is Purpose.HARVEST
+    found = check_data(case.config, case.workflow, case.judge, harvest=harvest)
+    yield from found.faults
+    yield from found.warnings
+
+
+def _workflow_type(config: AflowConfig, key: str, owner: Any) -> Found:
+    value = getattr(owner, key.rpartition(".")[2])
+    agentscope = ("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
+    if value and value != ADAPTER and value not in agentscope:
+        fix = "remove the line and name your function with `workflow: path/file.py:function`"
+        yield config.fault(key, "our adapter, which is set by itself", repr(value), fix)
+
+
+def _rewards(case: Case) -> Found:
+    """Weights that are not 1 together, limits of nothing, an unknown benchmark."""
+    for fault in reward_faults(case.config.rewards):
+        yield replace(fault, where=case.config.positions.where(fault.where))
+
+
+def _lengths(case: Case) -> Found:
+    config, model = case.config, case.config.model
+    for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens"):
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            yield config.fault(f"model.{name}", "1 or more tokens", str(value), f"{name}: 512")
+            return
+    total, prompt = model.max_model_len, model.max_prompt_tokens
+    response = model.max_response_tokens
+    if total is None:
+        if prompt is None or response is None:
+            expected = "the tokens of prompt and response together"
+            fix = "model: {max_model_len: 2048, max_response_tokens: 512}"
+            yield config.fault("model.max_model_len", expected, "not set", fix)
+            return
+        total = prompt + response
+    if prompt is not None and response is not None and prompt + response > total:
+        found = f"{prompt} + {response} = {prompt + response} of {total}"
+        expected, fix = (
+            "room for max_prompt_tokens + max_response_tokens",
+            f"max_model_len: {prompt + response}",
+        )
+        yield config.fault("model.max_prompt_tokens", expected, found, fix)
+        return
+    if prompt is None:
+        prompt = total - response if response is not None else total // 2
+    if prompt <= 1:
+        name = "max_response_tokens" if response is not None else "max_model_len"
+        if config.positions.given("model.max_prompt_tokens"):
+            name = "max_prompt_tokens"
+        found = f"{max(prompt, 0)} (max_model_len {total}"
+        found += f", max_response_tokens {response})" if response is not None else ")"
+        fix = f"max_response_tokens: {max(1, total // 2)}, or raise max_model_len"
+        yield config.fault(f"model.{name}", "a prompt budget of more than one token", found, fix)
+
+
+def _folders(case: Case) -> Found:
+    folder = Path(case.config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        found = "a file" if not existing.is_dir() else "no right to write"
+        fix = "checkpoint_root_dir: ./checkpoints"
+        expected, found = "a folder that can be written", f"{existing}: {found}"
+        yield case.config.fault("checkpoint_root_dir", expected, found, fix)
+
+
+def _monitor(case: Case) -> Found:
+    kind, key = case.config.monitor.monitor_type, "monitor.monitor_type"
+    words = ("tensorboard", "wandb", "mlflow", "swanlab")
+    if "." not in kind and kind not in words:
+        yield _unknown_name(case.config, key, kind, words)
+    elif kind in words[1:] and importlib.util.find_spec(kind) is None:
+        yield case.config.fault(key, f"{kind} installed", "not installed", f"pip install {kind}")
+
+
+def _system_prompt(case: Case) -> Found:
+    """A function that cannot do without a `system_prompt` needs a configured one."""
+    if case.workflow is None or case.config.rollout.system_prompt is not None:
+        return
+    asked = inspect.signature(case.workflow).parameters.get("system_prompt")
+    if asked is None or asked.default is not asked.empty:
+        return
+    if asked.annotation not in (str, "str"):
+        return  # None will do
+    yield case.config.fault(
+        "rollout.system_prompt",
+        "a text: the workflow function takes `system_prompt` and has no default for it",
+        "nothing",
+        "set `rollout: {system_prompt: ...}`, or give the parameter a default",
+    )
+
+
+# --- Settings that are sound by themselves, together --------------------------------------------
+
+# Advantages that compare the rollouts of one task: a group of one has nothing to be compared with.
+_BY_GROUP = {
+    *("grpo", "grpo_verl", "step_wise_grpo", "gigpo", "rloo", "opmd", "opmd_verl"),
+    *("asymre", "asymre_verl", "rec", "clipb", "clipv", "reinforce", "reinforceplusplus"),
+}
+
+
+def _group(case: Case) -> Found:
+    from trinity.algorithm import ALGORITHM_TYPE
+
+    config, algorithm = case.config, case.config.algorithm
+    usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
+    if (
+        algorithm.repeat_times < 2
+        and (algorithm.advantage_fn or usual.get("advantage_fn")) in _BY_GROUP
+    ):
+        key = "algorithm.repeat_times"
+        default = "" if config.positions.given(key) else " (the default)"
+        yield config.fault(
+            key,
+            f"2 or more: {algorithm.algorithm_type} compares the runs of one task",
+            f"{algorithm.repeat_times}{default}",
+            f"{key}: {max(8, usual.get('repeat_times', 8))}",
+        )
+
+
+def _advantage(case: Case) -> Found:
+    """An advantage function works in the explorer's pipeline or in the trainer, as its type
+    of algorithm does; Trinity asserts it once everything was started."""
+    from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE
+
+    algorithm, key = case.config.algorithm, "algorithm.advantage_fn"
+    if not case.config.positions.given(key) or not algorithm.advantage_fn:
+        return
+    in_trainer = ALGORITHM_TYPE.get(algorithm.algorithm_type).compute_advantage_in_trainer
+    if ADVANTAGE_FN.get(algorithm.advantage_fn).compute_in_trainer() != in_trainer:
+        place = "in the trainer" if in_trainer else "from whole groups, before the trainer"
+        expected = f"one that is computed {place}, as {algorithm.algorithm_type} does"
+        fix = "remove advantage_fn: the algorithm brings its own"
+        yield case.config.fault(key, expected, repr(algorithm.advantage_fn), fix)
+
+
+def _batch(case: Case) -> Found:
+    rows, size = training_rows(case.config), case.config.buffer.batch_size
+    if rows and size > rows and not case.config.mix:  # a mix has no end
+        expected = f"at most the {rows} rows of the training data"
+        yield case.config.fault("buffer.batch_size", expected, str(size), f"batch_size: {rows}")
+
+
+def _train_batch(case: Case) -> Found:
+    config, key = case.config, "buffer.train_batch_size"
+    size, repeats = config.buffer.train_batch_size, config.algorithm.repeat_times
+    runs = config.buffer.batch_size * repeats
+    if not size:
+        return
+    known = most_calls(case.workflow) if case.workflow is not None else None
+    most = runs * (known if known is not None else MOST_CALLS)
+    interval = config.synchronizer.sync_interval
+    # Between two syncs the trainer takes `interval` batches, and the explorer goes on for as
+    # many steps, plus its lead, before it waits.
+    if size * interval > most * (interval + config.synchronizer.sync_offset):
+        calls = f"at most {known} calls" if known is not None else f"even {MOST_CALLS} calls"
+        yield config.fault(
+            key,
+            f"at most {most}: {config.buffer.batch_size} tasks x {repeats} runs x {calls} a run",
+            f"{size}, which never fills, so that training would wait for ever",
+            f"remove train_batch_size, or set it to {most if known else runs}",
+        )
+    elif size > runs and known is None:
+        yield (
+            f"{config.positions.where(key)}: fills only if a run makes {math.ceil(size / runs)} "
+            f"calls on average ({runs} runs a step)"
+        )
+
+
+def _evaluation(case: Case) -> Found:
+    config, key = case.config, "explorer.eval_interval"
+    steps, interval = total_steps(config), config.explorer.eval_interval
+    given = config.positions.given(key) and not config.positions.inherited(key)
+    if given and steps is not None and interval > steps and config.mode in ("both", "colocate"):
+        expected, found = f"at most {steps}, the steps of this run", "which is never reached"
+        fix = f"eval_interval: {max(1, steps // 4)}"
+        yield config.fault(key, expected, f"{interval}, {found}", fix)
+    if steps == 0 and config.mode not in ("train", "serve"):
+        found = f"0 steps: fewer rows x epochs than the batch of {config.buffer.batch_size}"
+        fix = "lower buffer.batch_size, add rows, or raise buffer.total_epochs"
+        yield config.fault("buffer.batch_size", "at least one step", found, fix)
+    if config.quick_eval is not None and config.engine == "trinity":
+        yield (
+            f"{config.positions.where('quick_eval')}: Trinity's own explorer evaluates on every "
+            "held-out row each time; only `engine: local` draws the sample"
+        )
+    if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
+        yield "no `buffer.explorer_input.eval_tasksets`: there will be no held-out score"
+
+
+def _warmup(case: Case) -> Found:
+    optimizer, key = case.config.algorithm.optimizer, "algorithm.optimizer.lr_warmup_steps"
+    steps, warmup = total_steps(case.config), optimizer.lr_warmup_steps
+    if steps and warmup >= steps:
+        yield (
+            f"{case.config.positions.where(key)}: {warmup} steps of warm-up in a run of {steps}: "
+            f"the rate never gets to {optimizer.lr}"
+        )
+
+
+def _best_checkpoints(case: Case) -> Found:
+    config, key = case.config, "checkpoints.keep_best"
+    save, interval = config.trainer.save_interval, config.explorer.eval_interval
+    if not config.positions.given(key) or config.checkpoints.keep_best == 0:
+        return
+    where = config.positions.where(key)
+    if config.engine == "trinity":
+        yield f"{where}: verl keeps the newest only; `engine: local` the best too"
+    elif config.positions.given("trainer.save_interval") and save and interval % save:
+        yield (
+            f"{where}: only a step that is both saved and evaluated can be the best: let "
+            f"trainer.save_interval ({save}) divide explorer.eval_interval ({interval})"
+        )
+
+
+def _curves(case: Case) -> Found:
+    kind = case.config.monitor.monitor_type
+    if kind not in ("tensorboard", MONITOR):
+        yield (
+            f"{case.config.positions.where('monitor.monitor_type')}: with {kind} the live panel "
+            "and the report's curves stay empty; only tensorboard writes metrics.jsonl too"
+        )
+
+
+# --- The local engine: what it cannot do, and what it leaves unread ------------------------------
+# A setting that would silently change what is learned is a fault; one that only concerns GPUs is
+# named in a warning.
+
+_LOCAL_MODES = ("both", "train", "bench", "harvest")
+_NEEDS_MORE = {
+    "mix": "expert data beside the rollouts",
+    "mix_chord": "expert data beside the rollouts",
+    "on_policy_distill": "a teacher's log-probabilities in every experience",
+    "jsd": "a teacher's log-probabilities in every experience",
+}
+"""Algorithms that read what rollouts of a workflow function do not bring."""
+_OPTIMIZERS = ("adam", "adamw")
+_AS_DEFAULT = "null: set it in the model's config.json"
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+# (key, what is refused, expected, fix): settings that the local engine would have to ignore.
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    (
+        "synchronizer.sync_style",
+        lambda v: v.value == "fully_async",
+        "taking turns: the engines share the machine",
+        "sync_style: fixed",
+    ),
+    (
+        "explorer.concurrent_mode",
+        lambda v: v == "multi-threading",
+        "asynchronous or sequential: workflow functions are coroutines",
+        "concurrent_mode: asynchronous",
+    ),
+    ("explorer.over_rollout.ratio", bool, "0: whole batches only", "over_rollout: {ratio: 0.0}"),
+    (
+        "explorer.over_rollout.return_partial_tasks",
+        bool,
+        "false: whole groups only",
+        "return_partial_tasks: false",
+    ),
+    (
+        "explorer.rollout_model.engine_type",
+        lambda v: not v.startswith("vllm"),
+        "the default: the local sampler takes its place",
+        "remove engine_type",
+    ),
+    (
+        "model.repetition_penalty",
+        lambda v: v != 1,
+        "1.0: log-probabilities must be those that are trained",
+        "repetition_penalty: 1.0",
+    ),
+    ("model.rope_scaling", _given, _AS_DEFAULT, "rope_scaling: null"),
+    ("model.rope_theta", _given, _AS_DEFAULT, "rope_theta: null"),
+    (
+        "data_processor.task_pipeline",
+        _given,
+        "prepared data: there is no Data-Juicer service",
+        "remove task_pipeline",
+    ),
+    ("algorithm.enable_router_replay", bool, "false", "enable_router_replay: false"),
+    (
+        "algorithm.rollout_correction",
+        _given,
+        "null: sampler and trainer agree in their log-probabilities",
+        "rollout_correction: null",
+    ),
+    (
+        "algorithm.optimizer.optimizer_type",
+        lambda v: v not in _OPTIMIZERS,
+        "one of " + ", ".join(_OPTIMIZERS),
+        "optimizer_type: adam",
+    ),
+)
+
+_IGNORED = words(
+    """
+    cluster.node_num cluster.gpu_per_node explorer.rollout_model.*_parallel_size
+    explorer.rollout_model.gpu_memory_utilization explorer.rollout_model.enforce_eager
+    explorer.rollout_model.enable_prefix_caching explorer.rollout_model.enable_chunked_prefill
+    explorer.rollout_model.use_v1 explorer.rollout_model.dtype explorer.rollout_model.seed
+    explorer.rollout_model.reasoning_parser explorer.rollout_model.extra_engine_args*
+    algorithm.optimizer.clip_grad model.fully_sharded_loras model.max_cpu_loras
+    trainer.trainer_type trainer.trainer_strategy trainer.use_dynamic_bsz
+    trainer.use_remove_padding trainer.balance_batch trainer.critic_warmup
+    trainer.max_token_len_per_gpu trainer.ulysses_sequence_parallel_size
+    trainer.fix_actor_microbatch_loss_scale trainer.*offload* trainer.megatron*
+    trainer.trainer_config* trainer.save_strategy synchronizer.sync_timeout
+    """
+)
+"""Key patterns that only concern GPUs; the local engine does not read them."""
+
+
+def _local_mode(case: Case) -> Found:
+    if case.config.mode not in _LOCAL_MODES:
+        expected = f"one of {', '.join(_LOCAL_MODES)} (engine: local)"
+        fix = "mode: both, or engine: trinity"
+        yield case.config.fault("mode", expected, repr(case.config.mode), fix)
+
+
+def _local_algorithm(case: Case) -> Found:
+    from trinity.algorithm import ALGORITHM_TYPE
+
+    config, key = case.config, "algorithm.algorithm_type"
+    kind = config.algorithm.algorithm_type
+    if kind in _NEEDS_MORE:
+        yield config.fault(
+            key,
+            "an algorithm that needs nothing but rollouts of the workflow",
+            f"{kind!r}, which needs {_NEEDS_MORE[kind]}",
+            "algorithm_type: multi_step_grpo, or engine: trinity",
+        )
+        return
+    known = kind in ALGORITHM_TYPE._default_mapping or kind in ALGORITHM_TYPE.modules
+    if known and ALGORITHM_TYPE.get(kind).use_critic:
+        found = repr(kind) + ("" if config.positions.given(key) else " (the default)")
+        fix = "algorithm_type: multi_step_grpo"
+        yield config.fault(key, "an algorithm without a critic", found, fix)
+
+
+def _local_settings(case: Case) -> Found:
+    config = case.config
+    for key, refused, expected, fix in _REFUSED:
+        value = value_of(config, key)
+        if refused(value):
+            found = str(getattr(value, "value", value))
+            yield config.fault(key, f"{expected} (engine: local)", found, fix)
+    buffer = config.buffer.trainer_input.experience_buffer
+    if buffer is not None and buffer.replay_buffer and buffer.replay_buffer.enable:
+        key = "buffer.trainer_input.experience_buffer.replay_buffer.enable"
+        expected = "false: every step trains on its own rollouts (engine: local)"
+        yield config.fault(key, expected, "true", "enable: false")
+
+
+def _local_adapter(case: Case) -> Found:
+    config, adapters = case.config, case.config.model.lora_configs
+    if adapters is None:
+        return
+    if len(adapters) != 1:
+        expected = "one adapter, or no lora_configs to train the full weights"
+        fix = "lora_configs: [{lora_rank: 16, lora_alpha: 32}]"
+        yield config.fault("model.lora_configs", expected, f"{len(adapters)} adapters", fix)
+        return
+    adapter, key = adapters[0], "model.lora_configs.0"
+    for name in ("lora_rank", "lora_alpha"):
+        if getattr(adapter, name) < 1:
+            found = str(getattr(adapter, name))
+            yield config.fault(f"{key}.{name}", "1 or more", found, f"{name}: 16")
+    for name, fix in (
+        ("path", "merge the adapter into the model and train a new one"),
+        ("exclude_modules", "name the modules to adapt in target_modules"),
+    ):
+        if getattr(adapter, name) and not adapter.is_dummy:
+            expected = "nothing: the local engine begins with a new adapter"
+            yield config.fault(f"{key}.{name}", expected, repr(getattr(adapter, name)), fix)
+
+
+def _local_sampling(case: Case) -> Found:
+    """Training rollouts must be drawn from the distribution whose gradient is taken."""
+    config, model = case.config, case.config.model
+    why = "the trained log-probabilities are those of the whole distribution"
+    for key, taskset, held_out in user_tasksets(config):
+        if held_out:
+            continue
+        rollout, top_k = taskset.rollout_args, f"{key}.rollout_args.top_k"
+        own_top_k = rollout.top_k if config.positions.given(top_k) else None
+        for name, own, general, default in (
+            ("top_p", rollout.top_p, model.top_p, "1.0"),
+            ("top_k", own_top_k, model.top_k, "-1"),
+        ):
+            value = general if own is None else own
+            if value != 1 if name == "top_p" else value > 0:
+                place = f"model.{name}" if own is None else f"{key}.rollout_args.{name}"
+                fix = f"{name}: {default} (a held-out task set may have its own rollout_args)"
+                yield config.fault(place, f"{default} for training: {why}", str(value), fix)
+
+
+def _local_lengths(case: Case) -> Found:
+    whole = case.config.model.max_model_len
+    for key, taskset, _ in user_tasksets(case.config):
+        limit = taskset.rollout_args.max_tokens
+        if limit is not None and (limit < 1 or (whole is not None and limit >= whole)):
+            expected = f"from 1 to less than max_model_len ({whole})"
+            fix = "remove it: model.max_response_tokens is used"
+            yield case.config.fault(f"{key}.rollout_args.max_tokens", expected, str(limit), fix)
+
+
+def _deterministic(case: Case) -> Found:
+    config = case.config
+    if not config.deterministic:
+        return
+    repeats = config.explorer.max_repeat_times_per_runner
+    if repeats is not None:
+        expected = "null with `deterministic: true`: it splits groups by who is free"
+        key = "explorer.max_repeat_times_per_runner"
+        yield config.fault(key, expected, str(repeats), "max_repeat_times_per_runner: null")
+    if config.local.dtype in ("bf16", "bfloat16"):
+        expected, fix = "fp32 with `deterministic: true`", "dtype: fp32, or deterministic: false"
+        yield config.fault("local.dtype", expected, config.local.dtype, fix)
+
+
+def _device(case: Case) -> Found:
+    import torch
+
+    device = case.config.local.device
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device, True):
+        expected = f"a machine with {device}"
+        yield case.config.fault("local.device", expected, "none here", "device: auto")
+
+
+def _local_quantised(case: Case) -> Found:
+    """Weights asked for in 8 or 4 bits; without this they would be in 16 or 32."""
+    arguments = case.config.explorer.rollout_model.extra_engine_args or {}
+    asked = [(f"{_SAMPLER}.quantization", arguments.get("quantization"))]
+    asked += _quantising(case.config.trainer.trainer_config, "trainer.trainer_config")
+    for key, value in asked:
+        if value is not None:
+            yield case.config.fault(
+                key,
+                "nothing: the layers of the local engine are plain ones (engine: local)",
+                f"{key.rpartition('.')[2]}: {value}",
+                "remove it; local.dtype: bf16 halves fp32, or engine: trinity (docs/recipes.md)",
+            )
+
+
+def _unread(case: Case) -> Found:
+    positions, buffer = case.config.positions, case.config.buffer
+    places = {**positions.lines, **positions.overrides, **positions.arguments}
+    unread = sorted(
+        key
+        for key in places
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in _IGNORED)
+        and not any(other.startswith(key + ".") for other in places)
+    )
+    if unread:
+        yield f"not read by the local engine: {', '.join(display(key) for key in unread)}"
+    rollouts = case.config.mode == "both" and case.config.algorithm.sample_strategy is None
+    if rollouts and buffer.train_batch_size:
+        yield (
+            f"{positions.where('buffer.train_batch_size')}: not used by the local engine, which "
+            "trains on whole steps however many calls their runs made"
+        )
+
+
+# --- Trinity's own engines -----------------------------------------------------------------------
+
+_MAX_RANK = 512
+_SAMPLER = "explorer.rollout_model.extra_engine_args"
+_QUANTISING = ("quantization", "load_in_4bit", "load_in_8bit", "bnb_")
+_AWARE_TRAINING = "qat"
+"""verl's training for a quantised deployment, which itself computes in 16 bits."""
+
+
+def _one_gpu(case: Case) -> Found:
+    cluster = case.config.cluster
+    if cluster.node_num == cluster.gpu_per_node == 1:
+        expected = "a GPU for the sampler and one for the trainer"
+        yield case.config.fault("mode", expected, "both, on one GPU", "mode: colocate")
+
+
+def _verl_quantised(case: Case) -> Found:
+    if case.config.model.tinker.enable:
+        return
+    for key, value in _quantising(case.config.trainer.trainer_config, "trainer.trainer_config"):
+        yield case.config.fault(
+            key,
+            "nothing: verl loads in full precision and casts all parameters to one type, which "
+            "quantised ones cannot be",
+            f"{key.rpartition('.')[2]}: {value}",
+            "remove it; trainer.trainer_config: {actor: {fsdp_config: {model_dtype: bfloat16}}} "
+            "takes half the memory of the default",
+        )
+
+
+def _vllm_adapter(case: Case) -> Found:
+    for number, lora in enumerate(case.config.model.lora_configs or []):
+        if not 0 < lora.lora_rank <= _MAX_RANK:
+            key = f"model.lora_configs.{number}.lora_rank"
+            expected = f"1 to {_MAX_RANK}: vLLM has no kernels for more"
+            fix = "lora_rank: 64, or full weights"
+            yield case.config.fault(key, expected, str(lora.lora_rank), fix)
+
+
+def _vllm_quantised(case: Case) -> Found:
+    key = f"{_SAMPLER}.quantization"
+    kind = case.config.explorer.rollout_model.extra_engine_args.get("quantization")
+    if kind is None:
+        return
+    if case.config.model.lora_configs is None:
+        expected = (
+            "16 bits: the trained weights arrive so after every step (only LoRA's base stays)"
+        )
+        fix = "remove it, or train an adapter: model: {lora_configs: [{lora_rank: 16}]}"
+        yield case.config.fault(key, expected, repr(kind), fix)
+    else:
+        yield (
+            f"{case.config.positions.where(key)}: the sampler's base is {kind}, the trainer's is "
+            "not: they give one answer slightly different probabilities, which the loss sees as "
+            "a policy that is a little old"
+        )
+
+
+def _quantising(value: Any, key: str) -> Iterable[tuple[str, Any]]:
+    """Keys that ask for quantised weights, at any depth."""
+    if not isinstance(value, Mapping):
+        return
+    for name, inner in value.items():
+        path, word = f"{key}.{name}", str(name)
+        if word == _AWARE_TRAINING or inner in (None, False):
+            continue
+        if word.startswith(_QUANTISING):
+            yield path, inner if not isinstance(inner, Mapping) else "..."
+        else:
+            yield from _quantising(inner, path)
+
+
+# --- The table -----------------------------------------------------------------------------------
+
+_WITH_MODEL = (*RUNS, Purpose.EVALUATE, Purpose.ASK)
+_OF_DATA = (Purpose.EVALUATE, Purpose.HARVEST)
+_ON_GPUS = ("both", "train", "colocate")
+_WITH_ROLLOUTS = ("both", "explore", "colocate")
+
+RULES: tuple[Rule, ...] = (
+    Rule("*", _ranges),
+    Rule("*", _choices),
+    Rule("algorithm, *.selector_type, *.operators", _registered),
+    Rule("algorithm.*_args", _function_arguments),
+    Rule("explorer.rollout_model.enable_*", _needed_switches),
+    Rule("algorithm.algorithm_type", _learns_from_rollouts, modes=_WITH_ROLLOUTS),
+    Rule("algorithm.algorithm_type", _learns_from_data, modes=("train",), engine="local"),
+    Rule(
+        "buffer.explorer_input.eval_tasksets",
+        _something_to_evaluate,
+        (*RUNS, Purpose.EVALUATE),
+        modes=("bench",),
+    ),
+    Rule(
+        "buffer.trainer_input.experience_buffer",
+        lambda case: check_experiences(case.config),
+        modes=("train",),
+    ),
+    Rule("buffer.explorer_input.*", _tasksets),
+    Rule("harvest", lambda case: check_harvest(case.config), (Purpose.HARVEST,)),
+    Rule("mix", lambda case: check_mix(case.config), (*RUNS, Purpose.HARVEST)),
+    Rule(
+        "buffer.explorer_input.*",
+        _rows,
+        _OF_DATA,
+    ),
+    Rule(
+        "models, budget",
+        lambda case: check_books(case.config, tuned=case.local_model),
+        (*RUNS, *_OF_DATA),
+    ),
+    Rule("physical_gpus, protected_pids", lambda case: check_devices(case.config)),
+    Rule("rewards", _rewards),
+    Rule("model.max_*", _lengths),
+    Rule("checkpoint_root_dir", _folders),
+    Rule("monitor.monitor_type", _monitor),
+    Rule("rollout.system_prompt", _system_prompt),
+    Rule(
+        "model, explorer.auxiliary_models",
+        lambda case: (
+            check_model(case.config, whole=case.purpose is not Purpose.ESTIMATE)
+            if case.local_model
+            else ()
+        ),
+        _WITH_MODEL,
+    ),
+    Rule(
+        "explorer.auxiliary_models",
+        lambda case: check_model(case.config, policy=False),
+        (Purpose.HARVEST,),
+    ),
+    Rule("writer", lambda case: check_writer(case.config, case.workflow)),
+    Rule("harvest", lambda case: check_harvest(case.config), modes=("harvest",)),
+    Rule("mode", _local_mode, engine="local"),
+    Rule("algorithm.algorithm_type", _local_algorithm, modes=("both",), engine="local"),
+    Rule("*", _local_settings, engine="local"),
+    Rule("model.lora_configs", _local_adapter, engine="local"),
+    Rule("*.top_p, *.top_k", _local_sampling, engine="local"),
+    Rule("*.rollout_args.max_tokens", _local_lengths, engine="local"),
+    Rule("deterministic", _deterministic, engine="local"),
+    Rule("local.device", _device, engine="local"),
+    Rule("*.quantization, trainer.trainer_config", _local_quantised, engine="local"),
+    Rule("*", _unread, engine="local"),
+    Rule("mode", _one_gpu, modes=("both",), engine="trinity"),
+    Rule("trainer.trainer_config", _verl_quantised, modes=_ON_GPUS, engine="trinity"),
+    Rule("model.lora_configs", _vllm_adapter, engine="trinity"),
+    Rule(f"{_SAMPLER}.quantization", _vllm_quantised, modes=_ON_GPUS, engine="trinity"),
+    Rule("algorithm.repeat_times", _group, modes=_WITH_ROLLOUTS, together=True),
+    Rule("algorithm.advantage_fn", _advantage, modes=_WITH_ROLLOUTS, together=True),
+    Rule("buffer.batch_size", _batch, modes=_WITH_ROLLOUTS, together=True),
+    Rule("buffer.train_batch_size", _train_batch, modes=_WITH_ROLLOUTS, together=True),
+    Rule("explorer.eval_interval, quick_eval", _evaluation, together=True),
+    Rule("algorithm.optimizer.lr_warmup_steps", _warmup, together=True),
+    Rule("checkpoints.keep_best", _best_checkpoints, together=True),
+    Rule("monitor.monitor_type", _curves, together=True),
+)

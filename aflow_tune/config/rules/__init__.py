@@ -1,1 +1,0 @@
-"""Every rule that refuses a configuration, or fills in what it leaves open."""

@@ -1,0 +1,157 @@
+"""The configuration class: Trinity's schema, our sections, and what was found out about it.
+
+`AflowConfig` is Trinity's `Config` (the YAML is Trinity's) plus `AflowSections`. Its fields are
+settings; everything else that is known of a configuration is in its `prepared`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trinity.common.config import Config, ModelConfig, StageConfig
+
+from aflow_tune.config import PROCESSORS, on_processors
+from aflow_tune.data.rows import Table
+from aflow_tune.errors import Fault
+from aflow_tune.find_ray import FoundRay
+from aflow_tune.models.redaction import masked
+from aflow_tune.sections import AflowSections, KeyPositions
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that differs from what the user wrote. Secrets are masked in it."""
+
+    key: str
+    before: Any
+    after: Any
+    why: str
+
+
+@dataclass
+class Prepared:
+    """What was found out about one configuration. None of it is a setting or is saved as one.
+
+    It travels with the configuration, but for what was read on this machine (`tables`, `ray`).
+    """
+
+    positions: KeyPositions = field(default_factory=KeyPositions)
+    """Where each key was written."""
+    warnings: list[str] = field(default_factory=list)
+    """What was found doubtful but is not refused."""
+    engine: tuple[str, str] | None = None
+    """The engine and the reason for it, once it is chosen for good."""
+    changes: list[Change] | None = None
+    """Every setting that `prepare` changed; None before."""
+    command: dict[str, Any] | None = None
+    """What starts this run again (`RunState.command`); None for a call of `tune()`."""
+    account_folder: str | None = None
+    """The folder of the chain of stages whose account this run writes into."""
+    awaited: str | None = None
+    """A file that an earlier stage is still to write."""
+    tables: dict[tuple[str, str], Table | None] = field(default_factory=dict)
+    """Rows of task sets that were read for checking, by path and split."""
+    ray: FoundRay | None = None
+    """The running Ray to join; None: one of its own."""
+    ray_looked_for: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "tables": {}, "ray": None, "ray_looked_for": False}
+
+
+@dataclass
+class StageSection(StageConfig):
+    """One item of `stages`: Trinity's, and `model` beside it."""
+
+    model: ModelConfig | None = None
+    """With a `model_path` of its own the stage begins there, not where the one before ended."""
+
+
+@dataclass
+class AflowConfig(Config, AflowSections):
+    """Trinity's `Config` with our sections at the top level."""
+
+    stages: list[StageSection] = field(default_factory=list)
+    """Several runs, one after the other; see `stages.py`."""
+
+    def __post_init__(self) -> None:
+        self._prepared = Prepared()
+
+    @property
+    def prepared(self) -> Prepared:
+        """What was found out about this configuration."""
+        found: Prepared = self._prepared
+        return found
+
+    @property
+    def positions(self) -> KeyPositions:
+        """Where each key was written."""
+        return self.prepared.positions
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was found doubtful but is not refused."""
+        return self.prepared.warnings
+
+    @property
+    def command(self) -> dict[str, Any] | None:
+        """What starts this run again; None for a call of `tune()`."""
+        return self.prepared.command
+
+    @property
+    def account_folder(self) -> str:
+        """The folder with the account of this run: its own, or that of its whole chain."""
+        return str(self.prepared.account_folder or self.checkpoint_job_dir)
+
+    def fault(self, key: str, expected: str, found: str, fix: str) -> Fault:
+        """A fault of the setting `key`, with the place where it was written."""
+        return Fault(self.positions.where(key), expected, found, fix)
+
+    def note_command(
+        self, path: str | Path, overrides: Sequence[str], inline: bool | None = None
+    ) -> None:
+        """Keep the command that began the run; of settings that hold secrets only the names."""
+        pairs = [(item, *item.partition("=")[::2]) for item in overrides]
+        secret = [key for _, key, value in pairs if masked(key, value) != value]
+        self.prepared.command = {
+            "config": os.path.abspath(path),
+            "overrides": [item for item, key, _ in pairs if key not in secret],
+            "secret": secret,
+            "inline": inline,
+            "cwd": os.getcwd(),
+            "renamed": not self.continue_from_checkpoint,
+        }
+
+    def get_envs(self) -> dict[str, str]:
+        """Trinity's environment for workers, without keys: Ray logs it and shows it."""
+        external = self.model.external_model
+        held = {external.api_key_env, external.base_url_env} if external.enable else set()
+        envs = {name: text for name, text in super().get_envs().items() if name not in held}
+        return {**PROCESSORS, **envs} if self.engine == "trinity" and on_processors() else envs
+
+    def flatten(self) -> dict[str, Any]:
+        """Every setting by its dotted key path; enum members as their values."""
+        found = self._prepared
+        del self._prepared
+        try:
+            flat: dict[str, Any] = super().flatten()
+            return flat
+        finally:
+            self._prepared = found
+
+
+def words(text: str) -> tuple[str, ...]:
+    """A table of names or patterns of keys."""
+    return tuple(text.split())
+
+
+def logical_gpus(config: Config) -> int:
+    """The GPUs that Ray counts where Trinity's engines compute on processors: one for each engine
+    of the sampler and of auxiliary models, and one for the trainer."""
+    models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
+    engines = sum(model.engine_num * model.tensor_parallel_size for model in models)
+    return 1 if config.mode in ("colocate", "train") else engines + (config.mode == "both")
