@@ -28,8 +28,8 @@ from trinity.explorer.workflow_runner import Status
 from trinity.utils.metrics import aggregate_eval_metrics, calculate_task_level_metrics
 
 from aflow_tune import JudgeOutput, WorkflowOutput, caller, record_metrics, step_reward
-from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, TRACE_KEY
-from aflow_tune.engines.trinity.rollout import adapter, run_thread
+from aflow_tune.engines.trinity.rollout import adapter, rollout_thread
+from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY, TRACE_KEY
 from aflow_tune.report.records import EvalRecord, read_records
 
 ASK = [{"role": "user", "content": "2 + 2?"}]
@@ -191,7 +191,7 @@ def test_a_failure_costs_only_its_own_run_and_has_its_name(
 def test_runs_that_hang_in_every_way_at_once_cost_only_themselves(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_thread, "GRACE_SECONDS", 4.0)
+    monkeypatch.setattr(rollout_thread, "GRACE_SECONDS", 4.0)
     hanging = [hangs, hangs_and_ignores_its_cancellation, sleeps_without_await, loops_for_ever]
     parts = iter([*hanging, returning(0.25), returning(0.75)])
 
@@ -258,7 +258,7 @@ def test_a_blocked_run_does_not_hold_up_the_others(server: ScriptedServer) -> No
 
 
 def test_a_run_whose_time_is_up_gives_its_request_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_thread, "GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(rollout_thread, "GRACE_SECONDS", 30.0)
     with ScriptedServer(lambda request: Reply("late", delay=120)) as slow:
         _, exps = run(slow, returning(1.0), run_timeout=5.0)  # the request has to be there
         deadline = time.monotonic() + 60
@@ -271,7 +271,7 @@ def test_a_run_whose_time_is_up_gives_its_request_up(monkeypatch: pytest.MonkeyP
 def test_blocking_calls_in_threads_do_not_outlive_the_time_out(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_thread, "GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(rollout_thread, "GRACE_SECONDS", 30.0)
 
     def endless() -> None:
         while True:

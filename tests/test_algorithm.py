@@ -18,9 +18,8 @@ from trinity.common.experience import (
 )
 
 from aflow_tune.config.load import load_config
-from aflow_tune.engines.local.lora_spec import LoraSpec
-from aflow_tune.engines.local.schedule import Schedule
-from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, TrainerSettings
+from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, Schedule, TrainerSettings
+from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.engines.trinity.training.algorithm import TrainStep, TrinityLoss, to_sample
 from aflow_tune.errors import BadInput
 

@@ -17,8 +17,8 @@ from aflow_tune.engines.local.checkpoint import (
     write_atomically,
     write_checkpoint,
 )
-from aflow_tune.engines.local.lora_spec import LoraSpec
-from aflow_tune.engines.local.schedule import Schedule
+from aflow_tune.engines.local.trainer import Schedule
+from aflow_tune.engines.local.weights import LoraSpec
 
 
 @pytest.mark.parametrize(

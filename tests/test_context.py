@@ -16,10 +16,10 @@ import pytest
 
 from aflow_tune.context import (
     CallNote,
-    RunContext,
+    RolloutContext,
     caller,
     current_caller,
-    current_run,
+    current_rollout,
     record_metrics,
     state_key,
     step_reward,
@@ -28,15 +28,15 @@ from aflow_tune.context import (
 
 async def call() -> CallNote:
     """What the recording model does: notes the call, then waits for the answer."""
-    run = current_run()
+    run = current_rollout()
     assert run is not None
     note = run.note_call()
     await asyncio.sleep(0)
     return note
 
 
-def play(workflow: Callable[[], Awaitable[Any]]) -> RunContext:
-    context = RunContext()
+def play(workflow: Callable[[], Awaitable[Any]]) -> RolloutContext:
+    context = RolloutContext()
 
     async def main() -> None:
         with context.activate():
@@ -46,7 +46,7 @@ def play(workflow: Callable[[], Awaitable[Any]]) -> RunContext:
     return context
 
 
-def callers(context: RunContext) -> list[str]:
+def callers(context: RolloutContext) -> list[str]:
     return [note.caller for note in context.calls]
 
 
@@ -95,14 +95,14 @@ def test_parallel_branches_do_not_mix() -> None:
 
 
 def test_two_runs_at_once_never_see_each_other() -> None:
-    async def one(context: RunContext, name: str) -> None:
+    async def one(context: RolloutContext, name: str) -> None:
         with context.activate(), caller(name):
             await call()
             record_metrics(**{name: 1})
             step_reward(0.5)
 
-    async def main() -> tuple[RunContext, RunContext]:
-        first, second = RunContext(), RunContext()
+    async def main() -> tuple[RolloutContext, RolloutContext]:
+        first, second = RolloutContext(), RolloutContext()
         await asyncio.gather(one(first, "a"), one(second, "b"))
         return first, second
 
@@ -113,7 +113,12 @@ def test_two_runs_at_once_never_see_each_other() -> None:
 
 def test_a_run_starts_without_the_surroundings_of_its_starter() -> None:
     async def main() -> CallNote:
-        with RunContext().activate(), caller("outer"), state_key("outer"), RunContext().activate():
+        with (
+            RolloutContext().activate(),
+            caller("outer"),
+            state_key("outer"),
+            RolloutContext().activate(),
+        ):
             return await call()
 
     note = asyncio.run(main())
@@ -165,7 +170,7 @@ def test_a_run_that_was_given_up_ends_without_changing_another_one() -> None:
     """Its coroutines are closed by the garbage collector, in whatever context is current."""
 
     async def hangs(kept: list[Any]) -> None:
-        with RunContext().activate(), caller("hangs"), state_key("hangs"):
+        with RolloutContext().activate(), caller("hangs"), state_key("hangs"):
             kept.append(asyncio.current_task())
             await asyncio.get_running_loop().create_future()
 
@@ -182,7 +187,7 @@ def test_a_run_that_was_given_up_ends_without_changing_another_one() -> None:
                 gc.collect()
                 note = await call()
                 assert (note.caller, note.state_key) == ("alive", "alive")
-                assert current_run() is not None
+                assert current_rollout() is not None
         assert current_caller() == "workflow"
 
     gc.freeze()  # so that each collection looks at what is new, not at all that was imported
@@ -289,7 +294,7 @@ def test_step_reward_before_any_call_is_an_error() -> None:
 
 def test_threads_started_with_to_thread_belong_to_the_run() -> None:
     def work() -> None:
-        run = current_run()
+        run = current_rollout()
         assert run is not None
         run.note_call()
         step_reward(1)
@@ -391,7 +396,7 @@ def test_outside_of_a_run_everything_is_silent() -> None:
             return current_caller()
 
     assert asyncio.run(workflow()) == "x"
-    assert current_run() is None
+    assert current_rollout() is None
     state_key("left over")
     assert play(call).calls[0].state_key is None
 

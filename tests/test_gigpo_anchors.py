@@ -12,8 +12,7 @@ from test_validate import CONFIG
 from aflow_tune.config.load import load_config
 from aflow_tune.config.quiet import quiet
 from aflow_tune.config.rules.adaptations import ANCHOR_RATE, RUN_FILTER, adapt
-from aflow_tune.engines.trinity.info_keys import STATE_KEY
-from aflow_tune.engines.trinity.rollout.anchors import AnchorRate
+from aflow_tune.engines.trinity.rollout.operators import STATE_KEY, AnchorRate
 
 # isort: split
 from trinity.buffer.operators import EXPERIENCE_OPERATORS

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tiny import tiny_sampler
 
-from aflow_tune.engines.local.answers import GreedyAnswers
 from aflow_tune.engines.local.sampler import Completion, Sampler, SamplingParams
+from aflow_tune.engines.local.server import GreedyAnswers
 from aflow_tune.errors import BadInput
 
 PROMPT = [5, 6, 7]
@@ -115,7 +115,7 @@ async def test_the_least_used_answer_is_forgotten_first(monkeypatch: pytest.Monk
         asked.append(prompt[0])
         return [Completion(prompt, [0.0], "", "stop")]
 
-    monkeypatch.setattr("aflow_tune.engines.local.answers.MOST", 2)
+    monkeypatch.setattr("aflow_tune.engines.local.server.MOST", 2)
     answers = GreedyAnswers(answer)
     for first in (1, 2, 1, 3, 1, 2):
         await answers.submit([first], greedy())

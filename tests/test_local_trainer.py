@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.models import load_model, load_tokenizer
 from aflow_tune.engines.local.sampler import Sampler, SamplingParams
-from aflow_tune.engines.local.schedule import Schedule
-from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, Sample, TrainerSettings
+from aflow_tune.engines.local.trainer import (
+    LocalTrainer,
+    LossBatch,
+    Sample,
+    Schedule,
+    TrainerSettings,
+)
+from aflow_tune.engines.local.weights import LoraSpec
 
 
 class PolicyGradient:

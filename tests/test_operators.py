@@ -8,8 +8,13 @@ import pickle
 import pytest
 from trinity.buffer.operators import EXPERIENCE_OPERATORS
 
-from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, STEP_SIZE_KEY, TRACE_KEY
-from aflow_tune.engines.trinity.rollout.operators import RunFilter, StepStamp
+from aflow_tune.engines.trinity.rollout.operators import (
+    FAILURE_KEY,
+    STEP_SIZE_KEY,
+    TRACE_KEY,
+    RunFilter,
+    StepStamp,
+)
 from aflow_tune.errors import RunFailed
 
 # isort: split

@@ -17,9 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from aflow_tune.engines.local.packed_model import PackedModel
+from aflow_tune.engines.local.packed_model import PackedModel, token_scores
 from aflow_tune.engines.local.packing import Sample, TokenTrie, micro_batches, pack
-from aflow_tune.engines.local.token_scores import token_scores
 
 
 def sample(tokens: list[int], prompt: int, mask: list[int] | None = None, **fields: object):
@@ -175,7 +174,7 @@ def test_other_models_run_packed_or_fall_back(kind: str) -> None:
 
 def test_token_scores_match_autograd_over_plain_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also over several chunks, with a bias, a temperature and a trained head."""
-    monkeypatch.setattr("aflow_tune.engines.local.token_scores.CHUNK_ELEMENTS", 3 * 11)
+    monkeypatch.setattr("aflow_tune.engines.local.packed_model.CHUNK_ELEMENTS", 3 * 11)
     generator = torch.Generator().manual_seed(0)
     leaves = [
         torch.randn(shape, generator=generator, dtype=torch.float32).requires_grad_()

@@ -34,7 +34,7 @@ def python(program: str, *folders: Path) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["rollout.explorer", "training.train_actor", "rollout.adapter", "rollout.rollout_model"],
+    ["rollout.explorer", "training.trainer", "rollout.adapter", "rollout.rollout_model"],
 )
 def test_classes_that_every_process_loads_bring_no_framework(module: str) -> None:
     """Whoever gets the handle of an actor imports its class, Trinity's Synchronizer too."""

@@ -14,10 +14,10 @@ from pydantic import BaseModel
 from scripted_server import Reply, ScriptedModel, ScriptedServer
 
 from aflow_tune import caller, state_key
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.engines.trinity.rollout.recording import (
     RecordedCall,
-    RunRecorder,
+    RolloutRecorder,
     recording_client,
     state_hash,
 )
@@ -40,9 +40,9 @@ def record(
     """Let `use` work with a recorded model; what it returned and the calls."""
 
     async def main() -> tuple[Any, list[RecordedCall]]:
-        context = RunContext()
+        context = RolloutContext()
         source = await recording_client(model or ScriptedModel(server.url))
-        recorder = RunRecorder(source, context, "1/0", seed, {**CONFIGURED, **configured})
+        recorder = RolloutRecorder(source, context, "1/0", seed, {**CONFIGURED, **configured})
         with context.activate():
             result = await use(recorder.chat_model())
         return result, recorder.close()
@@ -249,9 +249,9 @@ def test_streams_are_refused_and_failed_calls_are_not_recorded() -> None:
 
 def test_a_run_that_is_over_records_nothing_more() -> None:
     async def main(server: ScriptedServer) -> None:
-        context = RunContext()
+        context = RolloutContext()
         source = await recording_client(ScriptedModel(server.url))
-        recorder = RunRecorder(source, context, "1/0", None, CONFIGURED)
+        recorder = RolloutRecorder(source, context, "1/0", None, CONFIGURED)
         model = recorder.chat_model()
         under_way = asyncio.create_task(model(ask("slow 6")))
         await model(ask("fast 0"))
@@ -274,7 +274,7 @@ def test_runs_share_one_client_and_leave_no_history_behind() -> None:
         sources = set()
         for _ in range(3):
             source = await recording_client(shared.clone_with_isolated_history())
-            recorder = RunRecorder(source, RunContext(), "1/0", None, CONFIGURED)
+            recorder = RolloutRecorder(source, RolloutContext(), "1/0", None, CONFIGURED)
             model = recorder.chat_model()
             await asyncio.gather(*(model(ask(f"n {n}")) for n in range(5)))
             assert len(recorder.close()) == 5

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from aflow_tune.engines.local.decoder import make_decoder
-from aflow_tune.engines.local.generic import GenericDecoder
-from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore
+from aflow_tune.engines.local.decoder import GenericDecoder, make_decoder
+from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore, plan
 from aflow_tune.engines.local.llama import LlamaDecoder
-from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.models import load_model, load_tokenizer
-from aflow_tune.engines.local.prefix_plan import plan
 from aflow_tune.engines.local.sampler import Sampler, SamplingParams, _Job
 from aflow_tune.engines.local.sampling import RowRule, draw, invert, top_tokens
+from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.errors import BadInput, RunFailed
 
 CPU = torch.device("cpu")

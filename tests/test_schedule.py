@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from aflow_tune.engines.local.schedule import Schedule
+from aflow_tune.engines.local.trainer import Schedule
 
 
 def factors(schedule: Schedule, steps: int) -> list[float]:

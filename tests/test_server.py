@@ -17,13 +17,13 @@ import pytest
 from tiny import tiny_sampler
 
 from aflow_tune.engines.local.models import load_tokenizer
-from aflow_tune.engines.local.sampler import Sampler, SamplingParams
-from aflow_tune.engines.local.server import SamplerServer
-from aflow_tune.engines.local.tools import (
+from aflow_tune.engines.local.protocol import (
     forced_call_grammar,
     parse_calls,
     template_messages,
 )
+from aflow_tune.engines.local.sampler import Sampler, SamplingParams
+from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.errors import BadInput, RunFailed
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -67,6 +67,26 @@ def fingerprint_of(config: AflowConfig) -> dict[str, Any]:
     }
 
 
+MOVED = {
+    "aflow_tune.engines.trinity.rollout.anchors.AnchorRate": (
+        "aflow_tune.engines.trinity.rollout.operators.AnchorRate"
+    ),
+    "aflow_tune.engines.trinity.training.sampling.WholeStepSampleStrategy": (
+        "aflow_tune.engines.trinity.rollout.operators.WholeStepSampleStrategy"
+    ),
+}
+"""Classes of ours by the paths that older runs know them by, and where they are now."""
+
+
+def present(value: Any) -> Any:
+    """A value of an older run, with our classes under the paths that they have now."""
+    if not isinstance(value, str):
+        return value
+    for old, new in MOVED.items():
+        value = value.replace(old, new)
+    return value
+
+
 def is_free(key: str) -> bool:
     """Whether a setting may change between two commands of one run."""
     return key.startswith(_FREE_KEYS) or _FREE_OF_A_MODEL.match(key) is not None

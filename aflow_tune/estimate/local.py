@@ -54,7 +54,7 @@ class EngineLimits:
     prefill_tokens: prompt tokens of one forward pass (`llama._PREFILL_TOKENS`).
     stored_tokens: tokens of finished sequences kept as prefixes (`llama._STORED_TOKENS`).
     column_step: columns that the cache grows by (`kv_cache._COLUMN_STEP`).
-    chunk_elements: logits that exist at once in training (`token_scores.CHUNK_ELEMENTS`).
+    chunk_elements: logits that exist at once in training (`packed_model.CHUNK_ELEMENTS`).
     """
 
     prefill_tokens: int

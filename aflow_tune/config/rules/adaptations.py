@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
 RUN_FILTER = "aflow_tune.engines.trinity.rollout.operators.RunFilter"
-ANCHOR_RATE = "aflow_tune.engines.trinity.rollout.anchors.AnchorRate"
-SAMPLE_STRATEGY = "aflow_tune.engines.trinity.training.sampling.WholeStepSampleStrategy"
+ANCHOR_RATE = "aflow_tune.engines.trinity.rollout.operators.AnchorRate"
+SAMPLE_STRATEGY = "aflow_tune.engines.trinity.rollout.operators.WholeStepSampleStrategy"
 GIGPO = "gigpo"
 COUNTING_STRATEGIES = ("default", "warmup")
 """Trinity's strategies that take a number of calls, which a workflow does not fix."""

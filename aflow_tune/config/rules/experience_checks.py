@@ -3,7 +3,7 @@
 The keys are Trinity's (`buffer.trainer_input.experience_buffer` and its `format`), and so is the
 meaning: `sft` takes `messages` that end with the assistant's turn, or a `prompt` and a
 `response`; `dpo` a prompt with a `chosen` and a `rejected` answer; `cpt` plain text. Nothing is
-tokenised here; what is too long is found where the rows are read (`experience_reader.py`).
+tokenised here; what is too long is found where the rows are read (`engines/trinity/readers.py`).
 """
 
 from __future__ import annotations

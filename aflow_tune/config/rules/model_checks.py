@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aflow_tune.config.schema_names import nearest
 from aflow_tune.config.tasksets import looks_local
 from aflow_tune.data.checks import Findings
-from aflow_tune.engines.local.models import BUNDLED, cache_dir, is_cached
-from aflow_tune.engines.local.weight_files import damage_of
+from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
 from aflow_tune.errors import Fault
 
 if TYPE_CHECKING:

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor
 
 from aflow_tune.engines.local.decoder import Decoder, make_decoder
-from aflow_tune.engines.local.generation import Draft, Request, Vocabulary
-from aflow_tune.engines.local.grammar import GrammarCompiler
 from aflow_tune.engines.local.sampling import (
     Completion,
+    Draft,
+    GrammarCompiler,
+    Request,
     SamplingParams,
+    Vocabulary,
     draw,
     prompt_faults,
 )
@@ -42,10 +44,9 @@ from aflow_tune.errors import BadInput, Fault, RunFailed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from aflow_tune.engines.local.lora_spec import LoraSpec
+    from aflow_tune.engines.local.weights import LoraSpec
 
 T = TypeVar("T")
-__all__ = ["Completion", "Sampler", "SamplingParams"]
 
 
 class _Job:
@@ -82,16 +83,12 @@ class Sampler:
         lora: LoraSpec | None = None,
     ) -> None:
         if max_batch < 1 or max_model_len < 2:
-            raise BadInput(
+            raise BadInput.of(
                 "The sampler's limits are out of range",
-                [
-                    Fault(
-                        "max_batch, max_model_len",
-                        "at least 1 and 2",
-                        f"{max_batch}, {max_model_len}",
-                        "local.max_batch: 64, and a model.max_model_len of prompt + response",
-                    )
-                ],
+                "max_batch, max_model_len",
+                "at least 1 and 2",
+                f"{max_batch}, {max_model_len}",
+                "local.max_batch: 64, and a model.max_model_len of prompt + response",
             )
         self.threads = threads or psutil.cpu_count(logical=False) or 1
         self.max_batch = max_batch
