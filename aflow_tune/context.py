@@ -32,8 +32,6 @@ R = TypeVar("R")
 
 @dataclass
 class CallNote:
-    """What the context knows about one model call."""
-
     index: int
     caller: str
     state_key: str | None = None
@@ -42,8 +40,6 @@ class CallNote:
 
 @dataclass
 class _Scope:
-    """A stretch of the rollout in which 'the latest call' has one meaning."""
-
     task: asyncio.Task[Any] | None
     outer: _Scope | None = None
     latest: CallNote | None = None
@@ -98,7 +94,6 @@ class RolloutContext:
             _go_back(token)
 
     def note_call(self) -> CallNote:
-        """Note that a model call starts now, in the current context."""
         place = _place.get()
         note = CallNote(len(self.calls), place.caller, _take_state_key(place))
         self.calls.append(note)
@@ -140,7 +135,6 @@ def using(**settings: Any) -> Iterator[None]:
 
 
 def setting(name: str, default: Any = None) -> Any:
-    """What `using` gave to this code under a name."""
     return _place.get().settings.get(name, default)
 
 

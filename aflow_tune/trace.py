@@ -73,8 +73,6 @@ class ProgramRun(Event):
 
 @dataclass
 class Trace:
-    """The events of one rollout, in the order in which they ended."""
-
     events: list[Event] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -84,7 +82,6 @@ class Trace:
             yield self
 
     def of(self, kind: type[T]) -> list[T]:
-        """The events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     def metrics(self) -> dict[str, float]:
@@ -113,7 +110,6 @@ def current_trace() -> Trace | None:
 
 
 def note(event: Event) -> None:
-    """Add an event to the current trace, if there is one."""
     trace = current_trace()
     if trace is not None:
         trace.events.append(event)

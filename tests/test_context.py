@@ -66,16 +66,6 @@ def test_callers_nest_and_end_with_their_block() -> None:
     assert [note.index for note in context.calls] == [0, 1, 2, 3, 4]
 
 
-def test_a_block_ends_when_its_body_raises() -> None:
-    async def workflow() -> None:
-        with pytest.raises(KeyError), caller("plan"), state_key("s"):
-            raise KeyError
-        note = await call()
-        assert (note.caller, note.state_key) == ("workflow", None)
-
-    play(workflow)
-
-
 def test_parallel_branches_do_not_mix() -> None:
     async def branch(name: str, reward: float) -> None:
         with caller(name):
@@ -92,23 +82,6 @@ def test_parallel_branches_do_not_mix() -> None:
     rewarded = {n.caller: n.step_reward for n in context.calls if n.step_reward is not None}
     assert rewarded == {f"agent{i}": float(i) for i in range(5)}
     assert [n.index for n in context.calls if n.step_reward is not None] == list(range(10, 15))
-
-
-def test_two_runs_at_once_never_see_each_other() -> None:
-    async def one(context: RolloutContext, name: str) -> None:
-        with context.activate(), caller(name):
-            await call()
-            record_metrics(**{name: 1})
-            step_reward(0.5)
-
-    async def main() -> tuple[RolloutContext, RolloutContext]:
-        first, second = RolloutContext(), RolloutContext()
-        await asyncio.gather(one(first, "a"), one(second, "b"))
-        return first, second
-
-    first, second = asyncio.run(main())
-    assert (callers(first), first.metrics) == (["a"], {"a": 1.0})
-    assert (callers(second), second.metrics) == (["b"], {"b": 1.0})
 
 
 def test_a_run_starts_without_the_surroundings_of_its_starter() -> None:
@@ -156,16 +129,6 @@ def test_decorated_functions_open_a_block_for_each_call() -> None:
     assert asyncio.iscoroutinefunction(plan)
 
 
-def test_a_block_object_may_be_used_again_but_not_while_it_is_open() -> None:
-    block = caller("again")
-    for _ in range(2):
-        with block:
-            assert current_caller() == "again"
-    with block, pytest.raises(RuntimeError, match="open already"), block:
-        pass
-    assert current_caller() == "workflow"
-
-
 def test_a_run_that_was_given_up_ends_without_changing_another_one() -> None:
     """Its coroutines are closed by the garbage collector, in whatever context is current."""
 
@@ -205,36 +168,6 @@ def test_generators_are_refused_by_the_decorator() -> None:
         caller("s")(stream)
 
 
-async def stream() -> Any:
-    with caller("stream"), state_key("stream"):
-        yield 1
-        yield 2
-
-
-def test_closing_a_generator_from_another_context_is_harmless() -> None:
-    async def workflow() -> None:
-        source = stream()
-        await asyncio.create_task(source.__anext__())
-        await source.aclose()
-        assert (await call()).caller == "workflow"
-
-    play(workflow)
-
-
-def test_a_generator_left_open_ends_with_the_block_around_it() -> None:
-    async def workflow() -> None:
-        with caller("outer"):
-            source = stream()
-            await source.__anext__()
-        note = await call()
-        assert (note.caller, note.state_key) == ("workflow", None)
-        await source.aclose()
-        note = await call()
-        assert (note.caller, note.state_key) == ("workflow", None)
-
-    play(workflow)
-
-
 def test_step_reward_belongs_to_the_latest_call() -> None:
     async def workflow() -> None:
         await call()
@@ -263,25 +196,6 @@ def test_step_reward_sees_calls_of_tasks_started_here() -> None:
         step_reward(4)
 
     assert [note.step_reward for note in play(workflow).calls] == [None, 2.0, 3.0, 4.0]
-
-
-def test_a_branch_does_not_reward_its_neighbours_call() -> None:
-    async def slow() -> None:
-        with caller("slow"):
-            await call()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            step_reward(1)
-
-    async def quick() -> None:
-        await asyncio.sleep(0)
-        await call()
-
-    async def workflow() -> None:
-        await asyncio.gather(slow(), quick())
-
-    rewards = {note.caller: note.step_reward for note in play(workflow).calls}
-    assert rewards == {"slow": 1.0, "workflow": None}
 
 
 def test_step_reward_before_any_call_is_an_error() -> None:
@@ -329,37 +243,6 @@ def test_state_keys_for_one_call_and_for_a_block() -> None:
     assert keys == ["next", None, "block", "inside", "block", None, "pending"]
 
 
-def test_one_of_two_parallel_calls_takes_the_key() -> None:
-    async def workflow() -> None:
-        state_key("once")
-        await asyncio.gather(call(), call())
-
-    assert [note.state_key for note in play(workflow).calls] == ["once", None]
-
-
-def test_state_key_of_one_task_does_not_reach_its_parent() -> None:
-    async def child() -> None:
-        state_key("child")
-
-    async def workflow() -> None:
-        await asyncio.create_task(child())
-        assert (await call()).state_key is None
-
-    play(workflow)
-
-
-def test_metrics_are_numbers_and_the_last_value_stays() -> None:
-    class Scalar:
-        def __float__(self) -> float:
-            return 0.5
-
-    async def workflow() -> None:
-        record_metrics(correct=True, share=0.25)
-        record_metrics(share=Scalar(), count=3)  # type: ignore[arg-type]
-
-    assert play(workflow).metrics == {"correct": 1.0, "share": 0.5, "count": 3.0}
-
-
 @pytest.mark.parametrize("value", ["0.5", None, [1], math.nan, math.inf, b"1"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_what_is_no_number_is_refused(value: Any, inside: bool) -> None:
@@ -377,14 +260,6 @@ def test_what_is_no_number_is_refused(value: Any, inside: bool) -> None:
     else:
         with pytest.raises(ValueError, match="share must be a"):
             record_metrics(share=value)
-
-
-@pytest.mark.parametrize("name", ["", None, 3])
-def test_names_and_keys_are_texts(name: Any) -> None:
-    with pytest.raises(ValueError, match="caller's name"):
-        caller(name)
-    with pytest.raises(ValueError, match="state key"):
-        state_key(name)
 
 
 def test_outside_of_a_run_everything_is_silent() -> None:

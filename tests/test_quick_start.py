@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import pickle
@@ -77,13 +76,6 @@ def test_functions_that_were_sent_together_share_what_they_refer_to() -> None:
     assert none is None
     assert sent_judge() == [3]
     assert seen == []
-
-
-def test_a_copied_configuration_holds_the_function_itself() -> None:
-    (sent,) = send(python)
-    assert copy.deepcopy({"workflow_func": sent})["workflow_func"] is sent
-    assert received(sent) is python
-    assert received(len) is len
 
 
 def test_garbage_is_left_alone_at_first_and_then_collected() -> None:

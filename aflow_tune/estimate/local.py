@@ -9,7 +9,7 @@ the sum of a process larger than the largest of its phases, and both are counted
   freed (glibc: M_MMAP_THRESHOLD rises up to 32 MB, mallopt(3)). The sampler's thread and the
   trainer's thread each keep their own largest moment, so phases add up instead of taking turns.
   What an arena wastes between its pieces is `FRAGMENTATION`, a measured allowance. After each
-  train step freed memory goes back (`engines/local/memory.py`, where the C library has
+  train step freed memory goes back (`engines/local/models.py`, where the C library has
   malloc_trim; macOS and musl have not): sampling and training still add up within a step, but
   what comes after the last step, the export and the next stage of a chain, finds the trainer's
   part free again (`LocalRun.gives_back`).

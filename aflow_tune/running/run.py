@@ -354,7 +354,6 @@ def _reason(error: BaseException) -> str | None:
 
 
 def last_metrics(run_dir: Path) -> dict[str, float]:
-    """The newest value of every metric of a run."""
     last: dict[str, float] = {}
     for line in read_metrics(run_dir):
         last.update(line.metrics)

@@ -279,7 +279,6 @@ class BenchRun(_Stepless):
 
 
 def _means(name: str, evaluation: Evaluation) -> dict[str, float]:
-    """What a training run logs about an evaluation, from its records."""
     metrics = {f"eval/{name}/finished_task_count": float(evaluation.items)}
     score = evaluation.interval()
     if score is not None:

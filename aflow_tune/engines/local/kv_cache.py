@@ -46,7 +46,6 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """Number of active sequences."""
         return len(self.lengths)
 
     def _empty(self, rows: int, columns: int) -> Tensor:
@@ -98,7 +97,6 @@ class KVCache:
         return order
 
     def clear(self) -> None:
-        """Forget every row and give the memory back."""
         self.lengths = []
         self.kv = self._empty(0, 0)
 
@@ -152,7 +150,6 @@ class PrefixStore:
         self.size += len(tokens)
 
     def clear(self) -> None:
-        """Forget everything: the weights changed."""
         self.entries.clear()
         self.size = 0
 

@@ -72,7 +72,6 @@ class PackedLinear:
         return torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias_O, "none", [], "")
 
     def silu(self, x_NI: Tensor) -> Tensor:
-        """silu(x W' + b)."""
         if not self.packed:
             return F.silu(F.linear(x_NI, self.weight, self.bias_O))
         return torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias_O, "swish", [], "")
@@ -98,7 +97,6 @@ _STORED_TOKENS = 8192
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """Whether this module computes what `model` computes."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

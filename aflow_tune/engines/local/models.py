@@ -221,7 +221,6 @@ def damage_of(file: Path) -> str:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], int] | None:
-    """The header and its length in bytes."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))

@@ -54,7 +54,6 @@ flash kernel's constant memory matters more than its speed."""
 
 @contextmanager
 def use_layout(row: PackedRow) -> Iterator[None]:
-    """Attention inside the `with` block is that of `row`."""
     token = _layout.set(row)
     try:
         yield

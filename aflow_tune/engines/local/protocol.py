@@ -54,15 +54,11 @@ Message = dict[str, Any]
 
 
 class JsonSchema(BaseModel):
-    """`response_format.json_schema`."""
-
     name: str = "response"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """`response_format`."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -76,23 +72,17 @@ class Function(BaseModel):
 
 
 class NamedToolChoice(BaseModel):
-    """`tool_choice` naming one function."""
-
     type: Literal["function"] = "function"
     function: Function
 
 
 class Tool(BaseModel):
-    """One entry of `tools`."""
-
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
     function: Function
 
 
 class ChatRequest(BaseModel):
-    """The body of POST /v1/chat/completions."""
-
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
@@ -196,7 +186,6 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 

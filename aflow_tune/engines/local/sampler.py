@@ -32,7 +32,6 @@ from aflow_tune.engines.local.decoder import Decoder, make_decoder
 from aflow_tune.engines.local.sampling import (
     Completion,
     Draft,
-    GrammarCompiler,
     Request,
     SamplingParams,
     Vocabulary,
@@ -97,7 +96,6 @@ class Sampler:
         self.lora = lora
         self.version = 0
         self.vocabulary = Vocabulary(model, tokenizer)
-        self.grammars = GrammarCompiler(tokenizer, self.vocabulary.size, self.vocabulary.eos)
         self.device = model.device
         self._queue: deque[Request | _Job] = deque()
         self._waiting: deque[Draft] = deque()
@@ -209,7 +207,6 @@ class Sampler:
         self._thread.join()
 
     def _request(self, prompt_ids: list[int], params: SamplingParams) -> Request:
-        """Check a request and set up its sequences."""
         params.validate()
         faults = prompt_faults(prompt_ids, self.max_model_len)
         outside = [t for t in prompt_ids if not 0 <= t < self.vocabulary.size]
@@ -220,10 +217,7 @@ class Sampler:
             raise BadInput("The prompt cannot be completed", faults)
         request = Request(list(prompt_ids), params, Future())
         limit = min(params.max_tokens, self.max_model_len - len(prompt_ids))
-        request.drafts = [
-            Draft(request, i, limit, self.vocabulary, self.grammars.matcher(params))
-            for i in range(params.n)
-        ]
+        request.drafts = [Draft(request, i, limit, self.vocabulary) for i in range(params.n)]
         return request
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
@@ -267,7 +261,7 @@ class Sampler:
 
     def _advance(self) -> None:
         """Let waiting work in, then make one token for every active sequence."""
-        self._remove({i for i, d in enumerate(self._active) if d.request.abandoned})
+        self._remove({i for i, d in enumerate(self._active) if d.request.future.cancelled()})
         self._admit()
         if self._active:
             self._draw()
@@ -295,7 +289,7 @@ class Sampler:
         while True:
             while self._waiting:
                 draft = self._waiting.popleft()
-                if not draft.request.abandoned:
+                if not draft.request.future.cancelled():
                     return draft
             with self._wake:
                 if not self._queue:
@@ -333,10 +327,10 @@ class Sampler:
         self._remove(ended)
         for request in requests.values():
             if all(draft.finish_reason for draft in request.drafts):
-                _settle(request.future, request.completions)
+                drafts = request.drafts
+                _settle(request.future, lambda of=drafts: [draft.completion() for draft in of])
 
     def _remove(self, rows: set[int]) -> None:
-        """Take sequences out of the batch."""
         if not rows:
             return
         order = self.decoder.drop(rows)

@@ -85,7 +85,6 @@ class SamplingParams:
             raise BadInput("The sampling parameters are out of range", faults)
 
     def uniforms(self, index: int, count: int) -> list[float]:
-        """The uniform numbers in [0, 1) that sequence `index` draws its tokens with."""
         seed = secrets.randbits(63) if self.seed is None else (self.seed + index) % 2**63
         generator = torch.Generator().manual_seed(seed)
         values: list[float] = torch.rand(count, generator=generator).tolist()
@@ -219,81 +218,18 @@ def prompt_faults(prompt_ids: Sequence[int], max_model_len: int) -> list[Fault]:
     return [Fault("prompt", expected, f"{len(prompt_ids)} tokens", cure)]
 
 
-class GrammarCompiler:
-    """Turns the constraint of a request into matchers for one tokenizer and vocabulary.
+class Vocabulary:
+    """How token ids become text, which of them end a sequence, and which may come next where a
+    request asks for a form.
 
     llguidance's view of the tokenizer is made on first use, because it takes about a second.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, eos: set[int]) -> None:
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-        self._eos = eos
-        self._view: Any = None
-
-    def matcher(self, params: SamplingParams) -> Matcher | None:
-        """A fresh matcher for one sequence, or None when the request is unconstrained.
-
-        Raises:
-            BadInput: the schema or grammar is not one that llguidance can follow.
-        """
-        if params.json_schema is None and params.grammar is None:
-            return None
-        import llguidance
-        import llguidance.hf
-
-        if self._view is None:
-            self._view = llguidance.hf.from_tokenizer(
-                self._tokenizer,
-                n_vocab=self._vocabulary,
-                eos_token=sorted(self._eos),
-            )
-        kind = llguidance.LLMatcher
-        if params.json_schema is not None:
-            source = json.dumps(params.json_schema)
-            grammar = kind.grammar_from_json_schema(source, defaults=JSON_STYLE)
-        else:
-            grammar = kind.grammar_from_lark(str(params.grammar))
-        inner = kind(self._view, grammar, log_level=0)
-        if inner.is_error():
-            raise BadInput.of(
-                "The output format cannot be enforced",
-                "grammar" if params.json_schema is None else "json_schema",
-                "a schema or grammar that llguidance supports",
-                inner.get_error().splitlines()[0],
-                "simplify the schema; unsupported keywords are named above",
-            )
-        return Matcher(inner)
-
-
-class Matcher:
-    """How far one sequence is in its grammar."""
-
-    def __init__(self, inner: LLMatcher) -> None:
-        self._inner = inner
-
-    def banned(self) -> Tensor:
-        """Tokens that must not come next: boolean over the vocabulary."""
-        bias = torch.frombuffer(bytearray(self._inner.compute_logit_bias()), dtype=torch.uint8)
-        return bias == 0
-
-    def take(self, token: int) -> None:
-        """Go on by one drawn token."""
-        self._inner.consume_token(token)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the text is finished: nothing but the end of sequence can follow."""
-        return self._inner.is_stopped()
-
-
-class Vocabulary:
-    """How token ids become text, and which of them end a sequence."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.size: int = model.config.get_text_config().vocab_size
         self._texts: dict[int, str] = {}
+        self._view: Any = None
         self.eos: set[int] = set()
         configured = getattr(model.generation_config, "eos_token_id", None)
         for source in (configured, model.config.eos_token_id, tokenizer.eos_token_id):
@@ -314,6 +250,37 @@ class Vocabulary:
             self._texts[token] = str(self.tokenizer.decode([token]))
         return self._texts[token]
 
+    def matcher(self, params: SamplingParams) -> LLMatcher | None:
+        """What follows the form that a request asks for, for one sequence; None without one.
+
+        Raises:
+            BadInput: the schema or grammar is not one that llguidance can follow.
+        """
+        if params.json_schema is None and params.grammar is None:
+            return None
+        import llguidance.hf
+        from llguidance import LLMatcher
+
+        if self._view is None:
+            self._view = llguidance.hf.from_tokenizer(
+                self.tokenizer, n_vocab=self.size, eos_token=sorted(self.eos)
+            )
+        if params.json_schema is not None:
+            source = json.dumps(params.json_schema)
+            grammar = LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+        else:
+            grammar = LLMatcher.grammar_from_lark(str(params.grammar))
+        matcher = LLMatcher(self._view, grammar, log_level=0)
+        if matcher.is_error():
+            raise BadInput.of(
+                "The output format cannot be enforced",
+                "grammar" if params.json_schema is None else "json_schema",
+                "a schema or grammar that llguidance supports",
+                matcher.get_error().splitlines()[0],
+                "simplify the schema; unsupported keywords are named above",
+            )
+        return matcher
+
 
 @dataclass
 class Request:
@@ -324,32 +291,16 @@ class Request:
     future: Future[list[Completion]]
     drafts: list[Draft] = field(default_factory=list)
 
-    @property
-    def abandoned(self) -> bool:
-        """Whether nobody waits for the answer any more."""
-        return self.future.cancelled()
-
-    def completions(self) -> list[Completion]:
-        """All sequences; every one has ended."""
-        return [draft.completion() for draft in self.drafts]
-
 
 class Draft:
-    """Sequence `index` of a request."""
+    """Sequence `index` of a request while it is drawn, at most `limit` tokens."""
 
-    def __init__(
-        self,
-        request: Request,
-        index: int,
-        limit: int,
-        vocabulary: Vocabulary,
-        matcher: Matcher | None,
-    ) -> None:
+    def __init__(self, request: Request, index: int, limit: int, vocabulary: Vocabulary) -> None:
         self.request = request
         self.params = request.params
         self.limit = limit
         self.vocabulary = vocabulary
-        self.matcher = matcher
+        self.matcher = vocabulary.matcher(request.params)
         self.uniforms = request.params.uniforms(index, limit)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -362,14 +313,16 @@ class Draft:
 
     @property
     def uniform(self) -> float:
-        """The number that draws the next token."""
         return self.uniforms[len(self.tokens)]
 
     def rule(self) -> RowRule | None:
         """What restricts the next token, or None when only the temperature matters."""
         p = self.params
-        banned: Tensor | None = self.matcher.banned() if self.matcher else None
-        if len(self.tokens) < p.min_tokens and banned is None:
+        banned: Tensor | None = None
+        if self.matcher is not None:
+            bias = bytearray(self.matcher.compute_logit_bias())
+            banned = torch.frombuffer(bias, dtype=torch.uint8) == 0
+        elif len(self.tokens) < p.min_tokens:
             banned = self.vocabulary.eos_mask_V
         greedy = p.temperature == 0
         if banned is None and not greedy and p.top_p == 1 and p.top_k == 0:
@@ -383,10 +336,10 @@ class Draft:
         if self.params.top_logprobs:
             self.tops.append(top_tokens(probs_V, self.params.top_logprobs))
         if self.matcher is not None:
-            self.matcher.take(token)
+            self.matcher.consume_token(token)
         ended = len(self.tokens) >= self.params.min_tokens and (
             (token in self.vocabulary.eos and not self.params.ignore_eos)
-            or (self.matcher is not None and self.matcher.complete)
+            or (self.matcher is not None and self.matcher.is_stopped())
             or self._stop_string_reached()
         )
         if ended:
@@ -396,7 +349,7 @@ class Draft:
         return self.finish_reason is not None
 
     def completion(self) -> Completion:
-        """The finished sequence."""
+        """The sequence, which has ended."""
         assert self.finish_reason is not None
         text = self.vocabulary.text(self.tokens)
         if self.params.stop and self.finish_reason == "stop":

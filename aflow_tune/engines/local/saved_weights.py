@@ -41,8 +41,6 @@ _PEFT_PREFIX = "base_model.model."
 
 
 class Kind(StrEnum):
-    """What a folder holds."""
-
     CHECKPOINT = "checkpoint"
     ADAPTER = "adapter"
     MODEL = "model"

@@ -107,7 +107,6 @@ def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int =
 
 
 def _folder(name: str) -> Path | None:
-    """Where the files of a model lie on this machine; None where they do not."""
     if not name.strip():
         return None
     folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
@@ -273,7 +272,6 @@ class ScriptedSampler(Sampler):
         super().__init__(model, tokenizer, **settings)
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """Answer one prompt as told; raises what `Sampler.submit` raises."""
         text = _answer.get()
         params.validate()
         if faults := prompt_faults(prompt_ids, self.max_model_len):

@@ -172,7 +172,6 @@ class SamplerServer:
         return f"http://{self.host}:{self.port}"
 
     def stop(self) -> None:
-        """Close the connections and end the thread; the sampler is left running."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join()

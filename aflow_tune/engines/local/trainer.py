@@ -63,7 +63,6 @@ class Schedule:
             raise ValueError(f"a {self.kind} schedule needs the total number of steps")
 
     def factor(self, updates_done: int) -> float:
-        """The share of the peak rate for the update after `updates_done` others."""
         if updates_done < self.warmup_steps:
             return (updates_done + 1) / self.warmup_steps
         if self.kind == "constant" or self.total_steps is None:
@@ -77,7 +76,6 @@ class Schedule:
         return self.floor + (1.0 - self.floor) * shape
 
     def rate(self, updates_done: int) -> float:
-        """The learning rate for the update after `updates_done` others."""
         return self.peak * self.factor(updates_done)
 
 

@@ -36,7 +36,6 @@ class LoraSpec:
 
     @property
     def scaling(self) -> float:
-        """The factor of B A in the merged weight."""
         return self.alpha / self.rank
 
 
@@ -105,12 +104,10 @@ class Weights:
         return (base.float() + delta_OI).to(base.dtype)
 
     def bias(self, path: str) -> Tensor | None:
-        """The bias of the linear layer at `path`."""
         bias: Tensor | None = self.model.get_submodule(path).bias
         return bias
 
     def adapted_paths(self) -> list[str]:
-        """Module paths that the current adapter changes."""
         return [key[len(_PREFIX) : -2] for key in self.adapter if key.endswith(".A")]
 
     def _adapter_shapes(self, adapter: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

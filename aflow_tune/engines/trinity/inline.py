@@ -57,8 +57,6 @@ logger = logging.getLogger("trinity")
 
 
 class InlineRunner(WorkflowRunner):
-    """Trinity's workflow runner, given its models instead of looking actors up."""
-
     def __init__(
         self, config: AflowConfig, model: ModelWrapper, auxiliary: list[ModelWrapper]
     ) -> None:
@@ -106,7 +104,6 @@ class InlineRollouts:
         return host
 
     async def sync(self, engine: LocalTrainEngine) -> None:
-        """Give the trainer's weights to the sampler."""
         weights = await asyncio.to_thread(engine.trainer.weights)
         await asyncio.to_thread(self.sampler.update_weights, weights, engine.train_step_num)
 
@@ -179,14 +176,11 @@ class InlineRollouts:
         return await asyncio.gather(*(run(index, task) for index, task in enumerate(tasks)))
 
     async def close(self) -> None:
-        """Stop every sampler with its server."""
         for host in self._hosts:
             await asyncio.to_thread(host.close)
 
 
 class _Collected:
-    """The pipeline's output buffer: a list."""
-
     def __init__(self) -> None:
         self.experiences: list[Experience] = []
 
@@ -385,7 +379,6 @@ class InlineRun:
 
 
 def make_monitor(config: AflowConfig, role: str) -> Any:
-    """The configured monitor of one role."""
     return MONITOR.get(config.monitor.monitor_type)(
         project=config.project, group=config.group, name=config.name, role=role, config=config
     )

@@ -545,7 +545,6 @@ def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
 
 
 def _failed(error: Exception) -> Outcome:
-    """The outcome of a rollout that ended with `error`."""
     if isinstance(error, BadReward):
         return Outcome(failure=error.kind, detail=str(error))
     if isinstance(error, TimedOut):

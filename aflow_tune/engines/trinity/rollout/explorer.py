@@ -136,8 +136,6 @@ class CheckedExplorer(Explorer):
 
 
 class LocalAllocator(Allocator):
-    """Creates sampler actors where Trinity's allocator creates vLLM engines."""
-
     async def create_engine(
         self, config: InferenceModelConfig, role: str, engine_id: int
     ) -> ModelWrapper:
@@ -198,7 +196,6 @@ class RunnerProcess:
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start it, unless it runs."""
         await self.replace(None)
 
     async def replace(self, old: Any) -> None:
@@ -284,8 +281,6 @@ async def _lives(actor: Any) -> bool:
 
 
 class SharedScheduler(Scheduler):
-    """Trinity's scheduler over slots that share one runner process."""
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.process = RunnerProcess(config)
@@ -323,8 +318,6 @@ class StampedPipeline(ExperiencePipeline):
 
 
 class LocalCoordinator(RolloutCoordinator):
-    """Trinity's rollout coordinator with the shared-process scheduler."""
-
     experience_pipeline: Any
 
     async def _init_experience_pipeline(self) -> None:

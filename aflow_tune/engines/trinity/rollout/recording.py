@@ -269,7 +269,6 @@ def _shared_client(model: ModelWrapper, client: Any, loop: asyncio.AbstractEvent
 
 
 def response_length(experience: Experience) -> int:
-    """Tokens that were drawn."""
     return len(experience.tokens) - experience.prompt_length
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ import ray
 import torch
 from trinity.common.config import InferenceModelConfig
 from trinity.common.constants import SyncMethod
-from trinity.common.experience import Experience
 from trinity.common.models.model import BaseInferenceModel, ModelWrapper
 
 from aflow_tune.cluster.attached_ray import spans_nodes
@@ -32,7 +30,7 @@ from aflow_tune.engines.local.models import (
     pick_dtype,
     resolve_model,
 )
-from aflow_tune.engines.local.sampler import Sampler, SamplingParams
+from aflow_tune.engines.local.sampler import Sampler
 from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.errors import RunFailed
 
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
 
 @dataclass
 class SamplerHost:
-    """A running sampler and the server in front of it."""
-
     sampler: Sampler
     server: SamplerServer
     tokenizer: Any
@@ -94,7 +90,6 @@ class SamplerHost:
         return cls(sampler, server, tokenizer, server.start())
 
     def close(self) -> None:
-        """Stop the server, then the sampler."""
         self.server.stop()
         self.sampler.close()
 
@@ -116,7 +111,8 @@ class InlineModel(ModelWrapper):
 
 
 class LocalRolloutModel(BaseInferenceModel):
-    """Trinity's contract of a rollout model over our sampler."""
+    """Trinity's contract of a rollout model over our sampler, as far as runs of ours use it: what
+    workflows ask comes over HTTP, and `generate`, `chat` and `logprobs` are left out."""
 
     def __init__(self, config: InferenceModelConfig) -> None:
         super().__init__(config)
@@ -171,56 +167,14 @@ class LocalRolloutModel(BaseInferenceModel):
             await asyncio.to_thread(self.host.sampler.update_weights, state, version)
         return version
 
-    async def generate(self, prompt: str, **kwargs: Any) -> Sequence[Experience]:
-        """Complete a text prompt; one experience a sequence."""
-        token_ids = self.host.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return await self._generate_ids(token_ids, prompt, kwargs)
-
-    async def chat(self, messages: list[dict], **kwargs: Any) -> Sequence[Experience]:
-        """Complete a conversation through the chat template; one experience a sequence."""
-        prompt = self.apply_chat_template(self.host.tokenizer, messages)
-        return await self.generate(prompt, **kwargs)
-
-    async def logprobs(
-        self, token_ids: list[int], temperature: float | None = None, **_: Any
-    ) -> torch.Tensor:
-        """Teacher-forced log-probabilities of tokens 1..T-1, shape (T-1,), fp32."""
-        scale = temperature if temperature is not None else (self.config.temperature or 1.0)
-        values = await asyncio.to_thread(self.host.sampler.token_logprobs, token_ids, scale)
-        return torch.tensor(values, dtype=torch.float32)
-
     async def served_logprobs(self, tokens: list[int], temperature: float) -> list[float]:
         """Log-probabilities of tokens 1..T-1, by the sampler behind the server."""
         return await asyncio.to_thread(self.host.sampler.token_logprobs, tokens, temperature)
 
     def sampler_stats(self) -> dict[str, float]:
-        """Totals of the sampler since its start."""
         return self.host.sampler.stats()
 
     async def shutdown(self) -> None:
         if self._host is not None:
             await asyncio.to_thread(self._host.close)
             self._host = None
-
-    async def _generate_ids(
-        self, token_ids: list[int], prompt: str, kwargs: dict[str, Any]
-    ) -> list[Experience]:
-        params = SamplingParams(
-            max_tokens=kwargs.get("max_tokens") or self.config.max_response_tokens or 512,
-            n=kwargs.get("n", 1),
-            temperature=kwargs.get("temperature", self.config.temperature or 1.0),
-            top_p=kwargs.get("top_p", 1.0) or 1.0,
-            top_k=max(kwargs.get("top_k", 0) or 0, 0),
-            seed=kwargs.get("seed"),
-        )
-        completions = await self.host.sampler.submit(token_ids, params)
-        return [
-            Experience(
-                tokens=torch.tensor(token_ids + completion.token_ids, dtype=torch.int32),
-                logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
-                prompt_length=len(token_ids),
-                prompt_text=prompt,
-                response_text=completion.text,
-            )
-            for completion in completions
-        ]

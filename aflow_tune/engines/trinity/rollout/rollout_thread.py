@@ -221,7 +221,6 @@ class _DaemonExecutor(ThreadPoolExecutor):
         self._running: set[_Thread] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run `fn(*args, **kwargs)` in a daemon thread."""
         future: Future[Any] = Future()
 
         def work() -> None:

@@ -133,8 +133,6 @@ class OneGpuAllocator(Allocator):
 
 
 class OneGpuExplorer(VllmExplorer):
-    """With `OneGpuAllocator`."""
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.model_allocator = OneGpuAllocator(config.explorer)

@@ -153,7 +153,6 @@ class LocalTrainEngine(TrainEngineWrapper):
         """Nothing to tear down."""
 
     def close(self) -> None:
-        """Wait for the step under way and end the thread."""
         self._thread.shutdown(wait=True)
 
     def _export(self) -> None:
@@ -180,7 +179,6 @@ class LocalTrainEngine(TrainEngineWrapper):
 
 
 def build_trainer(config: AflowConfig) -> LocalTrainer:
-    """The local trainer that a prepared configuration describes."""
     from aflow_tune.engines.local.trainer import LocalTrainer, Schedule, TrainerSettings
     from aflow_tune.engines.local.weights import LoraSpec
 
@@ -215,8 +213,6 @@ def build_trainer(config: AflowConfig) -> LocalTrainer:
 
 
 class LocalTrainActor(PublishingTrainer):
-    """Trinity's Trainer on the local engine."""
-
     def __init__(self, config: AflowConfig) -> None:
         # Trinity's constructor asks a function of its own module for the engine. The swap
         # lasts for this call and touches this actor's process only.
