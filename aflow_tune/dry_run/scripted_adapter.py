@@ -32,7 +32,7 @@ class ScriptedAdapter(WorkflowAdapter):
 
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)
-        script: Script = self.arguments[SCRIPT_KEY]
+        script: Script = self.task.workflow_args[SCRIPT_KEY]
         self._item = int(self.task.index.get("index", self.task.task_id))
         self._part: Part = script.part(self._raw_task(), self._item, self.run_index)
 
@@ -43,7 +43,7 @@ class ScriptedAdapter(WorkflowAdapter):
             OSError: it could not be written down.
         """
         experiences = await super().run_async()
-        append_run(Path(self.arguments["run_dir"]), self._played(experiences))
+        append_run(Path(str(self.settings.run_dir)), self._played(experiences))
         return experiences
 
     async def _call_user(

@@ -327,8 +327,7 @@ class Sampler:
         self._remove(ended)
         for request in requests.values():
             if all(draft.finish_reason for draft in request.drafts):
-                drafts = request.drafts
-                _settle(request.future, lambda of=drafts: [draft.completion() for draft in of])
+                _settle(request.future, request.completions)
 
     def _remove(self, rows: set[int]) -> None:
         if not rows:

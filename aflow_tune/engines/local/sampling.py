@@ -291,6 +291,10 @@ class Request:
     future: Future[list[Completion]]
     drafts: list[Draft] = field(default_factory=list)
 
+    def completions(self) -> list[Completion]:
+        """All sequences; every one has ended."""
+        return [draft.completion() for draft in self.drafts]
+
 
 class Draft:
     """Sequence `index` of a request while it is drawn, at most `limit` tokens."""

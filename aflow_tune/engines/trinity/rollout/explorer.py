@@ -195,11 +195,8 @@ class RunnerProcess:
         """Why no other one is started any more."""
         self._turn = asyncio.Lock()
 
-    async def start(self) -> None:
-        await self.replace(None)
-
     async def replace(self, old: Any) -> None:
-        """Start another one than `old`, unless somebody has done so."""
+        """Start another one than `old` (None: the first), unless somebody has done so."""
         async with self._turn:
             if self.actor is not old:
                 return
@@ -286,7 +283,7 @@ class SharedScheduler(Scheduler):
         self.process = RunnerProcess(config)
 
     async def _create_runner(self, runner_id: int) -> None:
-        await self.process.start()
+        await self.process.replace(None)
         self.runners[runner_id] = SharedRunner(
             runner_id=runner_id,
             rollout_model_id=0,

@@ -247,25 +247,21 @@ def auxiliary_chat_models(
     Args:
         clients: those of the wrappers, which live in `loop`.
     """
-    return {
-        str(wrapper.config.name): chat_model(
-            _shared_client(wrapper, client, loop), wrapper.generate_kwargs
-        )
-        for wrapper, client in zip(wrappers, clients, strict=True)
-    }
 
+    def shared(model: ModelWrapper, client: Any) -> TrinityChatModel:
+        async def ask(kwargs: dict[str, Any]) -> Any:
+            response = await client.chat.completions.create(**kwargs)
+            model.history.clear()  # filled by Trinity's client where its history is enabled
+            return response
 
-def _shared_client(model: ModelWrapper, client: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    async def ask(kwargs: dict[str, Any]) -> Any:
-        response = await client.chat.completions.create(**kwargs)
-        model.history.clear()  # filled by Trinity's client where its history is enabled
-        return response
+        async def create(**kwargs: Any) -> Any:
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+            return await _in_loop(loop, functools.partial(ask, kwargs))
 
-    async def create(**kwargs: Any) -> Any:
-        kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        return await _in_loop(loop, functools.partial(ask, kwargs))
+        return chat_model(_ClientProxy(client.model_path, create), model.generate_kwargs)
 
-    return _ClientProxy(client.model_path, create)
+    pairs = zip(wrappers, clients, strict=True)
+    return {str(wrapper.config.name): shared(wrapper, client) for wrapper, client in pairs}
 
 
 def response_length(experience: Experience) -> int:
