@@ -1,15 +1,15 @@
-"""What a workflow may say about the run it is in: who calls, what to measure, step rewards.
+"""What a workflow may say about its rollout: who calls, what to measure, rewards of single steps.
 
-One `RunContext` exists per run of a workflow. It travels in a context variable, so it follows
-the workflow through `await`, `asyncio.gather`, tasks and `asyncio.to_thread`, and two runs
-never see each other; a thread pool of the user's own starts without it. Outside of a run every
-function here checks its arguments and does nothing else, so that a workflow can be called from
-a plain unit test.
+One `RolloutContext` exists for each execution of a workflow. It travels in a context variable, so
+it follows the workflow through `await`, `asyncio.gather`, tasks and `asyncio.to_thread`, and two
+rollouts never see each other; a thread pool of the user's own starts without it. Outside of a
+rollout every function here checks its arguments and does nothing else, so that a workflow can be
+called from a plain unit test.
 
-Which call is the latest is kept in scopes: one for the run, one for each `caller` block and one
-for each task that calls a model. A call is the latest of its own scope and of those around it,
-so parallel branches do not mix, and `asyncio.wait_for`, which runs its argument in a task of
-its own, hides nothing.
+Which call is the latest is kept in scopes: one for the rollout, one for each `caller` block and
+one for each task that calls a model. A call is the latest of its own scope and of those around it,
+so parallel branches do not mix, and `asyncio.wait_for`, which runs its argument in a task of its
+own, hides nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, cast
@@ -32,8 +32,6 @@ R = TypeVar("R")
 
 @dataclass
 class CallNote:
-    """What the context knows about one model call."""
-
     index: int
     caller: str
     state_key: str | None = None
@@ -42,8 +40,6 @@ class CallNote:
 
 @dataclass
 class _Scope:
-    """A stretch of the run in which 'the latest call' has one meaning."""
-
     task: asyncio.Task[Any] | None
     outer: _Scope | None = None
     latest: CallNote | None = None
@@ -60,43 +56,48 @@ class _NextKey:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a run some code is. Never changed: tasks share it with those that started them."""
+    """Where in a rollout some code is. Never changed: tasks share it with those they start."""
 
-    run: RunContext | None = None
+    rollout: RolloutContext | None = None
     caller: str = DEFAULT_CALLER
     scope: _Scope | None = None
     block_key: str | None = None
     next_key: _NextKey | None = None
     blocks: tuple[_Block, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What `using` gave to this code."""
+
+
+_NOWHERE = _Place()
+_place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_NOWHERE)
 
 
 @dataclass
-class RunContext:
-    """The notes of one run: its calls in the order they started, and the user's metrics."""
+class RolloutContext:
+    """The notes of one rollout: its calls in the order they started, and the user's metrics."""
 
     calls: list[CallNote] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: Any = None
-    """The run's `config.RewardsSection`, for the rewards of the package. None: the defaults."""
+    """The run's `sections.RewardsSection`, for the rewards of the package. None: the defaults."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What the workflow wants kept beside its reward, by name: see `keep`."""
 
     @contextlib.contextmanager
-    def activate(self) -> Iterator[RunContext]:
-        """Make this the run of the current context and of everything it starts."""
-        token = _place.set(_Place(self, scope=_Scope(_current_task())))
+    def activate(self) -> Iterator[RolloutContext]:
+        """Make this the rollout of the current context and of everything it starts."""
+        settings = _place.get().settings
+        token = _place.set(_Place(self, scope=_Scope(_current_task()), settings=settings))
         try:
             yield self
         finally:
             _go_back(token)
 
     def note_call(self) -> CallNote:
-        """Note that a model call starts now, in the current context."""
         place = _place.get()
         note = CallNote(len(self.calls), place.caller, _take_state_key(place))
         self.calls.append(note)
-        scope = place.scope
-        task = _current_task()
+        scope, task = place.scope, _current_task()
         if scope is None or scope.task is not task:
             scope = _Scope(task, scope)
             _place.set(replace(place, scope=scope))
@@ -106,13 +107,9 @@ class RunContext:
         return note
 
 
-_NOWHERE = _Place()
-_place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_NOWHERE)
-
-
-def current_run() -> RunContext | None:
-    """The run that the current code belongs to, or None."""
-    return _place.get().run
+def current_rollout() -> RolloutContext | None:
+    """The rollout that the current code belongs to, or None."""
+    return _place.get().rollout
 
 
 def current_caller() -> str:
@@ -120,12 +117,33 @@ def current_caller() -> str:
     return _place.get().caller
 
 
+@contextlib.contextmanager
+def using(**settings: Any) -> Iterator[None]:
+    """Let `setting` find these values in the block and in everything it starts.
+
+    For other rooms: what a rollout carries is in this one context variable.
+    """
+    before = _place.get().settings
+    token = _place.set(replace(_place.get(), settings={**before, **settings}))
+    try:
+        yield
+    finally:
+        now = _place.get()
+        with contextlib.suppress(ValueError):  # closed by the collector, in another context
+            _place.reset(token)
+            _place.set(replace(now, settings=before))
+
+
+def setting(name: str, default: Any = None) -> Any:
+    return _place.get().settings.get(name, default)
+
+
 class _Block:
     """A `with` block that also decorates functions, coroutine functions among them.
 
-    A decorated function opens a block of its own for each call, so calls may overlap. A block
-    may also be left by the garbage collector, when a run was given up in the middle: that
-    happens in whatever context is current, which must not change.
+    A decorated function opens a block of its own for each call, so calls may overlap. A block may
+    also be left by the garbage collector, when a rollout was given up in the middle: that happens
+    in whatever context is current, which must not change.
     """
 
     _token: Token[_Place] | None = None
@@ -141,8 +159,7 @@ class _Block:
             name = type(self).__name__
             raise RuntimeError(f"this block is open already: write `with {name}(...)` each time")
         place = _place.get()
-        inside = self._inside(place)
-        self._token = _place.set(replace(inside, blocks=(*place.blocks, self)))
+        self._token = _place.set(replace(self._inside(place), blocks=(*place.blocks, self)))
 
     def __exit__(self, *error: object) -> None:
         token, self._token = self._token, None
@@ -210,7 +227,7 @@ class state_key(_Block):
         self.key = _text("a state key", key)
         place = _place.get()
         self._next = _NextKey(self.key, _pending_key(place))
-        if place.run is not None:
+        if place.rollout is not None:
             _place.set(replace(place, next_key=self._next))
 
     def _inside(self, place: _Place) -> _Place:
@@ -233,7 +250,7 @@ def step_reward(value: float) -> None:
 
     Raises:
         ValueError: the value is not a finite number.
-        RuntimeError: the run has made no model call yet.
+        RuntimeError: the rollout has made no model call yet.
     """
     reward = _number("step_reward", value)
     scope = _place.get().scope
@@ -245,7 +262,7 @@ def step_reward(value: float) -> None:
 
 
 def record_metrics(**metrics: float) -> None:
-    """Record numbers about this run; they appear in training and evaluation curves.
+    """Record numbers about this rollout; they appear in training and evaluation curves.
 
     A name recorded twice keeps its last value.
 
@@ -253,24 +270,24 @@ def record_metrics(**metrics: float) -> None:
         ValueError: a value is not a finite number.
     """
     numbers = {name: _number(name, value) for name, value in metrics.items()}
-    run = current_run()
-    if run is not None:
-        run.metrics.update(numbers)
+    rollout = current_rollout()
+    if rollout is not None:
+        rollout.metrics.update(numbers)
 
 
 def keep(name: str, value: Any) -> None:
-    """Keep plain data (texts, numbers, lists, objects) about this run beside its reward.
+    """Keep plain data (texts, numbers, lists, objects) about this rollout beside its reward.
 
-    It stands under `kept` in the record of the run: in `rollouts/` for training, in
-    `evaluations/` for held-out tasks. A name kept twice keeps its last value.
+    It stands under `kept` in the rollout's record: in `rollouts/` for training, in `evaluations/`
+    for held-out tasks. A name kept twice keeps its last value.
 
     Raises:
         ValueError: the name is not a text, or is empty.
     """
     _text("a name to keep something under", name)
-    run = current_run()
-    if run is not None:
-        run.kept[name] = value
+    rollout = current_rollout()
+    if rollout is not None:
+        rollout.kept[name] = value
 
 
 def _go_back(token: Token[_Place]) -> None:

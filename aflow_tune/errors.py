@@ -1,8 +1,7 @@
 """The errors a user can meet, and the exit code that each one ends the command with.
 
-Every refusal names the place, what was expected, what was found and the cure; several
-faults of one input are reported together. Anything that is not one of these classes is a
-defect of ours and may show a traceback.
+Every refusal names the place, what was expected, what was found and what to do; several faults of
+one input are reported together. Anything else is a defect of ours and may show a traceback.
 """
 
 from __future__ import annotations
@@ -67,6 +66,11 @@ class BadInput(AflowTuneError, ValueError):
         super().__init__(title, tuple(faults))
         self.title = title
         self.faults = tuple(faults)
+
+    @classmethod
+    def of(cls, title: str, where: str, expected: str, found: str, cure: str) -> BadInput:
+        """A refusal for one fault; arguments as `Fault`'s."""
+        return cls(title, [Fault(where, expected, found, cure)])
 
     def __str__(self) -> str:
         if not self.faults:

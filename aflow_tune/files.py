@@ -34,7 +34,6 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, sorted by key. Raises as `write_whole`."""
     write_whole(path, json.dumps(value, indent=1, sort_keys=True))
 
 

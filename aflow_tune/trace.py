@@ -1,9 +1,8 @@
-"""What happened inside one run: model calls, operators, programs run in the sandbox.
+"""What happened inside one rollout: model calls, operators, programs run in the sandbox.
 
-One `Trace` exists per traced run and travels in a context variable, as the run itself does
-(`context.py`). Whoever does something worth telling notes an event; outside of a traced run
-`note` does nothing. Events hold names, counts and outcomes, never keys, and no text but the
-reason of a failure.
+One `Trace` exists per traced rollout and travels with it (`context.using`). Whoever does something
+worth telling notes an event; outside of a traced rollout `note` does nothing. Events hold names,
+counts and outcomes, never keys, and no text but the reason of a failure.
 
 An event's `caller` is the path that `context.caller` had opened; operators open one block
 `Operator.instance` each, so that events, experiences and graph drawings share one name.
@@ -14,11 +13,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from aflow_tune.context import current_caller
+from aflow_tune.context import current_caller, setting, using
 
 POLICY = "policy"
 """The role of the model that is tuned."""
@@ -66,7 +64,7 @@ class OperatorCall(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramRun(Event):
-    """One program run in the sandbox: how it ended, and behind which wall."""
+    """One program run in the sandbox: how it ended, and at which level of the sandbox."""
 
     level: str
     outcome: str
@@ -75,27 +73,19 @@ class ProgramRun(Event):
 
 @dataclass
 class Trace:
-    """The events of one run, in the order in which they ended."""
-
     events: list[Event] = field(default_factory=list)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[Trace]:
         """Make this the trace of the current context and of everything it starts."""
-        token = _trace.set(self)
-        try:
+        with using(trace=self):
             yield self
-        finally:
-            # A run that was given up may be closed by the collector, in another context.
-            with contextlib.suppress(ValueError):
-                _trace.reset(token)
 
     def of(self, kind: type[T]) -> list[T]:
-        """The events of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     def metrics(self) -> dict[str, float]:
-        """Counts for a run's metrics: operator outcomes, program outcomes, cost by role."""
+        """Counts for a rollout's metrics: operator outcomes, program outcomes, cost by role."""
         counts: Counter[str] = Counter()
         for use in self.of(OperatorCall):
             counts[f"operator/{use.operator}/{use.outcome}"] += 1
@@ -104,7 +94,7 @@ class Trace:
         numbers = {name: float(count) for name, count in counts.items()}
         for call in self.of(ModelCall):
             if call.cost is None:
-                if call.role == POLICY:  # every run calls it; whether it has a price is no news
+                if call.role == POLICY:  # every rollout calls it; whether it has a price is no news
                     continue
                 name, amount = f"unpriced_calls/{call.role}", 1.0
             else:
@@ -113,16 +103,13 @@ class Trace:
         return numbers
 
 
-_trace: ContextVar[Trace | None] = ContextVar("aflow_tune_trace", default=None)
-
-
 def current_trace() -> Trace | None:
-    """The trace of the run that the current code belongs to, or None."""
-    return _trace.get()
+    """The trace of the rollout that the current code belongs to, or None."""
+    found: Trace | None = setting("trace")
+    return found
 
 
 def note(event: Event) -> None:
-    """Add an event to the current trace, if there is one."""
-    trace = _trace.get()
+    trace = current_trace()
     if trace is not None:
         trace.events.append(event)

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from aflow_tune.sweeps.running import Ended
 
 T = TypeVar("T")
+Stop = Callable[[], bool]
 
 
 def tune(
@@ -81,8 +83,7 @@ def tune(
         "monitor_type": monitor_type,
     }
 
-    def work(stop: Callable[[], bool]) -> TuneResult:
-        _quiet()
+    def work(stop: Stop) -> TuneResult:
         from aflow_tune.config.load import apply_agentscope_args, load_config
 
         config = load_config(config_path, overrides)
@@ -97,8 +98,7 @@ def run_config(
 ) -> TuneResult:
     """Tune the workflow that a YAML names with its `workflow:` key. Raises as `tune()`."""
 
-    def work(stop: Callable[[], bool]) -> TuneResult:
-        _quiet()
+    def work(stop: Stop) -> TuneResult:
         from aflow_tune.config.load import load_config
         from aflow_tune.config.validate import functions_of
 
@@ -132,12 +132,7 @@ def run_loaded(
 ) -> TuneResult:
     """Tune with a configuration that was read elsewhere, as a submitted job does. Raises as
     `tune()`."""
-
-    def work(stop: Callable[[], bool]) -> TuneResult:
-        return _execute(config, workflow_func, judge_func, None, stop)
-
-    _quiet()
-    return _with_stop(work)
+    return _with_stop(lambda stop: _execute(config, workflow_func, judge_func, None, stop))
 
 
 def dry_run_config(
@@ -167,8 +162,7 @@ def dry_run_config(
     """
     tell = phase or (lambda text: print(f"dry run: {text} ...", flush=True))
 
-    def work(stop: Callable[[], bool]) -> DryRunResult:
-        _quiet()
+    def work(stop: Stop) -> DryRunResult:
         from aflow_tune.dry_run.dry_run import DryRunOptions, dry_run
 
         options = DryRunOptions(answers, call_apis, tasks, stage, inline)
@@ -179,7 +173,9 @@ def dry_run_config(
 
 def validate_config(config_path: Path, overrides: Sequence[str] = ()) -> ValidationReport:
     """Everything that can be checked without starting or fetching anything."""
-    _quiet()
+    from aflow_tune.config.quiet import quiet
+
+    quiet()
     from aflow_tune.config.validate import validate
 
     return validate(config_path, overrides)
@@ -209,8 +205,7 @@ def harvest_config(
         RunFailed: no graph solved a problem.
     """
 
-    def work(stop: Callable[[], bool]) -> HarvestSummary:
-        _quiet()
+    def work(stop: Stop) -> HarvestSummary:
         from aflow_tune.config.engine import own_devices
         from aflow_tune.config.load import load_config
         from aflow_tune.config.quiet import log_to
@@ -255,8 +250,7 @@ def sweep_config(
         RunFailed: the first three trials failed, or none has a score.
     """
 
-    def work(stop: Callable[[], bool]) -> Ended:
-        _quiet()
+    def work(stop: Stop) -> Ended:
         from aflow_tune.sweeps.running import run_sweep
 
         return run_sweep(request, ray=ray, stop=stop, say=phase)
@@ -264,18 +258,12 @@ def sweep_config(
     return _with_stop(work)
 
 
-def _quiet() -> None:
-    from aflow_tune.config.quiet import quiet
-
-    quiet()
-
-
 def _execute(
     config: AflowConfig,
     workflow_func: Callable[..., Any] | None,
     judge_func: Callable[..., Any] | None,
     inline: bool | None,
-    stop: Callable[[], bool],
+    stop: Stop,
 ) -> TuneResult:
     from aflow_tune.config.engine import own_devices
     from aflow_tune.running.run_modes import make_run
@@ -293,23 +281,36 @@ def _execute(
             return run.execute(stop)
 
 
-def _with_stop(work: Callable[[Callable[[], bool]], T]) -> T:
-    """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once.
+def _with_stop(work: Callable[[Stop], T]) -> T:
+    """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once, with
+    the logs of libraries off the terminal.
 
     Inside a running event loop (a notebook) the work gets a thread of its own, because it
     starts event loops itself; there the interrupt arrives in this thread as an exception.
     """
     asked = threading.Event()
-    if not _loop_is_running():
+
+    def quietly() -> T:
+        from aflow_tune.config.quiet import quiet
+
+        quiet()
+        return work(asked.is_set)
+
+    try:
+        asyncio.get_running_loop()
+        in_loop = True
+    except RuntimeError:
+        in_loop = False
+    if not in_loop:
         with _signals(asked):
-            return work(asked.is_set)
-    outcome: dict[str, Any] = {}
+            return quietly()
+    outcome: Future[T] = Future()
 
     def target() -> None:
         try:
-            outcome["result"] = work(asked.is_set)
+            outcome.set_result(quietly())
         except BaseException as error:
-            outcome["error"] = error
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=target, name="aflow-tune")
     thread.start()
@@ -318,18 +319,7 @@ def _with_stop(work: Callable[[Callable[[], bool]], T]) -> T:
             thread.join(0.5)
         except KeyboardInterrupt:
             asked.set()
-    if "error" in outcome:
-        raise outcome["error"]
-    result: T = outcome["result"]
-    return result
-
-
-def _loop_is_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    return outcome.result()
 
 
 @contextlib.contextmanager

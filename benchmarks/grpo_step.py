@@ -70,11 +70,10 @@ class Ours:
     def __init__(self, args: argparse.Namespace, folder: Path, prompts: list[str]) -> None:
         import torch
 
-        from aflow_tune.engines.local.lora_spec import LoraSpec
         from aflow_tune.engines.local.models import load_model, load_tokenizer
         from aflow_tune.engines.local.sampler import Sampler
-        from aflow_tune.engines.local.schedule import Schedule
-        from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
+        from aflow_tune.engines.local.trainer import LocalTrainer, Schedule, TrainerSettings
+        from aflow_tune.engines.local.weights import LoraSpec
         from aflow_tune.engines.trinity.training.algorithm import TrainStep
 
         torch.set_num_threads(args.threads)

@@ -137,7 +137,7 @@ def _tree_bytes(pid: int) -> float:
 
 def ablate(run_dir: Path) -> dict[str, dict[int, float]]:
     """Held-out scores of a trained model by item: whole, and with each call's prompt blanked."""
-    from aflow_tune.context import RunContext
+    from aflow_tune.context import RolloutContext
     from aflow_tune.contract.plugins import resolve
     from aflow_tune.engines.local.models import load_model, load_tokenizer, pick_device, pick_dtype
     from aflow_tune.engines.local.sampler import Sampler, SamplingParams
@@ -165,7 +165,7 @@ def ablate(run_dir: Path) -> dict[str, dict[int, float]]:
             (completion,) = await sampler.submit(ids, params)
             return SimpleNamespace(content=[{"type": "text", "text": completion.text}])
 
-        context = RunContext()
+        context = RolloutContext()
         with context.activate():
             await function(task=rows[index], model=call)
         return context.metrics["correct"]

@@ -132,7 +132,7 @@ async def default_scores(config_file: Path) -> dict[str, dict[int, float]]:
     """
     from aflow_tune.config.load import load_config
     from aflow_tune.config.validate import resolve_functions
-    from aflow_tune.context import RunContext
+    from aflow_tune.context import RolloutContext
     from aflow_tune.evaluation.evaluating import LocalModels
     from aflow_tune.evaluation.trained import make_ready
     from aflow_tune.models import ScriptedModel
@@ -151,7 +151,7 @@ async def default_scores(config_file: Path) -> dict[str, dict[int, float]]:
         async def one(item: int, row: dict[str, Any]) -> None:
             graph = default_graph(workflow.type_of(row), workflow.operators)
             text = as_text(graph.instructions, graph.sources["graph.py"])
-            context = RunContext(rewards=config.rewards)
+            context = RolloutContext(rewards=config.rewards)
             with context.activate(), use_prompts(config.prompts):
                 async with slots:
                     reward = await workflow(row, ScriptedModel([text]), auxiliary_models=auxiliary)

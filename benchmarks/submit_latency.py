@@ -66,7 +66,7 @@ from trinity.cli.launcher import run_stage
 from aflow_tune.config.load import load_config
 from aflow_tune.engines.trinity.rollout.explorer import LocalExplorer
 from aflow_tune.running.run_modes import make_run
-from aflow_tune.engines.trinity.training.train_actor import LocalTrainActor
+from aflow_tune.engines.trinity.training.trainer import LocalTrainActor
 from flow import flow
 
 config = load_config(sys.argv[1], sys.argv[2:])

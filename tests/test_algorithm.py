@@ -17,10 +17,8 @@ from trinity.common.experience import (
     split_dpo_experience_to_single_turn,
 )
 
-from aflow_tune.config.load import load_config
-from aflow_tune.engines.local.lora_spec import LoraSpec
-from aflow_tune.engines.local.schedule import Schedule
-from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, TrainerSettings
+from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, Schedule, TrainerSettings
+from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.engines.trinity.training.algorithm import TrainStep, TrinityLoss, to_sample
 from aflow_tune.errors import BadInput
 
@@ -149,11 +147,6 @@ def test_every_algorithm_of_trinity_is_covered() -> None:
     assert set(ALGORITHM_TYPE._default_mapping) == tested
 
 
-def test_an_algorithm_with_a_critic_is_refused(tiny_model_dir: Path) -> None:
-    with pytest.raises(BadInput, match="critic"):
-        TrainStep(make_config("ppo"), make_trainer(tiny_model_dir))
-
-
 def test_experiences_without_advantages_are_refused_by_name(tiny_model_dir: Path) -> None:
     trainer = make_trainer(tiny_model_dir)
     with pytest.raises(BadInput, match="advantages"):
@@ -278,17 +271,6 @@ def test_dpo_is_the_mean_over_its_pairs(
     assert sorted(found) == pytest.approx(sorted(expected), abs=2e-6)
 
 
-def test_the_recipe_of_dpo_sets_its_beta() -> None:
-    recipe = Path(__file__).resolve().parent.parent / "configs" / "dpo.yaml"
-    for overrides, beta in (([], 0.1), (["algorithm.policy_loss_fn_args.beta=0.3"], 0.3)):
-        algorithm = load_config(recipe, overrides).algorithm
-        arguments = ("policy_loss_fn_args", "kl_loss_fn_args")
-        given = {name: getattr(algorithm, name) for name in arguments}
-        loss = TrinityLoss(make_config("dpo", **given).algorithm)
-        assert (loss.policy.beta, loss.policy.label_smoothing) == (beta, 0.0)
-        assert not loss.uses_kl
-
-
 def test_order_of_arrival_does_not_change_anything(tiny_model_dir: Path) -> None:
     config = make_config("grpo")
     states = []
@@ -323,17 +305,6 @@ def test_reinforceplusplus_whitens_the_returns(tiny_model_dir: Path) -> None:
     expected = (returns - returns.mean()) / returns.std()
     got = torch.cat([sample.extra["advantages"] for sample in samples])
     assert torch.allclose(got, expected, atol=1e-5)
-
-
-def test_reference_and_entropy_only_when_a_coefficient_asks(tiny_model_dir: Path) -> None:
-    assert TrinityLoss(make_config("grpo").algorithm).needs_reference
-    assert not TrinityLoss(make_config("grpo").algorithm).needs_entropy
-    free = make_config("grpo", kl_loss_fn_args={"kl_coef": 0.0}).algorithm
-    assert not TrinityLoss(free).needs_reference
-    assert not TrinityLoss(make_config("dapo").algorithm).needs_reference
-    assert TrinityLoss(make_config("dpo").algorithm).needs_reference
-    warm = make_config("grpo", entropy_loss_fn_args={"entropy_coef": 0.01}).algorithm
-    assert TrinityLoss(warm).needs_entropy
 
 
 def test_the_kl_loss_is_measured_against_the_first_weights(tiny_model_dir: Path) -> None:

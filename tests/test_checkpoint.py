@@ -17,8 +17,8 @@ from aflow_tune.engines.local.checkpoint import (
     write_atomically,
     write_checkpoint,
 )
-from aflow_tune.engines.local.lora_spec import LoraSpec
-from aflow_tune.engines.local.schedule import Schedule
+from aflow_tune.engines.local.trainer import Schedule
+from aflow_tune.engines.local.weights import LoraSpec
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,6 @@ def saved(tmp_path: Path) -> Path:
     tensors = {"weights": {"w": torch.arange(6.0).view(2, 3)}, "rng": {"cpu": torch.ones(4)}}
     write_checkpoint(target, tensors, {"step": 3})
     return target
-
-
-def test_a_checkpoint_reads_back(saved: Path) -> None:
-    tensors, state = read_checkpoint(saved, expected_weights={"w": torch.zeros(2, 3)})
-    assert torch.equal(tensors["weights"]["w"], torch.arange(6.0).view(2, 3))
-    assert state == {"step": 3}
-    assert verify_checkpoint(saved) == ["rng.safetensors", "state.json", "weights.safetensors"]
-    assert [path.name for path in saved.parent.iterdir()] == ["point"]
 
 
 def test_every_kind_of_damage_is_named(saved: Path) -> None:
@@ -128,10 +120,3 @@ def test_a_checkpoint_is_never_visible_before_its_last_byte(
     assert {name for name, there in seen if not there} >= {"weights.safetensors", "manifest.json"}
     # Only the parent folder is synced after the rename, to make the rename itself durable.
     assert [name for name, there in seen if there] == [tmp_path.name]
-
-
-def test_replacing_a_checkpoint_and_cleaning_up_after_a_crash(saved: Path) -> None:
-    (saved.parent / ".point.tmp-1").mkdir()
-    write_checkpoint(saved, {"weights": {"w": torch.zeros(1)}}, {"step": 4})
-    assert read_checkpoint(saved)[1] == {"step": 4}
-    assert [path.name for path in saved.parent.iterdir()] == ["point"]

@@ -19,7 +19,7 @@ import pytest
 
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import Purpose, prepare
-from aflow_tune.engines.trinity.launch.cluster import our_actors
+from aflow_tune.engines.trinity.launcher import our_actors
 from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
 
 # isort: split

@@ -153,9 +153,9 @@ def _saved(family, dtype, rank, layers):
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from aflow_tune.engines.local.lora import inject
-    from aflow_tune.engines.local.lora_spec import LoraSpec
     from aflow_tune.engines.local.packed_model import PackedModel
     from aflow_tune.engines.local.packing import Sample
+    from aflow_tune.engines.local.weights import LoraSpec
 
     settings = {k: v for k, v in _TINY.items() if k != "model_type"}
     config = CONFIG_MAPPING[family](**(settings | {"num_hidden_layers": layers, "head_dim": 16}))

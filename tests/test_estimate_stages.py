@@ -11,7 +11,7 @@ from project import write_project
 from tiny import write_tiny_model
 
 from aflow_tune.cli import main
-from aflow_tune.engines.local.memory import can_give_back
+from aflow_tune.engines.local.models import can_give_back
 from aflow_tune.estimate.estimating import memory_here
 
 

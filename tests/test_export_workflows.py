@@ -190,8 +190,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> P
 
     import torch
 
-    from aflow_tune.engines.local.lora_spec import LoraSpec
     from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
+    from aflow_tune.engines.local.weights import LoraSpec
 
     root = tmp_path_factory.mktemp("export")
     run = root / "run"

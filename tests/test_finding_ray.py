@@ -467,10 +467,10 @@ def test_a_job_that_leaves_the_run_no_room_is_told_without_its_values() -> None:
 def test_trinitys_runner_neither_joins_ray_again_nor_leaves_it() -> None:
     import ray
 
-    from aflow_tune.engines.trinity.launch.cluster import _connection_kept
+    from aflow_tune.engines.trinity.launcher import connection_kept
 
     init, shutdown = ray.init, ray.shutdown
-    with _connection_kept():
+    with connection_kept():
         assert ray.init(address="10.0.0.1:1", ignore_reinit_error=True) is None
         ray.shutdown()
     assert (ray.init, ray.shutdown) == (init, shutdown)

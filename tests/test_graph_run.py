@@ -22,7 +22,7 @@ from graph_samples import (
     write_round,
 )
 
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.graph.graph import Graph, load_graph
 from aflow_tune.graph.limits import GraphLimits
@@ -47,7 +47,7 @@ def last_text(messages: Sequence[Any]) -> str:
 
 def traced(graph: Graph, model: ScriptedModel, *arguments: Any) -> tuple[GraphRun, Trace]:
     async def both() -> tuple[GraphRun, Trace]:
-        with RunContext().activate(), Trace().activate() as trace:
+        with RolloutContext().activate(), Trace().activate() as trace:
             return await graph.run(*arguments, model=model), trace
 
     return asyncio.run(both())

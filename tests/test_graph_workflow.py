@@ -19,7 +19,7 @@ import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.cluster.ship import user_modules
 from aflow_tune.config.load import load_config
 from aflow_tune.config.validate import check_data, resolve_functions
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.contract.signature import check_functions, check_workflow
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import load_graph
@@ -39,7 +39,7 @@ def reward(
     workflow: GraphWorkflow, task: dict[str, Any], model: ScriptedModel
 ) -> tuple[float, dict[str, float]]:
     async def work() -> tuple[float, dict[str, float]]:
-        with RunContext().activate() as run:
+        with RolloutContext().activate() as run:
             return await workflow(task=task, model=model), dict(run.metrics)
 
     return asyncio.run(work())

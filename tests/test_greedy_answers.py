@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tiny import tiny_sampler
 
-from aflow_tune.engines.local.answers import GreedyAnswers
 from aflow_tune.engines.local.sampler import Completion, Sampler, SamplingParams
+from aflow_tune.engines.local.server import GreedyAnswers
 from aflow_tune.errors import BadInput
 
 PROMPT = [5, 6, 7]
@@ -48,17 +48,6 @@ async def test_the_same_request_is_decoded_once(sampler: Sampler) -> None:
     assert drawn(sampler) - before == 8
     assert [one[0].token_ids for one in together] == [later[0].token_ids] * 5
     assert later == await sampler.submit(PROMPT, greedy())
-
-
-@in_loop
-async def test_what_differs_or_is_drawn_at_random_is_asked_anew(sampler: Sampler) -> None:
-    answers, before = GreedyAnswers(sampler.submit), drawn(sampler)
-    random = SamplingParams(max_tokens=8, temperature=1.0, seed=0, ignore_eos=True)
-    for prompt, params in ((PROMPT, greedy()), (PROMPT, greedy(9)), ([5, 6], greedy())):
-        await answers.submit(prompt, params)
-    for _ in range(2):
-        await answers.submit(PROMPT, random)
-    assert drawn(sampler) - before == 8 + 9 + 8 + 2 * 8
 
 
 @in_loop
@@ -105,18 +94,3 @@ async def test_an_error_reaches_all_who_wait_and_is_not_remembered() -> None:
     assert [type(error) for error in errors] == [BadInput] * 3
     assert (await answers.submit(PROMPT, greedy()))[0].text == "a"
     assert asked == 2
-
-
-@in_loop
-async def test_the_least_used_answer_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    async def answer(prompt: list[int], params: SamplingParams) -> list[Completion]:
-        asked.append(prompt[0])
-        return [Completion(prompt, [0.0], "", "stop")]
-
-    monkeypatch.setattr("aflow_tune.engines.local.answers.MOST", 2)
-    answers = GreedyAnswers(answer)
-    for first in (1, 2, 1, 3, 1, 2):
-        await answers.submit([first], greedy())
-    assert asked == [1, 2, 3, 2]

@@ -16,8 +16,8 @@ from writer_servers import executor, write_config
 from aflow_tune.cli import main
 from aflow_tune.config.changes import save_resolved
 from aflow_tune.config.load import load_config
-from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
+from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.errors import BadInput
 from aflow_tune.evaluation.trained import find_weights
 

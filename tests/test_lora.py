@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_local_trainer import PolicyGradient, batch, make
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 
 from aflow_tune.engines.local.lora import (
     FusedLoraLinear,
-    LoraSpec,
-    adapted_modules,
     adapter_layers,
     adapter_state,
     inject,
     load_adapter_state,
-    merge_into,
 )
+from aflow_tune.engines.local.trainer import Sample
+from aflow_tune.engines.local.weights import LoraSpec, Weights
 
 IDS = torch.arange(40)[None] * 5 % 256
 SPEC = LoraSpec(4, 8.0)
@@ -49,7 +49,7 @@ def test_injection_is_seeded_and_leaves_only_the_adapter_trainable(tiny_model_di
     assert any(not torch.equal(first[name], other[name]) for name in first)
     assert all(not tensor.any() for name, tensor in first.items() if name.endswith(".B"))
     # Seven linear layers a block, two blocks; the tied output head stays untouched.
-    assert len(adapted_modules(first)) == 14
+    assert len(first) == 2 * 14
     model = inject(AutoModelForCausalLM.from_pretrained(tiny_model_dir), SPEC, seed=0)
     trainable = {name for name, param in model.named_parameters() if param.requires_grad}
     assert trainable
@@ -74,36 +74,6 @@ def test_values_and_gradients_equal_those_of_peft(tiny_model_dir: Path) -> None:
         assert torch.allclose(b.grad, expected_b.grad, atol=1e-4, rtol=1e-4), name
 
 
-def test_disabling_the_adapter_gives_the_base_model(tiny_model_dir: Path) -> None:
-    model = adapted(tiny_model_dir)
-    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    with model.disable_adapter():
-        assert torch.equal(model(input_ids=IDS).logits, base(input_ids=IDS).logits)
-    assert not torch.allclose(model(input_ids=IDS).logits, base(input_ids=IDS).logits, atol=1e-2)
-
-
-def test_bf16_masters_stay_fp32_and_receive_gradients(tiny_model_dir: Path) -> None:
-    model = adapted(tiny_model_dir, torch.bfloat16)
-    model(input_ids=IDS).logits.float().logsumexp(-1).sum().backward()
-    for name, A_RI, B_OR in adapter_layers(model):
-        assert A_RI.dtype == B_OR.dtype == torch.float32
-        assert A_RI.grad is not None
-        assert A_RI.grad.dtype == torch.float32, name
-        assert float(B_OR.grad.abs().sum()) > 0, name
-
-
-def test_merging_twice_from_the_base_weights_is_merging_once(tiny_model_dir: Path) -> None:
-    trained = adapted(tiny_model_dir)
-    state = adapter_state(trained)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    base = {path: model.get_submodule(path).weight.clone() for path in adapted_modules(state)}
-    merge_into(model, base, state, SPEC)
-    merge_into(model, base, state, SPEC)
-    assert torch.allclose(
-        model(input_ids=IDS).logits, trained(input_ids=IDS).logits, atol=1e-4, rtol=1e-4
-    )
-
-
 def test_layers_stored_transposed_merge_as_well() -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=256, n_embd=32, n_layer=1, n_head=4, initializer_range=0.3)
@@ -115,24 +85,57 @@ def test_layers_stored_transposed_merge_as_well() -> None:
     with torch.no_grad():
         for _, _, B_OR in adapter_layers(trained):
             B_OR.normal_()
-    merge_into(plain, {}, adapter_state(trained), spec)
+    merged = Weights(plain)
+    merged.load(adapter_state(trained), spec)
+    with torch.no_grad():
+        for path in merged.adapted_paths():
+            plain.get_submodule(path).weight.copy_(merged.effective(path))
     assert torch.allclose(
         plain(input_ids=IDS).logits, trained(input_ids=IDS).logits, atol=1e-3, rtol=1e-3
     )
 
 
-def test_a_state_that_lacks_a_layer_is_refused(tiny_model_dir: Path) -> None:
-    model = adapted(tiny_model_dir)
-    state = adapter_state(model)
-    state.pop(next(iter(state)))
-    with pytest.raises(KeyError):
-        load_adapter_state(model, state)
+def own_logprobs(model: torch.nn.Module, sample: Sample) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=sample.tokens_T[None]).logits[0, sample.prompt_length - 1 : -1]
+    targets = sample.tokens_T[sample.prompt_length :, None]
+    return logits.log_softmax(-1).gather(1, targets)[:, 0]
 
 
-def test_an_adapter_can_be_collected_layer_by_layer() -> None:
-    """As verl syncs it; peft 0.21 gives nothing for a layer's own state dict."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **shape))
-    adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
-    layer = adapted.base_model.model.model.layers[0].state_dict()
-    assert len(get_peft_model_state_dict(adapted, state_dict=layer)) == 2 * 7
+def test_both_exports_of_an_adapter(tiny_model_dir: Path, tmp_path: Path) -> None:
+    trainer = make(tiny_model_dir)
+    groups = batch(trainer)
+    for _ in range(2):
+        trainer.step(groups, PolicyGradient())
+    sample = groups[0][2]
+    expected = trainer.logprobs([sample])[0]
+    trainer.export_peft(tmp_path / "adapter")
+    trainer.export_merged(tmp_path / "merged")
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    assert not torch.allclose(own_logprobs(base, sample), expected, atol=1e-2)
+    adapter = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(own_logprobs(adapter, sample), expected, atol=1e-4)
+    assert torch.allclose(own_logprobs(merged, sample), expected, atol=1e-4)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_model_dir)
+    assert config["r"] == 4
+    for folder in ("adapter", "merged"):
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / folder)
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        assert rendered.startswith("<|im_start|>user")
+    # Exporting changes nothing in the trainer.
+    assert torch.equal(trainer.logprobs([sample])[0], expected)
+
+
+def test_full_weights_export_merged_only(tiny_model_dir: Path, tmp_path: Path) -> None:
+    trainer = make(tiny_model_dir, lora=None)
+    groups = batch(trainer)
+    trainer.step(groups, PolicyGradient())
+    trainer.export_merged(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    expected = trainer.logprobs([groups[0][2]])[0]
+    assert torch.allclose(own_logprobs(merged, groups[0][2]), expected, atol=1e-4)
+    with pytest.raises(ValueError, match="export_merged"):
+        trainer.export_peft(tmp_path / "adapter")

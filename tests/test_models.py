@@ -26,31 +26,10 @@ def test_a_folder_resolves_to_itself(tiny_model_dir: Path) -> None:
     assert models.is_cached(str(tiny_model_dir))
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"without config\.json"):
-        models.resolve_model(str(tmp_path))
-    assert not models.is_cached(str(tmp_path))
-
-
 def test_a_hub_id_that_cannot_be_fetched_is_refused(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BadInput, match=r"nobody/nothing"):
         models.resolve_model("nobody/nothing")
-
-
-@pytest.mark.parametrize("name", ["nobody/nothing", "smollm2-135m", "not a repo id!"])
-def test_what_was_never_fetched_is_not_cached(monkeypatch, tmp_path: Path, name: str) -> None:
-    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path))
-    assert not models.is_cached(name)
-
-
-def test_dtype_by_setting_and_device() -> None:
-    assert models.pick_dtype("fp32", CPU) is torch.float32
-    assert models.pick_dtype("bfloat16", CPU) is torch.bfloat16
-    assert models.pick_dtype("auto", torch.device("mps")) is torch.float32
-    assert models.pick_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
-    with pytest.raises(BadInput, match=r"local\.dtype"):
-        models.pick_dtype("fp8", CPU)
 
 
 def test_device_by_setting() -> None:
@@ -60,12 +39,6 @@ def test_device_by_setting() -> None:
             models.pick_device("cuda")
     with pytest.raises(BadInput, match=r"local\.device"):
         models.pick_device("abacus")
-
-
-def test_a_loaded_model_has_the_dtype_everywhere(tiny_model_dir: Path) -> None:
-    model = models.load_model(tiny_model_dir, torch.bfloat16, CPU)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert not model.training
 
 
 @pytest.fixture

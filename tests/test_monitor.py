@@ -47,21 +47,6 @@ def test_numbers_land_in_both_places(tmp_path: Path) -> None:
     monitor.close()
 
 
-def test_tables_are_not_kept(tmp_path: Path) -> None:
-    monitor = _monitor(tmp_path)
-    monitor.log_table("rollouts", None, 1)
-    assert read_metrics(tmp_path) == []
-    monitor.close()
-
-
-def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    monitor = _monitor(tmp_path)
-    capfd.readouterr()
-    monitor.log({"a": 1.0}, 1)
-    monitor.close()
-    assert capfd.readouterr() == ("", "")
-
-
 def test_a_full_disk_costs_metrics_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

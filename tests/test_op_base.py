@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from aflow_tune.context import RunContext, caller
+from aflow_tune.context import RolloutContext, caller
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.models import ModelError, ModelFailure, Reply, ScriptedModel
 from aflow_tune.operators import (
@@ -149,7 +149,7 @@ def test_gather_keeps_order_and_attribution() -> None:
         await asyncio.sleep(0.002 * (7 - number % 8))  # the first asked are answered last
         return f"reply {number}"
 
-    context = RunContext()
+    context = RolloutContext()
     operators = [Custom(ScriptedModel(answer), name=f"c{number}") for number in range(16)]
 
     async def work() -> list[OperatorResult]:

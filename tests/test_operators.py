@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import pickle
+from pathlib import Path
 
 import pytest
+from test_validate import CONFIG
 from trinity.buffer.operators import EXPERIENCE_OPERATORS
-
-from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, STEP_SIZE_KEY, TRACE_KEY
-from aflow_tune.engines.trinity.rollout.operators import RunFilter, StepStamp
-from aflow_tune.errors import RunFailed
-
-# isort: split
-# After the lines above, which install the stand-in for vLLM that Trinity needs.
-from trinity.common.config import OperatorConfig
 from trinity.common.experience import EID, Experience
+
+from aflow_tune.config.load import load_config
+from aflow_tune.config.prepare import ANCHOR_RATE, RUN_FILTER, adapt
+from aflow_tune.config.quiet import quiet
+from aflow_tune.engines.trinity.rollout.operators import (
+    FAILURE_KEY,
+    STATE_KEY,
+    STEP_SIZE_KEY,
+    TRACE_KEY,
+    AnchorRate,
+    RunFilter,
+    StepStamp,
+)
+from aflow_tune.errors import RunFailed
 
 
 def step(task: int, run: int, reward: float, number: int = 0) -> Experience:
@@ -50,12 +58,6 @@ def test_failures_go_and_the_rest_is_ordered_and_counted() -> None:
         StepStamp().process([])
     assert metrics["group/failed_runs"] == 1.0
     assert metrics["group/lone_runs"] == 0.0
-
-
-def test_the_choices_of_a_step_keep_their_order() -> None:
-    first, second = step(0, 0, 1.0), step(0, 0, 1.0)
-    kept, _ = RunFilter().process([first, second, step(0, 1, 0.0)])
-    assert [id(exp) for exp in kept[:2]] == [id(first), id(second)]
 
 
 def health(*groups: list[float], run_filter: RunFilter | None = None) -> tuple[float, ...]:
@@ -101,7 +103,7 @@ def test_a_step_without_a_surviving_run_ends_training_with_its_first_traceback()
     with pytest.raises(RunFailed) as caught:
         RunFilter().process(exps)
     message = str(caught.value)
-    assert "every run of a step failed (3 of 3: 2 raised, 1 timed_out)" in message
+    assert "(3 of 3: 2 raised, 1 timed_out)" in message
     assert message.endswith("it hung")
     assert "Traceback: no" not in message
     assert str(pickle.loads(pickle.dumps(caught.value))) == message  # it leaves a Ray actor
@@ -112,17 +114,76 @@ def test_a_step_without_a_surviving_run_ends_training_with_its_first_traceback()
 def test_the_share_of_failed_runs_has_a_limit() -> None:
     exps = [failure(0, 0), step(0, 1, 1.0), step(0, 2, 0.0), step(0, 3, 0.0)]
     assert len(RunFilter(max_failed_fraction=0.25).process(exps)[0]) == 3
-    with pytest.raises(RunFailed, match="more than 20% of the runs"):
+    with pytest.raises(RunFailed, match="more than 20%"):
         RunFilter(max_failed_fraction=0.2).process(exps)
     with pytest.raises(ValueError, match="max_failed_fraction"):
         RunFilter(max_failed_fraction=50)
 
 
-def test_trinity_builds_it_by_its_dotted_path() -> None:
-    from trinity.buffer.operators.experience_operator import create_operators
+ALL, LATER = "gigpo/anchor_hit_rate", "gigpo/anchor_hit_rate_later"
 
-    name = "aflow_tune.engines.trinity.rollout.operators.RunFilter"
-    assert EXPERIENCE_OPERATORS.get(name) is RunFilter
-    (operator,) = create_operators([OperatorConfig(name=name, args={"max_failed_fraction": 0.5})])
-    kept, _ = asyncio.run(operator.process([step(0, 0, 1.0), step(0, 1, 0.0)]))
-    assert len(kept) == 2
+
+def calls(*runs: list[str], task: int = 0) -> list[Experience]:
+    """A step of runs of one task, each the states of its calls in order."""
+    found = []
+    for run, states in enumerate(runs):
+        for number, state in enumerate(states):
+            exp = step(task, run, 1.0, number)
+            exp.info[STATE_KEY] = f"{task}/{state}"
+            found.append(exp)
+    return found
+
+
+def test_a_hit_is_a_state_that_another_run_met() -> None:
+    exps = calls(["start", "a"], ["start", "b", "a"], ["start", "c", "c"])
+    kept, metrics = AnchorRate().process(exps)
+    assert [id(exp) for exp in kept] == [id(exp) for exp in exps]
+    # start three times and a twice of eight; c twice, but in one run only
+    assert metrics == {ALL: pytest.approx(5 / 8), LATER: pytest.approx(2 / 5)}
+
+
+def test_one_call_a_run_has_no_later_ones_and_tasks_do_not_mix() -> None:
+    exps = calls(["start"], ["start"]) + calls(["start"], task=1)
+    assert AnchorRate().process(exps)[1] == {ALL: pytest.approx(2 / 3)}
+    assert AnchorRate().process([]) == ([], {})
+
+
+def test_a_rate_that_stays_low_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    quiet()
+    low = calls(["start", "a"], ["start", "b"])
+    high = calls(["start", "a"], ["start", "a"])
+    rate = AnchorRate()
+    logger = logging.getLogger("trinity")
+    logger.addHandler(caplog.handler)
+    try:
+        for exps in (low, low, high, low, low):
+            rate.process(exps)
+        assert not caplog.records
+        for _ in range(4):
+            rate.process(low)
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = [record.getMessage() for record in caplog.records if "anchor" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(f"{LATER} is 0.00, 0.00, 0.00 in the last 3 steps")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "there"),
+    [
+        ("{algorithm_type: gigpo, repeat_times: 4}", True),
+        ("{algorithm_type: multi_step_grpo, repeat_times: 4}", False),
+        ("{algorithm_type: multi_step_grpo, advantage_fn: gigpo, repeat_times: 4}", True),
+    ],
+)
+def test_it_comes_with_the_algorithm_behind_the_run_filter(
+    tmp_path: Path, algorithm: str, there: bool
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(root=tmp_path, model="model"))
+    config = load_config(path, [f"algorithm={algorithm}"])
+    for _ in range(2):  # a second time changes nothing
+        adapt(config, {})
+        names = [item.name for item in config.data_processor.experience_pipeline.operators]
+        assert names == ([RUN_FILTER, ANCHOR_RATE] if there else [RUN_FILTER])
+    assert EXPERIENCE_OPERATORS.get(ANCHOR_RATE) is AnchorRate

@@ -17,9 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from aflow_tune.engines.local.packed_model import PackedModel
-from aflow_tune.engines.local.packing import Sample, TokenTrie, micro_batches, pack
-from aflow_tune.engines.local.token_scores import token_scores
+from aflow_tune.engines.local.packed_model import PackedModel, token_scores
+from aflow_tune.engines.local.packing import Sample, micro_batches, pack
 
 
 def sample(tokens: list[int], prompt: int, mask: list[int] | None = None, **fields: object):
@@ -78,21 +77,6 @@ def test_positions_and_scores_of_a_small_trie() -> None:
     assert row.target_M.tolist() == [4, 5, 6]
     assert row.row_M.tolist() == [0, 0, 1]
     assert row.column_M.tolist() == [0, 1, 1]
-
-
-def test_nothing_is_computed_for_samples_that_do_not_count() -> None:
-    assert pack([sample([1, 2, 3], 1, [0, 0])]) is None
-    row = pack([sample([1, 2, 3, 4, 5], 1, [1, 0, 0, 0])])
-    assert row is not None
-    assert row.tokens_N.tolist() == [1]
-
-
-def test_a_trie_reports_what_is_missing() -> None:
-    trie = TokenTrie()
-    assert trie.add([1, 2, 3]) == [0, 1, 2]
-    assert trie.missing([1, 2, 4, 5]) == 2
-    assert trie.add([1, 2, 4, 5]) == [0, 1, 3, 4]
-    assert trie.missing([1, 2]) == 0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -175,7 +159,7 @@ def test_other_models_run_packed_or_fall_back(kind: str) -> None:
 
 def test_token_scores_match_autograd_over_plain_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also over several chunks, with a bias, a temperature and a trained head."""
-    monkeypatch.setattr("aflow_tune.engines.local.token_scores.CHUNK_ELEMENTS", 3 * 11)
+    monkeypatch.setattr("aflow_tune.engines.local.packed_model.CHUNK_ELEMENTS", 3 * 11)
     generator = torch.Generator().manual_seed(0)
     leaves = [
         torch.randn(shape, generator=generator, dtype=torch.float32).requires_grad_()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.data.sums import normalised, three_term_sums, write_rows
 
@@ -59,7 +59,7 @@ class Calculator:
 
 def _run(model: Calculator, task: dict[str, Any]) -> tuple[float, dict[str, float]]:
     function = resolve(f"{ROOT / 'workflows' / 'three_terms.py'}:add_three_terms")
-    context = RunContext()
+    context = RolloutContext()
 
     async def run() -> float:
         with context.activate():

@@ -9,15 +9,15 @@ from typing import Any
 
 import openai
 import pytest
-from agentscope.model import OpenAIChatModel, TrinityChatModel
+from agentscope.model import TrinityChatModel
 from pydantic import BaseModel
 from scripted_server import Reply, ScriptedModel, ScriptedServer
 
-from aflow_tune import caller, state_key
-from aflow_tune.context import RunContext
+from aflow_tune import caller
+from aflow_tune.context import RolloutContext
 from aflow_tune.engines.trinity.rollout.recording import (
     RecordedCall,
-    RunRecorder,
+    RolloutRecorder,
     recording_client,
     state_hash,
 )
@@ -40,9 +40,9 @@ def record(
     """Let `use` work with a recorded model; what it returned and the calls."""
 
     async def main() -> tuple[Any, list[RecordedCall]]:
-        context = RunContext()
+        context = RolloutContext()
         source = await recording_client(model or ScriptedModel(server.url))
-        recorder = RunRecorder(source, context, "1/0", seed, {**CONFIGURED, **configured})
+        recorder = RolloutRecorder(source, context, "1/0", seed, {**CONFIGURED, **configured})
         with context.activate():
             result = await use(recorder.chat_model())
         return result, recorder.close()
@@ -107,30 +107,6 @@ def test_seeds_follow_what_is_asked_and_not_who_comes_first() -> None:
     assert len(set(slow_a.values())) == 4
 
 
-def test_equal_questions_get_seeds_of_their_own_and_without_a_root_none() -> None:
-    async def use(model: TrinityChatModel) -> None:
-        for _ in range(3):
-            await model(ask("the same"))
-
-    with ScriptedServer(echo) as server:
-        record(server, use)
-        assert len({request["seed"] for request in server.requests}) == 3
-        server.requests.clear()
-        record(server, use, seed=None)
-        assert not any("seed" in request for request in server.requests)
-
-
-def test_every_choice_of_a_call_is_an_experience_of_its_step() -> None:
-    async def use(model: TrinityChatModel) -> Any:
-        return await model.client.chat.completions.create(messages=ask("hello"), n=3)
-
-    with ScriptedServer(lambda request: Reply("hi", finish_reason="length")) as server:
-        response, (call,) = record(server, use)
-    assert [choice.message.content for choice in response.choices] == ["hi"] * 3
-    assert len(call.experiences) == 3
-    assert {exp.truncate_status for exp in call.experiences} == {"response_truncated"}
-
-
 class City(BaseModel):
     """A structured answer."""
 
@@ -169,22 +145,6 @@ def test_structured_output_that_does_not_fit_falls_back_to_a_tool_call() -> None
         response, calls = record(server, use)
     assert response.metadata == {"name": "Ulm", "people": 1}
     assert len(calls) == 2  # the answer that did not fit was sampled too
-
-
-def test_the_model_is_agentscopes_and_its_client_serves_without_it() -> None:
-    async def use(model: TrinityChatModel) -> Any:
-        assert isinstance(model, OpenAIChatModel)
-        assert model.stream is False
-        assert model.model_name == "scripted"
-        return await model.client.chat.completions.create(model="scripted", messages=ask("hello"))
-
-    with ScriptedServer(echo) as server:
-        response, calls = record(server, use)
-        (request,) = server.requests
-    assert response.choices[0].message.content == "hello"
-    assert len(calls) == 1
-    assert request["temperature"] == 1.0  # the configured one, not the server's default
-    assert request["max_tokens"] == 64
 
 
 def test_what_the_user_passes_wins_but_logprobs_stay() -> None:
@@ -249,16 +209,16 @@ def test_streams_are_refused_and_failed_calls_are_not_recorded() -> None:
 
 def test_a_run_that_is_over_records_nothing_more() -> None:
     async def main(server: ScriptedServer) -> None:
-        context = RunContext()
+        context = RolloutContext()
         source = await recording_client(ScriptedModel(server.url))
-        recorder = RunRecorder(source, context, "1/0", None, CONFIGURED)
+        recorder = RolloutRecorder(source, context, "1/0", None, CONFIGURED)
         model = recorder.chat_model()
         under_way = asyncio.create_task(model(ask("slow 6")))
         await model(ask("fast 0"))
         assert [call.messages for call in recorder.close()] == [ask("fast 0")]
         with pytest.raises(asyncio.CancelledError):
             await under_way
-        with pytest.raises(RuntimeError, match="this run is over"):
+        with pytest.raises(RuntimeError, match="over"):
             await model(ask("late 0"))
 
     def answer(request: dict[str, Any]) -> Reply:
@@ -274,7 +234,7 @@ def test_runs_share_one_client_and_leave_no_history_behind() -> None:
         sources = set()
         for _ in range(3):
             source = await recording_client(shared.clone_with_isolated_history())
-            recorder = RunRecorder(source, RunContext(), "1/0", None, CONFIGURED)
+            recorder = RolloutRecorder(source, RolloutContext(), "1/0", None, CONFIGURED)
             model = recorder.chat_model()
             await asyncio.gather(*(model(ask(f"n {n}")) for n in range(5)))
             assert len(recorder.close()) == 5
@@ -304,18 +264,3 @@ def test_the_state_is_task_caller_and_normalised_input() -> None:
     assert state != state_hash("1/0", "check", with_ids)
     assert state != state_hash("1/0", "solve", with_ids[:2])
     assert state != state_hash("1/0", "solve", [{"role": "user", "content": "A question"}])
-
-
-def test_a_workflow_may_name_its_state() -> None:
-    async def use(model: TrinityChatModel) -> None:
-        with state_key("room 3"):
-            await model(ask("what now? 1"))
-            with caller("other"):
-                await model(ask("what now? 2"))
-        await model(ask("what now? 1"))
-
-    with ScriptedServer(echo) as server:
-        _, calls = record(server, use)
-    states = [call.state for call in calls]
-    assert states[0] == states[1] == state_hash("1/0", "", "room 3")
-    assert states[2] == state_hash("1/0", "workflow", ask("what now? 1"))

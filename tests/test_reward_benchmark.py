@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.contract.signature import check_judge
 from aflow_tune.errors import BadInput
@@ -26,7 +26,7 @@ def test_the_row_names_the_benchmark() -> None:
 
 def test_or_the_configuration_does() -> None:
     async def run() -> float:
-        with RunContext(rewards=RewardsSection(benchmark="gsm8k")).activate():
+        with RolloutContext(rewards=RewardsSection(benchmark="gsm8k")).activate():
             return (await benchmark_judge(ROW, "It is 42.")).reward
 
     assert asyncio.run(run()) == 1.0

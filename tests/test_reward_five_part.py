@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.errors import BadInput
 from aflow_tune.scoring.five_part import (
@@ -111,7 +111,7 @@ def test_the_judge_takes_the_runs_settings() -> None:
         asyncio.run(five_part_judge(row, "42"))
 
     async def run() -> float:
-        with RunContext(rewards=settings).activate():
+        with RolloutContext(rewards=settings).activate():
             return (await five_part_judge(row, "42")).reward
 
     # No call, so the cost is not known and all that is known is perfect.

@@ -62,15 +62,6 @@ def test_an_evaluation_in_which_the_budget_ends_is_made_again(
     assert [json.loads(record)["failure"] for record in records] == [None] * 4
 
 
-def test_money_needs_the_policy_s_price(tmp_path: Path, tiny_model_dir: Path) -> None:
-    config = write_project(tmp_path, tiny_model_dir)
-    prices = ["models.policy.prices.input=0", "models.policy.prices.output=1e4"]
-    # A cent a token, eight tokens a call at most: the evaluation costs up to 0.64 dollars.
-    with pytest.raises(BudgetReached, match="usd"):
-        run_config(config, ["budget.usd=1", *prices], inline=True)
-    assert 0.64 < _account(tmp_path).spent().usd <= 1
-
-
 def test_models_and_limits_are_checked_before_anything_starts(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +16,12 @@ import pytest
 from tiny import tiny_sampler
 
 from aflow_tune.engines.local.models import load_tokenizer
-from aflow_tune.engines.local.sampler import Sampler, SamplingParams
-from aflow_tune.engines.local.server import SamplerServer
-from aflow_tune.engines.local.tools import (
-    forced_call_grammar,
+from aflow_tune.engines.local.protocol import (
     parse_calls,
     template_messages,
 )
-from aflow_tune.errors import BadInput, RunFailed
+from aflow_tune.engines.local.sampler import Sampler, SamplingParams
+from aflow_tune.engines.local.server import SamplerServer
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -98,36 +95,6 @@ def test_tokens_and_logprobs_are_the_samplers(
     assert usage.total_tokens == len(answer.prompt_token_ids) + drawn
 
 
-def test_token_ids_only_on_request(client: openai.OpenAI) -> None:
-    answer = ask(client)
-    assert not hasattr(answer, "prompt_token_ids")
-    assert answer.choices[0].logprobs is None
-
-
-def test_the_asynchronous_client_and_many_at_once(url: str) -> None:
-    async def scenario() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            answers = await asyncio.gather(
-                *(
-                    client.chat.completions.create(
-                        model="tiny", messages=HELLO, max_tokens=20, seed=i % 3
-                    )
-                    for i in range(12)
-                )
-            )
-        return [answer.choices[0].message.content for answer in answers]
-
-    texts = asyncio.run(scenario())
-    assert texts[:3] == texts[3:6] == texts[6:9] == texts[9:]
-    assert len(set(texts)) == 3
-
-
-def test_text_parts_mean_the_same_as_a_string(client: openai.OpenAI) -> None:
-    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    split = ask(client, messages=[{"role": "user", "content": parts}])
-    assert split.choices[0].message.content == ask(client).choices[0].message.content
-
-
 @pytest.mark.parametrize(
     ("options", "status", "words"),
     [
@@ -160,16 +127,6 @@ def test_refusals_have_openais_shape(client, options, status, words) -> None:
     assert caught.value.body["type"] == "invalid_request_error"
 
 
-def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, messages=[{"role": "user", "content": "x" * 1000}])
-    assert caught.value.code == "context_length_exceeded"
-
-
-def test_neutral_settings_are_accepted(client: openai.OpenAI) -> None:
-    ask(client, stream=False, frequency_penalty=0, presence_penalty=0, user="me", top_p=1)
-
-
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3}'])
 def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
     answer = httpx.post(f"{url}/v1/chat/completions", content=body, timeout=60)
@@ -184,11 +141,6 @@ def test_structured_output_parses(client: openai.OpenAI) -> None:
         )
         assert isinstance(answer.choices[0].message.parsed, Person)
         assert answer.choices[0].finish_reason == "stop"
-
-
-def test_json_object_is_an_object(client: openai.OpenAI) -> None:
-    answer = ask(client, response_format={"type": "json_object"}, max_tokens=3, seed=1)
-    assert answer.choices[0].message.content.startswith("{")
 
 
 @pytest.mark.parametrize(
@@ -262,20 +214,6 @@ def test_the_key_is_asked_for(sampler: Sampler, tiny_model_dir: Path) -> None:
         httpx.get(f"{url}/health", timeout=60)
 
 
-def test_a_taken_port_is_said(sampler: Sampler, tiny_model_dir: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        server = SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny", port=port)
-        with pytest.raises(RunFailed, match=str(port)):
-            server.start()
-        server.stop()
-
-
-def test_an_unknown_parser_is_refused(sampler: Sampler, tiny_model_dir: Path) -> None:
-    with pytest.raises(BadInput, match="hermes"):
-        SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny", tool_call_parser="pythonic")
-
-
 def test_agentscope_structured_output_both_ways(url: str) -> None:
     from agentscope.model import OpenAIChatModel
 
@@ -314,12 +252,6 @@ def test_calls_are_parsed_in_order_and_the_rest_is_content() -> None:
     assert parse_calls(text, ["meet", "leave"], salt="t")[1][0]["id"] != calls[0]["id"]
 
 
-def test_a_call_without_its_closing_tag_counts() -> None:
-    text = call_text("meet", {}).removesuffix("\n</tool_call>")
-    assert parse_calls(text, ["meet"], salt="")[0] is None
-    assert len(parse_calls(text, ["meet"], salt="")[1]) == 1
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -332,17 +264,6 @@ def test_a_call_without_its_closing_tag_counts() -> None:
 )
 def test_what_is_no_valid_call_stays_text(text: str) -> None:
     assert parse_calls(text, ["meet"], salt="") == (text, [])
-
-
-def test_references_inside_parameters_survive_in_the_grammar() -> None:
-    class Group(pydantic.BaseModel):
-        members: list[Person]
-
-    tool = {"type": "function", "function": {"name": "g", "parameters": Group.model_json_schema()}}
-    grammar = forced_call_grammar([tool, OTHER_TOOL])
-    call_0 = json.loads(grammar.splitlines()[1].removeprefix("call_0: %json "))
-    assert "Person" in call_0["$defs"]
-    assert "$defs" not in call_0["properties"]["arguments"]
 
 
 def test_a_template_without_tools_gets_them_as_text() -> None:
@@ -358,17 +279,3 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert '"name": "meet"' in system["content"]
     assert assistant == {"role": "assistant", "content": call_text("meet", {"age": 3})}
     assert result == {"role": "user", "content": "<tool_response>\nmet\n</tool_response>"}
-
-
-def test_arguments_reach_a_native_template_as_an_object() -> None:
-    message = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}],
-    }
-    (rendered,) = template_messages([message], [], native=True)
-    assert rendered["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    assert rendered["content"] == ""
-    message["tool_calls"][0]["function"]["arguments"] = "{"
-    with pytest.raises(BadInput, match=r"messages\[0\]\.tool_calls"):
-        template_messages([message], [], native=True)

@@ -262,7 +262,7 @@ def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
     from aflow_tune.config.prepare import prepare
     from aflow_tune.engines.local.packing import Sample
     from aflow_tune.engines.local.trainer import LocalTrainer
-    from aflow_tune.engines.trinity.training.train_engine import build_trainer
+    from aflow_tune.engines.trinity.training.trainer import build_trainer
 
     run_config(chain)
     merged = _folder(chain) / "warm_up" / "export" / "merged"

@@ -24,7 +24,7 @@ import pytest
 from project import WORKFLOW, run_dir, write_project
 
 from aflow_tune import cli
-from aflow_tune.engines.local.manifest import verify_checkpoint
+from aflow_tune.engines.local.checkpoint import verify_checkpoint
 from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.runs.folder import read_state
 from aflow_tune.runs.listing import State, describe

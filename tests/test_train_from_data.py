@@ -107,28 +107,6 @@ def test_dpo_widens_the_margin(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert margins[5] > margins[4] > margins[3] > margins[2] > 0.01
 
 
-def test_cpt_learns_plain_text(tmp_path: Path, tiny_model_dir: Path) -> None:
-    rows = [{"text": f"{number} green bottles hanging on the wall"} for number in range(8)]
-    config = write_data_project(tmp_path, tiny_model_dir, rows, kind="cpt", steps=8)
-    plain = [
-        "buffer.trainer_input.experience_buffer.format={prompt_type: plaintext, prompt_key: text}"
-    ]
-    assert run_config(config, plain).steps_done == 8
-    metrics = trainer_metrics(data_dir(tmp_path))
-    assert metrics[8]["actor/final_loss"] < metrics[1]["actor/final_loss"] / 1.5
-    assert metrics[1]["prompt_length/mean"] == 1
-    first = _faults(config)[0]
-    assert first.where.endswith("experience_buffer.format.prompt_type")
-    assert "plaintext" in first.expected
-
-
-def test_epochs_make_the_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """12 rows, batches of 5, 2 epochs: 24 rows are 4 whole batches."""
-    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows())
-    overrides = ["buffer.total_steps=null", "buffer.total_epochs=2", "buffer.train_batch_size=5"]
-    assert run_config(config, overrides).steps_done == 4
-
-
 def test_too_long_rows_are_left_out_and_named(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,12 +218,3 @@ def test_a_signal_costs_at_most_the_unsaved_steps(
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resuming" in again.stdout
     assert sorted(trainer_metrics(data_dir(tmp_path))) == list(range(1, 161))
-
-
-def test_the_panel_shows_the_loss(
-    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows(), steps=2)
-    run_config(config)
-    loss = trainer_metrics(data_dir(tmp_path))[2]["actor/final_loss"]
-    assert f"step 2/2  loss {loss:.4g}" in capsys.readouterr().out

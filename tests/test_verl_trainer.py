@@ -14,8 +14,7 @@ from tensordict import TensorDict
 from verl.utils import attention_utils
 
 from aflow_tune.config.engine import removes_padding
-from aflow_tune.engines.trinity.training.pair_loss import PairLoss
-from aflow_tune.engines.trinity.training.verl_trainer import provide_unpadding
+from aflow_tune.engines.trinity.training.verl_trainer import PairLoss, provide_unpadding
 
 # isort: split
 from trinity.algorithm import POLICY_LOSS_FN

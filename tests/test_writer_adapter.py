@@ -13,8 +13,12 @@ from project import run_dir, write_project
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from writer_samples import NO_ANSWER, ONE, RAISES, TWO, text, writer
 
-from aflow_tune.engines.trinity.info_keys import CALLER_KEY, FAILURE_KEY, STATE_KEY
-from aflow_tune.engines.trinity.rollout.anchors import AnchorRate
+from aflow_tune.engines.trinity.rollout.operators import (
+    CALLER_KEY,
+    FAILURE_KEY,
+    STATE_KEY,
+    AnchorRate,
+)
 from aflow_tune.models.account import Account
 from aflow_tune.models.books import Books
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings

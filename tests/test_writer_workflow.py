@@ -461,9 +461,9 @@ def test_each_call_has_the_anchor_state_of_what_was_there_before() -> None:
 
     class Noting(ScriptedModel):
         async def complete(self, *args: Any, **kwargs: Any) -> Reply:
-            from aflow_tune.context import current_run
+            from aflow_tune.context import current_rollout
 
-            context = current_run()
+            context = current_rollout()
             assert context is not None
             note = context.note_call()
             seen.append((note.caller, note.state_key))

@@ -39,7 +39,7 @@ CHATML_TEMPLATE = """\
 
 def tiny_tokenizer():
     """A `PreTrainedTokenizerFast` of 256 byte tokens and three special ones (vocabulary 259)."""
-    from aflow_tune.engines.local.stand_in_model import byte_tokenizer
+    from aflow_tune.engines.local.scripted import byte_tokenizer
 
     return byte_tokenizer(CHATML_TEMPLATE)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import OPERATORS
 from aflow_tune.trace import Trace
@@ -69,7 +69,7 @@ class Ran:
     ) -> None:
         self.reward: float | None = None
         self.error: Exception | None = None
-        self.context, self.trace = RunContext(), Trace()
+        self.context, self.trace = RolloutContext(), Trace()
 
         async def work() -> None:
             with self.context.activate(), self.trace.activate():

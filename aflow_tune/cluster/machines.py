@@ -26,7 +26,7 @@ from aflow_tune import ray_folder
 from aflow_tune.cluster._watchdog import alive, end_session, session_processes
 from aflow_tune.cluster.local_ray import did_not_start
 from aflow_tune.cluster.submitted import PYTHON_VARIABLE
-from aflow_tune.engines.local.cache import cache_dir
+from aflow_tune.engines.local.models import cache_dir
 from aflow_tune.errors import BadInput, Fault, RunFailed
 from aflow_tune.find_ray import check_own, running_here, use_token
 

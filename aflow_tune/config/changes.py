@@ -229,7 +229,12 @@ def _short(value: Any) -> str:
 
 
 RENAMED = {
-    "aflow_tune.engines.trinity.settings.readers.": "aflow_tune.engines.trinity.readers.",
+    f"aflow_tune.engines.trinity.{old}.": f"aflow_tune.engines.trinity.{new}."
+    for old, new in {
+        "settings.readers": "readers",
+        "rollout.anchors": "rollout.operators",
+        "training.sampling": "rollout.operators",
+    }.items()
 }
 """Modules that have moved, of classes whose dotted paths stand in the files of earlier runs."""
 
@@ -242,8 +247,7 @@ def renamed(value: Any) -> Any:
         return [renamed(item) for item in value]
     if isinstance(value, str):
         for old, new in RENAMED.items():
-            if value.startswith(old):
-                return new + value.removeprefix(old)
+            value = value.replace(old, new)
     return value
 
 

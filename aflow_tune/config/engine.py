@@ -109,7 +109,7 @@ def _refused(config: AflowConfig, found: str, fix: str) -> BadInput:
 
 
 def give_engine_settings(config: AflowConfig) -> None:
-    """Put what `sampler_host.SamplerHost` asks for into the configuration's models."""
+    """Put what `rollout_model.SamplerHost` asks for into the configuration's models."""
     engine: dict[str, Any] = {
         "device": config.local.device,
         "dtype": "float32" if config.deterministic else config.local.dtype,

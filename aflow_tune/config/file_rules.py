@@ -2,7 +2,7 @@
 
 Small files of models are read, and rows as far as `data/rows.py` reads them for checking; nothing
 is loaded, fetched or tokenised. Rows of a data set that are too long are found where they are
-tokenised (`experience_reader.py`), those of a harvest when it begins.
+tokenised (`engines/trinity/readers.py`), those of a harvest when it begins.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from aflow_tune.config.tasksets import (
 from aflow_tune.data.checks import Findings, check_fields, check_overlap, check_rows
 from aflow_tune.data.fields import task_reads
 from aflow_tune.data.rows import Table
-from aflow_tune.engines.local.models import BUNDLED, cache_dir, is_cached
-from aflow_tune.engines.local.weight_files import damage_of
+from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.harvest.candidates import read_templates
 from aflow_tune.harvest.harvest import SOURCES

@@ -48,8 +48,8 @@ from aflow_tune.find_ray import find_ray, greet, handlers_kept
 __all__ = ["Purpose", "prepare"]
 
 RUN_FILTER = "aflow_tune.engines.trinity.rollout.operators.RunFilter"
-ANCHOR_RATE = "aflow_tune.engines.trinity.rollout.anchors.AnchorRate"
-SAMPLE_STRATEGY = "aflow_tune.engines.trinity.training.sampling.WholeStepSampleStrategy"
+ANCHOR_RATE = "aflow_tune.engines.trinity.rollout.operators.AnchorRate"
+SAMPLE_STRATEGY = "aflow_tune.engines.trinity.rollout.operators.WholeStepSampleStrategy"
 COUNTING_STRATEGIES = ("default", "warmup")
 """Trinity's strategies that take a number of calls, which a workflow does not fix."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aflow_tune.config.tasksets import total_steps
-from aflow_tune.engines.local.weight_files import header_of
+from aflow_tune.engines.local.models import header_of
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig

@@ -42,9 +42,10 @@ from aflow_tune.dry_run.numbers import DryRunResult, Plan, by_kind, groups, read
 from aflow_tune.dry_run.script import BAD, GOOD, TRUTH, TRUTH_FIELDS, WORDS, Script
 from aflow_tune.dry_run.scripted_adapter import SCRIPT_KEY
 from aflow_tune.engines.local.models import load_model
-from aflow_tune.engines.local.scripted import ScriptedSampler, ScriptedServer
-from aflow_tune.engines.local.stand_in_model import (
+from aflow_tune.engines.local.scripted import (
     CHATML,
+    ScriptedSampler,
+    ScriptedServer,
     StandInTokenizer,
     tokenizer_for,
     write_stand_in,

@@ -18,7 +18,7 @@ from trinity.common.constants import SyncStyle
 
 from aflow_tune.config.prepare import COUNTING_STRATEGIES
 from aflow_tune.config.tasksets import user_tasksets
-from aflow_tune.engines.local.stand_in_model import PROJECTIONS
+from aflow_tune.engines.local.scripted import PROJECTIONS
 from aflow_tune.find_ray import use_own
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage

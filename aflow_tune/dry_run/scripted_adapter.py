@@ -15,13 +15,13 @@ from typing import Any
 
 from trinity.common.experience import Experience
 
-from aflow_tune.context import RunContext, current_caller
+from aflow_tune.context import RolloutContext, current_caller
 from aflow_tune.dry_run.numbers import PlayedCall, PlayedRun, append_run
 from aflow_tune.dry_run.script import TRUTH, Part, Script
 from aflow_tune.engines.local.scripted import ANSWER_FIELD
-from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, TRACE_KEY
 from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
-from aflow_tune.engines.trinity.rollout.recording import RunRecorder
+from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY, TRACE_KEY
+from aflow_tune.engines.trinity.rollout.recording import RolloutRecorder
 
 SCRIPT_KEY = "script"
 """Key of `workflow_args`: the `Script`."""
@@ -32,7 +32,7 @@ class ScriptedAdapter(WorkflowAdapter):
 
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)
-        script: Script = self.arguments[SCRIPT_KEY]
+        script: Script = self.task.workflow_args[SCRIPT_KEY]
         self._item = int(self.task.index.get("index", self.task.task_id))
         self._part: Part = script.part(self._raw_task(), self._item, self.run_index)
 
@@ -43,11 +43,11 @@ class ScriptedAdapter(WorkflowAdapter):
             OSError: it could not be written down.
         """
         experiences = await super().run_async()
-        append_run(Path(self.arguments["run_dir"]), self._played(experiences))
+        append_run(Path(str(self.settings.run_dir)), self._played(experiences))
         return experiences
 
     async def _call_user(
-        self, context: RunContext, recorder: RunRecorder
+        self, context: RolloutContext, recorder: RolloutRecorder
     ) -> tuple[float, dict[str, float]]:
         create = recorder._create
 

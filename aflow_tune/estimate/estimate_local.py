@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from aflow_tune.config.tasksets import read_taskset
-from aflow_tune.engines.local import kv_cache, llama, token_scores
-from aflow_tune.engines.local.memory import can_give_back
-from aflow_tune.engines.local.models import pick_device, pick_dtype
+from aflow_tune.engines.local import kv_cache, llama, packed_model
+from aflow_tune.engines.local.models import can_give_back, pick_device, pick_dtype
 from aflow_tune.engines.local.packing import Sample, micro_batches, pack
 from aflow_tune.estimate.estimate_lengths import limits_of, whole
 from aflow_tune.estimate.estimate_models import NamedModel
@@ -41,7 +40,7 @@ LIMITS = EngineLimits(
     prefill_tokens=llama._PREFILL_TOKENS,
     stored_tokens=llama._STORED_TOKENS,
     column_step=kv_cache._COLUMN_STEP,
-    chunk_elements=token_scores.CHUNK_ELEMENTS,
+    chunk_elements=packed_model.CHUNK_ELEMENTS,
 )
 _ENOUGH = 4
 """Micro-batches' worth of samples that are packed to find the largest."""
@@ -130,7 +129,7 @@ def local_run(
 
 
 def _inline(config: AflowConfig) -> bool:
-    """Only training on rollouts is split over Ray's processes (`run.Run._local`)."""
+    """Only training on rollouts is split over Ray's processes (`run.Run._engine`)."""
     return config.inline or config.mode != "both"
 
 

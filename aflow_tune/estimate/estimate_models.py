@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.engines.local.models import BUNDLED, cache_dir
-from aflow_tune.engines.local.weight_files import header_of
+from aflow_tune.engines.local.models import BUNDLED, cache_dir, header_of
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.estimate.shapes import ModelShape, shape_of
 

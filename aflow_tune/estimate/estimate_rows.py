@@ -17,7 +17,7 @@ from aflow_tune.config.file_rules import awaited
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.tasksets import experience_buffer, locate
 from aflow_tune.engines.local.packing import Sample
-from aflow_tune.engines.trinity.experience_reader import (
+from aflow_tune.engines.trinity.readers import (
     Experiences,
     materialise_experiences,
     open_experiences,

@@ -21,7 +21,7 @@ from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.stages import parts_of
 from aflow_tune.config.validate import functions_of
-from aflow_tune.engines.local.memory import can_give_back
+from aflow_tune.engines.local.models import can_give_back
 from aflow_tune.engines.local.packing import Sample
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.estimate.estimate_changes import changes_to_fit

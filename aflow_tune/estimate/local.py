@@ -9,7 +9,7 @@ the sum of a process larger than the largest of its phases, and both are counted
   freed (glibc: M_MMAP_THRESHOLD rises up to 32 MB, mallopt(3)). The sampler's thread and the
   trainer's thread each keep their own largest moment, so phases add up instead of taking turns.
   What an arena wastes between its pieces is `FRAGMENTATION`, a measured allowance. After each
-  train step freed memory goes back (`engines/local/memory.py`, where the C library has
+  train step freed memory goes back (`engines/local/models.py`, where the C library has
   malloc_trim; macOS and musl have not): sampling and training still add up within a step, but
   what comes after the last step, the export and the next stage of a chain, finds the trainer's
   part free again (`LocalRun.gives_back`).
@@ -54,7 +54,7 @@ class EngineLimits:
     prefill_tokens: prompt tokens of one forward pass (`llama._PREFILL_TOKENS`).
     stored_tokens: tokens of finished sequences kept as prefixes (`llama._STORED_TOKENS`).
     column_step: columns that the cache grows by (`kv_cache._COLUMN_STEP`).
-    chunk_elements: logits that exist at once in training (`token_scores.CHUNK_ELEMENTS`).
+    chunk_elements: logits that exist at once in training (`packed_model.CHUNK_ELEMENTS`).
     """
 
     prefill_tokens: int

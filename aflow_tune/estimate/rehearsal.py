@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import logging
 import math
 import random
 import tempfile
@@ -33,15 +32,14 @@ from aflow_tune.config.accounting import books_of
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.mixes import merge_mix
 from aflow_tune.config.tasksets import locate, materialise_tasksets, user_tasksets
-from aflow_tune.engines.local.generation import Vocabulary
 from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.packing import Sample
-from aflow_tune.engines.local.sampling import Completion, SamplingParams, prompt_faults
+from aflow_tune.engines.local.sampling import Completion, SamplingParams, Vocabulary, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
-from aflow_tune.engines.trinity.info_keys import FAILURE_KEY
-from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
-from aflow_tune.engines.trinity.rollout.inline_rollouts import InlineRollouts
-from aflow_tune.engines.trinity.rollout.sampler_host import SamplerHost
+from aflow_tune.engines.trinity.inline import InlineRollouts
+from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
+from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY
+from aflow_tune.engines.trinity.rollout.rollout_model import SamplerHost
 from aflow_tune.engines.trinity.training.algorithm import _grouped, to_sample
 from aflow_tune.errors import BadInput
 from aflow_tune.find_ray import use_own
@@ -106,7 +104,7 @@ class _Stage(InlineRollouts):
     """Rollouts of the real workflow on stand-ins."""
 
     def __init__(self, config: AflowConfig, folders: dict[str, Path]) -> None:
-        super().__init__(config, lambda _: None, logging.getLogger("trinity"))
+        super().__init__(config, lambda _: None)
         self.folders = folders
 
     async def _host(self, model_config: Any) -> SamplerHost:

@@ -26,7 +26,7 @@ from aflow_tune.config.quiet import log_to
 from aflow_tune.config.tasksets import materialise_tasksets
 from aflow_tune.config.validate import check_run_prompts, resolve_functions
 from aflow_tune.contract.signature import check_functions
-from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
+from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
 from aflow_tune.engines.trinity.rollout.endpoint import base_url, check_endpoint
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
 from aflow_tune.evaluation.columns import Column, Plan, make_plan

@@ -27,7 +27,7 @@ from aflow_tune.engines.local.saved_weights import Kind, kind_of, read_weights
 from aflow_tune.engines.trinity.readers import read_all
 from aflow_tune.engines.trinity.rollout.endpoint import EndpointModel
 from aflow_tune.engines.trinity.rollout.recording import auxiliary_chat_models
-from aflow_tune.engines.trinity.rollout.sampler_host import InlineModel, SamplerHost
+from aflow_tune.engines.trinity.rollout.rollout_model import InlineModel, SamplerHost
 from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.files import drop_torn_line
 from aflow_tune.report.records import read_records, record_path

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.errors import AflowTuneError
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.harvest.harvest import Problem, Untried
@@ -89,7 +89,7 @@ class Trying:
                 reason=reason[:MAX_REASON],
                 refusals=tuple(kinds),
             )
-        context = RunContext(rewards=self._rewards)
+        context = RolloutContext(rewards=self._rewards)
         reward, unscored = None, ""
         try:
             async with asyncio.timeout(self._seconds):

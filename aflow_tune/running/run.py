@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,8 +27,8 @@ from aflow_tune.config.settings import AflowConfig, Change
 from aflow_tune.config.tasksets import materialise_tasksets
 from aflow_tune.config.validate import check_data, check_run_prompts, needs_workflow
 from aflow_tune.contract.signature import check_functions
-from aflow_tune.engines.local.manifest import verify_checkpoint
-from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
+from aflow_tune.engines.local.checkpoint import verify_checkpoint
+from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
 from aflow_tune.engines.trinity.training.run_state import (
     check_restart,
     newest_sound,
@@ -43,7 +42,6 @@ from aflow_tune.errors import (
     BadInput,
     BudgetReached,
     ExitCode,
-    Fault,
     Interrupted,
     RunFailed,
     disk_fault,
@@ -56,6 +54,10 @@ from aflow_tune.runs.folder import MAX_ERROR, checkpoints, locked, new_state, wr
 from aflow_tune.runs.listing import summarise
 from aflow_tune.types import TuneResult
 
+Function = Callable[..., Any]
+Phase = Callable[[str], None]
+Stop = Callable[[], bool]
+
 
 class Run:
     """One run of one configuration.
@@ -64,10 +66,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        config: AflowConfig,
-        workflow_func: Callable[..., Any] | None,
-        judge_func: Callable[..., Any] | None,
+        self, config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
     ) -> None:
         self.config = config
         self.workflow_func = workflow_func
@@ -121,8 +120,15 @@ class Run:
             self.config.trainer.total_steps = self.target or None
             earlier = check_restart(self.run_dir, fingerprint, self.target)
             if self.built_upon is not None:
-                raise self._no_longer_extended(self.built_upon)
-            self.start = self._resume_step()
+                raise BadInput.of(
+                    "A finished stage cannot go on once a later one began from its result.",
+                    str(self.run_dir),
+                    f"the target it was finished with: stage {self.built_upon!r} began from it",
+                    f"{self.target} steps",
+                    "set the steps back, or give the chain another `name=`",
+                )
+            find = newest_sound if self.config.engine == "local" else trinity_step
+            self.start = find(self.run_dir)
             if earlier is not None:
                 self._rewind()
             else:
@@ -136,26 +142,8 @@ class Run:
                 if self.state.status == "running":  # it ended before it was under way
                     stopped = isinstance(error, (Interrupted, KeyboardInterrupt))
                     status = "interrupted" if stopped else "failed"
-                    self._settle(status, str(error) or type(error).__name__)
+                    self._write_end(status, str(error) or type(error).__name__)
                 raise
-
-    def _resume_step(self) -> int:
-        """The step to go on from."""
-        find = newest_sound if self.config.engine == "local" else trinity_step
-        return find(self.run_dir)
-
-    def _no_longer_extended(self, later: str) -> BadInput:
-        return BadInput(
-            "A finished stage cannot go on once a later one began from its result.",
-            [
-                Fault(
-                    str(self.run_dir),
-                    f"the target it was finished with: stage {later!r} began from it",
-                    f"{self.target} steps",
-                    "set the steps back, or give the chain another `name=`",
-                )
-            ],
-        )
 
     def _rewind(self) -> None:
         """Take the folder back to the checkpoint of `self.start`."""
@@ -165,7 +153,7 @@ class Run:
         rewind_metrics(self.run_dir, self.start)
         print(f"resuming {self.run_dir} from step {self.start} of {self.target}")
 
-    def execute(self, stop: Callable[[], bool]) -> TuneResult:
+    def execute(self, stop: Stop) -> TuneResult:
         """Run to the target on the chosen engine, and report.
 
         Raises:
@@ -178,8 +166,8 @@ class Run:
         deadline = None if limit is None else time.monotonic() + limit
 
         def spent() -> bool:
-            in_time = deadline is None or time.monotonic() <= deadline
-            return not in_time or self.books.reached() is not None
+            late = deadline is not None and time.monotonic() > deadline
+            return late or self.books.reached() is not None
 
         try:
             self.books.start()
@@ -191,25 +179,24 @@ class Run:
                 reached = self._engine(panel.phase, lambda: stop() or spent())
             self._prove(reached, stop(), spent())
         except (Interrupted, BudgetReached) as error:
-            self._settle("interrupted", str(error))
+            self._write_end("interrupted", str(error))
             raise
         except KeyboardInterrupt:
-            self._settle("interrupted", "stopped at once, by a second Ctrl-C or SIGTERM")
+            self._write_end("interrupted", "stopped at once, by a second Ctrl-C or SIGTERM")
             raise
         except BaseException as error:
             reason = _reason(error)
-            self._settle("failed", reason or f"{type(error).__name__}: {error}")
+            self._write_end("failed", reason or f"{type(error).__name__}: {error}")
             if reason is None:
                 raise
             raise RunFailed(f"{reason}\n{self._left()}") from error
-        self._settle("finished")
-        report = self._report()
+        self._write_end("finished")
         return TuneResult(
             run_dir=self.run_dir,
             steps_done=reached,
             metrics=last_metrics(self.run_dir),
             checkpoints=tuple(checkpoints(self.run_dir)),
-            report=report,
+            report=self._report(),
         )
 
     def _report(self) -> Path | None:
@@ -222,34 +209,31 @@ class Run:
         print(summary_text(self.run_dir, report))
         return report
 
-    def _engine(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
+    def _engine(self, phase: Phase, stop: Stop) -> int:
+        """Work until the target or `stop`; returns the step that was reached."""
+        functions = self.workflow_func, self.judge_func
         if self.config.engine == "trinity":
-            from aflow_tune.engines.trinity.launch.cluster import run_cluster
+            from aflow_tune.engines.trinity.launcher import run_cluster
 
-            return run_cluster(self.config, self._functions, self.target, phase)
-        return self._local(phase, stop)
-
-    def _local(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
+            return run_cluster(self.config, functions, self.target, phase)
         if self.config.inline:
-            from aflow_tune.engines.trinity.launch.inline import InlineRun
+            return self._inline(phase, stop)
+        from aflow_tune.engines.trinity.launcher import run_split
 
-            logger = logging.getLogger("trinity")
-            return asyncio.run(InlineRun(self.config, self.target, phase, stop, logger).run())
-        from aflow_tune.engines.trinity.launch.launcher import run_split
+        return run_split(self.config, functions, self.target, phase, stop)
 
-        return run_split(self.config, self._functions, self.target, phase, stop)
+    def _inline(self, phase: Phase, stop: Stop) -> int:
+        from aflow_tune.engines.trinity.inline import InlineRun
 
-    @property
-    def _functions(self) -> tuple[Callable[..., Any] | None, ...]:
-        return self.workflow_func, self.judge_func
+        return asyncio.run(InlineRun(self.config, self.target, phase, stop).run())
 
     def _inject(self) -> None:
         """Give the adapter the functions and what it needs to know about the run."""
-        if self.config.engine == "local":
-            give_engine_settings(self.config)
+        config = self.config
+        if config.engine == "local":
+            give_engine_settings(config)
         if self.workflow_func is None:
             return
-        config = self.config
         arguments = adapter_arguments(
             config,
             self.workflow_func,
@@ -283,22 +267,18 @@ class Run:
             rows, size, key = self._rows()
             bounds.append(rows * config.buffer.total_epochs // size)
         if min(bounds) < 1:
-            raise BadInput(
+            raise BadInput.of(
                 "This run would not train a single step.",
-                [
-                    Fault(
-                        config.positions.where(key),
-                        "at least one full batch in the data",
-                        f"{size} rows a batch",
-                        f"lower {key}, add rows, or raise buffer.total_epochs",
-                    )
-                ],
+                config.positions.where(key),
+                "at least one full batch in the data",
+                f"{size} rows a batch",
+                f"lower {key}, add rows, or raise buffer.total_epochs",
             )
         return min(bounds)
 
     def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
         saved = checkpoints(self.run_dir) if self.config.engine == "local" else []
-        if self.config.engine == "local" and saved:
+        if saved:
             verify_checkpoint(saved[-1].path)
         if reached >= self.target and (saved or self.config.engine != "local"):
             return
@@ -331,16 +311,18 @@ class Run:
             "same command resumes from there."
         )
 
-    def _settle(self, status: str, error: str | None = None) -> None:
+    def _write_end(self, status: str, error: str | None = None) -> None:
         """Write down how the run ended.
 
         Raises:
             RunFailed: it could not be written, and the run would have been called finished.
         """
         saved = checkpoints(self.run_dir)
+        if error is not None and len(error) > MAX_ERROR:  # its first line says what, its last why
+            error = f"{error[: MAX_ERROR // 2]}\n...\n{error[-MAX_ERROR // 2 :]}"
         self.state.status = status
         self.state.step = saved[-1].step if saved else 0
-        self.state.error = error and _clipped(error)
+        self.state.error = error
         self.state.ended = time.time()
         self.state.summary = summarise(self.run_dir, self.config.algorithm.repeat_times)
         try:
@@ -361,12 +343,6 @@ def _reason(error: BaseException) -> str | None:
         return f"a file of the run could not be written: {problem}. Make room."
     foreseen = isinstance(error, AflowTuneError) and error.exit_code is ExitCode.FAILED
     return str(error) if foreseen else None
-
-
-def _clipped(text: str) -> str:
-    """A long text without its middle: its first line says what, its last one why."""
-    half = MAX_ERROR // 2
-    return text if len(text) <= MAX_ERROR else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def last_metrics(run_dir: Path) -> dict[str, float]:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.stages import TRAINING, StagePositions, chain_folder, parts_of
@@ -32,19 +31,15 @@ from aflow_tune.errors import (
     AlreadyFinished,
     BadInput,
     BudgetReached,
-    Fault,
     Interrupted,
     RunFailed,
 )
 from aflow_tune.files import write_json
 from aflow_tune.report.chain import chain_summary, write_chain_report
-from aflow_tune.running.run import Run, last_metrics
+from aflow_tune.running.run import Function, last_metrics
 from aflow_tune.running.run_modes import make_run
 from aflow_tune.runs.folder import CHAIN_FILE, RUN_FILE, checkpoints, locked, read_state
 from aflow_tune.types import TuneResult
-
-Function = Callable[..., Any]
-_MODEL = "model.model_path"
 
 
 @dataclass
@@ -113,7 +108,9 @@ class _Chain:
             if stop():
                 raise Interrupted(f"stopped before stage {name!r}; the same command goes on there")
             part.prepared.account_folder = str(self.folder)
-            if model is not None and _MODEL not in _own_keys(part):
+            positions = part.positions
+            own = positions.shown if isinstance(positions, StagePositions) else {}
+            if model is not None and "model.model_path" not in own:
                 part.model.model_path = model
             try:
                 with self._watched(number, part):
@@ -152,13 +149,9 @@ class _Chain:
         state.model = part.model.model_path
         run.built_upon = self._built_upon(number)
         with run.claimed():
-            self._begin(number, run)
+            state.status, state.target = "running", run.target
+            self._write_states()
             return run.execute(stop)
-
-    def _begin(self, number: int, run: Run) -> None:
-        self.states[number].status = "running"
-        self.states[number].target = run.target
-        self._write_states()
 
     def _built_upon(self, number: int) -> str | None:
         """The first later stage that was started, if this one trains."""
@@ -178,14 +171,18 @@ class _Chain:
             print(f"stage {state.name}: finished", flush=True)
             raise
         except BadInput as error:
-            faults = [replace(fault, where=_where(part, fault)) for fault in error.faults]
+            # A changed setting is named by its key alone; in a chain, with its stage and place.
+            keys = part.flatten()
+            faults = [
+                replace(fault, where=part.positions.where(fault.where))
+                if fault.where in keys
+                else fault
+                for fault in error.faults
+            ]
             raise BadInput(f"Stage {state.name!r}: {error.title}", faults) from error
-        except (Interrupted, BudgetReached) as error:
-            state.status = "interrupted"
+        except (Interrupted, BudgetReached, RunFailed) as error:
+            state.status = "failed" if isinstance(error, RunFailed) else "interrupted"
             raise type(error)(f"stage {state.name!r}: {error}") from error
-        except RunFailed as error:
-            state.status = "failed"
-            raise RunFailed(f"stage {state.name!r}: {error}") from error
         except KeyboardInterrupt:
             state.status = "interrupted"
             raise
@@ -214,10 +211,12 @@ class _Chain:
             BadInput: the folder is that of a single run, or of a chain of other stages.
         """
         if (self.folder / RUN_FILE).exists():
-            found, cure = "a single run", "give the chain another `name=`"
-            raise BadInput(
+            raise BadInput.of(
                 "This folder belongs to a configuration without `stages`.",
-                [Fault(str(self.folder), "the folder of a chain, or a new one", found, cure)],
+                str(self.folder),
+                "the folder of a chain, or a new one",
+                "a single run",
+                "give the chain another `name=`",
             )
         path = self.folder / CHAIN_FILE
         before: list[StageState] = []
@@ -226,24 +225,18 @@ class _Chain:
             before = [StageState(**entry) for entry in content["stages"]]
         started = [s.name for s in before if (self.folder / s.name / RUN_FILE).exists()]
         if started != names[: len(started)]:
-            raise BadInput(
+            raise BadInput.of(
                 "This folder belongs to a chain of other stages.",
-                [
-                    Fault(
-                        self.config.positions.where("stages"),
-                        f"the stages that were started, in this order: {', '.join(started)}",
-                        ", ".join(names),
-                        "name them as before, or give the chain another `name=`",
-                    )
-                ],
+                self.config.positions.where("stages"),
+                f"the stages that were started, in this order: {', '.join(started)}",
+                ", ".join(names),
+                "name them as before, or give the chain another `name=`",
             )
         known = {state.name: state for state in before}
-        states = []
-        for name, mode in zip(names, modes, strict=True):
-            state = known.get(name, StageState(name, mode))
-            state.mode = mode
-            states.append(state)
-        return states
+        return [
+            replace(known.get(name, StageState(name, mode)), mode=mode)
+            for name, mode in zip(names, modes, strict=True)
+        ]
 
     def _write_states(self, *, finished: bool = True) -> None:
         """Write `chain.json`. How a stage failed is told even if the disk is full."""
@@ -298,16 +291,3 @@ def _settle_name(config: AflowConfig) -> None:
         config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
         print(f"the folder {folder} is in use: this chain is named {config.name}", flush=True)
     config.continue_from_checkpoint = True
-
-
-def _own_keys(part: AflowConfig) -> dict[str, str]:
-    """The keys that the stage's own section holds."""
-    positions = part.positions
-    return positions.shown if isinstance(positions, StagePositions) else {}
-
-
-def _where(part: AflowConfig, fault: Fault) -> str:
-    """A changed setting is named by its key alone; in a chain, with its stage and place."""
-    if fault.where in part.flatten():
-        return part.positions.where(fault.where)
-    return fault.where

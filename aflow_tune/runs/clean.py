@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from aflow_tune.engines.local.manifest import MANIFEST, CheckpointError, verify_checkpoint
+from aflow_tune.engines.local.checkpoint import MANIFEST, CheckpointError, verify_checkpoint
 from aflow_tune.errors import BadInput
 from aflow_tune.runs.folder import (
     CHAIN_FILE,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aflow_tune.context import current_run
+from aflow_tune.context import current_rollout
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.scoring.benchmarks import Benchmark, find
 from aflow_tune.scoring.types import Rule, Score
@@ -27,7 +27,7 @@ class Unscored(RuntimeError):
 
 def reward_settings() -> RewardsSection:
     """The `rewards` section of the current run's configuration, or the defaults."""
-    run = current_run()
+    run = current_rollout()
     return RewardsSection() if run is None or run.rewards is None else run.rewards
 
 

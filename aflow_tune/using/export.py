@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.config.load import load_config
-from aflow_tune.engines.local.manifest import CheckpointError
+from aflow_tune.engines.local.checkpoint import CheckpointError
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.evaluation.trained import (
     RESOLVED,
@@ -106,9 +106,8 @@ def export_weights(found: Found, what: str, out: Path, *, config: Path | None = 
         BadInput: `out` exists, full weights have no adapter, or the base model cannot be found.
         CheckpointError: the checkpoint is damaged.
     """
-    from aflow_tune.engines.local.export import write_adapter, write_merged
     from aflow_tune.engines.local.models import resolve_model
-    from aflow_tune.engines.local.saved_weights import read_weights
+    from aflow_tune.engines.local.saved_weights import read_weights, write_adapter, write_merged
 
     _refuse_existing(out)
     name = load_config(config_source(found, config)).model.model_path

@@ -26,12 +26,12 @@ from urllib.parse import urlsplit
 from aflow_tune.config.accounting import say_prices
 from aflow_tune.config.load import load_config
 from aflow_tune.config.validate import check_run_prompts, resolve_functions
-from aflow_tune.context import RunContext
+from aflow_tune.context import RolloutContext
 from aflow_tune.engines.local.saved_weights import fingerprint
 from aflow_tune.engines.trinity.rollout.endpoint import base_url, check_endpoint
 from aflow_tune.engines.trinity.rollout.recording import (
     RecordingClient,
-    RunRecorder,
+    RolloutRecorder,
     recording_client,
 )
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
@@ -227,8 +227,8 @@ class Inferer:
         """
         if self._policy is None:
             raise RuntimeError("the models are not loaded: use `async with inferer:`")
-        context, trace = RunContext(rewards=self.config.rewards), Trace()
-        recorder = RunRecorder(
+        context, trace = RolloutContext(rewards=self.config.rewards), Trace()
+        recorder = RolloutRecorder(
             self._policy,
             context,
             task_id="inference",

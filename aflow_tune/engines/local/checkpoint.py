@@ -1,43 +1,69 @@
 """Checkpoints that are there whole or not at all.
 
-A checkpoint is a folder of safetensors files, a `state.json`, and a manifest of their hashes
-(`manifest.py`). It is written beside its place under a temporary name, every file
-and folder is fsynced, and one rename makes it appear. Reading checks every hash first. What
-the tensors mean is left to the trainer.
+A checkpoint is a folder of safetensors files, a `state.json`, and a manifest with the size and the
+SHA-256 of every file. It is written beside its place under a temporary name, every file and folder
+is fsynced, and one rename makes it appear. Reading checks every hash first. What the tensors mean
+is left to the trainer. torch is imported only by what reads or writes tensors.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from aflow_tune.errors import AflowTuneError, disk_fault
 
-from aflow_tune.engines.local.manifest import (
-    FORMAT,
-    MANIFEST,
-    CheckpointError,
-    sha256_of,
-    verify_checkpoint,
-)
-from aflow_tune.errors import disk_fault
+if TYPE_CHECKING:
+    from torch import Tensor
 
-__all__ = [
-    "MANIFEST",
-    "CheckpointError",
-    "read_checkpoint",
-    "verify_checkpoint",
-    "write_atomically",
-    "write_checkpoint",
-]
-
+MANIFEST = "manifest.json"
 STATE = "state.json"
+FORMAT = 1
+
+
+class CheckpointError(AflowTuneError, ValueError):
+    """A checkpoint is missing, damaged, or of another model. The message says which file."""
+
+
+def verify_checkpoint(path: Path) -> list[str]:
+    """Check sizes and hashes; returns the file names. Raises CheckpointError."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = {
+            str(name): (int(of["bytes"]), str(of["sha256"]))
+            for name, of in dict(manifest["files"]).items()
+        }
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: not a checkpoint, {MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: unreadable ({error})") from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path / MANIFEST}: format {manifest.get('format')}, expected {FORMAT}"
+        )
+    for name, (size, digest) in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing")
+        if file.stat().st_size != size:
+            raise CheckpointError(f"{file}: {file.stat().st_size} bytes, expected {size}")
+        try:
+            found = sha256_of(file)
+        except OSError as error:
+            raise CheckpointError(f"{file}: unreadable ({error.strerror})") from error
+        if found != digest:
+            raise CheckpointError(f"{file}: the content does not match its SHA-256")
+    return sorted(files)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
@@ -84,6 +110,7 @@ def write_checkpoint(
     target: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
 ) -> None:
     """Write `tensors` (one file a group) and the JSON `state` as the checkpoint `target`."""
+    from safetensors.torch import save_file
 
     def write(folder: Path) -> None:
         for name, group in tensors.items():
@@ -108,6 +135,9 @@ def read_checkpoint(
     With `expected_weights`, names and shapes of the group 'weights' must match. Raises
     CheckpointError.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     names = verify_checkpoint(path)
     try:
         tensors = {

@@ -1,23 +1,28 @@
 """What the sampler asks of a model: rows of sequences that are extended one token at a time.
 
 Two implementations: `llama.LlamaDecoder`, lean and fast for the Llama family, and
-`generic.GenericDecoder`, Hugging Face's own forward for every other causal LM.
-`make_decoder` picks one, and checks the lean one against Hugging Face's forward first.
+`GenericDecoder`, Hugging Face's own forward for every other causal LM with ordinary key-value
+caches. `make_decoder` picks one, and checks the lean one against Hugging Face's forward first.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from aflow_tune.engines.local.weights import Weights
+from aflow_tune.errors import BadInput
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from aflow_tune.engines.local.lora_spec import LoraSpec
+    from aflow_tune.engines.local.weights import LoraSpec
+
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +66,6 @@ class Decoder(Protocol):
 
 def make_decoder(model: PreTrainedModel) -> Decoder:
     """The fastest decoder that computes what `model` computes."""
-    from aflow_tune.engines.local.generic import GenericDecoder
     from aflow_tune.engines.local.llama import LlamaDecoder, supports
 
     if not supports(model):
@@ -95,3 +99,134 @@ def _agrees(decoder: Decoder, model: PreTrainedModel) -> bool:
     found_T = torch.tensor(decoder.score(probe, 1.0))
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.5
     return bool((expected_T.cpu() - found_T).abs().max() < tolerance)
+
+
+class GenericDecoder:
+    """`Decoder` over `model.forward`.
+
+    Rows are padded on the left to a common length, the form that every architecture accepts. Equal
+    prompts of one call are computed once; longer prefixes are not shared. Weights are changed in
+    the model itself; the base of adapted layers is kept aside.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.weights = Weights(model)
+        self.base: dict[str, Tensor] = {}
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.computed_tokens = 0
+        self.shared_tokens = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.lengths: list[int] = []
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
+        self.weights.load(state, lora)
+        self.reset()
+        with torch.no_grad():
+            for path in self.weights.adapted_paths():
+                weight: Any = self.model.get_submodule(path).weight
+                self.base.setdefault(path, weight.detach().clone())
+            for path, base in self.base.items():
+                weight = self.model.get_submodule(path).weight
+                weight.copy_(self.weights.merged(path, base))
+
+    def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        distinct: dict[tuple[int, ...], int] = {}
+        places = [distinct.setdefault(tuple(p), len(distinct)) for p in prompts]
+        lengths = [len(prompt) for prompt in distinct]
+        width = max(lengths)
+        ids = torch.zeros(len(distinct), width, dtype=torch.long)
+        for row, prompt in enumerate(distinct):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        logits, layers = self._forward(ids.to(self.model.device), lengths, None)
+        repeat = torch.tensor(places, device=self.model.device)
+        new_layers = [(k[repeat], v[repeat]) for k, v in layers]
+        self.layers = _join(self.layers, new_layers) if self.lengths else new_layers
+        self.lengths += [len(prompt) for prompt in prompts]
+        self.computed_tokens += sum(lengths)
+        self.shared_tokens += sum(len(prompt) for prompt in prompts) - sum(lengths)
+        return logits[repeat]
+
+    def step(self, tokens_B: Tensor) -> Tensor:
+        self.lengths = [length + 1 for length in self.lengths]
+        logits, self.layers = self._forward(tokens_B[:, None], self.lengths, self.layers)
+        return logits
+
+    def drop(self, rows: set[int]) -> list[int]:
+        order = [row for row in range(len(self.lengths)) if row not in rows]
+        self.lengths = [self.lengths[row] for row in order]
+        if not order:
+            self.layers = []
+            return order
+        index = torch.tensor(order, device=self.model.device)
+        used = max(self.lengths)
+        self.layers = [(k[index, :, -used:], v[index, :, -used:]) for k, v in self.layers]
+        return order
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+        ids = torch.tensor([list(token_ids)], device=self.model.device)
+        logits_TV = self.model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+        values: list[float] = logprobs_of(logits_TV, ids[0, 1:], temperature).tolist()
+        return values
+
+    def _forward(
+        self, ids_BN: Tensor, lengths: list[int], layers: list[tuple[Tensor, Tensor]] | None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits after the last column, [B, V], and the cache [B, heads, columns, dim] a layer.
+
+        `lengths` counts each row's real tokens, the new ones included.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for number, (k, v) in enumerate(layers or []):
+            cache.update(k, v, number)
+        columns = ids_BN.shape[1] + (layers[0][0].shape[2] if layers else 0)
+        pads_B1 = columns - torch.tensor(lengths, device=ids_BN.device)[:, None]
+        column_1L = torch.arange(columns, device=ids_BN.device)[None]
+        inputs: dict[str, Any] = {
+            "input_ids": ids_BN,
+            "attention_mask": (column_1L >= pads_B1).long(),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if self.takes_positions:
+            positions_BL = (column_1L - pads_B1).clamp_(min=0)
+            inputs["position_ids"] = positions_BL[:, -ids_BN.shape[1] :]
+        logits = self.model(**inputs).logits[:, -1]
+        return logits, [(layer.keys, layer.values) for layer in _plain_layers(cache)]
+
+
+def _plain_layers(cache: Any) -> list[Any]:
+    from transformers.cache_utils import DynamicLayer
+
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
+    if odd or not cache.layers:
+        raise BadInput.of(
+            "The local sampler cannot serve this architecture",
+            "model.model_path",
+            "a causal LM with ordinary key-value caches",
+            f"cache layers of type {', '.join(sorted(odd)) or 'unknown'}",
+            "use another model, or engine: trinity on a GPU machine",
+        )
+    layers: list[Any] = cache.layers
+    return layers
+
+
+def _join(
+    old: list[tuple[Tensor, Tensor]], new: list[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Stack two caches row-wise, padding the shorter one's columns on the left."""
+    width = max(old[0][0].shape[2], new[0][0].shape[2])
+
+    def padded(part: Tensor) -> Tensor:
+        return torch.nn.functional.pad(part, (0, 0, width - part.shape[2], 0))
+
+    return [
+        (torch.cat([padded(k0), padded(k1)]), torch.cat([padded(v0), padded(v1)]))
+        for (k0, v0), (k1, v1) in zip(old, new, strict=True)
+    ]

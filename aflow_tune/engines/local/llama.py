@@ -1,9 +1,9 @@
 """A lean forward pass for Llama, Mistral, Qwen2 and Qwen3 models.
 
 Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: query, key
-and value in one product, packed weights (`linear.py`), rotary embedding as one complex
-product, grouped-query attention without repeating keys, prompts packed without padding, the
-output head on last positions only, and no prompt token computed twice (`prefix_plan.py`).
+and value in one product, packed weights, rotary embedding as one complex product, grouped-query
+attention without repeating keys, prompts packed without padding, the output head on last positions
+only, and no prompt token computed twice (`kv_cache.plan`).
 
 The Hugging Face model that it is built from keeps the unmerged base weights; an adapter is
 merged into the packed copies, from the base every time, so that updates do not drift. In bf16
@@ -22,15 +22,69 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aflow_tune.engines.local.decoder import logprobs_of
-from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore
-from aflow_tune.engines.local.linear import PackedLinear
-from aflow_tune.engines.local.prefix_plan import Span, plan
+from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore, Span, plan
 from aflow_tune.engines.local.weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from aflow_tune.engines.local.lora_spec import LoraSpec
+    from aflow_tune.engines.local.weights import LoraSpec
+
+
+_ROWS_HINT = 32
+"""Row count that the packed layout is chosen for; other counts run with it as well."""
+
+
+def _can_pack(weight: Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+class PackedLinear:
+    """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails.
+
+    `torch.nn.functional.linear` leaves the weight in row-major order, which oneDNN (or MKL, for
+    fp32) must rearrange on every call; with the few dozen rows of a decode step that costs more
+    than the product. Here the weight is rearranged when it is set. The same kernels also apply
+    the activation, the gate's product or the residual sum while the result is still in registers.
+    They are the ones that torch.compile emits for frozen weights. Where they are missing (another
+    device or dtype, a torch build without oneDNN) plain torch functions do the same arithmetic.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        self.packed = _can_pack(weight_OI)
+        self.bias_O = bias_O
+        self.weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _ROWS_HINT)
+            if self.packed
+            else weight_OI
+        )
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        """x W' + b."""
+        if not self.packed:
+            return F.linear(x_NI, self.weight, self.bias_O)
+        return torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias_O, "none", [], "")
+
+    def silu(self, x_NI: Tensor) -> Tensor:
+        if not self.packed:
+            return F.silu(F.linear(x_NI, self.weight, self.bias_O))
+        return torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias_O, "swish", [], "")
+
+    def combined(self, x_NI: Tensor, operation: str, other_NO: Tensor) -> Tensor:
+        """(x W' + b) * other for 'mul', x W' + b + other for 'add'."""
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(
+                x_NI, other_NO, self.weight, self.bias_O, operation
+            )
+        y_NO = F.linear(x_NI, self.weight, self.bias_O)
+        return y_NO.mul_(other_NO) if operation == "mul" else y_NO.add_(other_NO)
+
 
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -43,7 +97,6 @@ _STORED_TOKENS = 8192
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """Whether this module computes what `model` computes."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -100,7 +153,6 @@ class LlamaDecoder:
     # --- weights -------------------------------------------------------------------------
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
-        """See `Decoder.load`."""
         self.weights.load(state, lora)
         self.reset()
         self._pack()
@@ -157,7 +209,7 @@ class LlamaDecoder:
     # --- Decoder -------------------------------------------------------------------------
 
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """See `Decoder.add`. Equal prompts and common prefixes are computed once."""
+        """Equal prompts and common prefixes are computed once."""
         arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
         first = self.cache.rows
         self.cache.reserve(first + len(arrays), max(map(len, arrays)) + 1)
@@ -190,7 +242,6 @@ class LlamaDecoder:
         return logits_NV
 
     def step(self, tokens_B: Tensor) -> Tensor:
-        """See `Decoder.step`."""
         cache, rows = self.cache, self.cache.rows
         positions_B = torch.tensor(cache.lengths, device=self.device)
         for row, token in enumerate(tokens_B.tolist()):
@@ -203,7 +254,7 @@ class LlamaDecoder:
         return self.head(self._forward(cache, tokens_B, positions_B, index, attend))
 
     def drop(self, rows: set[int]) -> list[int]:
-        """See `Decoder.drop`. What the rows hold is kept for a while as prefixes."""
+        """What the rows hold is kept for a while as prefixes."""
         for row in rows:
             self.store.add(np.asarray(self.tokens[row], dtype=np.int64), self.cache.row(row))
         order = self.cache.drop(rows)
@@ -212,7 +263,6 @@ class LlamaDecoder:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
-        """See `Decoder.score`."""
         tokens = np.asarray(token_ids, dtype=np.int64)
         inputs, targets_T = tokens[:-1], torch.from_numpy(tokens[1:]).to(self.device)
         cache = KVCache(self.shape)
@@ -228,7 +278,6 @@ class LlamaDecoder:
         return torch.cat(pieces).tolist()
 
     def reset(self) -> None:
-        """See `Decoder.reset`."""
         self.cache.clear()
         self.store.clear()
         self.tokens = []
@@ -358,9 +407,10 @@ class LlamaDecoder:
             attended = attend(number, qkv)
             if wanted is not None and number == len(self.layers) - 1:
                 attended, x = attended[wanted], x[wanted]
-            x = layer.out.plus(attended, x)
+            x = layer.out.combined(attended, "add", x)
             h = self._rms(x, layer.norm_mlp)
-            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+            gated = layer.up.combined(h, "mul", layer.gate.silu(h))
+            x = layer.down.combined(gated, "add", x)
         return self._rms(x, self.norm)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:

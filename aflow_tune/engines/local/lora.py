@@ -21,7 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as PeftLoraLinear
 from torch import Tensor, nn
 
-from aflow_tune.engines.local.lora_spec import LoraSpec
+from aflow_tune.engines.local.weights import LoraSpec
 
 ADAPTER = "default"
 """The name PEFT gives to the one adapter that we train."""
@@ -134,39 +134,3 @@ def load_adapter_state(model: PeftModel, state: Mapping[str, Tensor]) -> None:
         for name, A_RI, B_OR in adapter_layers(model):
             A_RI.copy_(state[f"lora.{name}.A"])
             B_OR.copy_(state[f"lora.{name}.B"])
-
-
-def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:
-    """The module paths that an adapter state changes."""
-    return [key[len("lora.") : -len(".A")] for key in state if key.endswith(".A")]
-
-
-def delta_weight(A_RI: Tensor, B_OR: Tensor, scaling: float) -> Tensor:
-    """scaling B A in fp32, [out, in]."""
-    return (B_OR.float() @ A_RI.float()).mul_(scaling)
-
-
-@torch.no_grad()
-def merge_into(
-    model: nn.Module,
-    base_weights: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    spec: LoraSpec,
-) -> None:
-    """Set every adapted weight of `model` to base + scaling B A, in place.
-
-    `model` is the plain model, without PEFT layers. `base_weights` maps module paths to the
-    unchanged weights [out, in]; a path that it lacks is taken from `model` itself (right only
-    if nothing was merged into it before). The sum is made in fp32 and rounded once.
-    """
-    for path in adapted_modules(state):
-        module = model.get_submodule(path)
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        delta_OI = delta_weight(state[f"lora.{path}.A"], state[f"lora.{path}.B"], spec.scaling).to(
-            weight.device
-        )
-        if not isinstance(module, nn.Linear):  # Conv1D stores [in, out]
-            delta_OI = delta_OI.T
-        base = base_weights.get(path, weight)
-        weight.copy_(base.to(weight.device, torch.float32) + delta_OI)

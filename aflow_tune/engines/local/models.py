@@ -1,23 +1,28 @@
-"""From a model's name to weights and tokenizer in memory.
+"""Models of the local engine: from a name to weights and tokenizer in memory, and on what device.
 
-A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` answers
-without any network, for `validate`; `resolve_model` may fetch. What a model computes is left
-to the sampler and the trainer.
+A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` answers without
+any network, for `validate`; `resolve_model` may fetch. Importing this module imports no torch.
+What a model computes is left to the sampler and the trainer.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import json
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.engines.local.cache import cache_dir
 from aflow_tune.engines.local.smollm2 import fetch_smollm2
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 BUNDLED: dict[str, Callable[[Path], Path]] = {"smollm2-135m": fetch_smollm2}
 """Models with a name of ours: each function fills the folder it is given, once."""
@@ -133,16 +138,12 @@ def pick_device(setting: str) -> torch.device:
         return torch.device(next(d for d in ("cuda", "mps", "cpu") if here[d]))
     if here.get(setting.split(":")[0]):
         return torch.device(setting)
-    raise BadInput(
+    raise BadInput.of(
         "The configured device cannot be used",
-        [
-            Fault(
-                where="local.device",
-                expected=", ".join(["auto", *(device for device in here if here[device])]),
-                found=repr(setting),
-                cure="local.device: auto",
-            )
-        ],
+        "local.device",
+        ", ".join(["auto", *(device for device in here if here[device])]),
+        repr(setting),
+        "local.device: auto",
     )
 
 
@@ -162,10 +163,9 @@ def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
     if setting in ("bf16", "bfloat16"):
         return torch.bfloat16
     if setting != "auto":
-        raise BadInput(
-            "The configured number format is unknown",
-            [Fault("local.dtype", ", ".join(DTYPES), repr(setting), "local.dtype: auto")],
-        )
+        title = "The configured number format is unknown"
+        known = ", ".join(DTYPES)
+        raise BadInput.of(title, "local.dtype", known, repr(setting), "local.dtype: auto")
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -185,15 +185,80 @@ def _fetch_from_hub(repo_id: str) -> Path:
 
 
 def _not_a_model(name: str, found: str) -> BadInput:
-    return BadInput(
+    return BadInput.of(
         "The model cannot be loaded",
-        [
-            Fault(
-                where=f"model.model_path: {name}",
-                expected="a folder with config.json and weights, a hub id, or one of "
-                + ", ".join(BUNDLED),
-                found=found,
-                cure="check the path, or start with model.model_path: smollm2-135m",
-            )
-        ],
+        f"model.model_path: {name}",
+        f"a folder with config.json and weights, a hub id, or one of {', '.join(BUNDLED)}",
+        found,
+        "check the path, or start with model.model_path: smollm2-135m",
     )
+
+
+def cache_dir() -> Path:
+    """Where converted models and notes live: `$AFLOW_TUNE_CACHE`, else `~/.cache/aflow-tune`."""
+    configured = os.environ.get("AFLOW_TUNE_CACHE")
+    return Path(configured) if configured else Path.home() / ".cache" / "aflow-tune"
+
+
+_LONGEST_HEADER = 100 << 20
+
+
+def header_of(file: Path) -> dict[str, Any] | None:
+    """The header of a safetensors file, which names every tensor; None where there is none."""
+    found = _read(file)
+    return None if found is None else found[0]
+
+
+def damage_of(file: Path) -> str:
+    """What is wrong with a safetensors file, in words; empty where it is as long as it says."""
+    found = _read(file)
+    if found is None:
+        return f"{file.name} has no header that can be read"
+    header, length = found
+    ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
+    wanted, size = 8 + length + max(ends, default=0), file.stat().st_size
+    return "" if size >= wanted else f"{file.name} has {size:,} of its {wanted:,} bytes"
+
+
+def _read(file: Path) -> tuple[dict[str, Any], int] | None:
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > _LONGEST_HEADER:
+                return None
+            header = json.loads(opened.read(length))
+    except (OSError, struct.error, ValueError):
+        return None
+    if not isinstance(header, dict) or not all(_is_tensor(*item) for item in header.items()):
+        return None
+    return header, length
+
+
+def _is_tensor(name: str, described: Any) -> bool:
+    if name == "__metadata__":
+        return True
+    ends = described.get("data_offsets") if isinstance(described, dict) else None
+    return isinstance(ends, list) and len(ends) == 2 and all(isinstance(it, int) for it in ends)
+
+
+def give_back() -> None:
+    """Return freed memory to the system; does nothing where the C library has no `malloc_trim`."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+def can_give_back() -> bool:
+    """Whether `give_back` does anything here: not on macOS, nor with musl."""
+    return _malloc_trim() is not None
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    found: Callable[[int], int] = trim
+    return found

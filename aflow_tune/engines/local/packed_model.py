@@ -1,10 +1,26 @@
-"""Log-probabilities of a micro-batch from any Hugging Face causal LM.
+"""Log-probabilities of a micro-batch from any Hugging Face causal LM, and their gradients.
 
-Two shortcuts make a step cheap: the micro-batch as one row of token tries, and an output head
-that never keeps logits. Whether a model allows them is not guessed from its class: both are
-probed once on a dozen tokens against the model's own plain forward pass. A model that refuses
-or disagrees (no position ids, recurrent state, capped logits, attention of its own) runs the
-plain way: one unpadded sequence at a time, its own logits.
+Two shortcuts make a step cheap: the micro-batch as one row of token tries (`packing.py`), and an
+output head that never keeps logits. Whether a model allows them is not guessed from its class:
+both are probed once on a dozen tokens against the model's own plain forward pass. A model that
+refuses or disagrees (no position ids, recurrent state, capped logits, attention of its own) runs
+the plain way: one unpadded sequence at a time, its own logits.
+
+Attention over a packed row gathers queries, keys and values into a few padded blocks of whole
+paths, so the work grows with the paths' lengths and not with the square of the row, and no mask of
+the row exists. On a CPU the flash kernel's backward pass is several times slower than the few
+batched matrix products it stands for, so there the backward pass is written out; the forward pass,
+which decides log-probabilities, is PyTorch's kernel everywhere.
+
+The logits of a train batch would be its largest tensor (4,000 scored tokens of a vocabulary of
+50,000: 800 MB in fp32, several times over in a plain backward pass). Both outputs of
+`token_scores` have a gradient with respect to the hidden states that is linear in one number a row:
+
+    d log p(y) / dh = (W_y - p W) / T          d H / dh = -(p (log p + H)) W / T
+
+so the forward pass goes through the rows in chunks, keeps p W (and the entropy's product) of shape
+[rows, hidden] and throws the logits away. The backward pass is a gather and a sum. A trained
+output head needs the gradient of W too; then the chunk's logits are made again.
 """
 
 from __future__ import annotations
@@ -13,14 +29,281 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from aflow_tune.engines.local import trie_attention
-from aflow_tune.engines.local.packing import PackedRow, Sample, pack
-from aflow_tune.engines.local.token_scores import token_scores
+from aflow_tune.engines.local.packing import AttentionBlock, PackedRow, Sample, pack
+
+NAME = "aflow_token_trie"
+"""Of `trie_attention` among the attention functions of transformers; no mask function is registered
+under it, hence models make no mask."""
+
+_layout: ContextVar[PackedRow | None] = ContextVar("token_trie_layout", default=None)
+
+_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments that change the attention weights; models that pass them run unpacked."""
+
+_MAX_SCORES = 1 << 24
+"""Longest block (scores = S H Q K) whose written-out backward pass is used; beyond it the
+flash kernel's constant memory matters more than its speed."""
+
+
+@contextmanager
+def use_layout(row: PackedRow) -> Iterator[None]:
+    token = _layout.set(row)
+    try:
+        yield
+    finally:
+        _layout.reset(token)
+
+
+def _paths(x_NHD: Tensor, index_SL: Tensor) -> Tensor:
+    """Rows of x by path, [S, H, L, D].
+
+    `index_select` because its backward pass is many times faster than that of indexing.
+    """
+    rows = x_NHD.flatten(1).index_select(0, index_SL.flatten())
+    return rows.view(*index_SL.shape, *x_NHD.shape[1:]).transpose(1, 2)
+
+
+def _attend(
+    q_SHQD: Tensor, k_SHKD: Tensor, v_SHKD: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(
+        q_SHQD,
+        k_SHKD,
+        v_SHKD,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q_SHQD.shape[1] != k_SHKD.shape[1],
+    )
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Attention of one block with the softmax's backward pass as batched matrix products.
+
+    With P = softmax(s Q K' + mask):  dV = P' dO,  dS = P * (dO V' - rowsum(dO * O)),
+    dQ = s dS K,  dK = s dS' Q. Query heads that share a key head are stacked as more rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_SHQD: Tensor, k_SGKD: Tensor, v_SGKD: Tensor, mask: Tensor, scale: float
+    ) -> Tensor:
+        o_SHQD = _attend(q_SHQD, k_SGKD, v_SGKD, mask, scale)
+        ctx.save_for_backward(q_SHQD, k_SGKD, v_SGKD, o_SHQD, mask)
+        ctx.scale = scale
+        return o_SHQD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (do_SHQD,) = grads
+        q_SHQD, k_SGKD, v_SGKD, o_SHQD, mask_S1QK = ctx.saved_tensors
+        S, H, Q, D = q_SHQD.shape
+        G, K = k_SGKD.shape[1:3]
+
+        def stack(x_SHQD: Tensor) -> Tensor:  # [S G, (H/G) Q, D]
+            return x_SHQD.reshape(S * G, (H // G) * Q, D)
+
+        k, v = k_SGKD.reshape(S * G, K, D), v_SGKD.reshape(S * G, K, D)
+        q, do = stack(q_SHQD * ctx.scale), stack(do_SHQD)
+        scores = torch.bmm(q, k.mT).view(S, H, Q, K)
+        p = scores.masked_fill_(~mask_S1QK, float("-inf")).softmax(-1).view(S * G, -1, K)
+        dv = torch.bmm(p.mT, do)
+        ds = torch.bmm(do, v.mT)
+        ds -= (do * stack(o_SHQD)).sum(-1, keepdim=True)
+        ds *= p
+        dq = torch.bmm(ds, k).mul_(ctx.scale)
+        dk = torch.bmm(ds.mT, q)
+        return dq.view(S, H, Q, D), dk.view(S, G, K, D), dv.view(S, G, K, D), None, None
+
+
+def _block_attention(
+    q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
+    block: AttentionBlock,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Outputs of a block's queries, [S Q, H D]."""
+    q, k, v = (
+        _paths(q_NHD, block.queries_SQ),
+        _paths(k_NGD, block.keys_SK),
+        _paths(v_NGD, block.keys_SK),
+    )
+    windowed = window is not None and block.keys_SK.shape[1] > window
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if torch.is_grad_enabled() and q.device.type == "cpu" and scores <= _MAX_SCORES:
+        o = _BlockAttention.apply(q, k, v, block.mask(window if windowed else None), scale)
+    elif block.causal and not windowed:
+        o = _attend(q, k, v, None, scale)
+    else:
+        o = _attend(q, k, v, block.mask(window if windowed else None), scale)
+    return o.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def trie_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D].
+
+    Returns [1, N, H, D]. Raises NotImplementedError for variants that it does not know, and
+    RuntimeError outside `use_layout`.
+    """
+    row = _layout.get()
+    if row is None:
+        raise RuntimeError("packed attention is only defined inside use_layout(row)")
+    unknown = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if unknown or dropout or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise NotImplementedError(f"packed attention with {unknown or 'dropout or a cache'}")
+    q_NHD, k_NGD, v_NGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = q_NHD.shape[-1] ** -0.5 if scaling is None else scaling
+    outputs = [
+        _block_attention(q_NHD, k_NGD, v_NGD, block, scale, sliding_window) for block in row.blocks
+    ]
+    o_NE = (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).index_select(0, row.place_N)
+    return o_NE.view(1, *q_NHD.shape[:2], -1), None
+
+
+AttentionInterface.register(NAME, trie_attention)
+
+
+CHUNK_ELEMENTS = 128 * 49152
+"""Logits that exist at once; small enough for a CPU's shared cache to be of use."""
+
+
+def _chunks(rows: int, vocabulary: int) -> list[tuple[int, int]]:
+    step = max(1, CHUNK_ELEMENTS // vocabulary)
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_UH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        node_M: Tensor,
+        target_M: Tensor,
+        temperature: float,
+        want_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows, vocabulary = hidden_UH.shape[0], weight_VH.shape[0]
+        need = any(ctx.needs_input_grad[:3])
+        lse_U = hidden_UH.new_empty(rows, dtype=torch.float32)
+        chosen_M = hidden_UH.new_empty(len(node_M), dtype=torch.float32)
+        entropy_U = hidden_UH.new_zeros(rows if want_entropy else 0, dtype=torch.float32)
+        mean_UH = torch.empty_like(hidden_UH) if need else None
+        slope_UH = torch.empty_like(hidden_UH) if need and want_entropy else None
+        order_M = torch.argsort(node_M, stable=True)
+        counts = torch.searchsorted(node_M[order_M], torch.arange(rows + 1, device=node_M.device))
+        for start, stop in _chunks(rows, vocabulary):
+            z = _logits(hidden_UH[start:stop], weight_VH, bias_V, temperature)
+            pick = order_M[counts[start] : counts[stop]]
+            chosen_M[pick] = z[node_M[pick] - start, target_M[pick]]
+            top = z.amax(-1, keepdim=True)
+            # From here z holds exp(z - max); the sum normalises after the product with W.
+            shifted = z.sub_(top)
+            p = shifted.exp() if want_entropy else shifted.exp_()
+            total = p.sum(-1, keepdim=True)
+            lse_U[start:stop] = (top + total.log()).squeeze(-1)
+            if want_entropy:
+                # H = log(total) - sum p (z - max) / total
+                logp = shifted.sub_(total.log())
+                p.div_(total)
+                entropy = -(p * logp).sum(-1, keepdim=True)
+                entropy_U[start:stop] = entropy.squeeze(-1)
+                if slope_UH is not None:
+                    weights = (logp.add_(entropy).mul_(p)).neg_().to(weight_VH.dtype)
+                    slope_UH[start:stop] = weights @ weight_VH
+                total = torch.ones_like(total)
+            if mean_UH is not None:
+                product = p.to(weight_VH.dtype) @ weight_VH
+                mean_UH[start:stop] = product / total.to(product.dtype)
+        ctx.save_for_backward(
+            hidden_UH, weight_VH, bias_V, node_M, target_M, lse_U, entropy_U, mean_UH, slope_UH
+        )
+        ctx.temperature = temperature
+        return chosen_M - lse_U[node_M], entropy_U
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g_M, e_U = grads
+        (hidden_UH, weight_VH, bias_V, node_M, target_M, lse_U, entropy_U, mean_UH, slope_UH) = (
+            ctx.saved_tensors
+        )
+        rows = hidden_UH.shape[0]
+        total_U = torch.zeros(rows, dtype=torch.float32, device=g_M.device)
+        total_U.index_add_(0, node_M, g_M)
+        dh = torch.zeros(hidden_UH.shape, dtype=torch.float32, device=g_M.device)
+        dh.index_add_(0, node_M, g_M[:, None] * weight_VH[target_M].float())
+        dh -= total_U[:, None] * mean_UH.float()
+        if slope_UH is not None:
+            dh += e_U[:, None] * slope_UH.float()
+        dh = dh.div_(ctx.temperature).to(hidden_UH.dtype)
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+            return dh, None, None, None, None, None, None
+        dW = torch.zeros(weight_VH.shape, dtype=torch.float32, device=g_M.device)
+        db = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        for start, stop in _chunks(rows, weight_VH.shape[0]):
+            z = _logits(hidden_UH[start:stop], weight_VH, bias_V, ctx.temperature)
+            logp = z.sub_(lse_U[start:stop, None])
+            p = logp.exp()
+            dz = -total_U[start:stop, None] * p
+            if slope_UH is not None:
+                dz -= e_U[start:stop, None] * p * (logp + entropy_U[start:stop, None])
+            here = ((node_M >= start) & (node_M < stop)).nonzero().flatten()
+            dz.index_put_((node_M[here] - start, target_M[here]), g_M[here], accumulate=True)
+            dz.div_(ctx.temperature)
+            dW += (dz.to(hidden_UH.dtype).T @ hidden_UH[start:stop]).float()
+            if db is not None:
+                db += dz.sum(0)
+        return dh, dW.to(weight_VH.dtype), db, None, None, None, None
+
+
+def _logits(
+    hidden_UH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float
+) -> Tensor:
+    """fp32 logits / temperature, a fresh tensor."""
+    z = torch.nn.functional.linear(hidden_UH, weight_VH, bias_V)
+    z = z.float() if z.dtype != torch.float32 else z
+    return z if temperature == 1.0 else z.div_(temperature)
+
+
+def token_scores(
+    hidden_UH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    node_M: Tensor,
+    target_M: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of target_M[m] under softmax(logits / temperature) of row node_M[m].
+
+    Returns fp32 logprobs_M and, if asked for, the entropy of every row, fp32 [U], in nats.
+    """
+    logprobs_M, entropy_U = _TokenScores.apply(
+        hidden_UH, weight_VH, bias_V, node_M, target_M, temperature, entropy
+    )
+    return logprobs_M, entropy_U if entropy else None
+
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +379,9 @@ class PackedModel:
     @contextmanager
     def _attention_of(self, row: PackedRow) -> Iterator[None]:
         """The model's attention is that of `row`; outside it is the model's own."""
-        self.model.set_attn_implementation(trie_attention.NAME)
+        self.model.set_attn_implementation(NAME)
         try:
-            with trie_attention.use_layout(row):
+            with use_layout(row):
                 yield
         finally:
             self.model.set_attn_implementation(self._own_attention)

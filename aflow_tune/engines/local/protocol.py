@@ -1,13 +1,19 @@
-"""OpenAI's chat-completions request, as far as the local engine serves it, and its answer.
+"""OpenAI's chat-completions request and answer, as far as the local engine serves them.
 
 What OpenAI defines and this engine cannot do is refused by name rather than ignored: an
 experiment must not run with a setting that had no effect. Fields that change nothing about
 the tokens (`user`, `metadata`, `store`, ...) are accepted and dropped.
+
+Tool calls are text in the Hermes form `<tool_call>{"name": ..., "arguments": ...}</tool_call>`,
+which Qwen's and Hermes' templates speak already; for a template that does not know tools the same
+text is put into the messages.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,9 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from aflow_tune.engines.local.generation import Vocabulary
-from aflow_tune.engines.local.sampling import Completion, SamplingParams
-from aflow_tune.engines.local.tools import forced_call_grammar, parse_calls
+from aflow_tune.engines.local.sampling import JSON_STYLE, Completion, SamplingParams, Vocabulary
 from aflow_tune.errors import BadInput, Fault
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -38,58 +42,51 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
 }
 """Fields that are accepted only with a value that has no effect (null always is)."""
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_PREAMBLE = (
+    "You may call one or more functions to help with the request.\n"
+    "Their signatures are inside <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
+    "To call one, answer with its name and arguments as JSON:\n"
+    '<tool_call>\n{{"name": <function name>, "arguments": <arguments object>}}\n</tool_call>'
+)
+
+Message = dict[str, Any]
 
 
 class JsonSchema(BaseModel):
-    """`response_format.json_schema`."""
-
     name: str = "response"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """`response_format`."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class FunctionName(BaseModel):
-    """The `function` of a named `tool_choice`."""
-
-    name: str
-
-
-class NamedToolChoice(BaseModel):
-    """`tool_choice` naming one function."""
-
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
 class Function(BaseModel):
-    """The `function` of a tool."""
+    """The `function` of a tool, or of a `tool_choice` that names one."""
 
     model_config = ConfigDict(extra="allow")
     name: str
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
-    """One entry of `tools`."""
+class NamedToolChoice(BaseModel):
+    type: Literal["function"] = "function"
+    function: Function
 
+
+class Tool(BaseModel):
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
     function: Function
 
 
 class ChatRequest(BaseModel):
-    """The body of POST /v1/chat/completions."""
-
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     n: int | None = None
@@ -108,11 +105,18 @@ class ChatRequest(BaseModel):
     min_tokens: int | None = None
     ignore_eos: bool = False
 
-    def offered_tools(self) -> list[dict[str, Any]]:
+    def offered_tools(self) -> list[Message]:
         """The tools the model is told about; none with tool_choice 'none'."""
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+
+    def forced_tools(self) -> list[Message]:
+        """The tools one of which must be called; none where the model is free."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.offered_tools() if tool["function"]["name"] == name]
+        return self.offered_tools() if self.tool_choice == "required" else []
 
     def check(self) -> None:
         """Raises BadInput with everything that this engine does not serve."""
@@ -124,14 +128,12 @@ class ChatRequest(BaseModel):
         for number, message in enumerate(self.messages):
             if not isinstance(message.get("role"), str):
                 faults.append(Fault(f"messages[{number}]", "a role", repr(message), "add role"))
-        forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
-        names = [tool.function.name for tool in self.tools or []]
-        if forced and not names:
-            faults.append(Fault("tool_choice", "tools to choose from", "no tools", "send tools"))
-        if isinstance(self.tool_choice, NamedToolChoice):
-            name = self.tool_choice.function.name
-            if names and name not in names:
-                faults.append(Fault("tool_choice", f"one of {names}", name, "name a tool"))
+        if self.tool_choice not in (None, "none", "auto") and not self.forced_tools():
+            names = [tool.function.name for tool in self.tools or []]
+            expected = f"one of {names}" if names else "tools to choose from"
+            faults.append(
+                Fault("tool_choice", expected, repr(self.tool_choice), "send and name a tool")
+            )
         if self.top_logprobs and not self.logprobs:
             faults.append(Fault("top_logprobs", "logprobs: true", "false", "set logprobs"))
         schema = self.response_format
@@ -146,22 +148,19 @@ class ChatRequest(BaseModel):
         """The request as the sampler takes it; `check` has passed."""
         schema: dict[str, Any] | None = None
         grammar = None
-        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice):
-            grammar = forced_call_grammar(self._callable_tools())
+        if forced := self.forced_tools():
+            grammar = forced_call_grammar(forced)
         elif self.response_format is not None and self.response_format.type != "text":
             wanted = self.response_format.json_schema
             schema = wanted.schema_ if wanted is not None else {"type": "object"}
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        limit = self.max_completion_tokens
-        if limit is None:
-            limit = self.max_tokens if self.max_tokens is not None else default_max_tokens
+        limits = (self.max_completion_tokens, self.max_tokens)
         return SamplingParams(
-            max_tokens=limit,
+            max_tokens=next((limit for limit in limits if limit is not None), default_max_tokens),
             n=1 if self.n is None else self.n,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
-            stop=tuple(stop),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             seed=self.seed,
             top_logprobs=self.top_logprobs or 0,
             min_tokens=self.min_tokens or 0,
@@ -170,14 +169,24 @@ class ChatRequest(BaseModel):
             grammar=grammar,
         )
 
-    def _callable_tools(self) -> list[dict[str, Any]]:
-        choice = self.tool_choice
-        return [
-            tool
-            for tool in self.offered_tools()
-            if not isinstance(choice, NamedToolChoice)
-            or tool["function"]["name"] == choice.function.name
-        ]
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a request body.
+
+    Raises:
+        BadInput: it is none.
+    """
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise BadInput(f"The body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadInput(f"The body is a JSON {type(body).__name__}, expected an object")
+    return body
+
+
+def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def chat_response(
@@ -217,39 +226,32 @@ def _choice(
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
     text: str | None = completion.text
-    calls: list[dict[str, Any]] = []
+    calls: list[Message] = []
     if tools := request.offered_tools():
         names = [tool["function"]["name"] for tool in tools]
         salt = f"{prompt_ids}{completion.token_ids}{index}"
         text, calls = parse_calls(completion.text, names, salt=salt)
     reason = completion.finish_reason
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    message: Message = {"role": "assistant", "content": text, "refusal": None}
     if calls:
         message["tool_calls"] = calls
         # OpenAI reports 'stop' when the caller itself named the function.
         reason = "stop" if isinstance(request.tool_choice, NamedToolChoice) else "tool_calls"
-    choice: dict[str, Any] = {
-        "index": index,
-        "message": message,
-        "finish_reason": reason,
-        "logprobs": None,
-    }
+    choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
     if request.logprobs:
-        choice["logprobs"] = {"content": _logprobs(completion, vocabulary), "refusal": None}
+        tops = completion.top_logprobs or [{} for _ in completion.token_ids]
+        scored = zip(completion.token_ids, completion.logprobs, tops, strict=True)
+        content = [
+            {
+                **_token(token, logprob, vocabulary),
+                "top_logprobs": [_token(t, value, vocabulary) for t, value in top.items()],
+            }
+            for token, logprob, top in scored
+        ]
+        choice["logprobs"] = {"content": content, "refusal": None}
     if request.return_token_ids:
         choice["token_ids"] = completion.token_ids
     return choice
-
-
-def _logprobs(completion: Completion, vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    tops = completion.top_logprobs or [{} for _ in completion.token_ids]
-    return [
-        {
-            **_token(token, logprob, vocabulary),
-            "top_logprobs": [_token(t, value, vocabulary) for t, value in top.items()],
-        }
-        for token, logprob, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
-    ]
 
 
 def _token(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -257,21 +259,137 @@ def _token(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def template_messages(
+    messages: Sequence[Message], tools: Sequence[Message], *, native: bool
+) -> list[Message]:
+    """Messages as a chat template takes them.
 
-
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request body.
+    Args:
+        messages: in OpenAI's form; content may be a list of text parts.
+        tools: function tools of the request, possibly none.
+        native: whether the template renders tools and tool calls itself.
 
     Raises:
-        BadInput: it is none.
+        BadInput: a message has parts that are not text, or arguments that are not JSON.
     """
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise BadInput(f"The body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadInput(f"The body is a JSON {type(body).__name__}, expected an object")
-    return body
+    plain = [_plain(message, number) for number, message in enumerate(messages)]
+    if native:
+        return plain
+    told = [_without_tool_fields(message) for message in plain]
+    if tools:
+        listing = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        preamble = _PREAMBLE.format(tools=listing)
+        if told and told[0]["role"] == "system":
+            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{preamble}"}
+        else:
+            told.insert(0, {"role": "system", "content": preamble})
+    return told
+
+
+def _plain(message: Message, number: int) -> Message:
+    """The message with text for content and objects for the arguments of its tool calls."""
+    content = message.get("content")
+    if isinstance(content, list):
+        odd = [p.get("type") for p in content if p.get("type") not in ("text", "refusal")]
+        if odd:
+            raise BadInput.of(
+                "A message cannot be rendered",
+                f"messages[{number}].content",
+                "a string or parts of type text",
+                f"a part of type {odd[0]}",
+                "send text only: the local engine has no vision or audio models",
+            )
+        content = "".join(part.get("text") or part.get("refusal") or "" for part in content)
+    result = {**message, "content": content or ""}
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_with_parsed_arguments(c, number) for c in message["tool_calls"]]
+    else:
+        result.pop("tool_calls", None)
+    return result
+
+
+def _with_parsed_arguments(call: Message, number: int) -> Message:
+    """Templates print arguments as JSON themselves, so they take them as an object."""
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise BadInput.of(
+                "A message cannot be rendered",
+                f"messages[{number}].tool_calls",
+                "arguments as a JSON object",
+                str(error),
+                "send the arguments as the model returned them",
+            ) from error
+    return {**call, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _without_tool_fields(message: Message) -> Message:
+    """The same message for a template that knows only roles and text."""
+    content = message["content"]
+    for call in message.get("tool_calls", []):
+        written = json.dumps(call["function"], ensure_ascii=False)
+        content += f"\n<tool_call>\n{written}\n</tool_call>"
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    return {"role": message["role"], "content": content.lstrip("\n")}
+
+
+def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
+    """Split a completion into its remaining text and its tool calls.
+
+    Args:
+        text: what the model wrote.
+        names: functions that exist; a call of anything else stays text.
+        salt: makes the call ids unique; equal text and salt give equal ids.
+
+    Returns:
+        The text outside the calls (None when empty) and calls in OpenAI's form. A call that
+        is not valid JSON of a known function leaves the whole completion as text.
+    """
+    calls: list[Message] = []
+    for position, match in enumerate(_CALL.finditer(text)):
+        try:
+            call = json.loads(match[1])
+        except json.JSONDecodeError:
+            return text, []
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or call.get("name") not in names:
+            return text, []
+        digest = hashlib.sha256(f"{salt}/{position}/{match[1]}".encode()).hexdigest()
+        written = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": call["name"], "arguments": written}
+        calls.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
+    if not calls:
+        return text, []
+    return _CALL.sub("", text).strip() or None, calls
+
+
+def forced_call_grammar(tools: Sequence[Message]) -> str:
+    """A Lark grammar (llguidance's dialect) of exactly one call of one of `tools`."""
+    names = [f"call_{number}" for number in range(len(tools))]
+    start = f'start: "<tool_call>\\n" ({" | ".join(names)}) "\\n</tool_call>"'
+    schemas = [f"%json {json.dumps(_call_schema(tool))}" for tool in tools]
+    return "\n".join([start, *(f"{n}: {schema}" for n, schema in zip(names, schemas, strict=True))])
+
+
+def _call_schema(tool: Message) -> dict[str, Any]:
+    """The JSON schema of one call of `tool`.
+
+    Definitions move to the root, where references look for them. Arguments that the schema
+    does not name are left out: an open object lets a weak model invent names without end.
+    """
+    arguments = dict(tool["function"].get("parameters") or {"type": "object", "properties": {}})
+    definitions = {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
+    if not {"allOf", "anyOf", "oneOf", "$ref"} & arguments.keys():
+        arguments.setdefault("additionalProperties", False)
+    return {
+        **definitions,
+        "type": "object",
+        "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+        "x-guidance": JSON_STYLE,
+    }

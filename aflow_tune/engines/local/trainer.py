@@ -1,6 +1,6 @@
 """One optimiser step at a time on the policy, without Ray and without Trinity.
 
-A step is given samples by group (all runs of one task), a loss over the log-probabilities of
+A step is given samples by group (all rollouts of one task), a loss over the log-probabilities of
 the *whole* train batch, and makes exactly the update of that loss, however the batch is split
 into micro-batches. That works because the loss is called once per micro-batch on the full
 [B, R] matrix in which only the micro-batch's own rows carry a gradient; the other rows hold
@@ -27,17 +27,56 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aflow_tune.engines.local import export
+from aflow_tune.engines.local import saved_weights
 from aflow_tune.engines.local.checkpoint import read_checkpoint, write_checkpoint
 from aflow_tune.engines.local.lora import adapter_layers, adapter_state, inject
-from aflow_tune.engines.local.lora_spec import LoraSpec
-from aflow_tune.engines.local.memory import give_back
-from aflow_tune.engines.local.models import load_model
+from aflow_tune.engines.local.models import give_back, load_model
 from aflow_tune.engines.local.packed_model import PackedModel
 from aflow_tune.engines.local.packing import Sample, micro_batches
-from aflow_tune.engines.local.schedule import Schedule
+from aflow_tune.engines.local.weights import LoraSpec
 
-__all__ = ["LocalTrainer", "LossBatch", "LossFn", "Sample", "TrainerSettings"]
+KINDS = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate schedule. `total_steps` is needed by 'linear' and 'cosine' only.
+
+    Raises ValueError for an unknown kind, a missing or too small total, or a floor outside
+    [0, 1].
+    """
+
+    kind: str = "constant"
+    peak: float = 1e-6
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"lr_scheduler_type is one of {', '.join(KINDS)}, not {self.kind!r}")
+        if not 0.0 <= self.floor <= 1.0:
+            raise ValueError(f"min_lr_ratio lies in [0, 1], not {self.floor}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"lr_warmup_steps is at least 0, not {self.warmup_steps}")
+        if self.kind != "constant" and not self.total_steps:
+            raise ValueError(f"a {self.kind} schedule needs the total number of steps")
+
+    def factor(self, updates_done: int) -> float:
+        if updates_done < self.warmup_steps:
+            return (updates_done + 1) / self.warmup_steps
+        if self.kind == "constant" or self.total_steps is None:
+            return 1.0
+        span = max(1, self.total_steps - self.warmup_steps)
+        progress = min(1.0, (updates_done - self.warmup_steps) / span)
+        if self.kind == "linear":
+            shape = 1.0 - progress
+        else:
+            shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.floor + (1.0 - self.floor) * shape
+
+    def rate(self, updates_done: int) -> float:
+        return self.peak * self.factor(updates_done)
 
 
 @dataclass(frozen=True)
@@ -394,11 +433,13 @@ class LocalTrainer:
         """A folder that `PeftModel.from_pretrained` loads. ValueError for full weights."""
         if self.peft is None:
             raise ValueError("full weights have no adapter to export; use export_merged")
-        export.write_peft(self.peft, self.model_path, Path(directory))
+        saved_weights.write_peft(self.peft, self.model_path, Path(directory))
 
     def export_merged(self, directory: Path | str) -> None:
         """A folder that `AutoModelForCausalLM.from_pretrained` loads, adapter merged in."""
-        export.write_merged(self.model_path, self.weights(), self.settings.lora, Path(directory))
+        saved_weights.write_merged(
+            self.model_path, self.weights(), self.settings.lora, Path(directory)
+        )
 
 
 def _spans(groups: Sequence[Sequence[Sample]]) -> list[slice]:

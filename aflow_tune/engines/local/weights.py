@@ -1,13 +1,14 @@
 """The sampler's weights: a pristine model plus, perhaps, one adapter.
 
-`Weights` checks an update as a whole before it changes anything, and answers with the weight
-that a layer has now. The adapter is never added to the model's own tensors, so any number of
-updates leaves the base untouched.
+`Weights` checks an update as a whole before it changes anything, and answers with the weight that
+a layer has now. The adapter is never added to the model's own tensors, so any number of updates
+leaves the base untouched. PEFT, which takes seconds to import, is not needed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +19,24 @@ from aflow_tune.errors import BadInput, Fault
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from aflow_tune.engines.local.lora_spec import LoraSpec
-
 _PREFIX = "lora."
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """What an adapter looks like.
+
+    `target_modules`: 'all-linear' (every linear layer but the output head), one module name,
+    a regular expression as PEFT takes it, or a tuple of module names.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
 
 
 class Weights:
@@ -45,18 +61,28 @@ class Weights:
                 if lora
                 else "The weight update is an adapter, but the sampler was built without lora="
             )
-        faults = self._adapter_faults(adapter) if adapter else self._full_faults(state)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        if adapter:
+            shapes = self._adapter_shapes(adapter)
+        else:
+            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        faults = [
+            Fault(
+                name,
+                "a weight of the model" if shapes.get(name) is None else f"shape {shapes[name]}",
+                "no such parameter" if shapes.get(name) is None else f"shape {tuple(value.shape)}",
+                "build sampler and trainer from the same model and lora",
+            )
+            for name, value in state.items()
+            if shapes.get(name) != tuple(value.shape)
+        ]
         if faults:
             raise BadInput("The weight update does not fit the sampler's model", faults)
-        if adapter:
-            assert lora is not None
-            self.adapter, self.scaling = adapter, lora.scaling
-            return
-        self.adapter = {}
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        with torch.no_grad():
-            for name, value in state.items():
-                parameters[name].copy_(value)
+        self.adapter, self.scaling = adapter, lora.scaling if lora is not None else 0.0
+        if not adapter:
+            with torch.no_grad():
+                for name, value in state.items():
+                    parameters[name].copy_(value)
 
     def effective(self, path: str) -> Tensor:
         """The weight [out, in] of the linear layer at `path`, adapter included.
@@ -64,7 +90,7 @@ class Weights:
         The sum is made in fp32 and rounded once to the model's number format.
         """
         weight: Tensor = self.model.get_submodule(path).weight
-        return self.merged(path, weight) if f"{_PREFIX}{path}.A" in self.adapter else weight
+        return self.merged(path, weight)
 
     def merged(self, path: str, base: Tensor) -> Tensor:
         """`base` + scaling B A of the current adapter, in the layout that `base` has."""
@@ -73,57 +99,36 @@ class Weights:
             return base
         B_OR = self.adapter[f"{_PREFIX}{path}.B"]
         delta_OI = self.scaling * (B_OR.float() @ A_RI.float()).to(base.device)
-        if type(self.model.get_submodule(path)).__name__ == "Conv1D":
+        if _is_transposed(self.model.get_submodule(path)):
             delta_OI = delta_OI.T
         return (base.float() + delta_OI).to(base.dtype)
 
     def bias(self, path: str) -> Tensor | None:
-        """The bias of the linear layer at `path`."""
         bias: Tensor | None = self.model.get_submodule(path).bias
         return bias
 
     def adapted_paths(self) -> list[str]:
-        """Module paths that the current adapter changes."""
         return [key[len(_PREFIX) : -2] for key in self.adapter if key.endswith(".A")]
 
-    def _adapter_faults(self, adapter: Mapping[str, Tensor]) -> list[Fault]:
-        linears = {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() == 2
-        }
-        faults = []
-        for key, value in adapter.items():
-            path, part = key[len(_PREFIX) : -2], key[-2:]
-            other = adapter.get(f"{_PREFIX}{path}{'.B' if part == '.A' else '.A'}")
-            if path not in linears or part not in (".A", ".B") or other is None:
-                faults.append(_fault(key, "the A and B of a linear layer of the model", "neither"))
+    def _adapter_shapes(self, adapter: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """The shapes that A [rank, in] and B [out, rank] of the adapter must have, where both are
+        there for a linear layer of the model."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        modules = dict(self.model.named_modules())
+        for key, A_RI in adapter.items():
+            path = key[len(_PREFIX) : -2]
+            weight = getattr(modules.get(path), "weight", None)
+            paired = key.endswith(".A") and f"{_PREFIX}{path}.B" in adapter
+            if not paired or not isinstance(weight, Tensor) or weight.dim() != 2:
                 continue
-            out_width, in_width = _linear_shape(linears[path])
-            rank = value.shape[0] if part == ".A" else value.shape[1]
-            expected = (rank, in_width) if part == ".A" else (out_width, rank)
-            if tuple(value.shape) != expected or rank != other.shape[0 if part == ".B" else 1]:
-                faults.append(_fault(key, f"shape {expected}", f"shape {tuple(value.shape)}"))
-        return faults
-
-    def _full_faults(self, state: Mapping[str, Tensor]) -> list[Fault]:
-        shapes = {
-            name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)
-        }
-        faults = []
-        for name, value in state.items():
-            if name not in shapes:
-                faults.append(_fault(name, "a parameter of the model", "no such parameter"))
-            elif shapes[name] != tuple(value.shape):
-                faults.append(_fault(name, f"shape {shapes[name]}", f"shape {tuple(value.shape)}"))
-        return faults
+            out_width, in_width = weight.shape
+            if _is_transposed(modules[path]):
+                out_width, in_width = in_width, out_width
+            shapes[key] = (A_RI.shape[0], in_width)
+            shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
+        return shapes
 
 
-def _linear_shape(module: torch.nn.Module) -> tuple[int, int]:
-    """(out, in) of a linear layer; GPT-2's Conv1D stores its weight the other way round."""
-    rows, columns = module.weight.shape  # type: ignore[misc]
-    return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
-
-
-def _fault(where: str, expected: str, found: str) -> Fault:
-    return Fault(where, expected, found, "build sampler and trainer from the same model and lora")
+def _is_transposed(module: torch.nn.Module) -> bool:
+    """Whether the layer stores its weight as [in, out]: GPT-2's Conv1D."""
+    return type(module).__name__ == "Conv1D"

@@ -1,13 +1,12 @@
 """Our Trinity workflow: runs the user's function and turns what it did into experiences.
 
-Trinity loads `WorkflowAdapter` by its dotted path and creates one instance for each run. A
-run that fails, in whichever way, is data: it returns one marked placeholder experience, so
+Trinity loads `WorkflowAdapter` by its dotted path and creates one instance for each rollout. A
+rollout that fails, in whichever way, is data: it returns one marked placeholder experience, so
 that Trinity neither drops the group nor runs it again, and `RunFilter` takes it out before
-advantages are computed. What such a run had asked the model is not trained.
+advantages are computed. What such a rollout had asked the model is not trained.
 
-Left to others: recording calls (`recording.py`), threads and time-outs (`run_thread.py`),
-what counts as a reward or a failure (`outcome.py`), what a record tells of a run
-(`run_summary.py`).
+Left to others: recording calls and telling of them (`recording.py`), threads and time-outs
+(`rollout_thread.py`).
 """
 
 from __future__ import annotations
@@ -17,42 +16,48 @@ import copy
 import functools
 import inspect
 import itertools
+import math
+import numbers
+import os
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task, Workflow
 
-from aflow_tune.cluster.sent_function import received
-from aflow_tune.context import RunContext
-from aflow_tune.engines.trinity.info_keys import (
+from aflow_tune.cluster.sent_function import received, send
+from aflow_tune.context import RolloutContext
+from aflow_tune.engines.trinity.rollout.operators import (
     CALLER_KEY,
     FAILURE_KEY,
     STATE_KEY,
     STEP_REWARD_KEY,
     TRACE_KEY,
 )
-from aflow_tune.engines.trinity.rollout.outcome import Outcome, as_metrics, as_reward, failed
 from aflow_tune.engines.trinity.rollout.recording import (
     RecordedCall,
-    RunRecorder,
+    RolloutRecorder,
     auxiliary_chat_models,
-    recording_client,
-)
-from aflow_tune.engines.trinity.rollout.run_summary import (
     call_summaries,
     final_answer,
-    operator_summaries,
+    recording_client,
     response_length,
     transcript_entry,
 )
-from aflow_tune.engines.trinity.rollout.run_thread import RunThread
+from aflow_tune.engines.trinity.rollout.rollout_thread import (
+    Blocked,
+    Escaped,
+    RolloutThread,
+    TimedOut,
+)
 from aflow_tune.models.books import Books
 from aflow_tune.models.cache import ResponseCache
 from aflow_tune.operators.prompts import use_prompts
@@ -60,29 +65,131 @@ from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
 from aflow_tune.report.rollouts import Rollout, append_rollout
 from aflow_tune.sandbox.policy import use_policy
 from aflow_tune.shipping.arrival import settle
-from aflow_tune.trace import Trace
+from aflow_tune.trace import OperatorCall, Trace
 from aflow_tune.types import Failure
 
+if TYPE_CHECKING:
+    from aflow_tune.config.load import AflowConfig
+
+Function = Callable[..., Any]
+
 DEFAULT_MAX_TOKENS = 4096
-DEFAULT_RUN_TIMEOUT = 300.0
+MAX_DETAIL = 8000
+"""Characters of a traceback that are kept, from its end."""
+_MACHINERY = tuple(
+    os.fspath(Path(__file__).with_name(name)) for name in ("adapter.py", "rollout_thread.py")
+)
+_NOTHING_TRAINED = (
+    "the workflow made no call that can be trained: each of its calls sets temperature, top_p, "
+    "top_k, min_p, a penalty or logit_bias, and the trainer cannot reproduce their probabilities. "
+    "Leave them to the configuration (model.temperature)."
+)
 
 _said: set[str] = set()
-"""Warnings that this process has given; each is given once, not once a run."""
+"""Warnings that this process has given; each is given once, not once a rollout."""
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What the adapter is told: `task.workflow_args`, which Trinity hands on as a dict."""
+
+    workflow_func: Function
+    """The workflow, or how it travels to another process (`cluster/sent_function.py`)."""
+    judge_func: Function | None = None
+    run_timeout: float = 300.0
+    """Seconds that a rollout may take."""
+    seed: int = 0
+    system_prompt: str | None = None
+    rewards: Any = None
+    sandbox: str = "auto"
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    books: Books | None = None
+    """The run's models and budget."""
+    run_dir: str | None = None
+    """Gets what workflows keep of training rollouts; None: nothing is kept."""
+    eval_dir: str | None = None
+    """Gets the records of evaluations; None: none are written."""
+    score: str = "reward"
+    """What evaluation counts: the reward, or a metric that the workflow records."""
+    transcripts: int = 0
+    """How many items of a held-out task set keep their transcripts."""
+    cache: str | None = None
+    """Folder of other models' answers, for evaluations."""
+    first_run: int = 0
+    """The number of the first rollout that is made from a task object."""
+
+    @classmethod
+    def of(cls, workflow_args: Mapping[str, Any]) -> RolloutSettings:
+        """The settings of a task. Trinity, and a YAML, may add entries of their own.
+
+        Raises:
+            ValueError: there is no workflow function.
+        """
+        if not callable(workflow_args.get("workflow_func")):
+            raise ValueError("workflow_args.workflow_func holds no workflow function")
+        known = {item.name for item in fields(cls)}
+        given = {name: value for name, value in workflow_args.items() if name in known}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def adapter_arguments(
+    config: AflowConfig,
+    workflow: Function,
+    judge: Function | None,
+    books: Books,
+    eval_dir: Path,
+    run_dir: Path | None = None,
+) -> dict[str, Any]:
+    """The `workflow_args` of a run or an evaluation, so that a workflow is run and scored in the
+    same way wherever it is measured."""
+    sent, sent_judge = send(workflow, judge)
+    assert sent is not None
+    settings = RolloutSettings(
+        workflow_func=sent,
+        judge_func=sent_judge,
+        run_timeout=config.rollout.run_timeout,
+        seed=config.seed,
+        system_prompt=config.rollout.system_prompt,
+        rewards=config.rewards,
+        sandbox=config.sandbox,
+        prompts=config.prompts,
+        books=books,
+        run_dir=None if run_dir is None else str(run_dir),
+        eval_dir=str(eval_dir),
+        score=config.report.score,
+        transcripts=config.report.transcripts,
+    )
+    return dict(vars(settings))
+
+
+class BadReward(Exception):
+    """A rollout returned something that is no reward; `kind` says what."""
+
+    def __init__(self, kind: Failure, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rollout came to. `failure` is None where it succeeded; `detail` says why not."""
+
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failure: Failure | None = None
+    detail: str = ""
+
+    def score(self, name: str) -> float | None:
+        """What evaluation counts: 'reward' or a recorded metric; None if there is none."""
+        return self.reward if name == "reward" else self.metrics.get(name)
 
 
 class WorkflowAdapter(Workflow):
     """Gives the function a recording model, a time-out and a thread of its own.
 
-    `task.workflow_args` holds: `workflow_func`, `judge_func`, `run_timeout` (seconds), `seed`,
-    `system_prompt`, `books` (the run's models and budget), `run_dir` (for what
-    workflows keep of training runs), and for evaluation
-    `eval_dir`, `score`, `transcripts` (how many items of a task set keep theirs) and `first_run`
-    (the number of the first run that is made from this task object; 0 if left out).
-
-    What the run noted in its trace becomes metrics of the run beside the workflow's own.
-
-    Step rewards: a call that was given one keeps it; if any was, the last call of the run
-    without one gets the returned reward, as Trinity's GiGPO does for runs that have none.
+    What the rollout noted in its trace becomes metrics beside the workflow's own. A call that was
+    given a step reward keeps it; if any was, the last call without one gets the returned reward,
+    as Trinity's GiGPO does for rollouts that have none.
     """
 
     is_async: bool = True
@@ -97,23 +204,21 @@ class WorkflowAdapter(Workflow):
         auxiliary_models: list[ModelWrapper] | None = None,
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.arguments: dict[str, Any] = task.workflow_args
-        if not callable(self.arguments.get("workflow_func")):
-            raise ValueError("workflow_args.workflow_func holds no workflow function")
-        # Trinity creates the runs of a task in order, from one task object, and tells them
+        self.settings = RolloutSettings.of(task.workflow_args)
+        # Trinity creates the rollouts of a task in order, from one task object, and tells them
         # nothing about it. A retry works on a fresh copy, which counts from zero again.
-        runs = task.__dict__.setdefault("_aflow_runs", itertools.count())
-        self.run_index: int = next(runs) + int(self.arguments.get("first_run", 0))
-        self.seed = self._run_seed()
-        self._books: Books | None = self.arguments.get("books")
+        count = task.__dict__.setdefault("_aflow_runs", itertools.count())
+        self.run_index: int = next(count) + self.settings.first_run
+        self.seed = self._rollout_seed()
         self._trace = Trace()
         self._response: Any = None
 
     async def run_async(self) -> list[Experience]:
-        """One run of the workflow: an experience a call, or one placeholder."""
-        context = RunContext(rewards=self.arguments.get("rewards"))
+        """One rollout: an experience a call, or one placeholder."""
+        settings = self.settings
+        context = RolloutContext(rewards=settings.rewards)
         started = time.monotonic()
-        recorder = RunRecorder(
+        recorder = RolloutRecorder(
             await recording_client(self.model),
             context,
             task_id=f"{self.task.batch_id}/{self.task.task_id}",
@@ -122,31 +227,15 @@ class WorkflowAdapter(Workflow):
         )
         try:
             with (
-                use_policy(self.arguments.get("sandbox", "auto")),
-                use_prompts(self.arguments.get("prompts", {})),
+                use_policy(settings.sandbox),
+                use_prompts(settings.prompts),
                 self._cached_answers(),
             ):
                 outcome = await self._outcome(context, recorder)
         finally:
             calls = recorder.close()
-        spent = self._books.reached() if self._books else None
-        if spent is not None:  # whatever the workflow made of it
-            outcome = replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
         trained = [call for call in calls if not call.off_policy]
-        if outcome.failure is None and not calls:
-            outcome = Outcome(
-                failure=Failure.NO_CALL, detail="the workflow made no call to its model"
-            )
-        elif outcome.failure is None and not trained and not self.task.is_eval:
-            outcome = Outcome(
-                failure=Failure.NO_CALL,
-                detail=(
-                    "the workflow made no call that can be trained: each of its calls sets "
-                    "temperature, top_p, top_k, min_p, a penalty or logit_bias, and the trainer "
-                    "cannot reproduce their probabilities. Leave them to the configuration "
-                    "(model.temperature)."
-                ),
-            )
+        outcome = self._checked(outcome, calls, trained)
         if self.task.is_eval:
             self._keep_record(outcome, context, calls, time.monotonic() - started)
             trained = calls
@@ -155,6 +244,7 @@ class WorkflowAdapter(Workflow):
         if outcome.failure is not None or outcome.reward is None:
             return [_placeholder(outcome)]
         experiences = _experiences(trained, outcome.reward)
+        # On a rollout's last experience its metrics reach Trinity's curves.
         experiences[-1].metrics = _metrics(outcome, calls, len(calls) - len(trained))
         if len(trained) < len(calls):
             self._say_once(
@@ -164,38 +254,48 @@ class WorkflowAdapter(Workflow):
             )
         return experiences
 
-    async def _outcome(self, context: RunContext, recorder: RunRecorder) -> Outcome:
-        run = RunThread(lambda: self._call_user(context, recorder))
+    async def _outcome(self, context: RolloutContext, recorder: RolloutRecorder) -> Outcome:
+        thread = RolloutThread(lambda: self._call_user(context, recorder))
         try:
-            reward, metrics = await run.result(
-                float(self.arguments.get("run_timeout", DEFAULT_RUN_TIMEOUT))
-            )
+            reward, metrics = await thread.result(self.settings.run_timeout)
         except Exception as error:
-            return replace(failed(error), metrics=self._trace.metrics())
+            return replace(_failed(error), metrics=self._trace.metrics())
         own = {**context.metrics, **metrics}
         return Outcome(reward=reward, metrics={**own, **self._trace.metrics(), **own})
 
+    def _checked(
+        self, outcome: Outcome, calls: list[RecordedCall], trained: list[RecordedCall]
+    ) -> Outcome:
+        """A failure where the budget ended, whatever the workflow made of it, and where no call
+        was made that can be learned from."""
+        spent = self.settings.books.reached() if self.settings.books else None
+        if spent is not None:
+            return replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
+        if outcome.failure is not None or trained or (calls and self.task.is_eval):
+            return outcome
+        detail = _NOTHING_TRAINED if calls else "the workflow made no call to its model"
+        return Outcome(failure=Failure.NO_CALL, detail=detail)
+
     def _cached_answers(self) -> contextlib.AbstractContextManager[Any]:
         """Answers of other models that evaluations keep: each repetition has its own."""
-        folder = self.arguments.get("cache")
-        if folder is None or not self.task.is_eval:
+        if self.settings.cache is None or not self.task.is_eval:
             return contextlib.nullcontext()
-        return ResponseCache(folder).activate(sample=self.run_index)
+        return ResponseCache(self.settings.cache).activate(sample=self.run_index)
 
     async def _call_user(
-        self, context: RunContext, recorder: RunRecorder
+        self, context: RolloutContext, recorder: RolloutRecorder
     ) -> tuple[float, dict[str, float]]:
-        """Workflow and judge; runs in the run's own thread and loop."""
-        function = settle(received(self.arguments["workflow_func"]))
-        judge = settle(received(self.arguments.get("judge_func")))
+        """Workflow and judge; runs in the rollout's own thread and loop."""
+        function = settle(received(self.settings.workflow_func))
+        judge = settle(received(self.settings.judge_func))
         offered = {
             "auxiliary_models": auxiliary_chat_models(
                 self.auxiliary_model_wrappers or (), self.auxiliary_models or (), recorder.loop
             ),
             "logger": self.logger,
-            "system_prompt": self.arguments.get("system_prompt"),
+            "system_prompt": self.settings.system_prompt,
         }
-        books = self._books.open() if self._books else contextlib.nullcontext()
+        books = self.settings.books.open() if self.settings.books else contextlib.nullcontext()
         with context.activate(), self._trace.activate(), books:
             output = await function(
                 **_wanted(function, offered), task=self._raw_task(), model=recorder.chat_model()
@@ -221,7 +321,7 @@ class WorkflowAdapter(Workflow):
             return as_reward(value, who), metrics
 
     def _raw_task(self) -> dict[str, Any]:
-        """The row, copied: what one run changes in it must not reach the others."""
+        """The row, copied: what one rollout changes in it must not reach the others."""
         return copy.deepcopy(dict(self.task.raw_task or {}))
 
     def _generate_kwargs(self) -> dict[str, Any]:
@@ -237,8 +337,8 @@ class WorkflowAdapter(Workflow):
             kwargs["extra_body"] = {"top_k": rollout.top_k}
         return {name: value for name, value in kwargs.items() if value is not None}
 
-    def _run_seed(self) -> str:
-        """Root of the seeds of this run's calls, the same whenever the run is repeated.
+    def _rollout_seed(self) -> str:
+        """Root of the seeds of this rollout's calls, the same whenever it is repeated.
 
         Evaluations leave the step out, and count items by their rows: before and after, and a
         sample of the rows, see the same random numbers, so that their difference is due to the
@@ -249,32 +349,39 @@ class WorkflowAdapter(Workflow):
         if task.is_eval:
             batch = str(task.batch_id).partition("/")[2]
             number = task.index.get("index", number)
-        seed = f"{self.arguments.get('seed', 0)}|{batch}|{number}|{self.run_index}"
+        seed = f"{self.settings.seed}|{batch}|{number}|{self.run_index}"
         if task.repeat_times and task.rollout_args.n < task.repeat_times:
-            # Trinity shared the runs of this task out to several runners
+            # Trinity shared the rollouts of this task out to several runners
             # (`max_repeat_times_per_runner`), and each counts from zero: equal seeds would make
-            # equal runs, so these are not reproducible.
+            # equal rollouts, so these are not reproducible.
             seed += f"|{task.__dict__.setdefault('_aflow_salt', uuid.uuid4().hex)}"
         return seed
 
     def _keep_record(
-        self, outcome: Outcome, context: RunContext, calls: list[RecordedCall], seconds: float
+        self,
+        outcome: Outcome,
+        context: RolloutContext,
+        calls: list[RecordedCall],
+        seconds: float,
     ) -> None:
-        """Append the evaluation record; a disk that is full must not cost the run."""
-        directory = self.arguments.get("eval_dir")
-        if not directory:
+        """Append the evaluation record; a disk that is full must not cost the rollout."""
+        settings = self.settings
+        if not settings.eval_dir:
             return
-        name = self.arguments.get("score") or "reward"
-        score = None if outcome.failure else outcome.score(name)
+        score = None if outcome.failure else outcome.score(settings.score)
         if score is None and outcome.failure is None:
             self._say_once(
-                f"score {name}",
-                f"report.score is {name!r}, but the workflow did not record it (it recorded "
-                f"{sorted(outcome.metrics)}): the evaluation has no score.",
+                f"score {settings.score}",
+                f"report.score is {settings.score!r}, but the workflow did not record it (it "
+                f"recorded {sorted(outcome.metrics)}): the evaluation has no score.",
             )
         step, _, taskset = str(self.task.batch_id).partition("/")
         item = int(self.task.index.get("index", self.task.task_id))
-        wanted = item < int(self.arguments.get("transcripts") or 0)
+        uses = self._trace.of(OperatorCall)
+        operators = [
+            {name: getattr(use, name) for name in ("operator", "instance", "outcome", "attempts")}
+            for use in uses
+        ]
         record = EvalRecord(
             step=int(step),
             taskset=taskset,
@@ -285,24 +392,23 @@ class WorkflowAdapter(Workflow):
             failure=outcome.failure.value if outcome.failure else None,
             reason=outcome.detail[-MAX_REASON:],
             metrics=dict(outcome.metrics),
-            transcript=[transcript_entry(call) for call in calls] if wanted else [],
+            transcript=list(map(transcript_entry, calls)) if item < settings.transcripts else [],
             seconds=round(seconds, 3),
             calls=call_summaries(context, calls),
-            operators=operator_summaries(self._trace),
+            operators=operators,
             answer=final_answer(self._response, calls),
             kept=dict(context.kept),
         )
         try:
-            append_record(Path(directory), record)
+            append_record(Path(settings.eval_dir), record)
         except OSError as error:
             self._say_once(
                 "records", f"Evaluation records cannot be written, the report lacks them: {error}"
             )
 
-    def _keep_rollout(self, outcome: Outcome, context: RunContext) -> None:
-        """Append what the workflow kept of a training run; a full disk must not cost the run."""
-        directory = self.arguments.get("run_dir")
-        if not directory:
+    def _keep_rollout(self, outcome: Outcome, context: RolloutContext) -> None:
+        """Append what the workflow kept of a training rollout; a full disk must not cost it."""
+        if not self.settings.run_dir:
             return
         rollout = Rollout(
             step=int(self.task.batch_id),
@@ -313,7 +419,7 @@ class WorkflowAdapter(Workflow):
             kept=dict(context.kept),
         )
         try:
-            append_rollout(Path(directory), rollout)
+            append_rollout(Path(self.settings.run_dir), rollout)
         except OSError as error:
             self._say_once("rollouts", f"Rollouts cannot be kept, the report lacks them: {error}")
 
@@ -343,7 +449,6 @@ def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
 
 
 def _metrics(outcome: Outcome, calls: list[RecordedCall], untrained: int) -> dict[str, float]:
-    """A run's metrics; on its last experience they reach Trinity's curves."""
     answers = [experience for call in calls for experience in call.experiences]
     return {
         **outcome.metrics,
@@ -356,7 +461,7 @@ def _metrics(outcome: Outcome, calls: list[RecordedCall], untrained: int) -> dic
 
 
 def _placeholder(outcome: Outcome) -> Experience:
-    """Stands for a failed run until `RunFilter` has counted it; carries no trainable token."""
+    """Stands for a failed rollout until `RunFilter` has counted it; has no trainable token."""
     kind = (outcome.failure or Failure.RETURNED_NONE).value
     return Experience(
         tokens=torch.zeros(2, dtype=torch.int32),
@@ -369,7 +474,7 @@ def _placeholder(outcome: Outcome) -> Experience:
     )
 
 
-def _wanted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the optional arguments that the function's signature asks for.
 
     What a partial has bound by name keeps the value it has there, and what is not configured
@@ -393,3 +498,80 @@ def _is_output(value: Any) -> bool:
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
+
+
+def as_reward(value: Any, who: str) -> float:
+    """A reward as a finite float. Scalars of numpy and torch are numbers, and so is a bool.
+
+    Raises:
+        BadReward: None, not a number, or not finite; `who` is named in the message.
+    """
+    if value is None:
+        raise BadReward(Failure.RETURNED_NONE, f"{who} returned None as the reward")
+    number = value
+    if hasattr(number, "item"):  # numpy and torch
+        try:
+            number = number.item()
+        except (RuntimeError, ValueError, TypeError):
+            number = None  # more than one element
+    if not isinstance(number, numbers.Real | Decimal):
+        found = f"{who} returned no number but {type(value).__name__}: {value!r:.200}"
+        raise BadReward(Failure.NOT_A_NUMBER, found)
+    try:
+        reward = float(number)
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
+        raise BadReward(Failure.NOT_FINITE, f"{who} returned {reward} as the reward")
+    return reward
+
+
+def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
+    """Metrics of a result object as finite floats.
+
+    Raises:
+        ValueError: one is not a finite number.
+    """
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[str(name)] = as_reward(value, who)
+        except BadReward:
+            raise ValueError(
+                f"{who} gave the metric {name!r} the value {value!r:.200}; "
+                "a metric is a finite number"
+            ) from None
+    return checked
+
+
+def _failed(error: Exception) -> Outcome:
+    if isinstance(error, BadReward):
+        return Outcome(failure=error.kind, detail=str(error))
+    if isinstance(error, TimedOut):
+        at = _last_frames(traceback.extract_tb(error.error.__traceback__)) if error.error else ""
+        return Outcome(failure=Failure.TIMED_OUT, detail=f"{error}{at}")
+    if isinstance(error, Blocked):
+        return Outcome(failure=Failure.BLOCKED_LOOP, detail=f"{error}{_last_frames(error.stack)}")
+    raised = error.error if isinstance(error, Escaped) else error
+    return Outcome(failure=Failure.RAISED, detail=_traceback(raised))
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the user's function on, without the frames that lead to it."""
+    trace, start = error.__traceback__, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename in _MACHINERY:
+            start = trace.tb_next
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, start or error.__traceback__)
+    return "".join(lines).rstrip()[-MAX_DETAIL:]
+
+
+def _last_frames(stack: traceback.StackSummary) -> str:
+    """Where a rollout was when its time was up, innermost frame last."""
+    ours = [i for i, frame in enumerate(stack) if frame.filename in _MACHINERY]
+    frames = stack[ours[-1] + 1 :] if ours else stack
+    if not frames:
+        return ""
+    listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
+    return f"; it was at\n{listed}"

@@ -17,7 +17,7 @@ from trinity.common.config import InferenceModelConfig
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 RETRIES = 5
 """Of a call that met a rate limit, a server error or a cut connection; by OpenAI's client, with
@@ -52,7 +52,6 @@ class EndpointModel(ModelWrapper):
         return 0
 
     def clone_with_isolated_history(self) -> EndpointModel:
-        """A model with a client and a history of its own."""
         clone: EndpointModel = super().clone_with_isolated_history()
         clone._client = None
         return clone
@@ -99,7 +98,6 @@ class EndpointModel(ModelWrapper):
 
 
 def base_url(url: str) -> str:
-    """The URL that requests start with."""
     return url.rstrip("/") + ("" if urlsplit(url).path.strip("/") else "/v1")
 
 
@@ -121,11 +119,11 @@ def check_endpoint(url: str, models: list[str], key_variable: str | None) -> Non
     """
     import openai
 
-    where = f"--endpoint {url}"
+    title, where = "The endpoint cannot be used.", f"--endpoint {url}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         cure = "--endpoint http://127.0.0.1:8000/v1"
-        raise _refused(where, "an http or https URL", repr(url), cure)
+        raise BadInput.of(title, where, "an http or https URL", repr(url), cure)
     key = key_for(url, key_variable)
     with openai.OpenAI(
         base_url=base_url(url), api_key=key, max_retries=1, timeout=_CHECK_SECONDS
@@ -135,18 +133,19 @@ def check_endpoint(url: str, models: list[str], key_variable: str | None) -> Non
         except openai.APIConnectionError as error:
             found = f"no answer: {error.__cause__ or error}"
             cure = "start the server, or correct the URL"
-            raise _refused(where, "a server that answers", found, cure) from error
+            raise BadInput.of(title, where, "a server that answers", found, cure) from error
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             found = "no key was sent" if key == "EMPTY" else "the key was refused"
             name = key_variable or _OPENAI_KEY
             cure = f"export {name}=... and name that variable: --key-variable {name}"
-            raise _refused(where, "a key that the server takes", found, cure) from error
+            raise BadInput.of(title, where, "a key that the server takes", found, cure) from error
         except (openai.OpenAIError, ValueError, AttributeError, TypeError):
             return
     missing = [name for name in models if name not in served]
     if served and missing:
         shown = ", ".join(served[:8]) + (" ..." if len(served) > 8 else "")
-        raise _refused(
+        raise BadInput.of(
+            title,
             f"--model {' '.join(missing)}",
             f"a model that {url} serves",
             f"it serves {shown}",
@@ -172,7 +171,3 @@ def _experiences(response: Any) -> list[Experience]:
             )
         )
     return experiences
-
-
-def _refused(where: str, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput("The endpoint cannot be used.", [Fault(where, expected, found, cure)])

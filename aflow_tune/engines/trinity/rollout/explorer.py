@@ -1,6 +1,8 @@
-"""Trinity's Explorer on the local engine.
+"""Trinity's Explorer, with the sync check, and on the local engine.
 
-What differs from the stock Explorer, and why:
+`CheckedExplorer` asks its samplers after every sync whether they have the trainer's weights
+(`training/sync_check.py`); it is the base of the explorers of both engines. What else differs from
+the stock Explorer on the local engine, and why:
 
 - rollout models are our sampler actors instead of vLLM's (`LocalAllocator`);
 - all workflow runners are one process: a Trinity runner handles one task at a time, but its
@@ -31,6 +33,7 @@ from trinity.common.config import AlgorithmConfig, Config, InferenceModelConfig
 from trinity.common.constants import RunningStatus
 from trinity.common.models.allocator import Allocator
 from trinity.common.models.model import ModelWrapper
+from trinity.explorer.explorer import Explorer
 from trinity.explorer.rollout_coordinator import RolloutCoordinator
 from trinity.explorer.scheduler import RunnerWrapper, Scheduler, TaskWrapper
 from trinity.explorer.workflow_runner import Status, WorkflowRunner
@@ -38,7 +41,6 @@ from trinity.explorer.workflow_runner import Status, WorkflowRunner
 from aflow_tune.config.accounting import stop_at_limit
 from aflow_tune.config.engine import computes_in_16_bits, sampling_speed
 from aflow_tune.config.mixes import quick_tasksets
-from aflow_tune.engines.trinity.rollout.checked_explorer import CheckedExplorer
 from aflow_tune.engines.trinity.rollout.operators import StepStamp
 from aflow_tune.engines.trinity.rollout.recording import load_agentscope
 from aflow_tune.engines.trinity.rollout.rollout_model import LocalRolloutModel
@@ -46,6 +48,12 @@ from aflow_tune.engines.trinity.training.run_state import (
     forget_evaluation,
     is_evaluated,
     save_taskset_state,
+)
+from aflow_tune.engines.trinity.training.sync_check import (
+    MISMATCH,
+    SyncCheck,
+    is_checked,
+    published,
 )
 from aflow_tune.errors import BudgetReached, RunFailed
 
@@ -59,9 +67,75 @@ GARBAGE = 10_000
 """New objects between two looks of the runner's garbage collector; Python's own default is 700."""
 
 
-class LocalAllocator(Allocator):
-    """Creates sampler actors where Trinity's allocator creates vLLM engines."""
+class CheckedExplorer(Explorer):
+    """Trinity's explorer with the sync check.
 
+    Args:
+        sixteen_bit: whether sampler or trainer compute in bf16 or fp16.
+    """
+
+    def __init__(self, config: Config, sixteen_bit: bool) -> None:
+        super().__init__(config)
+        self.model_version: int = -1
+        self._checks = [
+            SyncCheck(sixteen_bit) for _ in range(config.explorer.rollout_model.engine_num)
+        ]
+        self._checked = -1
+        self._failure: Exception | None = None
+
+    async def explore_step(self) -> bool:
+        """As upstream's. Raises what the watcher of a fully asynchronous run only logged."""
+        if self._failure is not None:
+            raise self._failure
+        went_on: bool = await super().explore_step()
+        return went_on
+
+    async def _pull_latest_weights(self) -> None:
+        await super()._pull_latest_weights()
+        await self._check_sync()
+
+    async def _nccl_weights_update(self) -> None:
+        await super()._nccl_weights_update()
+        await self._check_sync()
+
+    async def _check_sync(self) -> None:
+        """Compare what samplers and trainer say of the version that was just synced, once.
+
+        Raises:
+            RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing.
+        """
+        version = self.model_version
+        if version <= self._checked or not is_checked(self.config):
+            return
+        self._checked = version
+        try:
+            mismatch = await self._mismatch(version)
+        except Exception as error:
+            self._failure = error
+            raise
+        if self.monitor is not None:
+            self.monitor.log({MISMATCH: mismatch}, step=version)
+
+    async def _mismatch(self, version: int) -> float:
+        timeout = float(self.config.synchronizer.sync_timeout)
+        said = await asyncio.to_thread(published, self.config.ray_namespace, version, timeout)
+        if said is None:
+            raise RunFailed(
+                f"the trainer did not say within {timeout:.0f} s (synchronizer.sync_timeout) how "
+                f"its weights of version {version} score the fixed text of the sync check"
+            )
+        tokens, trainer = said
+        actors: list[Any] = [wrapper.model for wrapper in self.models]
+        scores = [
+            actor.served_logprobs.remote(tokens, self.config.model.temperature) for actor in actors
+        ]
+        return max(
+            check.compare(version, sampler, trainer)
+            for check, sampler in zip(self._checks, await asyncio.gather(*scores), strict=True)
+        )
+
+
+class LocalAllocator(Allocator):
     async def create_engine(
         self, config: InferenceModelConfig, role: str, engine_id: int
     ) -> ModelWrapper:
@@ -99,7 +173,7 @@ class LocalRunner(WorkflowRunner):
     async def prepare(self) -> None:
         load_agentscope()
         # What was imported stays: without it, and with fewer looks, collecting garbage stops the
-        # runs of this process for a shorter time.
+        # rollouts of this process for a shorter time.
         gc.freeze()
         gc.enable()
         gc.set_threshold(GARBAGE)
@@ -121,12 +195,8 @@ class RunnerProcess:
         """Why no other one is started any more."""
         self._turn = asyncio.Lock()
 
-    async def start(self) -> None:
-        """Start it, unless it runs."""
-        await self.replace(None)
-
     async def replace(self, old: Any) -> None:
-        """Start another one than `old`, unless somebody has done so."""
+        """Start another one than `old` (None: the first), unless somebody has done so."""
         async with self._turn:
             if self.actor is not old:
                 return
@@ -162,7 +232,7 @@ class SharedRunner(RunnerWrapper):
         self, task: TaskWrapper, repeat_times: int, *args: Any, **kwargs: Any
     ) -> tuple[Status, bytes, int, float]:
         """As upstream's. A task whose process died is run again in the next process: its seeds
-        are the same, and so are its runs."""
+        are the same, and so are its rollouts."""
         died = 0
         while True:
             try:
@@ -193,8 +263,8 @@ class SharedRunner(RunnerWrapper):
         return result
 
     async def restart_runner(self) -> None:
-        """Upstream ends the process of a task that was given up. Ours has other tasks' runs too,
-        each with a time limit of its own, and ends only where it is dead or answers nothing."""
+        """Upstream ends the process of a task that was given up. Ours runs other tasks too, each
+        with a time limit of its own, and ends only where it is dead or answers nothing."""
         if not await _lives(self.runner):
             await self._process.replace(self.runner)
 
@@ -208,14 +278,12 @@ async def _lives(actor: Any) -> bool:
 
 
 class SharedScheduler(Scheduler):
-    """Trinity's scheduler over slots that share one runner process."""
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.process = RunnerProcess(config)
 
     async def _create_runner(self, runner_id: int) -> None:
-        await self.process.start()
+        await self.process.replace(None)
         self.runners[runner_id] = SharedRunner(
             runner_id=runner_id,
             rollout_model_id=0,
@@ -247,8 +315,6 @@ class StampedPipeline(ExperiencePipeline):
 
 
 class LocalCoordinator(RolloutCoordinator):
-    """Trinity's rollout coordinator with the shared-process scheduler."""
-
     experience_pipeline: Any
 
     async def _init_experience_pipeline(self) -> None:

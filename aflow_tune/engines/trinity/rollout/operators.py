@@ -1,26 +1,197 @@
-"""What happens to a step's experiences before advantages are computed.
+"""What happens to a step's experiences between its rollouts and the trainer.
 
-`RunFilter` is the first operator of the pipeline: it takes out the placeholders of failed
-runs, says how healthy the groups are, puts the rest in a fixed order, and stops the run when
-nothing is left to learn from. `StepStamp` is the last one.
+`RunFilter` is the first operator of Trinity's pipeline: it takes out the placeholders of failed
+rollouts, says how healthy the groups are, puts the rest in a fixed order, and stops the run when
+nothing is left to learn from. `AnchorRate` measures GiGPO's states. `StepStamp` is the last one,
+for `WholeStepSampleStrategy`, by which the trainer takes experiences from the buffer.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
+from typing import Any
 
+from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrategy
+from trinity.algorithm.sample_strategy.utils import representative_sample
 from trinity.buffer.operators.experience_operator import ExperienceOperator
 from trinity.common.experience import Experience
+from trinity.utils.log import get_logger
 
-from aflow_tune.engines.trinity.info_keys import FAILURE_KEY, STEP_SIZE_KEY, TRACE_KEY
 from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.types import Failure
+
+# Keys of `Experience.info`.
+FAILURE_KEY = "aflow/failure"
+"""Marks a placeholder; the value is a `Failure`'s."""
+TRACE_KEY = "aflow/traceback"
+"""Of a placeholder: why the rollout failed, in words."""
+CALLER_KEY = "caller"
+"""Who made the call."""
+STATE_KEY = "env_state_hash"
+"""What Trinity's GiGPO groups steps by."""
+STEP_REWARD_KEY = "step_reward"
+"""Where Trinity's GiGPO reads rewards of single steps from."""
+STEP_SIZE_KEY = "step_experiences"
+"""How many experiences of the same explorer step were kept."""
+
+ANCHOR_LOW = 0.2
+"""A share of calls below this is low."""
+ANCHOR_STEPS = 3
+"""Steps in a row over which it must be low before it is said."""
+
+Processed = tuple[list[Experience], dict[str, float]]
+
+
+class RunFilter(ExperienceOperator):
+    """Keeps the experiences of rollouts that succeeded, ordered by task, rollout and step.
+
+    A rollout whose whole group failed but for itself is taken out too: without a second one there
+    is no baseline, and Trinity's group advantages would take its raw reward for one. Only where
+    nothing else is left of the step does it stay.
+
+    Args:
+        max_failed_fraction: a step with a larger share of failed rollouts ends training.
+    """
+
+    def __init__(self, max_failed_fraction: float = 1.0) -> None:
+        if not 0.0 <= max_failed_fraction <= 1.0:
+            raise ValueError(
+                f"rollout.max_failed_fraction is a share from 0 to 1, not {max_failed_fraction}"
+            )
+        self.max_failed_fraction = max_failed_fraction
+        self._lowest = float("inf")
+        self._highest = float("-inf")
+
+    def process(self, exps: list[Experience]) -> Processed:
+        """The surviving experiences and the step's health.
+
+        Metrics: `group/failed_runs`, `group/lone_runs` (taken out for want of a group), and
+        the shares of task groups by the rewards of their rollouts: `group/frac_mixed` (they
+        differ), `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or
+        lower half of the rewards seen in this training).
+
+        Raises:
+            RunFailed: no rollout is left, or too many failed; with the first traceback.
+            BudgetReached: the budget ended in this step, which is then not trained.
+        """
+        failed = [exp for exp in exps if FAILURE_KEY in exp.info]
+        kept = [exp for exp in exps if FAILURE_KEY not in exp.info]
+        succeeded = len({exp.eid.rid for exp in kept})
+        total = len(failed) + succeeded
+        for exp in failed:
+            if exp.info[FAILURE_KEY] == Failure.BUDGET_REACHED:
+                raise BudgetReached(str(exp.info[TRACE_KEY]))
+        if not kept or len(failed) > self.max_failed_fraction * total:
+            raise RunFailed(_explanation(failed, total, self.max_failed_fraction))
+        lone = _lone_rollouts(failed, kept)
+        if len(lone) == succeeded:  # rather Trinity's way with groups of one than no step at all
+            lone = set()
+        kept = [exp for exp in kept if exp.eid.rid not in lone]
+        # The order of completion differs under the same seed; training must not.
+        kept.sort(key=lambda exp: (exp.eid.task, exp.eid.run, exp.eid.step))
+        metrics = {
+            "group/failed_runs": float(len(failed)),
+            "group/lone_runs": float(len(lone)),
+            **self._group_health(kept),
+        }
+        return kept, metrics
+
+    def _group_health(self, exps: list[Experience]) -> dict[str, float]:
+        rewards: dict[str, dict[str, float]] = defaultdict(dict)
+        for exp in exps:
+            rewards[exp.eid.tid][exp.eid.rid] = float(exp.reward or 0.0)
+        groups = [list(group.values()) for group in rewards.values()]
+        self._lowest = min(self._lowest, *(min(group) for group in groups))
+        self._highest = max(self._highest, *(max(group) for group in groups))
+        # Before any two rewards differed there is no middle: zero and below count as worst.
+        spread = self._highest > self._lowest
+        middle = (self._lowest + self._highest) / 2 if spread else 0.0
+        alike = [group[0] for group in groups if max(group) == min(group)]
+        best = sum(reward > middle for reward in alike)
+        return {
+            "group/frac_mixed": 1.0 - len(alike) / len(groups),
+            "group/frac_all_best": best / len(groups),
+            "group/frac_all_worst": (len(alike) - best) / len(groups),
+        }
+
+
+def _lone_rollouts(failed: list[Experience], kept: list[Experience]) -> set[str]:
+    """Rollouts that succeeded alone in a group in which others failed."""
+    thinned = {exp.eid.tid for exp in failed}
+    groups: dict[str, set[str]] = defaultdict(set)
+    for exp in kept:
+        groups[exp.eid.tid].add(exp.eid.rid)
+    alone = (group for tid, group in groups.items() if tid in thinned and len(group) == 1)
+    return set().union(*alone)
+
+
+def _explanation(failed: list[Experience], total: int, limit: float) -> str:
+    """Which rollouts failed how, and the first reason in full."""
+    if not failed:
+        return "a step produced no experience at all"
+    kinds = Counter(str(exp.info[FAILURE_KEY]) for exp in failed)
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    reason = "every rollout of a step failed"
+    if len(failed) < total:
+        reason = f"more than {limit:.0%} of the rollouts of a step failed"
+    return f"{reason} ({len(failed)} of {total}: {listed}). The first:\n{failed[0].info[TRACE_KEY]}"
+
+
+class AnchorRate(ExperienceOperator):
+    """Logs how often GiGPO finds another rollout in the same state; changes no experience.
+
+    GiGPO compares the calls that different rollouts of a step made in one anchor state
+    (`STATE_KEY`). A call that is alone in its state gets no such comparison, and where nearly all
+    are alone, the algorithm quietly is plain GRPO. Trinity's own
+    `gigpo/anchor_group_hit_ratio` counts groups, one rollout that meets a state twice among them;
+    this counts the calls, and asks for a second rollout. The first call begins where every rollout
+    of the task begins, so it nearly always meets the others; the warning looks at later calls.
+
+    Stands behind `RunFilter`, so that failed rollouts do not count as others in a state.
+    """
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=ANCHOR_STEPS)
+        self._said = False
+
+    def process(self, exps: list[Experience]) -> Processed:
+        """The same experiences, and the shares of calls whose state another rollout met as well:
+        `gigpo/anchor_hit_rate` of all, `gigpo/anchor_hit_rate_later` of those after the first of
+        their rollout, which is left out where there are none."""
+        if not exps:
+            return exps, {}
+        rollouts: dict[str, set[str]] = defaultdict(set)
+        for exp in exps:
+            if STATE_KEY in exp.info:
+                rollouts[exp.info[STATE_KEY]].add(exp.eid.rid)
+        hits = {id(exp): len(rollouts.get(exp.info.get(STATE_KEY, ""), ())) > 1 for exp in exps}
+        metrics = {"gigpo/anchor_hit_rate": sum(hits.values()) / len(exps)}
+        later = [hits[id(exp)] for exp in exps if exp.eid.step > 0]
+        if later:
+            metrics["gigpo/anchor_hit_rate_later"] = sum(later) / len(later)
+        self._watch(metrics)
+        return exps, metrics
+
+    def _watch(self, metrics: dict[str, float]) -> None:
+        name = list(metrics)[-1]
+        self._rates.append(metrics[name])
+        if self._said or len(self._rates) < ANCHOR_STEPS or max(self._rates) >= ANCHOR_LOW:
+            return
+        self._said = True
+        shown = ", ".join(f"{rate:.2f}" for rate in self._rates)
+        get_logger(__name__).warning(
+            f"{name} is {shown} in the last {ANCHOR_STEPS} steps: fewer than {ANCHOR_LOW:.0%} of "
+            "these calls are made in a state that another rollout of the step met too, so GiGPO "
+            "has little to compare and works like GRPO. Name coarser states with "
+            "`state_key(...)`, raise `algorithm.repeat_times`, or use "
+            "`algorithm_type: multi_step_grpo`."
+        )
 
 
 class StepStamp(ExperienceOperator):
     """Comes last: notes on each experience how many of its step are left to train on."""
 
-    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+    def process(self, exps: list[Experience]) -> Processed:
         """The same experiences, each with the step's size in its `info`.
 
         Raises:
@@ -37,98 +208,27 @@ class StepStamp(ExperienceOperator):
         return exps, {}
 
 
-class RunFilter(ExperienceOperator):
-    """Keeps the experiences of runs that succeeded, ordered by task, run and step.
+class WholeStepSampleStrategy(DefaultSampleStrategy):
+    """Every train step consumes the experiences of exactly one explorer step.
 
-    A run whose whole group failed but for itself is taken out too: without a second run there
-    is no baseline, and Trinity's group advantages would take its raw reward for one. Only where
-    nothing else is left of the step does it stay.
-
-    Args:
-        max_failed_fraction: a step with a larger share of failed runs ends training.
+    Trinity's default counts experiences, that is model calls. With workflows of several calls, or
+    with rollouts that failed, the count of a step is not known beforehand: too large a
+    `train_batch_size` waits for ever, too small a one splits rollouts and lets the queue grow.
+    This reads one experience, then exactly the rest of its step, by the number stamped on it.
     """
 
-    def __init__(self, max_failed_fraction: float = 1.0) -> None:
-        if not 0.0 <= max_failed_fraction <= 1.0:
-            raise ValueError(
-                f"rollout.max_failed_fraction is a share from 0 to 1, not {max_failed_fraction}"
-            )
-        self.max_failed_fraction = max_failed_fraction
-        self._lowest = float("inf")
-        self._highest = float("-inf")
-
-    def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-        """The surviving experiences and the step's health.
-
-        Metrics: `group/failed_runs`, `group/lone_runs` (taken out for want of a group), and
-        the shares of task groups by the rewards of their runs: `group/frac_mixed` (they
-        differ), `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or
-        lower half of the rewards seen in this training).
+    async def sample(
+        self, step: int, **kwargs: Any
+    ) -> tuple[list[Experience], dict[str, float], list[Any]]:
+        """Read the next explorer step.
 
         Raises:
-            RunFailed: no run is left, or too many failed; with the first traceback.
-            BudgetReached: the budget ended in this step, which is then not trained.
+            StopAsyncIteration: the explorer closed the buffer and it is empty.
         """
-        failed = [exp for exp in exps if FAILURE_KEY in exp.info]
-        kept = [exp for exp in exps if FAILURE_KEY not in exp.info]
-        succeeded = len({exp.eid.rid for exp in kept})
-        total = len(failed) + succeeded
-        for exp in failed:
-            if exp.info[FAILURE_KEY] == Failure.BUDGET_REACHED:
-                raise BudgetReached(str(exp.info[TRACE_KEY]))
-        if not kept or len(failed) > self.max_failed_fraction * total:
-            raise RunFailed(_explanation(failed, total, self.max_failed_fraction))
-        lone = _lone_runs(failed, kept)
-        if len(lone) == succeeded:  # rather Trinity's way with groups of one than no step at all
-            lone = set()
-        kept = [exp for exp in kept if exp.eid.rid not in lone]
-        # Completion order differs from run to run of the same seed; training must not.
-        kept.sort(key=lambda exp: (exp.eid.task, exp.eid.run, exp.eid.step))
-        metrics = {
-            "group/failed_runs": float(len(failed)),
-            "group/lone_runs": float(len(lone)),
-            **self._group_health(kept),
-        }
-        return kept, metrics
-
-    def _group_health(self, exps: list[Experience]) -> dict[str, float]:
-        runs: dict[str, dict[str, float]] = defaultdict(dict)
-        for exp in exps:
-            runs[exp.eid.tid][exp.eid.rid] = float(exp.reward or 0.0)
-        groups = [list(group.values()) for group in runs.values()]
-        self._lowest = min(self._lowest, *(min(group) for group in groups))
-        self._highest = max(self._highest, *(max(group) for group in groups))
-        # Before any two rewards differed there is no middle: zero and below count as worst.
-        spread = self._highest > self._lowest
-        middle = (self._lowest + self._highest) / 2 if spread else 0.0
-        alike = [group[0] for group in groups if max(group) == min(group)]
-        best = sum(reward > middle for reward in alike)
-        return {
-            "group/frac_mixed": 1.0 - len(alike) / len(groups),
-            "group/frac_all_best": best / len(groups),
-            "group/frac_all_worst": (len(alike) - best) / len(groups),
-        }
-
-
-def _lone_runs(failed: list[Experience], kept: list[Experience]) -> set[str]:
-    """Runs that succeeded alone in a group in which others failed."""
-    thinned = {exp.eid.tid for exp in failed}
-    runs: dict[str, set[str]] = defaultdict(set)
-    for exp in kept:
-        runs[exp.eid.tid].add(exp.eid.rid)
-    return {
-        rid for tid, group in runs.items() if tid in thinned and len(group) == 1 for rid in group
-    }
-
-
-def _explanation(failed: list[Experience], total: int, limit: float) -> str:
-    """Which runs failed how, and the first reason in full."""
-    if not failed:
-        return "a step produced no experience at all"
-    kinds = Counter(str(exp.info[FAILURE_KEY]) for exp in failed)
-    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    if len(failed) == total:
-        reason = "every run of a step failed"
-    else:
-        reason = f"more than {limit:.0%} of the runs of a step failed"
-    return f"{reason} ({len(failed)} of {total}: {listed}). The first:\n{failed[0].info[TRACE_KEY]}"
+        metrics: dict[str, float] = {}
+        experiences = await self.exp_buffer.read(batch_size=1)
+        remaining = int(experiences[0].info[STEP_SIZE_KEY]) - 1
+        if remaining > 0:
+            experiences += await self.exp_buffer.read(batch_size=remaining)
+        self.set_model_version_metric(experiences, metrics)
+        return experiences, metrics, representative_sample(experiences)

@@ -2,9 +2,8 @@
 
 Each call is noted when it starts, with its caller and state, and keeps its own experiences, so
 that attribution and order are right under `asyncio.gather`. The real client lives in the
-runner's event loop and keeps its connections; calls are handed to it from the run's own loop.
+runner's event loop and keeps its connections; calls are handed to it from the rollout's own loop.
 
-Decisions:
 - Every choice of a call with `n > 1` is an experience of the same step.
 - Structured output (`chat.completions.parse`) is the same recorded call with a JSON schema;
   parsing is OpenAI's own. Streams are refused: they carry no token ids to train on.
@@ -31,10 +30,11 @@ from typing import TYPE_CHECKING, Any
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 
-from aflow_tune.context import CallNote, RunContext
+from aflow_tune.context import CallNote, RolloutContext
 from aflow_tune.models.ask import Ask
 from aflow_tune.models.ledger import current_ledger, is_booked
 from aflow_tune.models.types import Usage
+from aflow_tune.report.answers import answer_key
 from aflow_tune.trace import POLICY
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _DISTRIBUTION_KEYS = (
 _NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
 """Values, beside None, zero and the empty ones, that switch such an argument off."""
 _RANDOM_IDS = ("id", "tool_call_id")
-"""Keys of messages that differ in every run although the state is the same."""
+"""Keys of messages that differ in every rollout although the state is the same."""
 
 
 @dataclass
@@ -83,23 +83,23 @@ class RecordingClient:
     keeper: Any = None
 
 
-class RunRecorder:
-    """Everything that one run asks the model that is being tuned.
+class RolloutRecorder:
+    """Everything that one rollout asks the model that is being tuned.
 
     Made in the runner's event loop, in which the real client works.
 
     Args:
         source: the client of that loop, from `recording_client`.
-        context: the run's notes.
+        context: the rollout's notes.
         task_id: the task, unique in its batch; part of every state.
-        seed: root of the seeds of the run's calls; None leaves them to the server.
+        seed: root of the seeds of its calls; None leaves them to the server.
         generate_kwargs: configured arguments of a call.
     """
 
     def __init__(
         self,
         source: RecordingClient,
-        context: RunContext,
+        context: RolloutContext,
         task_id: str,
         seed: str | None,
         generate_kwargs: Mapping[str, Any],
@@ -170,7 +170,7 @@ class RunRecorder:
     async def _ask(self, call: RecordedCall, kwargs: dict[str, Any]) -> Any:
         """Runs in the runner's loop."""
         if self._closed:
-            raise RuntimeError("this run is over; its model takes no more calls")
+            raise RuntimeError("this rollout is over; its model takes no more calls")
         task = asyncio.current_task()
         assert task is not None
         self._in_flight.add(task)
@@ -222,7 +222,7 @@ async def _with_books(
 
 
 def load_agentscope() -> None:
-    """Import what `chat_model` needs, which takes seconds, before the time of a run begins."""
+    """Import what `chat_model` needs, which takes seconds, before the time of a rollout begins."""
     importlib.import_module("agentscope.model")
 
 
@@ -247,25 +247,70 @@ def auxiliary_chat_models(
     Args:
         clients: those of the wrappers, which live in `loop`.
     """
+
+    def shared(model: ModelWrapper, client: Any) -> TrinityChatModel:
+        async def ask(kwargs: dict[str, Any]) -> Any:
+            response = await client.chat.completions.create(**kwargs)
+            model.history.clear()  # filled by Trinity's client where its history is enabled
+            return response
+
+        async def create(**kwargs: Any) -> Any:
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+            return await _in_loop(loop, functools.partial(ask, kwargs))
+
+        return chat_model(_ClientProxy(client.model_path, create), model.generate_kwargs)
+
+    pairs = zip(wrappers, clients, strict=True)
+    return {str(wrapper.config.name): shared(wrapper, client) for wrapper, client in pairs}
+
+
+def response_length(experience: Experience) -> int:
+    return len(experience.tokens) - experience.prompt_length
+
+
+def call_summaries(context: RolloutContext, calls: list[RecordedCall]) -> list[dict[str, Any]]:
+    """What `EvalRecord.calls` holds: all calls of the rollout, also those without an answer."""
+    answered = {call.note.index: call for call in calls}
+    summaries = []
+    for note in list(context.calls):
+        call = answered.get(note.index)
+        summary: dict[str, Any] = {"caller": note.caller, "prompt_tokens": None, "tokens": None}
+        summaries.append(summary)
+        if call is None:
+            summary["failed"] = True
+            continue
+        if call.counted:
+            summary["prompt_tokens"] = call.experiences[0].prompt_length
+            summary["tokens"] = sum(map(response_length, call.experiences))
+        if any(choice.truncate_status is not None for choice in call.experiences):
+            summary["truncated"] = True
+        if call.tools:
+            summary["tools"] = call.tools
+    return summaries
+
+
+def final_answer(response: Any, calls: list[RecordedCall]) -> str | None:
+    """What the rollout ended with: the workflow's response, else that of the last call."""
+    if callable(getattr(response, "get_text_content", None)):  # a message of AgentScope's
+        response = response.get_text_content()
+    if isinstance(response, str):
+        return answer_key(response)
+    if not calls:
+        return None
+    last = calls[-1]
+    tools = [f"{tool['name']}({tool['arguments']})" for tool in last.tools]
+    return answer_key("\n".join([last.experiences[0].response_text or "", *tools]))
+
+
+def transcript_entry(call: RecordedCall) -> dict[str, Any]:
+    """One entry of `EvalRecord.transcript`."""
+    first = call.experiences[0]
     return {
-        str(wrapper.config.name): chat_model(
-            _shared_client(wrapper, client, loop), wrapper.generate_kwargs
-        )
-        for wrapper, client in zip(wrappers, clients, strict=True)
+        "caller": call.note.caller,
+        "messages": call.messages,
+        "response": first.response_text or "",
+        "tokens": response_length(first),
     }
-
-
-def _shared_client(model: ModelWrapper, client: Any, loop: asyncio.AbstractEventLoop) -> Any:
-    async def ask(kwargs: dict[str, Any]) -> Any:
-        response = await client.chat.completions.create(**kwargs)
-        model.history.clear()  # filled by Trinity's client where its history is enabled
-        return response
-
-    async def create(**kwargs: Any) -> Any:
-        kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        return await _in_loop(loop, functools.partial(ask, kwargs))
-
-    return _ClientProxy(client.model_path, create)
 
 
 def state_hash(task_id: str, caller: str, state: Any) -> str:
@@ -307,8 +352,8 @@ _open: dict[asyncio.AbstractEventLoop, dict[Any, RecordingClient]] = {}
 async def recording_client(model: ModelWrapper) -> RecordingClient:
     """The client for `model` in the current loop; closed when the loop is shut down.
 
-    Trinity gives every run a wrapper of its own, whose client would cost some 50 ms to make and
-    could not reuse a connection: one for each loop and model serves all runs.
+    Trinity gives every rollout a wrapper of its own, whose client would cost some 50 ms to make
+    and could not reuse a connection: one for each loop and model serves all of them.
     """
     of_loop = _open.setdefault(asyncio.get_running_loop(), {})
     key = (id(model.config), model.api_address)  # the wrapper below keeps the config alive
@@ -333,7 +378,7 @@ async def _close_with_loop(client: Any) -> AsyncGenerator[None, None]:
 
 @functools.cache
 def _constructed(model_path: str) -> TrinityChatModel:
-    """A model to copy: the constructor opens a connection pool, too slow for every run."""
+    """A model to copy: the constructor opens a connection pool, too slow for every rollout."""
     from agentscope.model import TrinityChatModel
 
     with warnings.catch_warnings():

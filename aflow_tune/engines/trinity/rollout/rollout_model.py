@@ -1,5 +1,7 @@
-"""The local sampler as a Trinity rollout model: one Ray actor that owns the sampler and its
-OpenAI-compatible server.
+"""The local sampler with its OpenAI-compatible server as a model of Trinity's.
+
+`SamplerHost` is made from Trinity's model configuration; a run in one process reaches it through
+`InlineModel`, the split through one Ray actor, `LocalRolloutModel`. Both sample in the same way.
 
 The server listens on loopback, or on the node's own address with a token of its own where the
 Ray has several nodes. Workflows reach it over HTTP exactly as they would reach vLLM; Trinity's
@@ -11,26 +13,106 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 from trinity.common.config import InferenceModelConfig
 from trinity.common.constants import SyncMethod
-from trinity.common.experience import Experience
-from trinity.common.models.model import BaseInferenceModel
+from trinity.common.models.model import BaseInferenceModel, ModelWrapper
 
 from aflow_tune.cluster.attached_ray import spans_nodes
-from aflow_tune.engines.local.sampler import SamplingParams
+from aflow_tune.engines.local.models import (
+    load_model,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    resolve_model,
+)
+from aflow_tune.engines.local.sampler import Sampler
+from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.errors import RunFailed
 
 if TYPE_CHECKING:
-    from aflow_tune.engines.trinity.rollout.sampler_host import SamplerHost
+    from aflow_tune.engines.local.server import SamplerServer
+
+
+@dataclass
+class SamplerHost:
+    sampler: Sampler
+    server: SamplerServer
+    tokenizer: Any
+    url: str
+
+    @classmethod
+    def from_model_config(
+        cls, config: InferenceModelConfig, host: str = "127.0.0.1", api_key: str | None = None
+    ) -> SamplerHost:
+        """Load the model named by `config.model_path` and serve it on `host`.
+
+        Our own settings (`local.*`, the LoRA shape) travel in `config.extra_engine_args`,
+        Trinity's place for engine-specific arguments.
+        """
+        # Here, and not above: every process that gets a handle of the actor imports its class.
+        from aflow_tune.engines.local.scripted import ScriptedSampler, ScriptedServer
+        from aflow_tune.engines.local.server import SamplerServer
+
+        engine = config.extra_engine_args
+        device = pick_device(engine["device"])
+        path = resolve_model(config.model_path)
+        if engine["threads"]:
+            torch.set_num_threads(engine["threads"])
+        tokenizer = load_tokenizer(path)
+        if config.chat_template:
+            tokenizer.chat_template = config.chat_template
+        scripted = bool(engine.get("scripted"))  # a dry run
+        make_sampler: type[Sampler] = ScriptedSampler if scripted else Sampler
+        make_server: type[SamplerServer] = ScriptedServer if scripted else SamplerServer
+        sampler = make_sampler(
+            load_model(path, pick_dtype(engine["dtype"], device), device),
+            tokenizer,
+            max_batch=engine["max_batch"],
+            max_model_len=config.max_model_len,
+            threads=engine["threads"],
+            deterministic=engine["deterministic"],
+            lora=LoraSpec(**engine["lora"]) if engine["lora"] else None,
+        )
+        server = make_server(
+            sampler,
+            tokenizer,
+            config.model_path,
+            host=host,
+            tool_call_parser=config.tool_call_parser or "hermes",
+            frozen=engine["frozen"],
+            api_key=api_key,
+        )
+        return cls(sampler, server, tokenizer, server.start())
+
+    def close(self) -> None:
+        self.server.stop()
+        self.sampler.close()
+
+
+class InlineModel(ModelWrapper):
+    """Trinity's model wrapper over a sampler of the same process."""
+
+    def __init__(self, host: SamplerHost, config: InferenceModelConfig) -> None:
+        super().__init__(models=[host], config=config, api_address=host.url)
+        self._host = host
+
+    @property
+    def model_version(self) -> int:
+        return self._host.sampler.version
+
+    @property
+    async def model_version_async(self) -> int:
+        return self._host.sampler.version
 
 
 class LocalRolloutModel(BaseInferenceModel):
-    """Trinity's contract of a rollout model over our sampler."""
+    """Trinity's contract of a rollout model over our sampler, as far as runs of ours use it: what
+    workflows ask comes over HTTP, and `generate`, `chat` and `logprobs` are left out."""
 
     def __init__(self, config: InferenceModelConfig) -> None:
         super().__init__(config)
@@ -39,8 +121,6 @@ class LocalRolloutModel(BaseInferenceModel):
 
     async def prepare(self) -> None:
         """Load the model and start the server; called once by the allocator."""
-        from aflow_tune.engines.trinity.rollout.sampler_host import SamplerHost
-
         host = "127.0.0.1"
         if spans_nodes():  # runners of other nodes ask it: by its own address, with its token
             host, self._token = ray.util.get_node_ip_address(), secrets.token_urlsafe(32)
@@ -87,56 +167,14 @@ class LocalRolloutModel(BaseInferenceModel):
             await asyncio.to_thread(self.host.sampler.update_weights, state, version)
         return version
 
-    async def generate(self, prompt: str, **kwargs: Any) -> Sequence[Experience]:
-        """Complete a text prompt; one experience a sequence."""
-        token_ids = self.host.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return await self._generate_ids(token_ids, prompt, kwargs)
-
-    async def chat(self, messages: list[dict], **kwargs: Any) -> Sequence[Experience]:
-        """Complete a conversation through the chat template; one experience a sequence."""
-        prompt = self.apply_chat_template(self.host.tokenizer, messages)
-        return await self.generate(prompt, **kwargs)
-
-    async def logprobs(
-        self, token_ids: list[int], temperature: float | None = None, **_: Any
-    ) -> torch.Tensor:
-        """Teacher-forced log-probabilities of tokens 1..T-1, shape (T-1,), fp32."""
-        scale = temperature if temperature is not None else (self.config.temperature or 1.0)
-        values = await asyncio.to_thread(self.host.sampler.token_logprobs, token_ids, scale)
-        return torch.tensor(values, dtype=torch.float32)
-
     async def served_logprobs(self, tokens: list[int], temperature: float) -> list[float]:
         """Log-probabilities of tokens 1..T-1, by the sampler behind the server."""
         return await asyncio.to_thread(self.host.sampler.token_logprobs, tokens, temperature)
 
     def sampler_stats(self) -> dict[str, float]:
-        """Totals of the sampler since its start."""
         return self.host.sampler.stats()
 
     async def shutdown(self) -> None:
         if self._host is not None:
             await asyncio.to_thread(self._host.close)
             self._host = None
-
-    async def _generate_ids(
-        self, token_ids: list[int], prompt: str, kwargs: dict[str, Any]
-    ) -> list[Experience]:
-        params = SamplingParams(
-            max_tokens=kwargs.get("max_tokens") or self.config.max_response_tokens or 512,
-            n=kwargs.get("n", 1),
-            temperature=kwargs.get("temperature", self.config.temperature or 1.0),
-            top_p=kwargs.get("top_p", 1.0) or 1.0,
-            top_k=max(kwargs.get("top_k", 0) or 0, 0),
-            seed=kwargs.get("seed"),
-        )
-        completions = await self.host.sampler.submit(token_ids, params)
-        return [
-            Experience(
-                tokens=torch.tensor(token_ids + completion.token_ids, dtype=torch.int32),
-                logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
-                prompt_length=len(token_ids),
-                prompt_text=prompt,
-                response_text=completion.text,
-            )
-            for completion in completions
-        ]

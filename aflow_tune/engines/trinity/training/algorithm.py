@@ -26,7 +26,7 @@ from trinity.common.config import AlgorithmConfig, Config
 from trinity.common.experience import Experience, split_dpo_experience_to_single_turn
 
 from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, Sample
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 PER_TOKEN = ("advantages", "returns", "teacher_logprobs", "token_level_reward")
 """Experience fields [R] that a registered function may read."""
@@ -59,18 +59,13 @@ class TrinityLoss:
         inputs = _inputs(batch)
         missing = [key for key in self.policy.select_keys if key not in inputs]
         if missing:
-            raise BadInput(
+            raise BadInput.of(
                 "The experiences do not fit the algorithm",
-                [
-                    Fault(
-                        where=f"algorithm.policy_loss_fn: {self.name}",
-                        expected=f"every experience of the batch has {key}",
-                        found="some or all have none",
-                        cure="choose an algorithm that fits this data (sft, dpo or raft need "
-                        "less), or an advantage function or workflow that sets it",
-                    )
-                    for key in missing
-                ],
+                f"algorithm.policy_loss_fn: {self.name}",
+                f"every experience of the batch has {', '.join(missing)}",
+                "some or all have none",
+                "choose an algorithm that fits this data (sft, dpo or raft need less), or an "
+                "advantage function or workflow that sets it",
             )
 
     def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
@@ -127,16 +122,12 @@ class TrainStep:
         self.algorithm = config.algorithm
         self.kind = ALGORITHM_TYPE.get(self.algorithm.algorithm_type)
         if self.kind.use_critic:
-            raise BadInput(
+            raise BadInput.of(
                 "The local engine has no critic",
-                [
-                    Fault(
-                        where="algorithm.algorithm_type",
-                        expected="an algorithm without a critic",
-                        found=repr(self.algorithm.algorithm_type),
-                        cure="algorithm.algorithm_type: multi_step_grpo",
-                    )
-                ],
+                "algorithm.algorithm_type",
+                "an algorithm without a critic",
+                repr(self.algorithm.algorithm_type),
+                "algorithm.algorithm_type: multi_step_grpo",
             )
         self.trainer = trainer
         self.loss = TrinityLoss(self.algorithm)

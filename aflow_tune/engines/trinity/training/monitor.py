@@ -36,7 +36,6 @@ class RunMonitor(Monitor):
         self._writer = SummaryWriter(str(Path(config.monitor.cache_dir) / "tensorboard" / role))
 
     def log(self, data: dict[str, Any], step: int, commit: bool = False) -> None:
-        """Append one line and the scalars; both are on disk when it returns."""
         try:
             append_metrics(self._run_dir, self.role, step, data)
             if self._writer is not None:
@@ -53,7 +52,6 @@ class RunMonitor(Monitor):
                 )
 
     def close(self) -> None:
-        """Close the TensorBoard file; safe to call twice."""
         writer, self._writer = self._writer, None
         if writer is not None:
             with contextlib.suppress(OSError):  # a full disk; it was told when it was met

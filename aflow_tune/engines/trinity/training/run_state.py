@@ -24,7 +24,7 @@ from typing import Any
 from trinity.common.config import TasksetConfig
 
 from aflow_tune.config.changes import is_free, renamed
-from aflow_tune.engines.local.manifest import MANIFEST, CheckpointError, verify_checkpoint
+from aflow_tune.engines.local.checkpoint import MANIFEST, CheckpointError, verify_checkpoint
 from aflow_tune.errors import AlreadyFinished, BadInput, Fault
 from aflow_tune.files import write_json
 from aflow_tune.report.metrics import read_metrics
@@ -45,10 +45,12 @@ from aflow_tune.types import Checkpoint
 def refuse_chain(run_dir: Path) -> None:
     """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
     if (run_dir / CHAIN_FILE).exists():
-        found, cure = "a chain of stages", "give this run another `name=`"
-        raise BadInput(
+        raise BadInput.of(
             "This folder belongs to a configuration with `stages`.",
-            [Fault(str(run_dir), "the folder of a single run, or a new one", found, cure)],
+            str(run_dir),
+            "the folder of a single run, or a new one",
+            "a chain of stages",
+            "give this run another `name=`",
         )
 
 
@@ -123,24 +125,16 @@ def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
         explorer_file.unlink(missing_ok=True)
     else:
         source = run_dir / "taskset_state" / f"step_{step}.json"
-        if not source.exists():
-            raise BadInput(
-                "This run cannot be resumed.",
-                [
-                    Fault(
-                        str(source),
-                        f"the position in the task sets after step {step}",
-                        "no such file",
-                        "start again under another `name=`",
-                    )
-                ],
-            )
         try:
             states = json.loads(source.read_text(encoding="utf-8"))
-        except ValueError as error:
-            cure = "start again under another `name=`"
-            fault = Fault(str(source), "the position in the task sets", str(error), cure)
-            raise BadInput("This run cannot be resumed.", [fault]) from None
+        except (FileNotFoundError, ValueError) as error:
+            raise BadInput.of(
+                "This run cannot be resumed.",
+                str(source),
+                f"the position in the task sets after step {step}",
+                "no such file" if isinstance(error, FileNotFoundError) else str(error),
+                "start again under another `name=`",
+            ) from None
         write_json(explorer_file, {"latest_iteration": step, "taskset_states": states})
     for path in run_dir.glob("evaluations/*/step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > step:
@@ -209,16 +203,12 @@ def _refuse_stray(run_dir: Path) -> None:
     run's, whatever was trained, and at its target it would be called done without a step."""
     ours = [point for point in checkpoints(run_dir) if (point.path / MANIFEST).is_file()]
     if ours:
-        raise BadInput(
+        raise BadInput.of(
             "This folder holds checkpoints, and nothing says of which run.",
-            [
-                Fault(
-                    str(run_dir),
-                    f"{RUN_FILE} beside its checkpoints, or a folder without any",
-                    f"checkpoints up to step {ours[-1].step} without {RUN_FILE}",
-                    f"put {RUN_FILE} back, or give this run another `name=`",
-                )
-            ],
+            str(run_dir),
+            f"{RUN_FILE} beside its checkpoints, or a folder without any",
+            f"checkpoints up to step {ours[-1].step} without {RUN_FILE}",
+            f"put {RUN_FILE} back, or give this run another `name=`",
         )
 
 
@@ -232,6 +222,7 @@ def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) ->
             "set it back to resume, or give the changed run another `name=`",
         )
         for key in sorted(state.fingerprint.keys() | fingerprint.keys())
-        # An older version may have counted a setting that is free by now.
+        # An older version may have counted a setting that is free by now, or have named a class
+        # of ours by another path.
         if renamed(state.fingerprint.get(key)) != fingerprint.get(key) and not is_free(key)
     ]

@@ -5,8 +5,11 @@
   that verl imports from flash-attn: without that package the first step of training ends with
   ModuleNotFoundError. flash-attn has to be compiled, and is not in our GPU set. transformers has
   the same functions in plain torch. The model itself is another matter: it attends with flash-attn
-  unless told otherwise (`adaptations.adapt_cluster` does that with `use_remove_padding: false`).
-- **Whole pairs in DPO** (`pair_loss.py`).
+  unless told otherwise (`config/rules/adaptations.py` does that with `use_remove_padding: false`).
+- **Whole pairs in DPO.** Trinity's loss sums the log-probabilities of a whole micro-batch before
+  it compares chosen and rejected: margins of 2 and -1 with beta 0.1 give 0.644397, where the mean
+  over the pairs is 0.671268 (Rafailov et al. 2023, equation 7). And verl cuts batches where it
+  likes, also through a pair. Here every pair keeps a loss of its own, and stays whole.
 - **An error that is told.** Upstream logs what a step raised and ends as if all were well.
 - **Its half of the sync check**: after every step, what the new weights say of the fixed text.
 """
@@ -16,21 +19,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from trinity.algorithm.policy_loss_fn.dpo_loss import DPOLossFn
 from trinity.common.config import Config
 from trinity.common.experience import EID, Experience
-from trinity.trainer.trainer import Trainer
 
 from aflow_tune.config.engine import removes_padding
-from aflow_tune.engines.trinity.training.pair_loss import keep_pairs
 from aflow_tune.engines.trinity.training.sync_check import (
-    forget,
     is_checked,
     probe_tokens,
-    publish,
 )
+from aflow_tune.engines.trinity.training.trainer import PublishingTrainer
 
 
-class VerlTrainer(Trainer):
+class VerlTrainer(PublishingTrainer):
     """Trinity's; see the module's docstring for what it adds."""
 
     def __init__(self, config: Config) -> None:
@@ -40,18 +42,12 @@ class VerlTrainer(Trainer):
         if config.algorithm.algorithm_type == "dpo" and config.trainer.trainer_type == "verl":
             keep_pairs(self.engine, config.buffer.train_batch_size)
 
-    async def prepare(self) -> None:
-        await super().prepare()
-        self._publish()
-
     async def train_step(self, exps: list[Experience]) -> dict[str, float]:
         try:
-            metrics: dict[str, float] = await super().train_step(exps)
-            self._publish()
+            return await super().train_step(exps)
         except Exception as error:
             self._error = error
             raise
-        return metrics
 
     async def train(self) -> str:
         """As upstream's; raises what a step raised, once the last checkpoint is saved."""
@@ -60,16 +56,12 @@ class VerlTrainer(Trainer):
             raise self._error
         return name
 
-    async def shutdown(self) -> None:
-        await super().shutdown()
-        forget(self.config.ray_namespace)
-
-    def _publish(self) -> None:
+    async def probe(self) -> tuple[list[int], list[float]] | None:
         config = self.config
-        if is_checked(config):
-            tokens = probe_tokens(self.engine.tokenizer, config.model.max_model_len)
-            logprobs = verl_logprobs(self.engine, tokens, config.model.temperature)
-            publish(config.ray_namespace, self.train_step_num, tokens, logprobs)
+        if not is_checked(config):
+            return None
+        tokens = probe_tokens(self.engine.tokenizer, config.model.max_model_len)
+        return tokens, verl_logprobs(self.engine, tokens, config.model.temperature)
 
 
 def verl_logprobs(engine: Any, tokens: list[int], temperature: float) -> list[float]:
@@ -105,3 +97,54 @@ def provide_unpadding() -> None:
     # In the order in which verl unpacks them; the third, `rearrange`, is of einops and unused.
     functions: Any = (plain._index_first_axis, plain._pad_input, None, plain._unpad_input)
     attention_utils._get_attention_functions = lambda: functions
+
+
+class PairLoss(DPOLossFn):
+    """Trinity's DPO loss of each pair, summed and divided by `pairs`.
+
+    Args:
+        pairs: of the whole mini-batch of one worker. verl adds the gradients of micro-batches up,
+            so the sum of their losses must be the mean over all pairs. None: those of the call.
+    """
+
+    def __init__(
+        self,
+        backend: str = "verl",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        pairs: int | None = None,
+    ) -> None:
+        super().__init__(backend, beta, label_smoothing)
+        self.pairs = pairs
+
+    def __call__(
+        self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Rows 2i and 2i + 1 are chosen and rejected of pair i; all shapes are [2P, R]."""
+        results = [
+            super(PairLoss, self).__call__(logprob[at], ref_logprob[at], action_mask[at])
+            for at in (slice(i, i + 2) for i in range(0, len(logprob), 2))
+        ]
+        losses, metrics = zip(*results, strict=True)
+        total = torch.stack(losses).sum() / (self.pairs or len(losses))
+        means = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+        return total, means
+
+
+def keep_pairs(engine: Any, pairs: int) -> None:
+    """Let Trinity's `VERLTrainer` train on whole pairs, `pairs` of them a step.
+
+    Before `engine.prepare()`, which hands the loss to the workers.
+    """
+    algorithm = engine.algorithm_config
+    if algorithm.policy_loss_fn == "dpo":
+        algorithm.policy_loss_fn = f"{PairLoss.__module__}.{PairLoss.__qualname__}"
+        algorithm.policy_loss_fn_args["pairs"] = pairs // engine._get_dp_size()
+    engine.config.actor.ppo_mini_batch_size = 2 * pairs  # verl counts sequences
+    update = engine._update_actor
+
+    def update_pairs(batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.meta_info["force_group_size"] = 2
+        return update(batch, metrics)
+
+    engine._update_actor = update_pairs

@@ -1,7 +1,7 @@
-"""A thread and an event loop of its own for each run of a workflow.
+"""A thread and an event loop of its own for each rollout.
 
 User code may block: `time.sleep`, a slow library call, an endless loop. In the runner's event
-loop that would stop every other run and the time-outs themselves. Here it stops only its own
+loop that would stop every other rollout and the time-outs themselves. Here it stops only its own
 thread; the runner waits for it with a limit and gives it up when the limit has passed.
 
 What this cannot do: end a thread that is inside a C function. Such a thread is abandoned. It
@@ -24,13 +24,13 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 GRACE_SECONDS = 1.0
-"""How long a run may take to answer after its time is up, before it counts as blocked."""
+"""How long a rollout may take to answer after its time is up, before it counts as blocked."""
 MAX_BLOCKING_CALLS = 32
-"""Calls of `asyncio.to_thread` that one run works on at once; further ones wait."""
+"""Calls of `asyncio.to_thread` that one rollout works on at once; further ones wait."""
 
 
 class TimedOut(Exception):
-    """The run exceeded its time while its event loop was alive; `error` is its cancellation."""
+    """The rollout exceeded its time while its event loop was alive; `error` is its cancellation."""
 
     def __init__(self, seconds: float, error: BaseException | None) -> None:
         super().__init__(f"not finished after {seconds:g} s")
@@ -38,7 +38,7 @@ class TimedOut(Exception):
 
 
 class Blocked(Exception):
-    """The run exceeded its time and its event loop does not answer; `stack` is where it is."""
+    """The rollout exceeded its time and its event loop does not answer; `stack` is where it is."""
 
     def __init__(self, seconds: float, stack: traceback.StackSummary) -> None:
         super().__init__(f"its event loop does not answer after {seconds:g} s")
@@ -46,7 +46,7 @@ class Blocked(Exception):
 
 
 class Escaped(Exception):
-    """What a run raised that is no `Exception`, such as SystemExit or a cancellation.
+    """What a rollout raised that is no `Exception`, such as SystemExit or a cancellation.
 
     It travels in here because it would end the runner if it were raised as itself.
     """
@@ -56,8 +56,8 @@ class Escaped(Exception):
         self.error = error
 
 
-class RunThread(Generic[T]):
-    """Runs one coroutine in a new thread: `await RunThread(make).result(seconds)`.
+class RolloutThread(Generic[T]):
+    """Runs one coroutine in a new thread: `await RolloutThread(make).result(seconds)`.
 
     `make` is called in the thread, inside its event loop and a copy of the current context.
     """
@@ -114,7 +114,7 @@ class RunThread(Generic[T]):
             self._close_loop()
 
     def _finish(self, value: T | None, error: BaseException | None) -> None:
-        """Tell the runner; what the run left behind is cleaned up after that."""
+        """Tell the runner; what the rollout left behind is cleaned up after that."""
 
         def deliver() -> None:
             if self._given_up or self._done.done():
@@ -167,13 +167,13 @@ class RunThread(Generic[T]):
             done, _ = self._loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
             for task in done:
                 if not task.cancelled():
-                    task.exception()  # seen: the run is over, nobody else will look
+                    task.exception()  # seen: the rollout is over, nobody else will look
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _stack(self) -> traceback.StackSummary:
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
-        del frame  # a frame keeps alive every local variable of the run
+        del frame  # a frame keeps alive every local variable of the rollout
         return stack
 
 
@@ -181,7 +181,7 @@ class _Thread(threading.Thread):
     """A daemon thread that can be told to stop while it executes Python code."""
 
     def __init__(self, target: Callable[[], None]) -> None:
-        super().__init__(target=target, name="workflow-run", daemon=True)
+        super().__init__(target=target, name="rollout", daemon=True)
         self._over = False
         self._guard = threading.Lock()
 
@@ -208,7 +208,7 @@ class _Thread(threading.Thread):
 
 
 class _DaemonExecutor(ThreadPoolExecutor):
-    """What `asyncio.to_thread` uses in a run, with daemon threads.
+    """What `asyncio.to_thread` uses in a rollout, with daemon threads.
 
     The threads of the standard executor are joined when the process ends: one call that hangs
     would keep a finished training alive. A thread for each call instead, as many at a time as
@@ -221,7 +221,6 @@ class _DaemonExecutor(ThreadPoolExecutor):
         self._running: set[_Thread] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run `fn(*args, **kwargs)` in a daemon thread."""
         future: Future[Any] = Future()
 
         def work() -> None:

@@ -1,4 +1,11 @@
-"""The local trainer behind Trinity's `TrainEngineWrapper`: it owns weights and checkpoints."""
+"""Trinity's Trainer on the local engine, with a loop that ends in an error when a step fails.
+
+`PublishingTrainer` is the trainer's half of the sync check, for both engines; `LocalTrainEngine`
+puts our trainer behind Trinity's `TrainEngineWrapper`; `LocalTrainActor` is the actor of the split.
+
+Every process that gets a handle of an actor imports its class, so what only the trainer needs (PEFT
+and the models) is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +15,62 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import torch
+from trinity.common.constants import RunningStatus
 from trinity.common.experience import Experience
-from trinity.trainer.trainer import TrainEngineWrapper
+from trinity.trainer import trainer as trinity_trainer
+from trinity.trainer.trainer import TrainEngineWrapper, Trainer
 
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.engines.local.lora_spec import LoraSpec
 from aflow_tune.engines.local.models import (
     load_tokenizer,
     pick_device,
     pick_dtype,
     resolve_model,
 )
-from aflow_tune.engines.local.packing import Sample
-from aflow_tune.engines.local.schedule import Schedule
-from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
-from aflow_tune.engines.trinity.training.algorithm import TrainStep
-from aflow_tune.engines.trinity.training.sync_check import probe_tokens
+from aflow_tune.engines.trinity.training.sync_check import forget, probe_tokens, publish
 from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint
 from aflow_tune.runs.keep import kept_in_run
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.local.trainer import LocalTrainer
 
 T = TypeVar("T")
 
 
+class PublishingTrainer(Trainer):
+    """Trinity's Trainer, which says what its weights score the text of the sync check: before the
+    first step and after each, for the explorer to compare."""
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        await self._publish()
+
+    async def train_step(self, exps: list[Experience]) -> dict[str, float]:
+        metrics: dict[str, float] = await super().train_step(exps)
+        await self._publish()
+        return metrics
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        forget(self.config.ray_namespace)
+
+    async def probe(self) -> tuple[list[int], list[float]] | None:
+        """The fixed text in tokens, and the log-probabilities of its tokens 1..T-1; None where
+        nobody asks for them."""
+        raise NotImplementedError
+
+    async def _publish(self) -> None:
+        scored = await self.probe()
+        if scored is not None:
+            publish(self.config.ray_namespace, self.train_step_num, *scored)
+
+
 class LocalTrainEngine(TrainEngineWrapper):
-    """One optimiser step a call on our trainer; checkpoints under the run folder.
+    """One optimiser step a call on our trainer; it owns weights and checkpoints.
 
     All torch work happens on one thread of its own, so that the actor's event loop stays
     free to answer and the arithmetic is always done by the same thread.
@@ -49,6 +84,8 @@ class LocalTrainEngine(TrainEngineWrapper):
 
     async def prepare(self) -> None:
         """Build the trainer and load the latest checkpoint, if there is one."""
+        from aflow_tune.engines.trinity.training.algorithm import TrainStep
+
         self.trainer = await self._run(lambda: build_trainer(self.config))
         self.train = await self._run(lambda: TrainStep(self.config, self.trainer))
         existing = checkpoints(self.run_dir)
@@ -65,11 +102,12 @@ class LocalTrainEngine(TrainEngineWrapper):
 
     async def probe(self) -> tuple[list[int], list[float]]:
         """The fixed text of the sync check, and the log-probabilities of its tokens 1..T-1."""
-        sample = Sample(
-            torch.tensor(self._tokens), 1, torch.ones(len(self._tokens) - 1, dtype=torch.bool)
-        )
+        from aflow_tune.engines.local.packing import Sample
+
+        tokens = self._tokens
+        sample = Sample(torch.tensor(tokens), 1, torch.ones(len(tokens) - 1, dtype=torch.bool))
         scores = await self._run(lambda: self.trainer.logprobs([sample]))
-        return self._tokens, scores[0].tolist()
+        return tokens, scores[0].tolist()
 
     @cached_property
     def _tokens(self) -> list[int]:
@@ -115,7 +153,6 @@ class LocalTrainEngine(TrainEngineWrapper):
         """Nothing to tear down."""
 
     def close(self) -> None:
-        """Wait for the step under way and end the thread."""
         self._thread.shutdown(wait=True)
 
     def _export(self) -> None:
@@ -142,7 +179,9 @@ class LocalTrainEngine(TrainEngineWrapper):
 
 
 def build_trainer(config: AflowConfig) -> LocalTrainer:
-    """The local trainer that a prepared configuration describes."""
+    from aflow_tune.engines.local.trainer import LocalTrainer, Schedule, TrainerSettings
+    from aflow_tune.engines.local.weights import LoraSpec
+
     local, optimizer = config.local, config.algorithm.optimizer
     device = pick_device(local.device)
     if local.threads:
@@ -171,3 +210,72 @@ def build_trainer(config: AflowConfig) -> LocalTrainer:
         seed=config.seed,
     )
     return LocalTrainer(resolve_model(config.model.model_path), settings)
+
+
+class LocalTrainActor(PublishingTrainer):
+    def __init__(self, config: AflowConfig) -> None:
+        # Trinity's constructor asks a function of its own module for the engine. The swap
+        # lasts for this call and touches this actor's process only.
+        original = trinity_trainer.get_trainer_wrapper
+        trinity_trainer.get_trainer_wrapper = LocalTrainEngine
+        try:
+            super().__init__(config)
+        finally:
+            trinity_trainer.get_trainer_wrapper = original
+        self._stop_requested = False
+
+    async def probe(self) -> tuple[list[int], list[float]]:
+        scored: tuple[list[int], list[float]] = await self.engine.probe()
+        return scored
+
+    def request_stop(self) -> None:
+        """Finish the step under way, save, and end `train()`."""
+        self._stop_requested = True
+
+    async def train(self) -> str:
+        """Train until the target, until the explorer has no more, or until asked to stop.
+
+        Always leaves a checkpoint of the last finished step. Raises what a step raised.
+        """
+        try:
+            while self.train_step_num < self.total_steps and not self._stop_requested:
+                experiences = await self._next_batch()
+                if experiences is None:
+                    break
+                await self._step(*experiences)
+        finally:
+            await self.synchronizer.set_trainer_status.remote(RunningStatus.STOPPED)
+            if self.train_step_num > 0:
+                await self.save_checkpoint(block_until_saved=True)
+        return self.config.trainer.name
+
+    async def finish(self) -> int:
+        """Export the trained model; returns the step that was reached."""
+        if self.train_step_num > 0 and self.config.trainer.save_hf_checkpoint != "never":
+            await self.save_checkpoint(block_until_saved=True, save_as_hf=True)
+        return self.train_step_num
+
+    async def _next_batch(self) -> tuple[list[Experience], dict[str, float]] | None:
+        """Wait for a batch, or None when there is none or a stop was asked for."""
+        sampling = asyncio.ensure_future(self._sample_data())
+        while not sampling.done():
+            if self._stop_requested:
+                sampling.cancel()
+                return None
+            if await self.need_sync():
+                await self.sync_weight()
+            await asyncio.wait([sampling], timeout=0.5)
+        try:
+            experiences, metrics, _ = await sampling
+        except StopAsyncIteration:
+            return None
+        return experiences, metrics
+
+    async def _step(self, experiences: list[Experience], metrics: dict[str, float]) -> None:
+        metrics.update(await self.train_step(experiences))
+        if await self.need_sync() or self.train_step_num >= self.total_steps:
+            metrics.update(await self.sync_weight())
+        # Before the checkpoint: a resumed run does not do the step again, and cannot log it.
+        self.monitor.log(metrics, self.train_step_num)
+        if self.need_save():
+            self.monitor.log(await self.save_checkpoint(), self.train_step_num)

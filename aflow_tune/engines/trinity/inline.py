@@ -1,0 +1,384 @@
+"""The whole run in one process, without Ray: it rolls out or reads a data set, trains, evaluates.
+
+Trinity's own parts do the same work as in the split: its runner runs the workflows, its task sets
+are read by its readers, its pipeline computes advantages with its registered functions, its metric
+functions aggregate. Only what needs actors is replaced: the model wrapper asks the sampler
+directly for its version, the pipeline writes to a list, and `InlineRun` takes the place of
+Explorer, Trainer, Synchronizer and queue.
+
+`mode: train` (`sft`, `dpo`, `cpt`) takes its batches from Trinity's reader, so batches, shuffling
+and epochs are Trinity's, and which tokens are learned is decided by its formatters. If there are
+held-out task sets, the workflow is evaluated before, between and after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trinity.buffer.operators.experience_operator import create_operators
+from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
+from trinity.buffer.task_scheduler import get_taskset_scheduler
+from trinity.common.experience import Experience
+from trinity.common.models.model import ModelWrapper
+from trinity.common.workflows import Task
+from trinity.explorer.workflow_runner import Status, WorkflowRunner
+from trinity.utils.metrics import (
+    aggregate_eval_metrics,
+    aggregate_metrics,
+    calculate_task_level_metrics,
+)
+from trinity.utils.monitor import MONITOR
+
+from aflow_tune.config.accounting import stop_at_limit
+from aflow_tune.config.engine import computes_in_16_bits, sampling_speed
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.mixes import quick_tasksets
+from aflow_tune.engines.trinity.readers import Experiences, read_all
+from aflow_tune.engines.trinity.rollout.rollout_model import InlineModel, SamplerHost
+from aflow_tune.engines.trinity.training.run_state import (
+    forget_evaluation,
+    is_evaluated,
+    save_taskset_state,
+)
+from aflow_tune.engines.trinity.training.sync_check import MISMATCH, SyncCheck
+from aflow_tune.engines.trinity.training.trainer import LocalTrainEngine
+from aflow_tune.errors import BudgetReached, RunFailed
+
+logger = logging.getLogger("trinity")
+
+
+class InlineRunner(WorkflowRunner):
+    def __init__(
+        self, config: AflowConfig, model: ModelWrapper, auxiliary: list[ModelWrapper]
+    ) -> None:
+        self.name = f"{config.explorer.name}_runner_0"
+        self.logger = logger
+        self.config = config
+        self.model_wrapper = model
+        self.auxiliary_model_wrappers = auxiliary
+        self.workflow_instance = None
+        self.runner_id = 0
+        self.runner_state: dict[str, Any] = {}
+        self.concurrent_mode = "asynchronous"
+        self.concurrent_run_fn = self._asynchronous_run
+
+
+class InlineRollouts:
+    """A sampler, the auxiliary models and a runner; `prepare()` loads them, `close()` frees them.
+
+    Args:
+        config: a prepared configuration.
+        phase: told in words what is going on.
+    """
+
+    def __init__(self, config: AflowConfig, phase: Callable[[str], None]) -> None:
+        self.config = config
+        self.phase = phase
+        self.run_dir = Path(config.checkpoint_job_dir)
+        self._hosts: list[SamplerHost] = []
+
+    async def prepare(self) -> None:
+        explorer = self.config.explorer
+        host = await self._host(explorer.rollout_model)
+        self.sampler = host.sampler
+        auxiliary = [
+            InlineModel(await self._host(model_config), model_config)
+            for model_config in explorer.auxiliary_models
+        ]
+        self.runner = InlineRunner(
+            self.config, InlineModel(host, explorer.rollout_model), auxiliary
+        )
+
+    async def _host(self, model_config: Any) -> SamplerHost:
+        host = await asyncio.to_thread(SamplerHost.from_model_config, model_config)
+        self._hosts.append(host)
+        return host
+
+    async def sync(self, engine: LocalTrainEngine) -> None:
+        weights = await asyncio.to_thread(engine.trainer.weights)
+        await asyncio.to_thread(self.sampler.update_weights, weights, engine.train_step_num)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights of `step` are to be evaluated before the next step."""
+        explorer = self.config.explorer
+        return step % explorer.eval_interval == 0 if step else explorer.eval_on_startup
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the weights of `step` were evaluated to the end on every held-out task set.
+
+        The run that is resumed may have been killed while it evaluated them.
+        """
+        tasksets = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
+        return is_evaluated(self.run_dir, step, tasksets)
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Run the held-out task sets with the current weights; the metrics to log for `step`.
+
+        Raises:
+            BudgetReached: a limit was reached; the evaluation does not count.
+        """
+        metrics: dict[str, float] = {}
+        started = time.time()
+        for taskset in quick_tasksets(self.config, step):
+            self.phase(f"evaluating on {taskset.name}")
+            forget_evaluation(taskset, step)
+            tasks, batch_id = await read_all(taskset), f"{step}/{taskset.name}"
+            results = await self.run_tasks(tasks, batch_id, taskset.repeat_times)
+            metrics |= aggregate_eval_metrics(
+                [status.metrics[0] for status, _ in results],
+                prefix=f"eval/{taskset.name}",
+                detailed_stats=self.config.monitor.detailed_stats,
+            )
+            metrics[f"eval/{taskset.name}/finished_task_count"] = float(len(results))
+            stop_at_limit(self.config)
+        if metrics:
+            metrics["time/eval"] = time.time() - started
+        return metrics
+
+    async def run_tasks(
+        self, tasks: list[Task], batch_id: int | str, repeat_times: int
+    ) -> list[tuple[Status, bytes]]:
+        """Run every task `repeat_times` times; results in the order of the tasks.
+
+        Raises:
+            RunFailed: a task failed outside of the user's function, which the adapter shields.
+        """
+        # As many tasks at once as keep every slot of the sampler busy.
+        slots = asyncio.Semaphore(math.ceil(self.config.local.max_batch / max(1, repeat_times)))
+
+        async def run(index: int, task: Task) -> tuple[Status, bytes]:
+            numbered = replace(
+                task,
+                batch_id=batch_id,
+                task_id=index,
+                rollout_args=replace(task.rollout_args, n=repeat_times),
+            )
+            started = time.time()
+            async with slots:
+                status, payload = await self.runner.run_task(
+                    numbered, str(batch_id), repeat_times=repeat_times, collect_partial_runs=False
+                )
+            if not status.ok:
+                raise RunFailed(f"a task of batch {batch_id} failed:\n{status.message}")
+            metrics = [*status.metrics, {"time/task_execution": time.time() - started}]
+            task_metrics = calculate_task_level_metrics(metrics, task.is_eval)
+            return replace(status, metrics=[task_metrics]), payload
+
+        return await asyncio.gather(*(run(index, task) for index, task in enumerate(tasks)))
+
+    async def close(self) -> None:
+        for host in self._hosts:
+            await asyncio.to_thread(host.close)
+
+
+class _Collected:
+    def __init__(self) -> None:
+        self.experiences: list[Experience] = []
+
+    async def write(self, experiences: list[Experience]) -> None:
+        self.experiences = list(experiences)
+
+
+class InlinePipeline(ExperiencePipeline):
+    """Trinity's experience pipeline with its operators, written to a list."""
+
+    def __init__(self, config: AflowConfig) -> None:
+        self.logger = logger
+        self.config = config
+        self.input_store = None
+        self.output = _Collected()
+        self.auxiliary_models: dict[Any, Any] = {}
+
+    async def prepare(self) -> None:
+        self.operators = create_operators(
+            self.config.data_processor.experience_pipeline.operators, self.auxiliary_models
+        )
+        self._set_algorithm_operators(self.config.algorithm)
+        for operator in self.operators:
+            await operator.prepare()
+
+
+class InlineRun:
+    """Train, evaluate and save in turns until the target step.
+
+    Args:
+        config: a prepared configuration.
+        target: the step to reach.
+        phase: told in words what is going on.
+        stop: asked between steps whether to stop.
+        reader: the data set to train on; None: on rollouts of the workflow.
+    """
+
+    def __init__(
+        self,
+        config: AflowConfig,
+        target: int,
+        phase: Callable[[str], None],
+        stop: Callable[[], bool],
+        reader: Experiences | None = None,
+    ) -> None:
+        self.config = config
+        self.target = target
+        self.phase = phase
+        self.stop = stop
+        self.reader = reader
+        self.run_dir = Path(config.checkpoint_job_dir)
+        self.engine = LocalTrainEngine(config)
+        self.rollouts: InlineRollouts | None = None
+        if reader is None or config.buffer.explorer_input.eval_tasksets:
+            self.rollouts = InlineRollouts(config, phase)
+        self.monitors: dict[str, Any] = {}
+        self._evaluated = -1
+        self._check = SyncCheck(computes_in_16_bits(config))
+
+    async def run(self) -> int:
+        """Train; returns the step reached. Raises what a step raised."""
+        try:
+            self.phase("loading the model")
+            if self.rollouts is not None:
+                await self.rollouts.prepare()
+            await self.engine.prepare()
+            for role in (self.config.explorer.name, self.config.trainer.name):
+                self.monitors[role] = make_monitor(self.config, role)
+            await self._open()
+            await self._loop()
+            return self.engine.train_step_num
+        finally:
+            await self._close()
+
+    async def _open(self) -> None:
+        """Open what is trained on, at the position where an earlier command left it."""
+        path = self.run_dir / f"{self.config.explorer.name}_meta.json"
+        state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if self.reader is None:
+            self.pipeline = InlinePipeline(self.config)
+            await self.pipeline.prepare()
+            self.taskset = get_taskset_scheduler(explorer_state=state, config=self.config)
+        elif position := state.get("taskset_states"):
+            self.reader.load_state_dict(position[0])
+
+    async def _loop(self) -> None:
+        engine, rollouts = self.engine, self.rollouts
+        step = engine.train_step_num
+        if rollouts is not None:
+            if step:
+                await rollouts.sync(engine)
+            await self._check_sync(rollouts)
+            self._evaluated = step if rollouts.is_evaluated(step) else -1
+            if rollouts.is_due(step):
+                await self._evaluate(step)
+        while step < self.target and not self.stop():
+            try:
+                experiences = await self._batch(step + 1)
+                if experiences is None:
+                    break
+                step = await self._train(experiences)
+                if step % self.config.explorer.eval_interval == 0:
+                    await self._evaluate(step)
+            except BudgetReached:
+                break
+            except Exception:
+                # What was learned since the last save need not be learned again. If this fails
+                # as well, the first failure is the one to tell.
+                if engine.train_step_num > 0:
+                    with contextlib.suppress(Exception):
+                        await engine.save_checkpoint(block_until_saved=True)
+                raise
+        if step == 0:
+            return
+        self.phase("saving")
+        await engine.save_checkpoint(block_until_saved=True)
+        if step >= self.target:
+            await self._evaluate(step)
+            save_model = self.config.trainer.save_hf_checkpoint != "never"
+            await engine.save_checkpoint(block_until_saved=True, save_as_hf=save_model)
+
+    async def _batch(self, step: int) -> list[Experience] | None:
+        """The experiences of `step`; None when there are no more. Saves the position first."""
+        if self.reader is None:
+            return await self._roll_out(step)
+        try:
+            experiences: list[Experience] = await self.reader.read()
+        except StopAsyncIteration:
+            return None
+        save_taskset_state(self.run_dir, step, [self.reader.state_dict()])
+        return experiences
+
+    async def _roll_out(self, step: int) -> list[Experience] | None:
+        assert self.rollouts is not None
+        self.phase("rolling out")
+        try:
+            tasks = await self.taskset.read()
+        except StopAsyncIteration:
+            return None
+        save_taskset_state(self.run_dir, step, self.taskset.state_dict())
+        sampler = self.rollouts.sampler
+        started, totals = time.time(), sampler.stats()
+        results = await self.rollouts.run_tasks(tasks, step, self.config.algorithm.repeat_times)
+        payloads = [payload for _, payload in results if payload]
+        metrics = await self.pipeline.process_serialized_chunks(payloads)
+        self.taskset.feedback(metrics)
+        metrics |= aggregate_metrics([status.metrics[0] for status, _ in results], prefix="rollout")
+        metrics["explorer/time/wait_explore_step"] = time.time() - started
+        metrics["rollout/model_version"] = sampler.version
+        metrics["rollout/finished_task_count"] = float(len(results))
+        metrics |= sampling_speed(totals, sampler.stats())
+        self.monitors[self.config.explorer.name].log(metrics, step)
+        return self.pipeline.output.experiences
+
+    async def _train(self, experiences: list[Experience]) -> int:
+        self.phase("training")
+        started = time.time()
+        metrics = await self.engine.train_step(experiences)
+        metrics["time/train_step"] = time.time() - started
+        if self.rollouts is not None:
+            started = time.time()
+            await self.rollouts.sync(self.engine)
+            metrics["time/sync_weight"] = time.time() - started
+            metrics[MISMATCH] = await self._check_sync(self.rollouts)
+        step = self.engine.train_step_num
+        # Before the checkpoint: a resumed run does not do the step again, and cannot log it.
+        self.monitors[self.config.trainer.name].log(metrics, step)
+        interval = self.config.trainer.save_interval
+        if interval > 0 and step % interval == 0:
+            await self.engine.save_checkpoint()
+        return step
+
+    async def _check_sync(self, rollouts: InlineRollouts) -> float:
+        """How far the sampler is from the trainer's weights; raises as `SyncCheck.compare`."""
+        tokens, trainer = await self.engine.probe()
+        sampler = await asyncio.to_thread(
+            rollouts.sampler.token_logprobs, tokens, self.config.model.temperature
+        )
+        return self._check.compare(self.engine.train_step_num, sampler, trainer)
+
+    async def _evaluate(self, step: int) -> None:
+        """Evaluate the current weights, unless that was done already."""
+        if self.rollouts is None or self._evaluated >= step:
+            return
+        metrics = await self.rollouts.evaluate(step)
+        if metrics:
+            self.monitors[self.config.explorer.name].log(metrics, step)
+        self._evaluated = step
+
+    async def _close(self) -> None:
+        for monitor in self.monitors.values():
+            monitor.close()
+        await asyncio.to_thread(self.engine.close)
+        if self.rollouts is not None:
+            await self.rollouts.close()
+
+
+def make_monitor(config: AflowConfig, role: str) -> Any:
+    return MONITOR.get(config.monitor.monitor_type)(
+        project=config.project, group=config.group, name=config.name, role=role, config=config
+    )

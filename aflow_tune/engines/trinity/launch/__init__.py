@@ -1,1 +1,0 @@
-"""Starting explorer and trainer: in one process, as actors on Ray, or by Trinity's own launcher."""
