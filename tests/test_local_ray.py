@@ -13,7 +13,7 @@ import psutil
 import pytest
 from sandbox_outside import alive
 
-from aflow_tune.ray_folder import open_to_others
+from aflow_tune.find_ray import open_to_others
 
 SCRIPT = """
 import os, sys, time

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from project import WORKFLOW, run_dir, write_project
@@ -222,11 +221,10 @@ class Answering(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        message = {"role": "assistant", "content": "ok"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        choice = {"index": 0, "message": {"role": "assistant", "content": "ok"}}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        body: dict[str, Any] = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-        content = json.dumps({**body, "choices": [choice], "usage": usage}).encode()
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "usage": usage}
+        content = json.dumps({**body, "choices": [{**choice, "finish_reason": "stop"}]}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
@@ -237,24 +235,19 @@ class Answering(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-class Server(ThreadingHTTPServer):
-    """Beside a socket that holds its port and does not listen."""
-
-    allow_reuse_port = True
-
-
 class Api:
     """An API at an address of its own that can be up or down."""
 
     def __init__(self) -> None:
+        self.server: ThreadingHTTPServer | None = None
         self.held = socket.socket()  # while it is down, nobody else gets the port
         self.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self.held.bind(("127.0.0.1", 0))
         self.port = self.held.getsockname()[1]
-        self.server: ThreadingHTTPServer | None = None
 
     def up(self) -> None:
-        self.server = Server(("127.0.0.1", self.port), Answering)
+        kind = type("Server", (ThreadingHTTPServer,), {"allow_reuse_port": True})
+        self.server = kind(("127.0.0.1", self.port), Answering)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def down(self) -> None:

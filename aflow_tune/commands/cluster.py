@@ -60,7 +60,7 @@ _Raw = argparse.RawDescriptionHelpFormatter
 
 def _up(options: argparse.Namespace) -> int:
     from aflow_tune.cluster import machines
-    from aflow_tune.ray_folder import ray_base
+    from aflow_tune.find_ray import ray_base
 
     where = options.where
     if not where:

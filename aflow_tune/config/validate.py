@@ -28,7 +28,7 @@ from aflow_tune.data.fields import task_reads
 from aflow_tune.data.rows import Table
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import check_address
-from aflow_tune.shipping.arrival import travelled
+from aflow_tune.shipping import travelled
 
 Function = Callable[..., Any]
 

@@ -59,7 +59,6 @@ from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
 from aflow_tune.report.rollouts import Rollout, append_rollout
 from aflow_tune.sandbox.policy import use_policy
-from aflow_tune.shipping.arrival import settle
 from aflow_tune.trace import Trace
 from aflow_tune.types import Failure
 
@@ -186,8 +185,8 @@ class WorkflowAdapter(Workflow):
         self, context: RunContext, recorder: RunRecorder
     ) -> tuple[float, dict[str, float]]:
         """Workflow and judge; runs in the run's own thread and loop."""
-        function = settle(received(self.arguments["workflow_func"]))
-        judge = settle(received(self.arguments.get("judge_func")))
+        function = received(self.arguments["workflow_func"])
+        judge = received(self.arguments.get("judge_func"))
         offered = {
             "auxiliary_models": auxiliary_chat_models(
                 self.auxiliary_model_wrappers or (), self.auxiliary_models or (), recorder.loop

@@ -21,7 +21,7 @@ from trinity.common.constants import SyncMethod
 from trinity.common.experience import Experience
 from trinity.common.models.model import BaseInferenceModel
 
-from aflow_tune.cluster.attached_ray import spans_nodes
+from aflow_tune.cluster.ray_for_run import spans_nodes
 from aflow_tune.engines.local.sampler import SamplingParams
 from aflow_tune.errors import RunFailed
 
