@@ -22,7 +22,6 @@ from aflow_tune.cluster.local_ray import local_ray
 from aflow_tune.cluster.ray_for_run import ray_for_run, refuse_open_server
 from aflow_tune.config.devices import check_devices
 from aflow_tune.config.load import load_config
-from aflow_tune.config.validate import validate
 from aflow_tune.errors import BadInput, Fault, RunFailed
 from aflow_tune.find_ray import (
     FoundRay,
@@ -191,13 +190,6 @@ def test_only_runs_that_use_a_ray_ask_for_one(settings: list[str], uses: bool) -
     wrong = ["command line: cluster.ray_address=nonsense"] if uses else []
     assert [fault.where for fault in check_address(config)] == wrong
     assert [fault.where for fault in check_devices(config)] == wrong
-
-
-def test_validate_tells_an_address_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("engine: local\ncluster: {ray_address: nonsense}\n")
-    faults = [fault.where for fault in validate(path).faults if "ray_address" in fault.where]
-    assert faults == [f"{path}:2: cluster.ray_address"]
 
 
 def test_a_process_that_joined_ray_before_is_told_what_to_do(

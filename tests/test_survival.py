@@ -7,9 +7,7 @@ Whole runs in one process on the tiny model. Kills at random moments: `benchmark
 from __future__ import annotations
 
 import json
-import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -70,46 +68,6 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_with_its_state_whole(
     assert state.error is not None
     assert "global_step_2 could not be written" in state.error
     assert run_config(config, [*ONE_STEP, "buffer.total_steps=3"], inline=True).steps_done == 3
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB of its own."""
-    place = tmp_path / "small"
-    place.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
-    mount = shutil.which("mount")
-    if os.getuid() != 0 or mount is None or subprocess.run([mount, *options]).returncode:
-        pytest.skip("only root can mount a small file system")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def test_a_disk_that_runs_full(
-    tmp_path: Path, tiny_model_dir: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_project(tmp_path, tiny_model_dir, steps=1)
-    words = [*ONE_STEP, f"checkpoint_root_dir={small_disk}", "trainer.save_hf_checkpoint=never"]
-    run_config(config, words, inline=True)
-    run = small_disk / "tests" / "tiny"
-    ballast = small_disk / "ballast"
-    # Room for what a step writes, not for a checkpoint as well.
-    ballast.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - 112 * 1024))
-    arguments = [str(config), "--inline", *words, "buffer.total_steps=4"]
-    assert cli.main(arguments) == 1
-    said = capsys.readouterr().err
-    assert "No space left on device" in said
-    assert "The state of step " in said
-    assert "Traceback" not in said
-    for step in steps_in(run):
-        verify_checkpoint(run / f"global_step_{step}")
-    assert describe(run).state is State.FAILED
-    ballast.write_bytes(b"0" * (ballast.stat().st_size + shutil.disk_usage(small_disk).free))
-    assert cli.main(arguments) == 1  # not even the state can be written
-    assert "No space left on device" in capsys.readouterr().err
-    ballast.unlink()
-    assert cli.main(arguments) == 0
-    assert describe(run).state is State.FINISHED
 
 
 # -- damaged files -------------------------------------------------------------------------
