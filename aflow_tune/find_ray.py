@@ -7,21 +7,32 @@
 
 A token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token) is used wherever there is one.
 Ray 2.60 does that by itself only for `auto`: with an explicit address it would send none.
+
+Also what one of our own needs here: a temporary folder that nobody but its user may enter, and
+room for its processes. Ray unpacks a run's code in that folder and lets everybody write into the
+folders that it makes, with every worker that starts anew: whoever gets there can replace what
+workers import next. So the folder is below one with mode 0700, and a Ray that is joined is looked
+at before code is sent.
+
+As a program it makes the folder and prints what `ray start --temp-dir` is given on a host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import signal
+import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.process_room import check_process_room
-from aflow_tune.ray_folder import make_ray_base, ray_folders
 from aflow_tune.sections import KeyPositions
 
 _KEY = "cluster.ray_address"
@@ -124,18 +135,12 @@ def _look(config: Asking) -> FoundRay | None:
     if running is not None:
         return FoundRay(running, "it runs on this machine")
     if address == "auto":
-        raise BadInput(
-            "There is no Ray to use.",
-            [
-                Fault(
-                    where,
-                    "a Ray that runs on this machine",
-                    "none",
-                    "start one with `aflow-tune cluster up`, name its address, or leave the "
-                    "setting out: a Ray for this run alone is then started",
-                )
-            ],
+        cure = (
+            "start one with `aflow-tune cluster up`, name its address, or leave the setting out: a "
+            "Ray for this run alone is then started"
         )
+        fault = Fault(where, "a Ray that runs on this machine", "none", cure)
+        raise BadInput("There is no Ray to use.", [fault])
     return None
 
 
@@ -147,7 +152,8 @@ def running_here() -> str | None:
     """
     from ray._private.utils import get_ray_address_file, read_ray_address
 
-    for folder in ray_folders():
+    # Ray's own folder, then that of `aflow-tune cluster up`.
+    for folder in (os.path.dirname(get_ray_address_file(None)), str(ray_base()[0] / "ray")):
         address: str | None = None
         with contextlib.suppress(OSError):  # another user's, which may not be looked at
             if os.stat(get_ray_address_file(folder)).st_uid == os.getuid():
@@ -207,7 +213,11 @@ def handlers_kept() -> Iterator[None]:
 def refused_connection(found: FoundRay, error: Exception) -> BadInput:
     """What to tell when a Ray that was found cannot be joined."""
     text = " ".join(str(error).split())
-    expected, cure = f"a Ray at {found.address} ({found.source})", ""
+    expected = f"a Ray at {found.address} ({found.source})"
+    cure = (
+        "check that it runs (`ray status`), or start one with `aflow-tune cluster up`; "
+        "`cluster.ray_address=local` starts one for this run alone"
+    )
     if "Failed to merge" in text:  # the message holds both environments, values and all
         expected = "a job whose own runtime_env leaves ours room"
         text = "the job that this command runs in has set what the run has to set"
@@ -218,43 +228,35 @@ def refused_connection(found: FoundRay, error: Exception) -> BadInput:
     elif "ersion mismatch" in text:
         expected = "the same versions of Ray and Python here and on the cluster"
         cure = "use an environment with the cluster's versions, or `aflow-tune submit`"
-    elif "oken" in text or "nauthenticated" in text or "uthentication" in text:
+    elif re.search("oken|nauthenticated|uthentication", text):
         expected = f"a token that {found.address} takes"
         cure = (
             "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=... (on the "
             "head node `ray get-auth-token` prints it); for a cluster without tokens "
             "RAY_AUTH_MODE=disabled"
         )
-    else:
-        cure = (
-            "check that it runs (`ray status`), or start one with `aflow-tune cluster up`; "
-            "`cluster.ray_address=local` starts one for this run alone"
-        )
-    return BadInput(
-        "The Ray that was found cannot be used.",
-        [Fault(found.source, expected, text[:600] or type(error).__name__, cure)],
-    )
+    fault = Fault(found.source, expected, text[:600] or type(error).__name__, cure)
+    return BadInput("The Ray that was found cannot be used.", [fault])
 
 
 def _check(address: str, where: str) -> None:
+    host, colon, port = address.rpartition(":")
+    scheme, _, rest = address.partition("://")
+    cure = "HOST:6379, `auto`, or `local`"
     if address.startswith("ray://"):
         found, cure = "the address of a Ray Client server", "the address without `ray://`"
     elif address.startswith(("http://", "https://")):
-        found = "the address of a dashboard"
-        scheme, _, rest = address.partition("://")
         shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without a password
+        found = "the address of a dashboard"
         cure = f"`aflow-tune submit CONFIG --address {shown}` runs it there"
+    elif "@" in address:
+        found = "something with an @, not shown since it may hold a key"
+    elif colon and host and port.isdigit():
+        return
     else:
-        host, colon, port = address.rpartition(":")
-        if colon and host and port.isdigit() and "@" not in address:
-            return
-        shown = "something with an @, not shown since it may hold a key"
-        found = shown if "@" in address else repr(address)
-        cure = "HOST:6379, `auto`, or `local`"
-    raise BadInput(
-        "This is no address of a Ray that a run can join.",
-        [Fault(where, "HOST:PORT of a Ray head node, `auto` or `local`", found, cure)],
-    )
+        found = repr(address)
+    fault = Fault(where, "HOST:PORT of a Ray head node, `auto` or `local`", found, cure)
+    raise BadInput("This is no address of a Ray that a run can join.", [fault])
 
 
 def answers(address: str) -> bool:
@@ -281,3 +283,168 @@ def _asked(address: str, open_channel: Callable[..., Any]) -> str:
         except grpc.RpcError as error:
             return str(error.code().name)
     return "OK"
+
+
+# -- the folder of its files -------------------------------------------------------------------
+
+_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/dash_TaskEventsHead"
+"""The longest of those that Ray opens below its RAY_TMPDIR."""
+_PATH_BYTES = 107
+_PLAIN = re.compile(r"[\w/.,+=@~-]+", re.ASCII)
+"""Nothing that has a meaning in the lists of paths and the command lines that Ray makes."""
+_UNMAPPED = 65534
+"""Who owns what belongs to users that a container does not know."""
+
+
+def ray_base() -> tuple[Path, str]:
+    """What RAY_TMPDIR is for a Ray of ours, made or not, and why it is elsewhere than that variable
+    or TMPDIR says ('' where it is not).
+
+    What they say is taken as it is where nobody else may enter; otherwise it is a folder in there
+    that is the user's alone.
+    """
+    name, told = _told()
+    base = Path(os.path.abspath(Path(told).expanduser()))
+    own = f"ray-{os.getuid()}"
+    closed = not os.path.exists(base) or open_to_others(base) is None
+    chosen = base if closed else base / own
+    if len(os.fsencode(chosen)) + len(_SOCKET) > _PATH_BYTES:
+        why = f"is too long for the paths of sockets ({_PATH_BYTES} bytes)"
+    elif not _PLAIN.fullmatch(str(chosen)):
+        why = "has a space or other characters that Ray does not take in a path"
+    else:
+        return chosen, ""
+    return Path("/tmp", own), f"{name}={told} {why}"
+
+
+def make_ray_base() -> Path:
+    """The folder of `ray_base`, made where it is missing.
+
+    Raises:
+        BadInput: it cannot be made, or others could change what is in it.
+    """
+    base, _ = ray_base()
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(base)
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if ours and open_to_others(base):  # made by a shell, or by an earlier Ray
+            base.chmod(0o700)
+        problem = open_to_others(base)
+        if problem is None and not os.access(base, os.W_OK | os.X_OK):
+            problem = f"nothing can be written into {base}"
+    except OSError as error:
+        problem = f"{base}: {error.strerror}"
+    if problem is None:
+        return base
+    where = "=".join(filter(None, _told()))
+    expected = "a folder for Ray's files that no other user can change"
+    cure = "export RAY_TMPDIR=FOLDER, a short path of a folder of yours with mode 0700"
+    raise BadInput("Ray has no place for its files.", [Fault(where, expected, problem, cure)])
+
+
+def open_to_others(folder: str | Path) -> str | None:
+    """How another user of this machine could change what is in a folder; None: in no way.
+
+    A folder on the way has to keep others out, and nobody else may be able to put another one in
+    its place. What is below it does not matter.
+    """
+    folder = Path(os.path.abspath(folder))
+    for path in (*reversed(folder.parents), folder):
+        found = os.lstat(path)
+        if found.st_uid not in _trusted():
+            return f"{path} belongs to another user"
+        if stat.S_ISLNK(found.st_mode):
+            return open_to_others(path.parent / os.readlink(path) / folder.relative_to(path))
+        if not found.st_mode & 0o011:
+            return None
+        if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+            return f"other users may write into {path}"
+    return f"other users may enter {folder}"
+
+
+def _trusted() -> set[int]:
+    trusted = {0, os.getuid()}
+    with contextlib.suppress(OSError), open("/proc/self/uid_map", encoding="ascii") as file:
+        if file.read().split() != ["0", "0", str(2**32 - 1)]:
+            trusted.add(_UNMAPPED)
+    return trusted
+
+
+def _told() -> tuple[str, str]:
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        if told := os.environ.get(name):
+            return name, told
+    return "", "/tmp"
+
+
+# -- room for its processes --------------------------------------------------------------------
+
+_NEEDED = 400
+"""Processes and threads of the smallest run on a Ray of its own, on two cores."""
+_EXEMPT = 1 << 21 | 1 << 24
+"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: who has either may start any number."""
+
+
+def check_process_room(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> Iterator[Fault]:
+    """What keeps a Ray of our own from starting its processes: too few, and it hangs or is aborted.
+
+    Args:
+        proc, cgroups: where the system tells of processes and of their groups' limits.
+    """
+    expected = f"room for {_NEEDED} processes and threads, which Ray and a run have"
+    for where, limit, used, cure in (*_of_user(proc), *_of_groups(proc, cgroups)):
+        if limit - used < _NEEDED:
+            found = f"{max(limit - used, 0)}: {used} run, and the limit is {limit}"
+            yield Fault(where, expected, found, f"{cure}, or run in one process: --inline")
+
+
+def _of_user(proc: Path) -> Iterator[tuple[str, int, int, str]]:
+    limit, most = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit == resource.RLIM_INFINITY or os.getuid() == 0:
+        return
+    if int(_status(proc / "self").get("CapEff", "0"), 16) & _EXEMPT:
+        return
+    uid, used = str(os.getuid()), 0
+    for folder in proc.iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                of_one = _status(folder)
+                used += int(of_one["Threads"]) * (of_one["Uid"].split()[0] == uid)
+    cure = "raise the limit: ulimit -u unlimited"
+    if most != resource.RLIM_INFINITY and most < used + _NEEDED:
+        cure = "let the administrator raise `nproc` in /etc/security/limits.conf"
+    yield "ulimit -u", limit, used, cure
+
+
+def _of_groups(proc: Path, cgroups: Path) -> Iterator[tuple[str, int, int, str]]:
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        root = cgroups / controllers
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents) if controllers in ("", "pids") else ():
+            # In a container the path may be that of the host, and the limit at the root.
+            with contextlib.suppress(OSError, ValueError):
+                limit = int((folder / "pids.max").read_text())
+                used = int((folder / "pids.current").read_text())
+                cure = "raise the limit (in a container: docker run --pids-limit=-1)"
+                yield str(folder / "pids.max"), limit, used, cure
+            if folder == root:
+                break
+
+
+def _status(folder: Path) -> dict[str, str]:
+    lines = (folder / "status").read_text(errors="replace").splitlines()
+    return {name: text.strip() for name, _, text in (line.partition(":") for line in lines)}
+
+
+if __name__ == "__main__":
+    try:
+        print(make_ray_base() / "ray")
+    except BadInput as refused:
+        sys.exit(str(refused))

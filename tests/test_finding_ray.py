@@ -1,44 +1,44 @@
-"""Which Ray is used, whose keys go where, and what is written for clusters (without a Ray)."""
+"""Which Ray is used, where one of our own keeps its files, and what keeps it from starting."""
 
 from __future__ import annotations
 
-import copy
-import json
 import os
-import signal
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 from gcs_stand_in import gcs
+from project import write_project
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune import find_ray as finding
-from aflow_tune.cluster import jobs, keys, machines, worker_setup
-from aflow_tune.cluster.attached_ray import runtime_env_of
-from aflow_tune.cluster.keys import names_of_keys, secrets_of
-from aflow_tune.cluster.ray_for_run import ray_for_run
-from aflow_tune.cluster.sealed import Receiver, seal
-from aflow_tune.config.changes import fingerprint_of
+from aflow_tune.cluster.local_ray import local_ray
+from aflow_tune.cluster.ray_for_run import ray_for_run, refuse_open_server
 from aflow_tune.config.engine import check_devices
 from aflow_tune.config.load import load_config
-from aflow_tune.config.validate import validate
 from aflow_tune.errors import BadInput, Fault, RunFailed
 from aflow_tune.find_ray import (
     FoundRay,
     check_address,
+    check_process_room,
     find_ray,
     greet,
+    make_ray_base,
+    open_to_others,
+    ray_base,
     refused_connection,
     running_here,
     uses_ray,
 )
-from aflow_tune.ray_folder import make_ray_base
-from aflow_tune.shipping import arrival
-from aflow_tune.shipping.tracing import Trace
+
+OWN = f"ray-{os.getuid()}"
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,61 +58,54 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder, "ray", "ray_current_cluster")
 
 
+def found(*overrides: str) -> Any:
+    return find_ray(load_config(None, overrides))
+
+
 def test_an_address_wins_then_the_environment_then_what_runs_here(
     no_ray: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find_ray(load_config(None)) is None
+    assert found() is None
     with gcs() as (here, _):
         no_ray.write_text(here)
         assert running_here() == here
-        assert find_ray(load_config(None)) == FoundRay(here, "it runs on this machine")
-        assert find_ray(load_config(None, ["cluster.ray_address=auto"])) == FoundRay(
-            here, "it runs on this machine"
-        )
+        for overrides in ((), ("cluster.ray_address=auto",)):
+            assert found(*overrides) == FoundRay(here, "it runs on this machine")
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
-        assert find_ray(load_config(None)) == FoundRay("10.0.0.7:6379", "RAY_ADDRESS")
-        given = find_ray(load_config(None, ["cluster.ray_address=10.0.0.8:6379"]))
-        assert given is not None
-        assert given.address == "10.0.0.8:6379"
-        assert find_ray(load_config(None, ["cluster.ray_address=local"])) is None
-        assert find_ray(load_config(None, ["inline=true"])) is None
+        assert found() == FoundRay("10.0.0.7:6379", "RAY_ADDRESS")
+        assert found("cluster.ray_address=10.0.0.8:6379").address == "10.0.0.8:6379"
+        assert found("cluster.ray_address=local") is None
+        assert found("inline=true") is None
+        config = load_config(None)
+        assert find_ray(config) is find_ray(config)  # one command goes by one answer
     monkeypatch.delenv("RAY_ADDRESS")
     assert running_here() is None  # the file is there, but nobody answers
-    assert find_ray(load_config(None)) is None
+    # `aflow-tune cluster up` has a folder of its own in one that others may use.
+    no_ray.parents[1].chmod(0o1777)
+    (make_ray_base() / "ray").mkdir()
+    with gcs() as (here, _):
+        (make_ray_base() / "ray" / no_ray.name).write_text(here)
+        assert running_here() == here
 
 
 @pytest.mark.parametrize(
     ("address", "word"),
     [
         ("auto", "aflow-tune cluster up"),
-        ("http://10.0.0.7:8265", "aflow-tune submit CONFIG --address http://10.0.0.7:8265"),
+        ("http://10.0.0.7:8265", "submit CONFIG --address http://10.0.0.7:8265"),
         ("ray://10.0.0.7:10001", "without `ray://`"),
         ("10.0.0.7", "HOST:6379"),
+        ("http://me:key@10.0.0.7:8265", "--address http://10.0.0.7:8265"),
     ],
 )
 def test_what_is_no_address_is_refused_with_what_to_write(
     address: str, word: str, no_ray: Path
 ) -> None:
     with pytest.raises(BadInput) as refused:
-        find_ray(load_config(None, [f"cluster.ray_address={address}"]))
+        found(f"cluster.ray_address={address}")
     (fault,) = refused.value.faults
-    assert fault.where == f"command line: cluster.ray_address={address}"
+    assert "cluster.ray_address" in fault.where
     assert word in fault.cure
-
-
-def test_what_runs_here_is_found_in_rays_own_folder_and_in_that_of_cluster_up(
-    no_ray: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = no_ray.parents[1]
-    shared.chmod(0o1777)
-    ours = make_ray_base() / "ray"
-    ours.mkdir()
-    with gcs() as (here, _):
-        for folder in (no_ray.parent, ours):
-            assert running_here() is None
-            (folder / no_ray.name).write_text(here)
-            assert running_here() == here
-            (folder / no_ray.name).unlink()
 
 
 def test_a_run_whose_own_ray_cannot_start_here_is_refused_before(
@@ -129,199 +122,37 @@ def test_a_run_whose_own_ray_cannot_start_here_is_refused_before(
         assert list(check_address(joined)) == []
 
 
-def test_a_token_that_is_missing_is_told_apart() -> None:
-    found = FoundRay("10.0.0.7:6379", "RAY_ADDRESS")
-    told = refused_connection(found, RuntimeError("InvalidAuthToken: Unauthenticated"))
-    assert "ray get-auth-token" in told.faults[0].cure
-    told = refused_connection(found, ConnectionError("Failed to connect"))
-    assert "aflow-tune cluster up" in told.faults[0].cure
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (RuntimeError("InvalidAuthToken: Unauthenticated"), "ray get-auth-token"),
+        (ConnectionError("Failed to connect"), "aflow-tune cluster up"),
+        (RuntimeError("Version mismatch: 2.60"), "aflow-tune submit"),
+        (ValueError("Failed to merge {'K': 'sk-1'} with"), "RAY_OVERRIDE_JOB_RUNTIME_ENV=1"),
+    ],
+)
+def test_why_a_ray_cannot_be_joined_is_told_apart(error: Exception, word: str) -> None:
+    told = refused_connection(FoundRay("10.0.0.7:6379", "RAY_ADDRESS"), error)
+    assert word in told.faults[0].cure
+    assert "sk-1" not in str(told)
 
 
-def test_a_ray_that_takes_another_token_is_refused_before_it_is_joined() -> None:
+def test_a_ray_is_greeted_before_it_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gcs() as (address, _):
+        greet(FoundRay(address, "RAY_ADDRESS"))
     with gcs(wants_token=True) as (address, _), pytest.raises(BadInput) as refused:
         greet(FoundRay(address, "RAY_ADDRESS"))
     assert "ray get-auth-token" in refused.value.faults[0].cure
-    with gcs() as (address, _):
-        greet(FoundRay(address, "RAY_ADDRESS"))
-
-
-@pytest.mark.parametrize("listens", [True, False])
-def test_where_no_ray_answers_a_run_ends(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something else has the port and is silent, or nobody has it: Ray would try for minutes."""
+    # Something else has the port and is silent, or nobody has it: Ray would try for minutes.
     monkeypatch.setattr(finding, "_GREET_SECONDS", 1.0)
     monkeypatch.setattr(finding, "_ANSWER_SECONDS", 0.5)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        if listens:
-            other.listen()
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(BadInput) as refused:
-            greet(FoundRay(address, "RAY_ADDRESS"))
-    (fault,) = refused.value.faults
-    assert fault.where == "RAY_ADDRESS"
-    assert "no Ray answers there within 1 s" in fault.found
-    assert "aflow-tune cluster up" in fault.cure
-
-
-def test_a_job_server_that_is_silent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr(jobs, "use_token", lambda: False)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        with pytest.raises(BadInput) as refused:
-            jobs.Jobs(f"http://127.0.0.1:{other.getsockname()[1]}")
-    assert "timed out" in refused.value.faults[0].found
-
-
-def test_nothing_is_submitted_where_no_head_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "use_token", lambda: False)
-    monkeypatch.setattr(jobs, "JobSubmissionClient", None)  # it would ask for a long time
-    with socket.socket() as other:  # nobody else can listen at the port meanwhile
-        other.bind(("127.0.0.1", 0))
-        closed = f"127.0.0.1:{other.getsockname()[1]}"
-        monkeypatch.setenv("RAY_ADDRESS", closed)
-        with pytest.raises(BadInput) as refused:
-            jobs.Jobs()
-    (fault,) = refused.value.faults
-    assert (fault.where, fault.found) == (closed, "no Ray answers there")
-    assert "http://HOST:8265" in fault.cure
-
-
-def test_keys_are_those_of_models_of_the_code_and_those_listed_never_the_nodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in keys._USUAL:
-        monkeypatch.delenv(name, raising=False)
-    for name in ("OPENAI_API_KEY", "OTHER_KEY", "READ_BY_CODE", "LISTED", "UNRELATED", "HF_HOME"):
-        monkeypatch.setenv(name, "a-value-of-some-length")
-    config = load_config(
-        None,
-        [
-            "models={judge: {model: a}, executor: {model: b, api_key_env: OTHER_KEY}}",
-            "runtime_env.secrets=[LISTED, NOT_SET]",
-        ],
-    )
-    code = Trace(variables=dict.fromkeys(("READ_BY_CODE", "PATH", "HOME", "HF_HOME"), "flow.py:1"))
-    assert names_of_keys(config, code) == ["LISTED", "OPENAI_API_KEY", "OTHER_KEY", "READ_BY_CODE"]
-    assert list(secrets_of(config, code)) == ["LISTED", "OPENAI_API_KEY", "OTHER_KEY"]
-    for name, value in (("SORT_KEY", "question"), ("APP_TOKEN", "tok-12345")):
-        monkeypatch.setenv(name, value)
-    read = Trace(variables={"SORT_KEY": "flow.py:1", "APP_TOKEN": "flow.py:2"})
-    assert list(secrets_of(load_config(None), read)) == ["APP_TOKEN"]
-    monkeypatch.setenv("OTHER_KEY", "short")
-    assert list(secrets_of(config, code)) == ["LISTED", "OPENAI_API_KEY"]
-    external = config.model.external_model
-    external.enable, external.api_key_env, external.base_url_env = True, "OTHER_KEY", "LISTED"
-    assert not {"OTHER_KEY", "LISTED"} & set(config.get_envs())
-
-
-def test_keys_that_clients_read_by_themselves_go_along_with_their_addresses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in keys._USUAL:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-0123456789")
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-    config = load_config(None)
-    assert names_of_keys(config, Trace()) == ["ANTHROPIC_API_KEY", "OPENAI_BASE_URL"]
-    assert secrets_of(config, Trace()) == {"ANTHROPIC_API_KEY": "sk-ant-0123456789"}
-
-
-def test_no_run_answers_another_whose_name_begins_alike() -> None:
-    assert not keys._place("p/x/y").startswith(keys._place("p/x").removesuffix("/"))
-
-
-def test_sealed_keys_open_for_their_receiver_alone() -> None:
-    receiver, other = Receiver(), Receiver()
-    sealed = seal({"KEY": "sk-1", "ü": "ä"}, receiver.public)
-    assert receiver.open(sealed) == {"KEY": "sk-1", "ü": "ä"}
-    assert b"sk-1" not in sealed
-    assert sealed != seal({"KEY": "sk-1", "ü": "ä"}, receiver.public)
-    for wrong in (lambda: other.open(sealed), lambda: receiver.open(sealed[:-1] + b"\0")):
-        with pytest.raises(RunFailed, match="not sealed for this job"):
-            wrong()
-
-
-def test_hosts_become_a_cluster_of_rays_own_launcher_without_the_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    file = machines.hosts_yaml(["gpu1", "gpu2", "gpu3"], "me", environment="/opt/aflow")
-    told = machines.read_cluster_yaml(file)
-    assert told["provider"] == {"type": "local", "head_ip": "gpu1", "worker_ips": ["gpu2", "gpu3"]}
-    assert (told["min_workers"], told["max_workers"]) == (2, 2)
-    assert told["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
-    starts = [told["head_start_ray_commands"][1], told["worker_start_ray_commands"][1]]
-    for start in starts:
-        assert start.startswith("export PATH=/opt/aflow/bin:$PATH; RAY_AUTH_MODE=token ")
-    assert "--dashboard-host=127.0.0.1" in starts[0]
-    with pytest.raises(BadInput, match="twice"):
-        machines.hosts_yaml(["gpu1", "gpu1"], "me")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/keys/ray")
-    told = yaml.safe_load(machines.hosts_yaml(["gpu1"], "me").read_text())
-    assert told["file_mounts"] == {"~/.ray/auth_token": "/keys/ray"}
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret-token")
-    with pytest.raises(BadInput, match="a token in a file") as refused:
-        machines.hosts_yaml(["gpu1"], "me")
-    assert "secret-token" not in str(refused.value)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    told = yaml.safe_load(machines.hosts_yaml(["gpu1"], "me").read_text())
-    assert told["file_mounts"] == {}
-    assert told["worker_start_ray_commands"][1].startswith("RAY_AUTH_MODE=disabled ")
-
-
-def test_the_status_of_hosts_is_asked_in_their_environment_with_the_token(
-    no_ray: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.setattr(machines, "make_token", lambda: None)
-    monkeypatch.setattr(machines, "_run", lambda words, *_, **__: asked.append(words) or "told")
-    file = machines.hosts_yaml(["gpu1", "gpu2"], "me", environment="/opt/aflow")
-    machines.up_several(file, lambda _: None, "/opt/aflow")
-    assert machines.status() == "told"
-    assert asked == [
-        ["up", "-y", "--no-config-cache", str(file)],
-        ["exec", str(file), "export PATH=/opt/aflow/bin:$PATH; RAY_AUTH_MODE=token ray status"],
-    ]
-
-
-def test_what_rays_launcher_checks_takes_the_cluster_of_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path))
-    told = yaml.safe_load(machines.hosts_yaml(["gpu1", "gpu2"], "me").read_text())
-    validate_config(prepare_config(told))
-
-
-@pytest.mark.parametrize("content", [b"", b"a: [", b"cluster_name: x", b"cluster_name: \xe9"])
-def test_what_is_no_cluster_yaml_is_refused(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_bytes(content)
-    with pytest.raises(BadInput, match="cannot be read") as refused:
-        machines.read_cluster_yaml(path)
-    assert refused.value.faults[0].where == str(path)
-
-
-def test_a_cluster_that_was_not_started_here_is_not_ended(
-    no_ray: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path / "cache"))
-    with gcs() as (here, _):
-        no_ray.write_text(here)
-        with pytest.raises(BadInput) as refused:
-            machines.down()
-        assert "which something else started" in refused.value.faults[0].found
-        with pytest.raises(BadInput, match="runs on this machine already"):
-            machines.up_here()
-    assert os.listdir(no_ray.parent) == ["ray_current_cluster"]
+    for listens in (False, True):
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            if listens:
+                other.listen()
+            with pytest.raises(BadInput, match="no Ray answers there"):
+                greet(FoundRay(f"127.0.0.1:{other.getsockname()[1]}", "RAY_ADDRESS"))
 
 
 def test_what_runs_here_is_used_only_if_it_is_a_ray_of_ones_own(
@@ -329,13 +160,6 @@ def test_what_runs_here_is_used_only_if_it_is_a_ray_of_ones_own(
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef0123456789abcdef")
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,  # takes the connection, says nothing
-        monkeypatch.context() as silent,
-    ):
-        silent.setattr(finding, "_ANSWER_SECONDS", 1.0)
-        no_ray.write_text(f"127.0.0.1:{server.getsockname()[1]}")
-        assert running_here() is None
     with gcs(method="/else/Method") as (address, _):
         no_ray.write_text(address)
         assert running_here() is None
@@ -346,19 +170,6 @@ def test_what_runs_here_is_used_only_if_it_is_a_ray_of_ones_own(
         uid = os.getuid()
         monkeypatch.setattr(finding.os, "getuid", lambda: uid + 1)
         assert running_here() is None
-
-
-def test_one_command_goes_by_one_answer_which_does_not_travel(
-    no_ray: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(None)
-    with gcs() as (here, _):
-        no_ray.write_text(here)
-        found = find_ray(config)
-    assert found == FoundRay(here, "it runs on this machine")
-    assert find_ray(config) is found
-    assert config.prepared.ray is found
-    assert copy.deepcopy(config).prepared.ray is None
 
 
 @pytest.mark.parametrize(
@@ -381,48 +192,6 @@ def test_only_runs_that_use_a_ray_ask_for_one(settings: list[str], uses: bool) -
     assert [fault.where for fault in check_devices(config)] == wrong
 
 
-def test_validate_tells_an_address_that_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("engine: local\ncluster: {ray_address: nonsense}\n")
-    faults = [fault for fault in validate(path).faults if "ray_address" in fault.where]
-    assert [(fault.where, fault.found) for fault in faults] == [
-        (f"{path}:2: cluster.ray_address", "'nonsense'")
-    ]
-
-
-def test_where_a_run_works_is_not_what_it_learns() -> None:
-    here = fingerprint_of(load_config(None))
-    there = fingerprint_of(
-        load_config(
-            None,
-            [
-                "cluster={ray_address: '10.0.0.7:6379', node_num: 2}",
-                "runtime_env={pip: [a], include: [b], exclude: [c], env_vars: {D: e}}",
-                "ray_namespace=f/g",
-            ],
-        )
-    )
-    assert here == there
-    assert here != fingerprint_of(load_config(None, ["seed=5"]))
-
-
-def test_secrets_are_no_part_of_what_is_saved() -> None:
-    def kept(password: str) -> str:
-        url = f"buffer.trainer_input.experience_buffer.path=postgresql://me:{password}@host/db"
-        return json.dumps(
-            fingerprint_of(load_config(None, [f"explorer.env_vars.A_TOKEN={password}", url]))
-        )
-
-    assert "hunter22" not in kept("hunter22")
-    assert kept("hunter22") == kept("another")
-
-
-def test_a_worker_tells_which_names_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    came = arrival.Arrival(None, {}, [], [], "/", conflicts=["`utils`, imported from /node before"])
-    monkeypatch.setattr(arrival, "_arrived", came)
-    assert worker_setup.tell([], "/")["conflicts"] == ["`utils`, imported from /node before"]
-
-
 def test_a_process_that_joined_ray_before_is_told_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -430,54 +199,227 @@ def test_a_process_that_joined_ray_before_is_told_what_to_do(
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     with (
-        pytest.raises(BadInput, match="on a Ray already") as refused,
+        pytest.raises(BadInput, match=r"ray\.shutdown"),
         ray_for_run(load_config(None), [], {}, print),
     ):
         pass
-    assert "ray.shutdown()" in refused.value.faults[0].cure
 
 
-def test_only_a_job_of_ours_has_its_environment_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# -- the folder of its files -------------------------------------------------------------------
+
+
+def as_nobody(script: str) -> int:
+    """Run a shell script as another user, which takes root."""
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root can try it as another user")
+    return subprocess.run([*NOBODY, "sh", "-c", script], capture_output=True, cwd="/").returncode
+
+
+@pytest.mark.parametrize(
+    ("variable", "told", "mode", "expected", "why"),
+    [
+        ("RAY_TMPDIR", "mine", 0o700, "{told}", ""),
+        ("TMPDIR", "later", None, "{told}", ""),
+        ("RAY_TMPDIR", "ours", 0o755, "{told}/" + OWN, ""),
+        ("RAY_TMPDIR", "group", 0o750, "{told}/" + OWN, ""),
+        ("TMPDIR", "all", 0o1777, "{told}/" + OWN, ""),
+        ("RAY_TMPDIR", "x" * 80, 0o700, "/tmp/" + OWN, "too long"),
+        ("TMPDIR", "é", 0o700, "/tmp/" + OWN, "characters"),
+        ("RAY_TMPDIR", "a b", 0o700, "/tmp/" + OWN, "characters"),
+        ("RAY_TMPDIR", "a:b", 0o700, "/tmp/" + OWN, "characters"),
+    ],
+)
+def test_where_a_ray_of_ours_keeps_its_files(
+    variable: str,
+    told: str,
+    mode: int | None,
+    expected: str,
+    why: str,
+    shared: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")  # as in any job of Ray's
-    code, config = Trace(), load_config(None, ["ray_namespace=p/x"])
-    given = runtime_env_of(config, code, tmp_path, {"A": "b"}, True)
-    (bundle,) = given["py_modules"]
-    assert given["worker_process_setup_hook"] == worker_setup.HOOK
-    assert given["env_vars"] == {
-        "A": "b",
-        "AFLOW_TUNE_KEYS": "p/x",
-        "AFLOW_TUNE_SHIPMENT": Path(bundle).name,
-    }
-    ours = arrival.Arrival(tmp_path, {}, [], [], "/")
-    monkeypatch.setattr(arrival, "_arrived", ours)
-    assert runtime_env_of(config, code, tmp_path, {"A": "b"}, True) == {
-        "env_vars": {"A": "b", "AFLOW_TUNE_KEYS": "p/x"}
-    }
+    folder = shared / told
+    if mode is not None:
+        folder.mkdir()
+        folder.chmod(mode)
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setenv(variable, str(folder))
+    base, moved = ray_base()
+    assert str(base) == expected.format(told=folder)
+    assert bool(moved) == bool(why)
+    assert why in moved
+    made = make_ray_base()
+    assert made == base
+    assert open_to_others(made) is None
+    assert mode is None or folder.stat().st_mode & 0o7777 == mode  # the user's own stays as it was
+    if made.name == OWN and not why:
+        made.chmod(0o777)  # one of ours that was opened is closed again
+        assert make_ray_base().stat().st_mode & 0o777 == 0o700
 
 
-def test_a_job_that_leaves_the_run_no_room_is_told_without_its_values() -> None:
-    error = ValueError("Failed to merge the Job's runtime env {'env_vars': {'K': 'sk-1'}} with ...")
-    told = refused_connection(FoundRay("10.0.0.7:6379", "RAY_ADDRESS"), error)
-    assert "RAY_OVERRIDE_JOB_RUNTIME_ENV=1" in told.faults[0].cure
-    assert "sk-1" not in str(told)
+def test_a_place_that_is_no_folder_of_the_users_is_refused(shared: Path) -> None:
+    (shared / OWN).write_text("")
+    with pytest.raises(BadInput) as refused:
+        make_ray_base()
+    (fault,) = refused.value.faults
+    assert fault.where == f"RAY_TMPDIR={shared}"
+    assert "RAY_TMPDIR=FOLDER" in fault.cure
 
 
-def test_trinitys_runner_neither_joins_ray_again_nor_leaves_it() -> None:
-    import ray
-
-    from aflow_tune.engines.trinity.launcher import connection_kept
-
-    init, shutdown = ray.init, ray.shutdown
-    with connection_kept():
-        assert ray.init(address="10.0.0.1:1", ignore_reinit_error=True) is None
-        ray.shutdown()
-    assert (ray.init, ray.shutdown) == (init, shutdown)
+@pytest.mark.parametrize("what", ["mkdir -m 777", "ln -s /tmp"])
+def test_what_another_user_put_in_its_place_is_refused(what: str, shared: Path) -> None:
+    assert as_nobody(f"{what} {shared / OWN}") == 0
+    with pytest.raises(BadInput, match="belongs to another user"):
+        make_ray_base()
 
 
-def test_what_a_library_makes_of_signals_is_undone() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with finding.handlers_kept():
-        signal.signal(signal.SIGTERM, lambda *_: None)
-    assert signal.getsignal(signal.SIGTERM) is before
+def test_a_folder_that_others_may_replace_is_open(shared: Path) -> None:
+    closed = shared / "closed"
+    inside = closed / "ray"
+    inside.mkdir(parents=True)
+    inside.chmod(0o777)
+    assert open_to_others(inside) is not None
+    closed.chmod(0o700)
+    assert open_to_others(inside) is None
+    (shared / "link").symlink_to(inside)
+    assert open_to_others(shared / "link") is None
+    shared.chmod(0o777)
+    assert open_to_others(inside) == f"other users may write into {shared}"
+
+
+def test_a_job_server_tells_of_nodes_here_and_elsewhere(shared: Path) -> None:
+    sockets = shared / "ray" / "session_1" / "sockets"
+    sockets.mkdir(parents=True)
+
+    def node(address: str, state: str = "ALIVE") -> dict[str, object]:
+        raylet = {"nodeManagerAddress": address, "rayletSocketName": f"{sockets}/raylet"}
+        return {"raylet": {**raylet, "state": state}}
+
+    refuse_open_server([{}, node("203.0.113.1"), node("127.0.0.1", "DEAD")])
+    with pytest.raises(BadInput, match=r"127\.0\.0\.2: .*/ray"):
+        refuse_open_server([node("127.0.0.2")])
+    shared.chmod(0o700)
+    refuse_open_server([node("127.0.0.2")])
+
+
+# -- room for its processes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "version", "enough"),
+    [
+        ({}, "0::/{}", True),
+        ({"": "max"}, "0::/{}", True),
+        ({"": "5000"}, "9:cpu:/other\n8:pids:/{}", True),
+        ({"": "1390"}, "9:cpu:/other\n8:pids:/{}", False),
+        ({"": "1390"}, "0::/{}", False),
+        ({"outer": "1390", "outer/inner": "max"}, "0::/{}", False),
+        ({"outer": "max", "outer/inner": "1390"}, "9:cpu:/other\n8:pids:/{}", False),
+    ],
+)
+def test_groups_of_processes_that_are_full(
+    limits: dict[str, str], version: str, enough: bool, tmp_path: Path
+) -> None:
+    group = max(limits, key=len, default="")
+    root = tmp_path / "cgroup" / ("pids" if "pids" in version else "")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(version.format(group) + "\n")
+    (tmp_path / "self" / "status").write_text("CapEff:\t0000000000200000\n")
+    for name, limit in limits.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / "pids.max").write_text(f"{limit}\n")
+        (root / name / "pids.current").write_text("1000\n")
+    faults = list(check_process_room(tmp_path, tmp_path / "cgroup"))
+    assert [fault.found.split(":")[0] for fault in faults] == ([] if enough else ["390"])
+
+
+@pytest.mark.parametrize(
+    ("uid", "capabilities", "limit", "enough"),
+    [
+        (1000, 0, 10_000, True),
+        (1000, 0, 1000, False),
+        (1000, 1 << 24, 1000, True),
+        (0, 0, 1000, True),
+        (1000, 0, -1, True),
+    ],
+)
+def test_a_limit_of_the_users_processes(
+    uid: int,
+    capabilities: int,
+    limit: int,
+    enough: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finding.os, "getuid", lambda: uid)
+    monkeypatch.setattr(finding.resource, "getrlimit", lambda _: (limit, limit))
+    for name, owner, threads in (
+        ("self", 1000, 1),
+        ("7", 1000, 500),
+        ("8", 1000, 200),
+        ("9", 5, 9),
+    ):
+        (tmp_path / name).mkdir()
+        told = f"Uid:\t{owner}\t{owner}\nThreads:\t{threads}\nCapEff:\t{capabilities:016x}\n"
+        (tmp_path / name / "status").write_text(told)
+    faults = list(check_process_room(tmp_path, tmp_path))
+    assert [fault.where for fault in faults] == ([] if enough else ["ulimit -u"])
+    assert all("700 run" in fault.found for fault in faults)
+
+
+# -- one that runs -----------------------------------------------------------------------------
+
+
+def test_a_ray_that_does_not_come_up_is_one_clear_error(shared: Path) -> None:
+    (make_ray_base() / "ray").write_text("in its way")
+    with pytest.raises(RunFailed, match=r"Ray did not start: .*File exists"), local_ray("a/b", {}):
+        pytest.fail("it started")
+
+
+LOOK = """
+from aflow_tune.cluster.ray_for_run import open_here
+from aflow_tune.find_ray import running_here, use_token
+use_token()
+address = running_here()
+assert address is not None
+assert open_here(address) == ([], [])
+"""
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "aflow_tune.cli", *arguments]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # five commands that import everything anew
+def test_a_cluster_of_ours_is_found_and_closed_and_refused_when_it_is_opened(
+    shared: Path, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("0" * 32)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path / "cache"))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    config = str(write_project(tmp_path, tiny_model_dir))
+    up = command("cluster", "up", "--num-cpus", "1", cwd=tmp_path)
+    try:
+        assert up.returncode == 0, up.stdout + up.stderr
+        assert subprocess.run([sys.executable, "-c", LOOK]).returncode == 0
+        (session,) = (shared / OWN / "ray").glob("session_2*")
+        replace = f"touch {session}/runtime_resources/replaced"
+        if os.getuid() == 0:
+            assert as_nobody(replace) != 0
+        (shared / OWN).chmod(0o755)
+        if os.getuid() == 0:
+            assert as_nobody(replace) == 0
+        dashboard = up.stdout.split("dashboard ")[1].split()[0]
+        for sent in ((config,), ("submit", config, "--address", dashboard)):
+            ran = command(*sent, cwd=tmp_path)
+            assert ran.returncode == 2, ran.stdout + ran.stderr
+            assert f"other users may write into {shared / OWN / 'ray'}" in ran.stderr
+            assert "runtime_env.trust_users=true" in ran.stderr
+    finally:
+        down = command("cluster", "down", cwd=tmp_path)
+    assert down.returncode == 0, down.stdout + down.stderr
+    assert running_here() is None

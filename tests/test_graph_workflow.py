@@ -16,7 +16,7 @@ from project import run_dir, write_project
 from test_validate import CONFIG
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.cluster.ship import user_modules
+from aflow_tune.cluster.sent_function import user_modules
 from aflow_tune.config.load import load_config
 from aflow_tune.config.validate import check_data, resolve_functions
 from aflow_tune.context import RolloutContext
@@ -27,8 +27,7 @@ from aflow_tune.graph.workflow import GraphFailed, GraphResponse, GraphWorkflow
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import TestCases
 from aflow_tune.scoring.rewards import Unscored
-from aflow_tune.shipping.bundle import write_bundle
-from aflow_tune.shipping.tracing import trace
+from aflow_tune.shipping import gather, write_bundle
 
 ROW = {"question": "What is 1+2?", "answer": "It is 3.\n#### 3"}
 CALL = 'return (await self.custom(input=problem, instruction=""))["response"], 0.0'
@@ -137,12 +136,12 @@ def test_it_travels_to_a_process_without_its_files(tmp_path: Path) -> None:
     workflow = GraphWorkflow(load_graph(folder, trust=True), score=half)
     assert user_modules([workflow]) == ["graph_rewards"]
     payload = cloudpickle.dumps(workflow)
-    bundle = write_bundle(trace([workflow]), tmp_path)
+    bundle = write_bundle(gather(["graph_rewards"]), tmp_path)
     (folder / "graph.py").unlink()
     (user / "graph_rewards.py").unlink()
     program = (
         "import asyncio, pickle, sys\n"
-        "from aflow_tune.shipping.arrival import arrive\n"
+        "from aflow_tune.shipping import arrive\n"
         f"arrive({bundle.name!r})\n"
         "from aflow_tune.models import ScriptedModel\n"
         "workflow = pickle.loads(sys.stdin.buffer.read())\n"

@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 from project import WORKFLOW, run_dir, write_project
 from ray_nodes import Nodes, ray_nodes
-from user_packages import CASES
+from user_packages import ENVIRONMENT, SPECS, write_files
 
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
 
 pytestmark = pytest.mark.timeout(1800)  # a cluster, and commands that import everything anew
-TESTS = Path(__file__).parent
 KEY = f"sk-launching-{secrets.token_hex(8)}"
 WRAPPED = WORKFLOW.replace(
     "async def two_calls(",
@@ -77,20 +76,16 @@ def _aflow_tune(
 
 @pytest.mark.slow
 def test_every_kind_of_code_arrives_on_every_node(nodes: Nodes, folders: tuple[Path, Path]) -> None:
-    driver, shared = folders[0] / "cases_of_all", folders[1] / "runs_of_cases"
-    driver.mkdir()
-    shutil.copy(TESTS / "cluster_driver.py", driver)
-    (driver / "beside.py").write_text("def one():\n    return 1.0\n")
-    (driver / "one.txt").write_text("1.0")
-    environment: dict[str, str] = {}
-    for name, case in CASES.items():
-        if not case.is_script:
-            case.write(driver / "cases" / name)
-            environment |= case.environment
+    driver = write_files(folders[0] / "all")
     ran = subprocess.run(
-        [sys.executable, "cluster_driver.py", str(shared)],
+        [sys.executable, "train.py", "cluster_driver"],
         cwd=driver,
-        env={**nodes.environment, **environment, "RAY_ADDRESS": nodes.address},
+        env={
+            **nodes.environment,
+            **ENVIRONMENT,
+            "RAY_ADDRESS": nodes.address,
+            "SHARED": str(folders[1] / "runs_of_cases"),
+        },
         capture_output=True,
         text=True,
     )
@@ -101,7 +96,7 @@ def test_every_kind_of_code_arrives_on_every_node(nodes: Nodes, folders: tuple[P
     for told in results.values():
         assert {name: found["result"] for name, found in told.items()} == dict.fromkeys(told, 1.0)
         assert not any(found["seen"] for found in told.values())
-    assert len(told) == 3 + sum(not case.is_script for case in CASES.values())
+        assert told.keys() == {*SPECS, "script", "closure", "partial"}
 
 
 @pytest.mark.slow

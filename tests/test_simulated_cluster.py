@@ -20,7 +20,6 @@ from rollout_simulation import (
     StepTimes,
     Sync,
     Work,
-    compute,
     simulate,
 )
 from simulated_cluster import (
@@ -29,8 +28,6 @@ from simulated_cluster import (
     calibrate,
     from_file,
     limit,
-    line,
-    measured_rows,
     predict,
     show_predictions,
 )
@@ -41,51 +38,38 @@ SERVER = StepTimes(((1, 0.2),))
 
 def rate(runners: int, costs: Costs, calls: int = 1, tasks: int = 0, **cluster: Any) -> float:
     """Runs a second against `SERVER`, with cores enough unless said otherwise."""
-    given = {"cores": 1000, **cluster}
-    work = Work(calls)
-    return simulate(
-        Cluster(1, runners, SERVER, **given), work, costs, tasks or 10 * runners
-    ).runs_per_second
+    made = Cluster(1, runners, SERVER, **{"cores": 1000, **cluster})
+    return simulate(made, Work(calls), costs, tasks or 10 * runners).runs_per_second
 
 
 @pytest.mark.parametrize(
-    ("runners", "calls", "expected"),
-    [(1, 1, 5.0), (4, 1, 20.0), (16, 1, 80.0), (1, 3, 5 / 3), (10, 2, 25.0)],
+    ("expected", "runners", "costs", "more"),
+    [
+        # Runners that only wait are linear.
+        (5.0, 1, Costs(), {}),
+        (80.0, 16, Costs(), {}),
+        (5 / 3, 1, Costs(), {"calls": 3}),
+        (25.0, 10, Costs(), {"calls": 2}),
+        # 20 ms scheduler, 30 ms on the way, 40 ms of its own, 2 calls of 200 ms: 490 ms.
+        (1 / 0.49, 1, Costs(scheduler=0.02, runner=0.04, delay=0.03), {"calls": 2}),
+        # The scheduler hands out one task after the other: never waited for (5 x 20 < 220 ms), and
+        # one every 20 ms.
+        (5 / 0.22, 5, Costs(scheduler=0.02), {}),
+        (50.0, 100, Costs(scheduler=0.02), {}),
+        # 200 ms of a processor a run, in one process, on one or two cores, or two nodes.
+        (5.0, 10, Costs(runner=0.2), {"tasks": 500, "one_process": True}),
+        (5.0, 10, Costs(runner=0.2), {"tasks": 500, "cores": 1}),
+        (10.0, 10, Costs(runner=0.2), {"tasks": 500, "cores": 2}),
+        (10.0, 10, Costs(runner=0.2), {"tasks": 500, "cores": 1, "nodes": 2}),
+        (25.0, 10, Costs(runner=0.2), {"tasks": 500}),
+        # Other processes take cores, but nobody waits for them.
+        (5.0, 1, Costs(other=0.1), {}),
+        (5.0, 10, Costs(other=0.1, runner=0.1), {"tasks": 500, "cores": 1}),
+    ],
 )
-def test_runners_that_only_wait_are_linear(runners: int, calls: int, expected: float) -> None:
-    assert rate(runners, Costs(), calls) == pytest.approx(expected)
-
-
-def test_every_cost_adds_to_the_time_of_a_run() -> None:
-    # 20 ms scheduler, 30 ms on the way, 40 ms of its own, 2 calls of 200 ms: 490 ms.
-    costs = Costs(scheduler=0.02, runner=0.04, delay=0.03)
-    assert rate(1, costs, calls=2) == pytest.approx(1 / 0.49)
-
-
-def test_the_scheduler_hands_out_one_task_after_the_other() -> None:
-    costs = Costs(scheduler=0.02)
-    assert rate(5, costs) == pytest.approx(5 / 0.22)  # never waited for: 5 x 20 < 220 ms
-    assert rate(100, costs) == pytest.approx(50.0)  # one every 20 ms
-
-
-def test_work_of_one_process_is_done_one_piece_after_the_other() -> None:
-    costs, many = Costs(runner=0.2), {"runners": 10, "tasks": 500}
-    # 200 ms of a processor a run; alone a run takes 400 ms.
-    assert rate(costs=costs, **many, one_process=True) == pytest.approx(5.0, rel=0.03)
-    assert rate(costs=costs, **many, cores=1) == pytest.approx(5.0, rel=0.03)
-    assert rate(costs=costs, **many, cores=2) == pytest.approx(10.0, rel=0.03)
-    assert rate(costs=costs, **many) == pytest.approx(25.0)
-
-
-def test_other_processes_take_cores_but_nobody_waits_for_them() -> None:
-    assert rate(1, Costs(other=0.1)) == pytest.approx(5.0)
-    assert rate(10, Costs(other=0.1, runner=0.1), tasks=500, cores=1) == pytest.approx(5, rel=0.03)
-
-
-def test_nodes_have_cores_of_their_own() -> None:
-    costs = Costs(runner=0.2)
-    found = rate(10, costs, tasks=500, cores=1, nodes=2)
-    assert found == pytest.approx(10.0, rel=0.03)
+def test_rates(expected: float, runners: int, costs: Costs, more: dict[str, Any]) -> None:
+    close = 0.03 if "tasks" in more else 1e-6
+    assert rate(runners, costs, **more) == pytest.approx(expected, rel=close)
 
 
 def test_engines_that_are_full_are_a_line_each() -> None:
@@ -132,11 +116,6 @@ def test_shares_say_what_was_busy() -> None:
     assert found.cores == pytest.approx(0.5 / 2)
     assert found.engines == pytest.approx(50 / 200)
     assert found.slots == pytest.approx(1.0)
-
-
-def test_too_few_tasks_give_no_rate() -> None:
-    with pytest.raises(ValueError, match="4 tasks are too few for 4 runners"):
-        rate(4, Costs(), tasks=4)
 
 
 def test_step_times_lie_on_straight_lines() -> None:
@@ -200,18 +179,6 @@ def test_random_arrivals_wait_as_long_as_theory_says() -> None:
     assert server.busy_seconds == pytest.approx(20_000.0)
 
 
-def test_a_piece_of_work_keeps_its_process_while_it_waits_for_a_core() -> None:
-    clock, done = Clock(), []
-    cores, one, two = Servers(clock, 1), Servers(clock, 1), Servers(clock, 1)
-    for process, name in ((one, "a"), (one, "b"), (two, "c")):
-        compute(process, cores, 1.0, lambda name=name: done.append((name, clock.now)))
-    clock.run()
-    # c asked for the only core before b had its process.
-    assert done == [("a", 1.0), ("c", 2.0), ("b", 3.0)]
-    assert one.busy_seconds == pytest.approx(3.0)
-    assert two.busy_seconds == pytest.approx(2.0)
-
-
 def told(true: Costs, cores: int = 8, idle: float = 0.0, others: float = 0.0) -> dict[str, Any]:
     """What `runner_scaling.py --json` would write of a machine with these costs, by formula: runs
     of 3 calls of 200 ms that never wait for each other."""
@@ -245,20 +212,6 @@ def test_calibration_finds_the_costs_of_a_machine_that_never_waits() -> None:
     assert predict(told(true), found, 8) == pytest.approx(8 / 0.6325, rel=0.03)
 
 
-def test_what_others_take_of_the_machine_slows_every_core_down() -> None:
-    true = Costs(scheduler=0.001, runner=0.005, delay=0.030)
-    given = told(true, idle=0.4, others=5.6)
-    found = calibrate(given)
-    assert found.costs.scheduler == pytest.approx(0.001)
-    assert found.background == pytest.approx(6.0)
-    # 6 ms of a processor take 24 ms where 6 of 8 cores are taken: that leaves 12 of the 36 ms, and
-    # less where runners wait for each other.
-    assert 0.008 < found.costs.delay < 0.0121
-    assert predict(given, found, 1) == pytest.approx(1 / 0.636, rel=0.01)
-    elsewhere = given | {"processors": 64}
-    assert calibrate(elsewhere).background == pytest.approx(0.4)
-
-
 def test_predictions_are_judged_on_8_and_16(capsys: pytest.CaptureFixture[str]) -> None:
     true = Costs(scheduler=0.001, runner=0.005, delay=0.030)
     good = told(true)
@@ -269,20 +222,6 @@ def test_predictions_are_judged_on_8_and_16(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "met" in text
     assert "missed" in text
-
-
-def test_a_missing_measurement_says_how_to_make_it() -> None:
-    given = told(Costs())
-    given["measured"] = [row for row in given["measured"] if row["runners"] != 8]
-    with pytest.raises(SystemExit, match=r"no measurement with \[8\] runners: python benchmarks"):
-        measured_rows(given, (1, 2, 4, 8, 16))
-
-
-def test_lines_are_never_negative() -> None:
-    assert line([(1, 3.0), (2, 5.0), (3, 7.0)]) == pytest.approx((2.0, 1.0))
-    # Least squares would be 2x - 1; through 0: (1 x 1 + 2 x 3 + 3 x 5) / (1 + 4 + 9) = 22 / 14.
-    assert line([(1, 1.0), (2, 3.0), (3, 5.0)]) == pytest.approx((22 / 14, 0.0))
-    assert line([(1, 3.0), (2, 2.0), (3, 1.0)]) == pytest.approx((0.0, 2.0))
 
 
 def test_the_formula_reads_weights_once_and_the_cache_of_each_sequence() -> None:
@@ -319,14 +258,3 @@ def test_what_limits_is_the_change_that_helps_most(plan: dict[str, Any], name: s
     found, gain = limit(made, 2, made.play(2).runs_per_second)
     assert found == name
     assert gain > 0.5
-
-
-def test_full_engines_are_what_limits() -> None:
-    times = StepTimes(((1, 0.010), (2, 0.020)), limit=2)  # a second sequence gains nothing
-    plan = Plan(times, Work(2, tokens=100), Costs(), runners=2, sync=0.0)
-    outcome = plan.play(4)
-    # 8 tasks of 200 tokens an engine at 100 tokens a second: 16 s, on four engines.
-    assert outcome.runs_per_second == pytest.approx(2.0)
-    name, gain = limit(plan, 4, outcome.runs_per_second)
-    assert name == "engines (twice as fast)"
-    assert gain == pytest.approx(1.0)

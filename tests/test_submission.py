@@ -1,23 +1,35 @@
-"""What `submit` sends: a job that cannot see the client's folder has the whole run."""
+"""What is sent to a cluster: the keys, sealed; a submitted run, whole; and what is refused before.
+
+Also what is written for clusters of several hosts.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from gcs_stand_in import gcs
 from project import run_dir, write_project
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.cluster import keys
-from aflow_tune.cluster.submission import Submission, prepare_submission
+from aflow_tune import shipping
+from aflow_tune.cluster import jobs, keys, machines, worker
+from aflow_tune.cluster.jobs import Submission, prepare_submission
+from aflow_tune.cluster.keys import Receiver, names_of_keys, seal, secrets_of
+from aflow_tune.cluster.ray_for_run import runtime_env_of
+from aflow_tune.config.changes import fingerprint_of
 from aflow_tune.config.load import load_config
-from aflow_tune.errors import BadInput
+from aflow_tune.errors import BadInput, RunFailed
+from aflow_tune.shipping import Arrival, Code
 
 ROOT = Path(__file__).resolve().parents[1]
+KEY = "sk-submission-0123456789"
 OPERATOR = """
 from aflow_tune.operators import Operator
 
@@ -46,45 +58,55 @@ IN_THE_JOB = """
 import json, os, sys
 import aflow_tune.engines.trinity
 from pathlib import Path
-from aflow_tune.cluster import keys
-from aflow_tune.cluster import ship
+from aflow_tune.cluster.jobs import open_payload
+from aflow_tune.cluster.ray_for_run import code_of, runtime_env_of
 from aflow_tune.config import tasksets
 from aflow_tune.config import validate
-from aflow_tune.cluster.attached_ray import runtime_env_of
-from aflow_tune.cluster.submitted import open_payload
-from aflow_tune.shipping.arrival import travelled
+from aflow_tune.shipping import travelled
 
-payload = open_payload()
-config = payload.config
+config, functions = open_payload()
 validate.check_run_prompts(config)
-code, _ = ship.trace_run(config, payload.functions)
+code, _ = code_of(config, functions)
 print(json.dumps({
-    "function": payload.functions[0].__name__,
+    "function": functions[0].__name__,
     "rows": [tasksets.read_taskset(config, t).total for _, t, _ in tasksets.user_tasksets(config)],
     "beside": config.positions.beside("extra/note.txt").read_text(),
     "operator": os.path.exists(travelled(config.operators["Echo"]).rpartition(":")[0]),
     "faults": [str(fault) for fault in code.faults],
     "environment": runtime_env_of(config, code, Path("."), {"A": "b"}, True),
-    "namespace": config.ray_namespace,
     "command": config.command["config"],
 }))
 """
 
 
+@pytest.fixture(autouse=True)
+def no_usual_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in keys._USUAL:
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def project(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project on the client, its folder being the current one."""
-    for name in keys._USUAL:
-        monkeypatch.delenv(name, raising=False)
     client = tmp_path / "client"
     write_project(client, tiny_model_dir)
     monkeypatch.chdir(client)
     return client
 
 
-def _send(folder: Path, *overrides: str) -> Submission:
+def sent(folder: Path, *overrides: str) -> Submission:
     folder.mkdir()
     return prepare_submission(Path("config.yaml"), overrides, folder)
+
+
+def refused(folder: Path, *overrides: str) -> BadInput:
+    with pytest.raises(BadInput) as caught:
+        sent(folder, *overrides)
+    assert KEY not in str(caught.value)
+    return caught.value
+
+
+# -- a submitted run ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -92,15 +114,10 @@ def test_a_job_has_the_run_without_the_clients_folder(project: Path, tmp_path: P
     (project / "extra").mkdir()
     (project / "extra" / "note.txt").write_text("here")
     (project / "my_operators.py").write_text(OPERATOR)
-    sent = tmp_path / "sent"
-    run = _send(
-        sent,
-        f"runtime_env.include=[{project}/extra]",
-        f"operators.Echo={project}/my_operators.py:Echo",
-    )
-    assert run.names == []
+    out = tmp_path / "sent"
+    run = sent(out, f"operators.Echo={project}/my_operators.py:Echo")
+    assert (run.names, run.warnings) == ([], [])
     assert run.run_dir == str(run_dir(project))
-    assert run.warnings == []
     (bundle,) = run.environment["py_modules"]
     assert run.environment["env_vars"] == {
         "RAY_JOB_STOP_WAIT_TIME_S": "240",
@@ -112,7 +129,7 @@ def test_a_job_has_the_run_without_the_clients_folder(project: Path, tmp_path: P
         cwd=tmp_path,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(sent)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(out)]),
             "AFLOW_TUNE_SHIPMENT": Path(bundle).name,
         },
         capture_output=True,
@@ -126,74 +143,17 @@ def test_a_job_has_the_run_without_the_clients_folder(project: Path, tmp_path: P
         "operator": True,
         "faults": [],
         "environment": {"env_vars": {"A": "b", "AFLOW_TUNE_KEYS": ""}},
-        "namespace": "",
         "command": f"{project}/config.yaml",
     }
 
 
 def test_what_means_another_thing_there_is_refused(project: Path, tmp_path: Path) -> None:
     (project / "weights").mkdir()
-    with pytest.raises(BadInput) as refused:
-        _send(
-            tmp_path / "sent",
-            "checkpoint_root_dir=runs",
-            "cluster.ray_address=local",
-            "model.model_path=weights",
-        )
-    assert [fault.where.partition("=")[0] for fault in refused.value.faults] == [
-        "command line: checkpoint_root_dir",
-        "command line: cluster.ray_address",
-        "command line: model.model_path",
+    settings = ("checkpoint_root_dir=runs", "cluster.ray_address=local", "model.model_path=weights")
+    told = refused(tmp_path / "sent", *settings)
+    assert [fault.where.partition("=")[0] for fault in told.faults] == [
+        f"command line: {setting.partition('=')[0]}" for setting in settings
     ]
-
-
-def test_a_key_inside_what_would_be_sent_is_refused(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = "sk-submission-0123456789"
-    monkeypatch.setenv("SUBMISSION_KEY", key)
-    (project / "flow.py").write_text(CLOSURE)
-    with pytest.raises(BadInput) as refused:
-        _send(tmp_path / "sent")
-    assert [fault.found for fault in refused.value.faults] == ["the value of SUBMISSION_KEY"]
-    assert key not in str(refused.value)
-    assert not list((tmp_path / "sent").rglob("job.pickle"))
-
-
-def test_a_key_in_a_file_or_in_plain_variables_is_refused(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = "sk-submission-0123456789"
-    monkeypatch.setenv("SUBMISSION_KEY", key)
-    secret = "runtime_env.secrets=[SUBMISSION_KEY]"
-    with pytest.raises(BadInput) as refused:
-        _send(tmp_path / "first", secret, f"runtime_env.env_vars.PLAIN={key}")
-    assert "SUBMISSION_KEY" in str(refused.value)
-    (project / "settings.json").write_text(json.dumps({"key": key}))
-    with pytest.raises(BadInput) as refused:
-        _send(tmp_path / "second", secret)
-    assert [fault.where for fault in refused.value.faults] == [f"{project}/settings.json"]
-
-
-def test_a_key_among_the_settings_is_refused(project: Path, tmp_path: Path) -> None:
-    key = "monitor.monitor_args.api_key"
-    with pytest.raises(BadInput) as refused:
-        _send(tmp_path / "sent", "seed=2", f"{key}=sk-0123456789", "runtime_env.env_vars.A_KEY=x")
-    assert sorted(fault.where for fault in refused.value.faults) == [
-        f"command line: {key}",
-        "command line: runtime_env.env_vars.A_KEY",
-    ]
-    assert "sk-0123456789" not in str(refused.value)
-
-
-def test_a_command_is_noted_without_its_secrets() -> None:
-    config = load_config(None)
-    config.note_command("c.yaml", ["seed=2", "monitor.monitor_args.api_key=sk-0123456789"], True)
-    told = config.command
-    assert told is not None
-    assert (told["overrides"], told["secret"]) == (["seed=2"], ["monitor.monitor_args.api_key"])
-    assert (told["inline"], told["renamed"]) == (True, False)
-    assert Path(told["config"]).is_absolute()
 
 
 def test_the_last_line_of_a_job_is_how_it_ended_even_after_a_defect(tmp_path: Path) -> None:
@@ -208,3 +168,229 @@ def test_the_last_line_of_a_job_is_how_it_ended_even_after_a_defect(tmp_path: Pa
     assert ran.returncode == 1
     assert "FileNotFoundError" in ran.stdout
     assert ran.stdout.splitlines()[-1] == "aflow-tune: ended with exit code 1"
+
+
+def test_where_no_job_server_answers_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(jobs, "use_token", lambda: False)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(BadInput, match="no Ray answers there"):
+            jobs.Jobs()
+        other.listen()  # silent: Ray's own client would wait without end
+        with pytest.raises(BadInput, match="timed out"):
+            jobs.Jobs(f"http://{address}")
+
+
+# -- keys --------------------------------------------------------------------------------------
+
+
+def test_a_key_inside_what_would_be_sent_is_refused(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBMISSION_KEY", KEY)
+    secret = "runtime_env.secrets=[SUBMISSION_KEY]"
+    told = refused(tmp_path / "plain", secret, f"runtime_env.env_vars.PLAIN={KEY}")
+    assert "SUBMISSION_KEY" in str(told)
+    (project / "settings.json").write_text(json.dumps({"key": KEY}))
+    told = refused(tmp_path / "file", secret)
+    assert [fault.where for fault in told.faults] == [f"{project}/settings.json"]
+
+
+def test_a_key_inside_a_closure_is_refused(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBMISSION_KEY", KEY)
+    (project / "flow.py").write_text(CLOSURE)
+    told = refused(tmp_path / "closure")  # that the code names the variable is enough
+    assert [fault.found for fault in told.faults] == ["the value of SUBMISSION_KEY"]
+    assert not list(tmp_path.rglob("job.pickle"))
+
+
+def test_a_key_among_the_settings_is_refused(project: Path, tmp_path: Path) -> None:
+    key = "monitor.monitor_args.api_key"
+    told = refused(tmp_path / "sent", "seed=2", f"{key}={KEY}", "runtime_env.env_vars.A_KEY=x")
+    assert sorted(fault.where for fault in told.faults) == [
+        f"command line: {key}",
+        "command line: runtime_env.env_vars.A_KEY",
+    ]
+
+
+def test_a_command_is_noted_without_its_secrets() -> None:
+    config = load_config(None)
+    config.note_command("c.yaml", ["seed=2", f"monitor.monitor_args.api_key={KEY}"], True)
+    told = config.command
+    assert told is not None
+    assert (told["overrides"], told["secret"]) == (["seed=2"], ["monitor.monitor_args.api_key"])
+    assert (told["inline"], told["renamed"]) == (True, False)
+    assert Path(told["config"]).is_absolute()
+
+
+def test_keys_are_those_of_models_of_the_code_and_those_listed_never_the_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OPENAI_API_KEY", "OTHER_KEY", "NAMED", "LISTED", "UNRELATED", "HF_HOME"):
+        monkeypatch.setenv(name, "a-value-of-some-length")
+    models = "models={judge: {model: a}, executor: {model: b, api_key_env: OTHER_KEY}}"
+    config = load_config(None, [models, "runtime_env.secrets=[LISTED, NOT_SET]"])
+    code = Code(variables={"NAMED", "PATH", "HOME", "HF_HOME"})
+    assert names_of_keys(config, code) == ["LISTED", "NAMED", "OPENAI_API_KEY", "OTHER_KEY"]
+    assert list(secrets_of(config, code)) == ["LISTED", "OPENAI_API_KEY", "OTHER_KEY"]
+    monkeypatch.setenv("OTHER_KEY", "short")
+    assert list(secrets_of(config, code)) == ["LISTED", "OPENAI_API_KEY"]
+    external = config.model.external_model
+    external.enable, external.api_key_env, external.base_url_env = True, "OTHER_KEY", "LISTED"
+    assert not {"OTHER_KEY", "LISTED"} & set(config.get_envs())
+    # What clients read by themselves goes along with its address.
+    monkeypatch.delenv("OPENAI_API_KEY")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-ant-0123456789")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+    assert names_of_keys(load_config(None), Code()) == ["ANTHROPIC_API_KEY", "OPENAI_BASE_URL"]
+    assert secrets_of(load_config(None), Code()) == {"ANTHROPIC_API_KEY": "sk-ant-0123456789"}
+    # Of what only the code names: what is called a key and has a digit in it.
+    for name, value in (("SORT_KEY", "question"), ("APP_TOKEN", "tok-12345")):
+        monkeypatch.setenv(name, value)
+    read = Code(variables={"SORT_KEY", "APP_TOKEN"})
+    assert list(secrets_of(load_config(None), read)) == ["ANTHROPIC_API_KEY", "APP_TOKEN"]
+
+
+def test_sealed_keys_open_for_their_receiver_alone() -> None:
+    receiver, other = Receiver(), Receiver()
+    sealed = seal({"KEY": "sk-1", "ü": "ä"}, receiver.public)
+    assert receiver.open(sealed) == {"KEY": "sk-1", "ü": "ä"}
+    assert b"sk-1" not in sealed
+    assert sealed != seal({"KEY": "sk-1", "ü": "ä"}, receiver.public)
+    for wrong in (lambda: other.open(sealed), lambda: receiver.open(sealed[:-1] + b"\0")):
+        with pytest.raises(RunFailed):
+            wrong()
+    # No run answers another whose name begins alike.
+    assert not keys._place("p/x/y").startswith(keys._place("p/x").removesuffix("/"))
+
+
+def test_where_a_run_works_and_its_secrets_are_not_what_it_learns() -> None:
+    settings = [
+        "cluster={ray_address: '10.0.0.7:6379', node_num: 2}",
+        "runtime_env={pip: [a], include: [b], exclude: [c], env_vars: {D: e}}",
+        "ray_namespace=f/g",
+    ]
+    here, there = (fingerprint_of(load_config(None, given)) for given in ([], settings))
+    assert here == there
+    assert here != fingerprint_of(load_config(None, ["seed=5"]))
+
+    def kept(password: str) -> str:
+        url = f"buffer.trainer_input.experience_buffer.path=postgresql://me:{password}@host/db"
+        config = load_config(None, [f"explorer.env_vars.A_TOKEN={password}", url])
+        return json.dumps(fingerprint_of(config))
+
+    assert "hunter22" not in kept("hunter22")
+    assert kept("hunter22") == kept("another")
+
+
+# -- workers -----------------------------------------------------------------------------------
+
+
+def test_a_worker_tells_which_names_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    came = Arrival(None, {}, [], [], "/", conflicts=["`utils`, imported from /node before"])
+    monkeypatch.setattr(shipping, "_arrived", came)
+    assert worker.tell([], "/")["conflicts"] == ["`utils`, imported from /node before"]
+
+
+def test_only_a_job_of_ours_has_its_environment_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")  # as in any job of Ray's
+    config = load_config(None, ["ray_namespace=p/x"])
+    given = runtime_env_of(config, Code(), tmp_path, {"A": "b"}, True)
+    (bundle,) = given["py_modules"]
+    assert given["worker_process_setup_hook"] == worker.HOOK
+    own = {"A": "b", "AFLOW_TUNE_KEYS": "p/x"}
+    assert given["env_vars"] == {**own, "AFLOW_TUNE_SHIPMENT": Path(bundle).name}
+    monkeypatch.setattr(shipping, "_arrived", Arrival(tmp_path, {}, [], [], "/"))
+    assert runtime_env_of(config, Code(), tmp_path, {"A": "b"}, True) == {"env_vars": own}
+
+
+# -- machines ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_hosts_become_a_cluster_of_rays_own_launcher_without_the_token(
+    no_token: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    file = machines.hosts_yaml(["gpu1", "gpu2", "gpu3"], "me", environment="/opt/aflow")
+    told = machines.read_cluster_yaml(file)
+    validate_config(prepare_config(yaml.safe_load(file.read_text())))
+    assert told["provider"] == {"type": "local", "head_ip": "gpu1", "worker_ips": ["gpu2", "gpu3"]}
+    assert (told["min_workers"], told["max_workers"]) == (2, 2)
+    assert told["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    starts = [told["head_start_ray_commands"][1], told["worker_start_ray_commands"][1]]
+    for start in starts:
+        assert start.startswith("export PATH=/opt/aflow/bin:$PATH; RAY_AUTH_MODE=token ")
+        assert "python -m aflow_tune.find_ray" in start
+    assert "--dashboard-host=127.0.0.1" in starts[0]
+    with pytest.raises(BadInput, match="twice"):
+        machines.hosts_yaml(["gpu1", "gpu1"], "me")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/keys/ray")
+    told = yaml.safe_load(machines.hosts_yaml(["gpu1"], "me").read_text())
+    assert told["file_mounts"] == {"~/.ray/auth_token": "/keys/ray"}
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret-token")
+    with pytest.raises(BadInput, match="a token in a file") as caught:
+        machines.hosts_yaml(["gpu1"], "me")
+    assert "secret-token" not in str(caught.value)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    told = yaml.safe_load(machines.hosts_yaml(["gpu1"], "me").read_text())
+    assert told["file_mounts"] == {}
+    assert told["worker_start_ray_commands"][1].startswith("RAY_AUTH_MODE=disabled ")
+
+
+def test_a_host_prints_the_folder_of_its_ray(no_token: None, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    command = [sys.executable, "-m", "aflow_tune.find_ray"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip().endswith("/ray")
+
+
+def test_the_status_of_hosts_is_asked_in_their_environment_with_the_token(
+    no_token: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(machines, "make_token", lambda: None)
+    monkeypatch.setattr(machines, "_run", lambda words, *_, **__: asked.append(words) or "told")
+    file = machines.hosts_yaml(["gpu1", "gpu2"], "me", environment="/opt/aflow")
+    machines.up_several(file, lambda _: None, "/opt/aflow")
+    assert machines.status() == "told"
+    assert asked == [
+        ["up", "-y", "--no-config-cache", str(file)],
+        ["exec", str(file), "export PATH=/opt/aflow/bin:$PATH; RAY_AUTH_MODE=token ray status"],
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"a: [", b"cluster_name: x", b"cluster_name: \xe9"])
+def test_what_is_no_cluster_yaml_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(content)
+    with pytest.raises(BadInput) as caught:
+        machines.read_cluster_yaml(path)
+    assert caught.value.faults[0].where == str(path)
+
+
+def test_a_cluster_that_was_not_started_here_is_not_ended(no_token: None, shared: Path) -> None:
+    folder = shared / f"ray-{os.getuid()}" / "ray"
+    folder.mkdir(parents=True)
+    with gcs() as (here, _):
+        (folder / "ray_current_cluster").write_text(here)
+        with pytest.raises(BadInput, match="which something else started"):
+            machines.down()
+        with pytest.raises(BadInput, match="runs on this machine already"):
+            machines.up_here()
+    assert os.listdir(folder) == ["ray_current_cluster"]

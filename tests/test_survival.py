@@ -7,9 +7,7 @@ Whole runs in one process on the tiny model. Kills at random moments: `benchmark
 from __future__ import annotations
 
 import json
-import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +16,6 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from project import WORKFLOW, run_dir, write_project
@@ -71,46 +68,6 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_with_its_state_whole(
     assert state.error is not None
     assert "global_step_2 could not be written" in state.error
     assert run_config(config, [*ONE_STEP, "buffer.total_steps=3"], inline=True).steps_done == 3
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB of its own."""
-    place = tmp_path / "small"
-    place.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
-    mount = shutil.which("mount")
-    if os.getuid() != 0 or mount is None or subprocess.run([mount, *options]).returncode:
-        pytest.skip("only root can mount a small file system")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def test_a_disk_that_runs_full(
-    tmp_path: Path, tiny_model_dir: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_project(tmp_path, tiny_model_dir, steps=1)
-    words = [*ONE_STEP, f"checkpoint_root_dir={small_disk}", "trainer.save_hf_checkpoint=never"]
-    run_config(config, words, inline=True)
-    run = small_disk / "tests" / "tiny"
-    ballast = small_disk / "ballast"
-    # Room for what a step writes, not for a checkpoint as well.
-    ballast.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - 112 * 1024))
-    arguments = [str(config), "--inline", *words, "buffer.total_steps=4"]
-    assert cli.main(arguments) == 1
-    said = capsys.readouterr().err
-    assert "No space left on device" in said
-    assert "The state of step " in said
-    assert "Traceback" not in said
-    for step in steps_in(run):
-        verify_checkpoint(run / f"global_step_{step}")
-    assert describe(run).state is State.FAILED
-    ballast.write_bytes(b"0" * (ballast.stat().st_size + shutil.disk_usage(small_disk).free))
-    assert cli.main(arguments) == 1  # not even the state can be written
-    assert "No space left on device" in capsys.readouterr().err
-    ballast.unlink()
-    assert cli.main(arguments) == 0
-    assert describe(run).state is State.FINISHED
 
 
 # -- damaged files -------------------------------------------------------------------------
@@ -222,11 +179,10 @@ class Answering(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        message = {"role": "assistant", "content": "ok"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        choice = {"index": 0, "message": {"role": "assistant", "content": "ok"}}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        body: dict[str, Any] = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-        content = json.dumps({**body, "choices": [choice], "usage": usage}).encode()
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "usage": usage}
+        content = json.dumps({**body, "choices": [{**choice, "finish_reason": "stop"}]}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
@@ -237,24 +193,19 @@ class Answering(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-class Server(ThreadingHTTPServer):
-    """Beside a socket that holds its port and does not listen."""
-
-    allow_reuse_port = True
-
-
 class Api:
     """An API at an address of its own that can be up or down."""
 
     def __init__(self) -> None:
+        self.server: ThreadingHTTPServer | None = None
         self.held = socket.socket()  # while it is down, nobody else gets the port
         self.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self.held.bind(("127.0.0.1", 0))
         self.port = self.held.getsockname()[1]
-        self.server: ThreadingHTTPServer | None = None
 
     def up(self) -> None:
-        self.server = Server(("127.0.0.1", self.port), Answering)
+        kind = type("Server", (ThreadingHTTPServer,), {"allow_reuse_port": True})
+        self.server = kind(("127.0.0.1", self.port), Answering)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def down(self) -> None:

@@ -14,7 +14,6 @@ import pytest
 from project import WORKFLOW, write_project
 from ray_nodes import ray_nodes
 
-from aflow_tune.cluster._run_on_node import of_a_run
 from aflow_tune.cluster.sweep_ray import (
     RayStarter,
     cluster_for,
@@ -22,6 +21,7 @@ from aflow_tune.cluster.sweep_ray import (
     no_room,
     ray_starter,
 )
+from aflow_tune.cluster.worker import of_a_run
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.find_ray import FoundRay

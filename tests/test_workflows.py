@@ -19,8 +19,7 @@ from aflow_tune.contract.plugins import resolve
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import ScriptedModel as ScriptedReplies
-from aflow_tune.shipping.bundle import write_bundle
-from aflow_tune.shipping.tracing import trace
+from aflow_tune.shipping import gather, write_bundle
 
 # isort: split
 from ray import cloudpickle
@@ -86,11 +85,11 @@ def test_shipped_functions_reach_a_process_that_does_not_know_their_files(tmp_pa
     quickstart = resolve(f"{ROOT}/workflows/three_terms.py:add_three_terms")
     math_judge = resolve(f"{ROOT}/rewards/math_boxed.py:math_judge")
     functions = [quickstart, react_agent, gsm8k_judge, math_judge]
-    bundle = write_bundle(trace(functions), tmp_path)
+    bundle = write_bundle(gather({it.__module__ for it in functions}), tmp_path)
     (tmp_path / "functions").write_bytes(cloudpickle.dumps(functions))
     code = (
         "import asyncio, json, pickle, sys\n"
-        "from aflow_tune.shipping.arrival import arrive\n"
+        "from aflow_tune.shipping import arrive\n"
         f"assert '{bundle}/files' in str(arrive({bundle.name!r}).base)\n"
         f"_, _, gsm8k, math = pickle.load(open({str(tmp_path / 'functions')!r}, 'rb'))\n"
         "print(json.dumps([asyncio.run(gsm8k({'answer': '#### 4'}, '4')).reward,\n"

@@ -49,7 +49,7 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
     known: dict[str, Any] = {"address": address}
     import ray
 
-    from aflow_tune.cluster.open_sessions import open_here
+    from aflow_tune.cluster.ray_for_run import open_here
     from aflow_tune.errors import BadInput
     from aflow_tune.find_ray import FoundRay, greet
 
@@ -67,13 +67,12 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
         return {**known, "ending": "refused", "reason": error.faults[0].found}
     except Exception as error:
         return {**known, "ending": "refused", "reason": _told(error)}
-    nodes = [node for node in ray.nodes() if node["Alive"]]
     return {
         **known,
         "ending": "connected",
         "resources": ray.cluster_resources(),
         "available": ray.available_resources(),
-        "nodes": _ask_nodes(nodes, question, deadline),
+        "nodes": _ask_nodes(question, deadline),
     }
 
 
@@ -100,38 +99,29 @@ def _told(error: BaseException) -> str:
     return " <- ".join(texts)[:4000]
 
 
-def _ask_nodes(
-    nodes: list[dict[str, Any]], question: dict[str, Any], deadline: float
-) -> list[dict[str, Any]]:
+def _ask_nodes(question: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    names, folder, nonce = question["names"], question["folder"], question.get("nonce", "")
-    asked = {}
-    for node in nodes:
-        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        task = ray.remote(_on_node).options(num_cpus=0, scheduling_strategy=place, max_retries=0)
-        asked[task.remote(names, folder, nonce, node["NodeID"])] = node
+    from aflow_tune.cluster.ray_for_run import on_nodes
+
+    about = (question["names"], question["folder"], question.get("nonce", ""))
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    asked = {number: (*about, number) for number in nodes}
+    answers = on_nodes(_on_node, asked, max(deadline - time.monotonic(), 0.1))
     found = []
-    waiting = list(asked)
-    if waiting:
-        _, waiting = ray.wait(
-            waiting, num_returns=len(waiting), timeout=max(deadline - time.monotonic(), 0.1)
-        )
-    for task, node in asked.items():
+    for number, node in nodes.items():
         known = {
-            "id": node["NodeID"],
+            "id": number,
             "host": node["NodeManagerHostname"],
             "ip": node["NodeManagerAddress"],
             "resources": node["Resources"],
         }
-        if task in waiting:
-            found.append({**known, "failed": "its worker gave no answer in time"})
-            continue
-        try:
-            found.append({**known, **ray.get(task, timeout=1)})
-        except Exception as error:
-            found.append({**known, "failed": _told(error)})
+        told = answers[number]
+        if isinstance(told, TimeoutError):
+            told = {"failed": "its worker gave no answer in time"}
+        elif isinstance(told, Exception):
+            told = {"failed": _told(told)}
+        found.append({**known, **told})
     return found
 
 

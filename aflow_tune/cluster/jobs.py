@@ -1,8 +1,12 @@
 """`aflow-tune submit`: a run as a job of Ray's job server, and what becomes of it.
 
 The client needs the address of the cluster's dashboard and nothing else: no shared disk, no Ray
-process. What it sends is in `submission.py`; the job (`submitted.py`) runs on the head node like a
-command there. The last line that a job prints tells how it ended.
+process. It checks the run as far as it can, and sends the user's code with a payload beside it:
+the configuration as it was read, and the functions. What is written there has to hold on another
+machine: paths of files that travel are relative to the folder that the command was started in (the
+job starts in the copy of that one), all other paths mean the same place on every node or are
+refused. The job runs on the head node like a command there: it asks for its keys by printing a
+public key, prepares the run, and its last line tells how that ended.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import pickle
 import re
 import tempfile
 import time
@@ -24,33 +29,206 @@ import aiohttp
 import requests
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from aflow_tune.cluster.open_sessions import refuse_open_server
-from aflow_tune.cluster.sealed import seal
-from aflow_tune.cluster.submission import prepare_submission
-from aflow_tune.cluster.submitted import (
-    ENDED,
-    PYTHON_VARIABLE,
-    WANTED,
-    package_of,
+from aflow_tune.cluster import keys
+from aflow_tune.cluster.machines import PYTHON_VARIABLE
+from aflow_tune.cluster.ray_for_run import (
+    NAME_IT,
+    READ_INSIDE,
+    code_of,
+    refuse_open_server,
+    refuse_secrets,
+    runtime_env_of,
 )
+from aflow_tune.cluster.sent_function import dumps
+from aflow_tune.config.load import AflowConfig, load_config
+from aflow_tune.config.stages import parts_of
+from aflow_tune.config.tasksets import experience_buffer, locate, user_tasksets
+from aflow_tune.config.validate import check_run_prompts, functions_of
+from aflow_tune.contract.signature import check_functions
+from aflow_tune.engines.local.models import BUNDLED
 from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 from aflow_tune.find_ray import answers, running_here, use_token
+from aflow_tune.models.redaction import masked
+from aflow_tune.operators import load_operators
+from aflow_tune.shipping import MOST_FILE_BYTES, LeftOut, arrive, files_below, holds_keys, too_much
 
-_KEYS_SECONDS = 900.0
+Function = Callable[..., Any]
+ENDED = "aflow-tune: ended with exit code "
+_WANTED = "aflow-tune: send the keys sealed for "
+_PAYLOAD, _NAMES = "job.pickle", "keys.txt"
+"""Files beside the code: the run, and the names of its keys."""
+_STOP_SECONDS = 240
+"""How long a stopped job may take to save its state before Ray kills it."""
+_ASKED_SECONDS = 900.0
 """How long the job may take until it asks for keys: `runtime_env.pip` is installed before."""
-_AWAY_SECONDS = 120.0
+_KEYS_SECONDS, _AWAY_SECONDS, _ANSWER_SECONDS = 120.0, 120.0, 15.0
 _POLL_SECONDS = 0.5
-_ANSWER_SECONDS = 15.0
 _HEAD = re.compile(r"[^/\s]+:\d+")
 """An address of a cluster, where its dashboard is asked for."""
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """A job that the cluster has taken."""
+# -- what is sent ------------------------------------------------------------------------------
 
-    job: str
+
+@dataclass(frozen=True)
+class Submission:
+    """A run that is ready to be sent."""
+
+    config: AflowConfig
+    environment: dict[str, Any]
+    """Ray's `runtime_env` of the job."""
+    names: list[str]
+    """Variables that the job has to be given, by name."""
     run_dir: str
+    """The run folder; the job adds to it where `continue_from_checkpoint` is false."""
+    warnings: list[str]
+
+
+def prepare_submission(config_path: Path, overrides: Sequence[str], folder: Path) -> Submission:
+    """Check a configuration as far as this machine can, and write what travels into `folder`.
+
+    Raises:
+        BadInput: the configuration, its code or its data were refused.
+    """
+    config = load_config(config_path, overrides)
+    functions = workflow, judge = functions_of(config)
+    if workflow is not None:
+        check_functions(workflow, judge)
+    check_run_prompts(config)
+    base = config.positions.base
+    code, _ = code_of(config, functions, load_operators(config.operators, base).values())
+    for file in _data_of(config, config_path):
+        size = file.stat().st_size
+        if size <= MOST_FILE_BYTES and not holds_keys(file.name):
+            code.files[file] = size
+        else:
+            code.warnings.append(
+                f"{file} does not travel ({size / 2**20:.0f} MiB): the cluster is taken to have it "
+                "at the same place"
+            )
+    faults = [*(code.faults or too_much(code.files)), *_not_everywhere(config), *_in_clear(config)]
+    if faults:
+        raise BadInput("This run cannot be submitted.", faults)
+    names = keys.names_of_keys(config, code)
+    config.positions.file = os.path.relpath(config_path)
+    config.positions.base = None if base is None else Path(os.path.relpath(base))
+    config.note_command(config_path, overrides)
+    payload = dumps((config, functions))
+    secrets = keys.secrets_of(config, code)
+    refuse_secrets(payload, secrets, "the functions and settings", READ_INSIDE)
+    waits = {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)}
+    extra = {_PAYLOAD: payload, _NAMES: "\n".join(names).encode()}
+    # The job holds its keys, and says where: they are not asked for in its environment.
+    environment = runtime_env_of(config, code, folder, waits, False, extra)
+    place = (str(config.checkpoint_root_dir), config.project, config.group, config.name)
+    return Submission(config, environment, names, os.path.join(*place), code.warnings)
+
+
+def _not_everywhere(config: AflowConfig) -> Iterator[Fault]:
+    """Settings that mean another thing on another machine."""
+    where = config.positions.where
+    root = config.checkpoint_root_dir
+    if not root or not os.path.isabs(root):
+        yield Fault(
+            where("checkpoint_root_dir"),
+            "an absolute path that every node of the cluster sees",
+            repr(root) if root else "nothing",
+            "checkpoint_root_dir: /shared/runs",
+        )
+    if config.cluster.ray_address == "local":
+        expected = "a run on the cluster that it is submitted to"
+        found, cure = "local: a Ray of its own, inside the job", "cluster.ray_address=auto"
+        yield Fault(where("cluster.ray_address"), expected, found, f"take it out, or {cure}")
+    models: dict[str, str] = {}
+    for _, part in parts_of(config)[0]:
+        named = {"model.model_path": part.model.model_path}
+        for number, auxiliary in enumerate(part.explorer.auxiliary_models):
+            named[f"explorer.auxiliary_models.{number}.model_path"] = auxiliary.model_path
+        for key, path in named.items():
+            models.setdefault(str(path or ""), part.positions.where(key))
+    for name, place in models.items():
+        local = name.startswith((".", "~")) or os.path.isdir(os.path.expanduser(name))
+        if local and name not in BUNDLED and not os.path.isabs(name):
+            expected = "a hub id, or an absolute path that every node of the cluster sees"
+            cure = "put the model on a shared disk: model.model_path=/shared/models/NAME"
+            yield Fault(place, expected, repr(name), cure)
+
+
+def _in_clear(config: AflowConfig) -> Iterator[Fault]:
+    """Settings that are keys: the YAML travels, and so do the settings."""
+    for key, value in config.flatten().items():
+        if ".headers_env." in key or masked(key, value) == value:
+            continue
+        place = config.positions.where(key).partition("=")[0]  # what was typed holds the value
+        cure = "take it out and export it: clients read their keys from the environment"
+        if key.startswith("runtime_env.env_vars."):
+            cure = NAME_IT
+        yield Fault(place, "no keys: clusters keep what is sent", "a key in clear", cure)
+
+
+def _data_of(config: AflowConfig, config_path: Path) -> list[Path]:
+    """The YAML, the files of task sets and those that the settings of graph, writer and harvest
+    name."""
+    data = [Path(os.path.abspath(config_path))]
+    for _, part in parts_of(config)[0]:
+        sets: list[Any] = [taskset for _, taskset, _ in user_tasksets(part)]
+        for taskset in [*sets, *filter(None, [experience_buffer(part)])]:
+            found = locate(part, taskset) if taskset.path else None
+            if found is not None and found.kind in ("file", "folder"):
+                data += found.files
+    stays = LeftOut(patterns=config.runtime_env.exclude)
+    graph, writer, harvest = config.graph, config.writer, config.harvest
+    named = (graph.path, graph.test_cases, writer.test_cases, writer.prompt, harvest.templates)
+    for name in filter(None, named):
+        path = Path(os.path.abspath(config.positions.beside(name)))
+        data += [file for file, _ in files_below(path, stays)] or [path] * path.is_file()
+    return list(dict.fromkeys(data))
+
+
+# -- inside the job ----------------------------------------------------------------------------
+
+
+def open_payload() -> tuple[AflowConfig, tuple[Function | None, Function | None]]:
+    """Configuration and functions as the client sent them, with the keys put into this process's
+    environment.
+
+    Raises:
+        RunFailed: this is no submitted job, or the keys did not come.
+    """
+    arrival = arrive()
+    if arrival is None or arrival.base is None:
+        raise RunFailed("this is no job that `aflow-tune submit` sent")
+    # Keys first: the user's modules may read them when they are imported, which unpickling does.
+    if (arrival.base.parent / _NAMES).read_text(encoding="utf-8").split():
+        os.environ.update(_receive_keys())
+    config, functions = pickle.loads((arrival.base.parent / _PAYLOAD).read_bytes())
+    return config, functions
+
+
+def _receive_keys() -> dict[str, str]:
+    """Ask the client for keys and wait for them; what came is deleted from the cluster."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
+
+    receiver = keys.Receiver()
+    uri = "{}://{}".format(*_package_of(receiver.public)).encode()
+    client = GcsClient(address=os.environ["RAY_ADDRESS"])
+    print(f"{_WANTED}{receiver.public}", flush=True)
+    deadline = time.monotonic() + _KEYS_SECONDS
+    while time.monotonic() < deadline:
+        sealed = client.internal_kv_get(uri, None)
+        if sealed:
+            client.internal_kv_del(uri, False, None)
+            return receiver.open(sealed)
+        time.sleep(0.2)
+    raise RunFailed("the client did not send the keys; was it ended right after the submission?")
+
+
+def _package_of(public: str) -> tuple[str, str]:
+    """Protocol and name under which the keys for a public key are uploaded."""
+    return "gcs", f"_aflow_tune_keys_{public[:32]}.zip"
+
+
+# -- the client --------------------------------------------------------------------------------
 
 
 class Jobs:
@@ -80,15 +258,14 @@ class Jobs:
                 requests.get(f"{address.rstrip('/')}/api/version", timeout=_ANSWER_SECONDS)
             with _only(address):
                 self.client = JobSubmissionClient(address)
-        except (ConnectionError, RuntimeError, ValueError, requests.RequestException) as error:
-            raise _no_server(address, " ".join(str(error).split())[:400]) from error
         except Exception as error:  # Ray's AuthenticationError has no base of its own
             raise _no_server(address, " ".join(str(error).split())[:400]) from error
 
     def submit(
         self, config_path: Path, overrides: Sequence[str], say: Callable[[str], None] = print
-    ) -> Submitted:
-        """Check a configuration as far as this machine can, send it, and hand over its keys.
+    ) -> str:
+        """Check a configuration as far as this machine can, send it, and hand over its keys;
+        returns the job's id.
 
         Raises:
             BadInput: the configuration, its code or its data were refused, or other users of this
@@ -106,15 +283,18 @@ class Jobs:
             # With `pip` the job's own environment is active, and `python` is its interpreter.
             own = run.config.runtime_env.pip
             python = "python" if own else f'"${{{PYTHON_VARIABLE}:-python}}"'
-            job = self._send(
-                entrypoint=f"{python} -m aflow_tune.commands.run_submitted",
-                runtime_env=run.environment,
-                metadata={"aflow_tune_run": run.run_dir},
-            )
+            try:
+                job = self.client.submit_job(
+                    entrypoint=f"{python} -m aflow_tune.commands.run_submitted",
+                    runtime_env=run.environment,
+                    metadata={"aflow_tune_run": run.run_dir},
+                )
+            except (OSError, RuntimeError) as error:
+                raise _not_taken(error) from error
         say(f"submitted {job}; run folder {run.run_dir}")
         if run.names:
             self._hand_over(job, run.names)
-        return Submitted(job, run.run_dir)
+        return str(job)
 
     def follow(self, job: str, show: Callable[[str], None]) -> int:
         """Show a job's log until it ends; returns its exit code.
@@ -123,7 +303,7 @@ class Jobs:
             BadInput: there is no such job.
             RunFailed: the job server was away for too long; the job goes on.
         """
-        self._known(job)
+        self.status(job)
         shown, heard = 0, time.monotonic()
         while True:
             try:
@@ -140,27 +320,29 @@ class Jobs:
         text = self.client.get_job_logs(job)
         if len(text) > shown:
             show(text[shown:])
-        return self.exit_code(job)
-
-    def exit_code(self, job: str) -> int:
-        """The exit code of a job that has ended."""
-        told = re.findall(rf"^{ENDED}(\d+)$", self.client.get_job_logs(job), re.MULTILINE)
+        told = re.findall(rf"^{ENDED}(\d+)$", text, re.MULTILINE)
         if told:
             return int(told[-1])
         code = self.client.get_job_info(job).driver_exit_code
-        if code is None:
-            return int(ExitCode.FAILED)
-        return int(code)
+        return int(ExitCode.FAILED if code is None else code)
 
     def stop(self, job: str) -> bool:
         """Ask a job to save its state and end; False if it had ended before."""
-        self._known(job)
+        self.status(job)
         return bool(self.client.stop_job(job))
 
     def status(self, job: str) -> JobStatus:
-        """Where a job is."""
-        self._known(job)
-        return self.client.get_job_status(job)
+        """Where a job is.
+
+        Raises:
+            BadInput: there is no such job.
+        """
+        try:
+            return self.client.get_job_status(job)
+        except RuntimeError as error:
+            there = ", ".join(row["job"] for row in self.listed()[-3:]) or "none"
+            fault = Fault(job, "the id of a job", f"unknown; our latest: {there}", "--list")
+            raise BadInput("There is no such job.", [fault]) from error
 
     def listed(self) -> list[dict[str, Any]]:
         """Our jobs, the latest last: id, status, run folder, seconds since the start."""
@@ -191,31 +373,19 @@ class Jobs:
                 shown = max(shown, seen)
         return shown
 
-    def _send(self, **job: Any) -> str:
-        try:
-            return str(self.client.submit_job(**job))
-        except (OSError, RuntimeError) as error:
-            text = " ".join(str(error).split())[-600:]
-            if "No available agent" in text:
-                text += (
-                    " The agent of the head node is still starting, or another Ray of that machine "
-                    "has its port: then start the head with --dashboard-agent-listen-port=PORT."
-                )
-            raise RunFailed(f"the cluster did not take the job: {text}") from error
-
     def _hand_over(self, job: str, names: Sequence[str]) -> None:
         """Wait until the job asks for keys, and upload them sealed."""
-        deadline = time.monotonic() + _KEYS_SECONDS
+        deadline = time.monotonic() + _ASKED_SECONDS
         while True:
-            asked = re.search(rf"^{WANTED}([0-9a-f]{{64}})$", self._logs(job), re.MULTILINE)
+            asked = re.search(rf"^{_WANTED}([0-9a-f]{{64}})$", self._logs(job), re.MULTILINE)
             if asked:
                 break
             if self.status(job).is_terminal() or time.monotonic() > deadline:
                 log = self._logs(job)[-2000:]
                 raise RunFailed(f"job {job} did not get as far as asking for its keys:\n{log}")
             time.sleep(_POLL_SECONDS)
-        sealed = seal({name: os.environ[name] for name in names}, asked[1])
-        protocol, name = package_of(asked[1])
+        sealed = keys.seal({name: os.environ[name] for name in names}, asked[1])
+        protocol, name = _package_of(asked[1])
         answer = self.client._do_request("PUT", f"/api/packages/{protocol}/{name}", data=sealed)
         if answer.status_code != requests.codes.ok:
             raise RunFailed(f"the cluster did not take the keys: {answer.text[:400]}")
@@ -224,16 +394,6 @@ class Jobs:
         with contextlib.suppress(RuntimeError):
             return str(self.client.get_job_logs(job))
         return ""
-
-    def _known(self, job: str) -> None:
-        try:
-            self.client.get_job_status(job)
-        except RuntimeError as error:
-            there = ", ".join(row["job"] for row in self.listed()[-3:]) or "none"
-            raise BadInput(
-                "There is no such job.",
-                [Fault(job, "the id of a job", f"unknown; our latest: {there}", "--list")],
-            ) from error
 
 
 @contextlib.contextmanager
@@ -247,15 +407,24 @@ def _only(address: str) -> Iterator[None]:
         os.environ.update(held)
 
 
+def _not_taken(error: Exception) -> RunFailed:
+    text = " ".join(str(error).split())[-600:]
+    if "No available agent" in text:
+        text += (
+            " The agent of the head node is still starting, or another Ray of that machine "
+            "has its port: then start the head with --dashboard-agent-listen-port=PORT."
+        )
+    return RunFailed(f"the cluster did not take the job: {text}")
+
+
 def _no_server(address: str, found: str) -> BadInput:
     cure = (
         "start one with `aflow-tune cluster up`, or give the dashboard: --address http://HOST:8265"
     )
-    if "oken" in found or "nauthorized" in found or "orbidden" in found:
+    if re.search("oken|nauthorized|orbidden", found):
         cure = (
             "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=... (on the head "
             "node `ray get-auth-token` prints it)"
         )
-    return BadInput(
-        "No job can be submitted.", [Fault(address, "a Ray job server that takes us", found, cure)]
-    )
+    fault = Fault(address, "a Ray job server that takes us", found, cure)
+    return BadInput("No job can be submitted.", [fault])

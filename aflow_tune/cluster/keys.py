@@ -2,25 +2,36 @@
 
 Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard, and so would
 Trinity's `get_envs`. So only names are known outside: of the variables that the configuration
-names, that the user's code reads, and of the usual hubs and trackers. Before a worker imports any
+names, that the user's code names, and of the usual hubs and trackers. Before a worker imports any
 code of the user's it puts a public key of its own into the cluster's table (Ray's internal
 key-value store, since a worker that just starts cannot call actors yet); the command answers
-with the keys, sealed for it, and both entries are deleted (`sealed.py`). On a Ray of our own
-nothing is needed: its processes have the command's environment.
+with the keys, sealed for it, and both entries are deleted. A submitted job, whose client reaches
+nothing but the job server, prints its public key instead (`jobs.py`). On a Ray of our own nothing
+is needed: its processes have the command's environment.
+
+Sealed is with X25519, HKDF-SHA256 and ChaCha20-Poly1305, with a key pair of the sender's that is
+used once. Who can read or change the cluster's storage learns nothing from it, but who can change
+what a job prints could put a key of their own there: the job server's token guards that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from ray.experimental.internal_kv import (
     _internal_kv_del,
     _internal_kv_get,
@@ -28,10 +39,11 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
+from aflow_tune.errors import RunFailed
+from aflow_tune.shipping import Code
+
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
-    from aflow_tune.sections import ModelSettings
-    from aflow_tune.shipping.tracing import Trace
 
 VARIABLE = "AFLOW_TUNE_KEYS"
 """Environment variable of workers: the namespace of the run that has keys for them."""
@@ -75,41 +87,38 @@ _SECRET = re.compile(
 )
 
 
-def names_of_keys(config: AflowConfig, found: Trace) -> list[str]:
+def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
     """Variables of this environment that the run's workers get, by name.
 
     What belongs to a node (`PATH`, `HOME`, `CUDA_VISIBLE_DEVICES`, ...) is never among them.
     """
     external = config.model.external_model
-    named = {*_USUAL, *found.variables, *_named_as_keys(config)}
+    named = {*_USUAL, *code.variables, *_named_as_keys(config)}
     named |= {str(external.base_url_env)} if external.enable else set()
     return sorted(name for name in named if name in os.environ and not _is_of_the_node(name))
 
 
-def secrets_of(config: AflowConfig, found: Trace) -> dict[str, str]:
+def secrets_of(config: AflowConfig, code: Code) -> dict[str, str]:
     """Those of `names_of_keys` that are secrets, with their values: what must be in nothing that
     is sent. The user's code reads other variables too: of these, what is called a key and has a
     digit in it, as keys have. Texts too short to be one do not count."""
-    named, values = _named_as_keys(config), os.environ
+    named = _named_as_keys(config)
+    values = {name: os.environ[name] for name in names_of_keys(config, code)}
     return {
-        name: values[name]
-        for name in names_of_keys(config, found)
-        if len(values[name]) >= _SHORTEST_SECRET
-        and (name in named or (_SECRET.search(name) and re.search(r"\d", values[name])))
+        name: value
+        for name, value in values.items()
+        if len(value) >= _SHORTEST_SECRET
+        and (name in named or (_SECRET.search(name) and re.search(r"\d", value)))
     }
 
 
 def _named_as_keys(config: AflowConfig) -> set[str]:
     named = set(config.runtime_env.secrets)
     for settings in config.models.values():
-        named |= _names_in(settings)
+        named.add(settings.api_key_env or _OF_VENDORS.get(settings.provider, ""))
+        named |= set(settings.headers_env.values())
     external = config.model.external_model
     return named | ({str(external.api_key_env)} if external.enable else set())
-
-
-def _names_in(settings: ModelSettings) -> set[str]:
-    own = settings.api_key_env or _OF_VENDORS.get(settings.provider, "")
-    return {own, *settings.headers_env.values()}
 
 
 def _is_of_the_node(name: str) -> bool:
@@ -143,8 +152,6 @@ def take_keys() -> None:
     namespace = os.environ.get(VARIABLE)
     if not namespace:
         return
-    from aflow_tune.cluster.sealed import Receiver
-
     receiver = Receiver()
     own = f"{_place(namespace)}{receiver.public}"
     _internal_kv_put(f"{own}{_WANTED}", receiver.public, namespace=_TABLE)
@@ -158,8 +165,6 @@ def take_keys() -> None:
 
 
 def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> None:
-    from aflow_tune.cluster.sealed import seal
-
     away = False
     while not ended.wait(_POLL_SECONDS):
         try:
@@ -181,3 +186,48 @@ def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> Non
 def _place(namespace: str) -> str:
     # Hashed: the table lists by prefix, and one namespace may begin with another.
     return f"keys/{hashlib.sha256(namespace.encode()).hexdigest()}/"
+
+
+_PUBLIC_BYTES, _NONCE_BYTES = 32, 12
+
+
+class Receiver:
+    """One key pair; `public` is what a sender needs."""
+
+    def __init__(self) -> None:
+        self._private = X25519PrivateKey.generate()
+
+    @property
+    def public(self) -> str:
+        """The public half in hexadecimal."""
+        return self._private.public_key().public_bytes_raw().hex()
+
+    def open(self, sealed: bytes) -> dict[str, str]:
+        """The keys by name.
+
+        Raises:
+            RunFailed: it was not sealed for this receiver, or was changed.
+        """
+        sender = X25519PublicKey.from_public_bytes(sealed[:_PUBLIC_BYTES])
+        nonce = sealed[_PUBLIC_BYTES : _PUBLIC_BYTES + _NONCE_BYTES]
+        cipher = _cipher(self._private, sender, self.public)
+        try:
+            content = cipher.decrypt(nonce, sealed[_PUBLIC_BYTES + _NONCE_BYTES :], None)
+        except InvalidTag as error:
+            raise RunFailed("the keys that arrived were not sealed for this job") from error
+        keys: dict[str, str] = json.loads(content)
+        return keys
+
+
+def seal(keys: Mapping[str, str], public: str) -> bytes:
+    """Seal keys for the receiver with this public half: sender's public key, nonce, content."""
+    own = X25519PrivateKey.generate()
+    receiver = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
+    nonce = os.urandom(_NONCE_BYTES)
+    content = _cipher(own, receiver, public).encrypt(nonce, json.dumps(dict(keys)).encode(), None)
+    return own.public_key().public_bytes_raw() + nonce + content
+
+
+def _cipher(own: X25519PrivateKey, other: X25519PublicKey, public: str) -> ChaCha20Poly1305:
+    derived = HKDF(SHA256(), 32, None, b"aflow-tune keys for " + public.encode())
+    return ChaCha20Poly1305(derived.derive(own.exchange(other)))

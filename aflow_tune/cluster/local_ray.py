@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from ray._private import ray_constants
 
 from aflow_tune.cluster._watchdog import end_session
 from aflow_tune.errors import RunFailed
-from aflow_tune.ray_folder import make_ray_base
+from aflow_tune.find_ray import handlers_kept, make_ray_base
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Weights of a laptop-size model and a step's experiences fit several times."""
@@ -73,24 +72,22 @@ def local_ray(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Workers that Ray starts in advance have no runtime_env, so no run would take them.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with _watchdog(marker):
         try:
             try:
-                ray.init(
-                    address="local",
-                    **sizes,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                    namespace=namespace,
-                    runtime_env=runtime_env,
-                    _temp_dir=str(base / "ray"),
-                )
+                with handlers_kept():
+                    ray.init(
+                        address="local",
+                        **sizes,
+                        include_dashboard=False,
+                        log_to_driver=False,
+                        logging_level="ERROR",
+                        namespace=namespace,
+                        runtime_env=runtime_env,
+                        _temp_dir=str(base / "ray"),
+                    )
             except Exception as error:  # Ray raises whatever it met, and plain Exception
                 raise did_not_start(str(error) or type(error).__name__, base) from error
-            for number, handler in handlers.items():  # ray.init replaces them
-                signal.signal(number, handler)
             yield
         finally:
             ray.shutdown()
@@ -101,10 +98,8 @@ def local_ray(
 def did_not_start(told: str, base: Path) -> RunFailed:
     """The error of a Ray with its files in `base`, of which all that it `told` is known."""
     lines = [line.strip() for line in told.splitlines() if line.strip()]
-    last, logs = (
-        lines[-1][:600] if lines else "it does not say why",
-        base / "ray/session_latest/logs",
-    )
+    last = lines[-1][:600] if lines else "it does not say why"
+    logs = base / "ray/session_latest/logs"
     return RunFailed(
         f"Ray did not start: {last}\nIts logs are in {logs}; `aflow-tune doctor` looks at memory, "
         "disk and limits. `--inline` runs without Ray."

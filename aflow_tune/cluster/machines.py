@@ -22,14 +22,15 @@ from typing import Any
 
 import yaml
 
-from aflow_tune import ray_folder
+from aflow_tune import find_ray
 from aflow_tune.cluster._watchdog import alive, end_session, session_processes
 from aflow_tune.cluster.local_ray import did_not_start
-from aflow_tune.cluster.submitted import PYTHON_VARIABLE
 from aflow_tune.engines.local.models import cache_dir
 from aflow_tune.errors import BadInput, Fault, RunFailed
-from aflow_tune.find_ray import check_own, running_here, use_token
+from aflow_tune.find_ray import check_own, ray_base, running_here, use_token
 
+PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"
+"""Environment variable of a node: the interpreter of jobs, where `python` is another one."""
 GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 6379, 8265, 52365
 _SESSION = "AFLOW_TUNE_RAY_SESSION"
 _TOKEN = "~/.ray/auth_token"
@@ -54,10 +55,9 @@ class Machines:
     @classmethod
     def known(cls) -> Machines | None:
         """What `up` noted, if `down` has not removed it."""
-        try:
+        with contextlib.suppress(OSError, ValueError, TypeError):
             return cls(**json.loads(_note().read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None
+        return None
 
     def keep(self) -> None:
         _note().parent.mkdir(parents=True, exist_ok=True)
@@ -76,22 +76,13 @@ def up_here(options: Sequence[str] = ()) -> Machines:
     """
     running = running_here()
     if running is not None:
-        raise BadInput(
-            "A Ray runs on this machine already.",
-            [
-                Fault(
-                    running,
-                    "no running Ray",
-                    "one that answers",
-                    "use it as it is (`aflow-tune cluster status`), or end it first: "
-                    "`aflow-tune cluster down`",
-                )
-            ],
-        )
+        cure = "use it (`aflow-tune cluster status`), or end it first: `aflow-tune cluster down`"
+        fault = Fault(running, "no running Ray", "one that answers", cure)
+        raise BadInput("A Ray runs on this machine already.", [fault])
     faults = list(check_own())
     if faults:
         raise BadInput("A Ray cannot be started here.", faults)
-    base, _ = ray_folder.ray_base()
+    base, _ = ray_base()
     make_token()
     session = f"cluster-{os.getpid()}-{time.time_ns()}"
     environment = {
@@ -161,18 +152,14 @@ def hosts_yaml(
     Raises:
         BadInput: a host is named twice, or the token is in no file.
     """
-    twice = sorted({host for host in hosts if list(hosts).count(host) > 1})
-    if twice:
-        found = ", ".join(twice)
-        raise BadInput("A host is named twice.", [Fault(found, "each host once", found, "once")])
+    if twice := ", ".join(sorted({host for host in hosts if list(hosts).count(host) > 1})):
+        raise BadInput("A host is named twice.", [Fault(twice, "each host once", twice, "once")])
     token = _token_file()
     path = _path(environment)
     # A worker would take the path of the head's folder, which may be another user's there.
-    folder = f"python -m {ray_folder.__name__}"
+    folder = f"python -m {find_ray.__name__}"
     ray_start = f"{_prefix(environment)}RAY_USAGE_STATS_ENABLED=0 ray start --temp-dir=$({folder})"
-    auth: dict[str, Any] = {"ssh_user": user}
-    if key is not None:
-        auth["ssh_private_key"] = key
+    auth = {"ssh_user": user} | ({} if key is None else {"ssh_private_key": key})
     told = {
         "cluster_name": "aflow-tune",
         "provider": {"type": "local", "head_ip": hosts[0], "worker_ips": list(hosts[1:])},
@@ -202,28 +189,21 @@ def status(config: Path | None = None) -> str:
 
     Raises:
         BadInput: no Ray runs here, and no other cluster is known.
+        RunFailed: it does not answer.
     """
     known = Machines.known()
     if config is None and running_here() is None and known is not None and known.kind == "several":
         config = Path(known.config)
     if config is not None:
         read_cluster_yaml(config)
-        last = known is not None and known.config == str(config.absolute())
-        command = f"{known.prefix if known is not None and last else ''}ray status"
+        last = known if known is not None and known.config == str(config.absolute()) else None
+        command = f"{last.prefix if last else ''}ray status"
         return _run(["exec", str(config), command], "the cluster does not answer", shown=False)
     address = running_here()
     if address is None:
-        raise BadInput(
-            "There is no cluster.",
-            [
-                Fault(
-                    "this machine",
-                    "a Ray that answers",
-                    "none",
-                    "aflow-tune cluster up, or name the YAML of a cluster elsewhere",
-                )
-            ],
-        )
+        cure = "aflow-tune cluster up, or name the YAML of a cluster elsewhere"
+        fault = Fault("this machine", "a Ray that answers", "none", cure)
+        raise BadInput("There is no cluster.", [fault])
     with_token = use_token()
     told = _run(["status", f"--address={address}"], "Ray does not answer", shown=False)
     lines = [f"address:   {address}", f"token:     {'used' if with_token else 'none'}"]
@@ -250,10 +230,8 @@ def down(config: Path | None = None) -> str:
         running = running_here()
         found = f"the Ray at {running}, which something else started" if running else "none"
         cure = "`ray stop` ends every Ray of yours on this machine" if running else "nothing to do"
-        raise BadInput(
-            "There is no cluster to end.",
-            [Fault("this machine", "a Ray that `aflow-tune cluster up` started", found, cure)],
-        )
+        fault = Fault("this machine", "a Ray that `aflow-tune cluster up` started", found, cure)
+        raise BadInput("There is no cluster to end.", [fault])
     processes = session_processes(known.session)
     end_session(known.session, processes)
     _note().unlink(missing_ok=True)
@@ -320,19 +298,14 @@ def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
     """
     try:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(told, dict) and {"cluster_name", "provider"} <= told.keys():
+            return told
+        found = "another YAML"
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())[:300]
-        cure = "name a Ray cluster YAML, or hosts"
-        raise BadInput(
-            "The cluster cannot be read.", [Fault(str(path), "a Ray cluster YAML", found, cure)]
-        ) from error
-    if not isinstance(told, dict) or "cluster_name" not in told or "provider" not in told:
-        cure = "see Ray's cluster YAML reference; `aflow-tune cluster up HOST HOST` writes one"
-        raise BadInput(
-            "The cluster cannot be read.",
-            [Fault(str(path), "`cluster_name` and `provider`", "another YAML", cure)],
-        )
-    return told
+    expected = "a Ray cluster YAML, with `cluster_name` and `provider`"
+    cure = "see Ray's cluster YAML reference; `aflow-tune cluster up HOST HOST` writes one"
+    raise BadInput("The cluster cannot be read.", [Fault(str(path), expected, found, cure)])
 
 
 def ray_command(arguments: Sequence[str]) -> list[str]:

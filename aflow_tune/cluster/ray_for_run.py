@@ -1,29 +1,62 @@
-"""The Ray of one run: a running one that was found, or one of its own."""
+"""The Ray of one run: a running one that was found, or one of its own.
+
+Before a run starts on a Ray of others, two things are asked of its nodes. First, on a connection
+that brings no code: could other users of a machine change what Ray unpacks there. Then, in the
+very environment that the run's workers get: is our package there in this version, are the
+packages there that the user's code imports, does the node see the run folder. What is missing is
+refused with all nodes at once. Afterwards nothing of the run is left on it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib.metadata
+import os
+import pickletools
+import re
+import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from aflow_tune.cluster import worker_setup
-from aflow_tune.cluster.attached_ray import attached_ray
+from aflow_tune import shipping
+from aflow_tune.cluster import keys, worker
 from aflow_tune.cluster.local_ray import local_ray
-from aflow_tune.cluster.ship import trace_run
+from aflow_tune.cluster.sent_function import pack
 from aflow_tune.config import on_processors
 from aflow_tune.config.settings import AflowConfig, logical_gpus
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.find_ray import find_ray
-from aflow_tune.ray_folder import ray_base
-from aflow_tune.shipping import arrival
-from aflow_tune.shipping.bundle import manifest_of
+from aflow_tune.find_ray import (
+    FoundRay,
+    find_ray,
+    greet,
+    handlers_kept,
+    open_to_others,
+    ray_base,
+    refused_connection,
+)
+from aflow_tune.shipping import Code
+
+if TYPE_CHECKING:
+    from aflow_tune.config.load import AflowConfig
 
 Function = Callable[..., Any]
+READ_INSIDE = "read it inside the function, with os.environ: every worker has it"
+NAME_IT = "give its name instead: `runtime_env: {secrets: [NAME]}`"
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_LASTING = "synchronizer"
+_LEAVE_SECONDS = 15.0
+"""How long the actors of a command that was just killed may take to go."""
+_ASK_SECONDS = 300.0
+"""For the first workers of all nodes: `runtime_env.pip` is installed then."""
+_JOINING = (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError)
+"""What `ray.init` raises where a Ray cannot be joined."""
 
 
 @contextlib.contextmanager
@@ -39,8 +72,15 @@ def ray_for_run(
         BadInput: the Ray cannot be joined, or the functions cannot be sent, or this process is on
             a Ray already.
     """
-    _refuse_joined()
-    code, content = trace_run(config, functions)
+    if ray.is_initialized():  # code and keys are part of how a process joins Ray
+        expected = "a process that has not joined Ray: the run does that, with its code and keys"
+        cure = (
+            "take `ray.init()` out and name the cluster with `cluster.ray_address` or "
+            "RAY_ADDRESS; or call `ray.shutdown()` before tune()"
+        )
+        fault = Fault("ray.init()", expected, "it was called before tune()", cure)
+        raise BadInput("This process is on a Ray already.", [fault])
+    code, content = code_of(config, functions)
     found = find_ray(config)
     if found is not None:
         phase(f"joining the Ray at {found.address} ({found.source})")
@@ -52,27 +92,380 @@ def ray_for_run(
     base, moved = ray_base()
     phase(f"starting Ray{f', with its files in {base}: {moved}' if moved else ''}")
     with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
-        manifest = Path(folder) / arrival.MANIFEST
-        manifest.write_text(json.dumps(manifest_of(code)), encoding="utf-8")
-        own = {**config.runtime_env.env_vars, **env_vars, arrival.VARIABLE: str(manifest)}
+        manifest = Path(folder) / shipping.MANIFEST
+        manifest.write_bytes(shipping.manifest_of(code))
+        own = {**config.runtime_env.env_vars, **env_vars, shipping.VARIABLE: str(manifest)}
         for_gpus = config.engine == "trinity"
         logical = logical_gpus(config) if for_gpus and on_processors() else None
-        with local_ray(config.ray_namespace, own, worker_setup.HOOK, for_gpus, logical):
+        with local_ray(config.ray_namespace, own, worker.HOOK, for_gpus, logical):
             yield
 
 
-def _refuse_joined() -> None:
-    """The code and keys of a run are part of how a process joins Ray, which happens once."""
-    if ray.is_initialized():
-        raise BadInput(
-            "This process is on a Ray already.",
-            [
-                Fault(
-                    "ray.init()",
-                    "a process that has not joined Ray: the run does that, with its code and keys",
-                    "it was called before tune()",
-                    "take `ray.init()` out and name the cluster with `cluster.ray_address` or "
-                    "RAY_ADDRESS; or call `ray.shutdown()` before tune()",
-                )
-            ],
+# -- its code ----------------------------------------------------------------------------------
+
+
+def code_of(
+    config: AflowConfig, functions: Iterable[Function | None], further: Iterable[Any] = ()
+) -> tuple[Code, bytes]:
+    """What the functions of a run and the modules that its configuration names need; and the
+    functions as bytes, which shows that they can be sent.
+
+    In a submitted job the client has found and sent everything, and only what is said of the
+    nodes is asked again.
+
+    Args:
+        further: other objects whose code has to travel, such as operators.
+
+    Raises:
+        BadInput: something that a function holds cannot be pickled; it is named.
+    """
+    content, modules = pack(functions)
+    modules |= pack(further)[1] | _named_modules(config)
+    texts = [text for _, text, _ in pickletools.genops(content) if isinstance(text, str)]
+    runs = [Path(config.checkpoint_root_dir)] if config.checkpoint_root_dir else []
+    in_job = shipping.is_submitted()
+    include = () if in_job else [Path(name).expanduser() for name in config.runtime_env.include]
+    stays = shipping.LeftOut(runs, config.runtime_env.exclude)
+    code = shipping.gather(modules, texts, include, stays)
+    if in_job:
+        code.faults.clear()
+    return code, content
+
+
+def _named_modules(config: AflowConfig) -> set[str]:
+    """The user's modules in dotted paths of the settings, such as that of a policy loss."""
+    named = [value for value in config.flatten().values() if isinstance(value, str)]
+    modules = {value.rpartition(".")[0] for value in named if _DOTTED.fullmatch(value)}
+    return {name for name in modules if (spec := shipping.find_module(name)) and spec.origin}
+
+
+def refuse_secrets(content: bytes, secrets: Mapping[str, str], where: str, cure: str) -> None:
+    """Refuse to send what holds the value of a key: clusters log it and keep it on disk.
+
+    Raises:
+        BadInput: it does; the variables are named.
+    """
+    faults = list(shipping.secrets_in(content, secrets, where, cure))
+    if faults:
+        raise BadInput("A key would travel in clear.", faults)
+
+
+def runtime_env_of(
+    config: AflowConfig,
+    code: Code,
+    folder: Path,
+    env_vars: Mapping[str, str],
+    with_keys: bool,
+    extra: Mapping[str, bytes] | None = None,
+) -> dict[str, Any]:
+    """The environment of a run's workers; writes what travels into `folder`.
+
+    A job that `aflow-tune submit` sent has one already, which Ray merges with this one: then only
+    what differs from run to run is in it.
+
+    Raises:
+        BadInput: a file cannot be read, or the value of a key would travel in clear.
+    """
+    given = {**config.runtime_env.env_vars, **env_vars}
+    if with_keys:
+        given[keys.VARIABLE] = config.ray_namespace
+    if shipping.is_submitted():
+        known = {*config.runtime_env.env_vars, shipping.VARIABLE}
+        return {"env_vars": {name: text for name, text in given.items() if name not in known}}
+    secrets = keys.secrets_of(config, code)
+    plain = "\n".join(given.values()).encode()
+    refuse_secrets(plain, secrets, config.positions.where("runtime_env.env_vars"), NAME_IT)
+    bundle = shipping.write_bundle(code, folder, extra, secrets)
+    given[shipping.VARIABLE] = bundle.name
+    environment: dict[str, Any] = {
+        "py_modules": [str(bundle)],
+        "env_vars": given,
+        "worker_process_setup_hook": worker.HOOK,
+    }
+    if config.runtime_env.pip:
+        environment["pip"] = list(config.runtime_env.pip)
+    return environment
+
+
+# -- a Ray of others ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def attached_ray(
+    found: FoundRay,
+    config: AflowConfig,
+    code: Code,
+    content: bytes,
+    env_vars: Mapping[str, str],
+) -> Iterator[None]:
+    """Join a running Ray for the block; afterwards nothing of the run is left there.
+
+    Args:
+        content: the functions as they are sent.
+        env_vars: plain environment of the workers. Ray logs it: never a place for keys.
+
+    Raises:
+        BadInput: it cannot be joined, the code cannot travel or could be changed by other users
+            of a node, or nodes lack something.
+    """
+    if code.faults:
+        raise BadInput("The code of this run cannot travel to the workers.", code.faults)
+    refuse_secrets(content, keys.secrets_of(config, code), "the functions", READ_INSIDE)
+    greet(found)
+    if not config.runtime_env.trust_users:
+        _refuse_open_sessions(found)
+    names = keys.names_of_keys(config, code)
+    with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder, handlers_kept():
+        runtime_env = runtime_env_of(config, code, Path(folder), env_vars, bool(names))
+        before = os.getcwd()
+        os.chdir(folder)  # Ray puts it in front of the workers' sys.path: here it is nothing
+        try:
+            _init(found, namespace=config.ray_namespace, runtime_env=runtime_env)
+        finally:
+            os.chdir(before)
+    try:
+        _take_namespace(config)
+        with contextlib.ExitStack() as stack:
+            if names:
+                stack.enter_context(keys.handing_over(names, config.ray_namespace))
+            _ask_nodes(config, code)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(Exception):  # the cluster may be gone
+                    _end_actors(config.ray_namespace)
+    finally:
+        with handlers_kept():
+            ray.shutdown()
+
+
+def spans_nodes() -> bool:
+    """Whether the Ray of this process has more than one node."""
+    return sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+
+
+def _init(found: FoundRay, **settings: Any) -> None:
+    try:
+        ray.init(address=found.address, log_to_driver=False, logging_level="ERROR", **settings)
+    except _JOINING as error:
+        raise refused_connection(found, error) from error
+
+
+def on_nodes(
+    function: Function, asked: Mapping[str, tuple[Any, ...]], seconds: float
+) -> dict[str, Any]:
+    """Call a function once on each of these nodes.
+
+    Args:
+        asked: arguments by the id of a node.
+
+    Returns:
+        By id what it returned, or the error; `TimeoutError` of a node that was silent.
+    """
+    task = ray.remote(function)
+    answers = {}
+    for node, arguments in asked.items():
+        at = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": at}
+        answers[node] = task.options(**options).remote(*arguments)
+    _, silent = ray.wait(list(answers.values()), num_returns=len(answers), timeout=seconds)
+    told: dict[str, Any] = {}
+    for node, answer in answers.items():
+        try:
+            if answer in silent:
+                ray.cancel(answer, force=True)
+                told[node] = TimeoutError(f"no answer within {seconds:.0f} s")
+            else:
+                told[node] = ray.get(answer)
+        except ray.exceptions.RayError as error:
+            told[node] = error
+    return told
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[-1].strip() if lines else type(error).__name__)[:600]
+
+
+def _ask_nodes(config: AflowConfig, code: Code) -> None:
+    folder = Path(config.checkpoint_job_dir)
+    mark = folder / f".seen-{uuid.uuid4().hex[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    asked = dict.fromkeys(nodes, (sorted(code.needs), str(mark)))
+    try:
+        told = on_nodes(worker.tell, asked, _ASK_SECONDS)
+    finally:
+        mark.unlink(missing_ok=True)
+    faults: list[Fault] = []
+    for node, address in nodes.items():
+        faults += _lacking(f"node {address} ({node[:8]})", told[node], config, code)
+    if faults:
+        raise BadInput("The cluster lacks what this run needs.", faults)
+
+
+def _lacking(name: str, told: Any, config: AflowConfig, code: Code) -> Iterator[Fault]:
+    if isinstance(told, Exception):
+        cure = "install aflow-tune there, in the Python that Ray runs with; see its logs"
+        if isinstance(told, TimeoutError):
+            cure = (
+                "look at that node in `ray status`; if `runtime_env.pip` takes longer there, "
+                "install it before"
+            )
+        yield Fault(name, "a worker that starts with our code", _last_line(told), cure)
+        return
+    here = importlib.metadata.version("aflow-tune")
+    if told["version"] != here:
+        found = f"aflow-tune {told['version']}"
+        yield Fault(name, f"aflow-tune {here}, as here", found, "install the same version there")
+    for found in told.get("conflicts", ()):  # another version may not tell
+        cure = "rename your module: the worker has that name from elsewhere"
+        yield Fault(name, "your modules under their own names", found, cure)
+    for missing in told["missing"]:
+        cure = f"`runtime_env: {{pip: [{_requirement(missing)}]}}`, or install it there"
+        yield Fault(f"{name}: {code.needs[missing]}", f"`{missing}`", "not installed there", cure)
+    if not told["sees"]:
+        yield Fault(
+            f"{name}: {config.positions.where('checkpoint_root_dir')}",
+            "a folder that every node sees",
+            f"{config.checkpoint_job_dir} is not there",
+            "give a path on a shared disk: `checkpoint_root_dir: /shared/runs`",
         )
+
+
+def _requirement(module: str) -> str:
+    """The installed distribution that brings a module, with its version."""
+    names = importlib.metadata.packages_distributions().get(module, [module])
+    try:
+        return f"{names[0]}=={importlib.metadata.version(names[0])}"
+    except importlib.metadata.PackageNotFoundError:
+        return names[0]
+
+
+def _take_namespace(config: AflowConfig) -> None:
+    """Make sure that no other run works under this name, and end what a killed one left.
+
+    Trinity's synchronizer outlives its command; all other actors go when that does.
+    """
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while working := _actors_in(config.ray_namespace) - {_LASTING}:
+        if time.monotonic() > deadline:
+            fault = Fault(
+                config.positions.where("name"),
+                f"a name that is free: {config.ray_namespace!r} has actors",
+                ", ".join(sorted(working)),
+                "give another `name=`, or stop the other run first",
+            )
+            raise BadInput("A run of this name is working on the cluster.", [fault])
+        time.sleep(0.5)
+    _end_actors(config.ray_namespace)
+
+
+def _actors_in(namespace: str) -> set[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {actor["name"] for actor in actors if actor["namespace"] == namespace}
+
+
+def _end_actors(namespace: str) -> None:
+    for name in _actors_in(namespace):
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(name, namespace=namespace))
+
+
+# -- whether other users could change the code -------------------------------------------------
+
+
+def _refuse_open_sessions(found: FoundRay) -> None:
+    """Refuse a Ray, which has been greeted, where others could change the code of a run.
+
+    Raises:
+        BadInput: on these nodes they could; or a node does not tell.
+    """
+    faults, elsewhere = open_here(found.address)
+    if elsewhere and not faults:
+        with handlers_kept():
+            _init(found)
+            try:
+                nodes = {node.node_id.hex(): node for node in elsewhere}
+                asked = {node: (known.temp_dir,) for node, known in nodes.items()}
+                told = on_nodes(open_to_others, asked, _ASK_SECONDS)
+            finally:
+                ray.shutdown()
+        for node, reason in told.items():
+            if isinstance(reason, Exception):
+                reason = f"the node cannot tell: {_last_line(reason)}"
+            if reason:
+                faults.append(_open(nodes[node].node_manager_address, nodes[node].temp_dir, reason))
+    _refuse_open(faults)
+
+
+def open_here(address: str) -> tuple[list[Fault], list[Any]]:
+    """What is open of a Ray's nodes on this machine, and its other nodes as Ray tells of them."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
+
+    faults, elsewhere = [], []
+    for node in GcsClient(address=address).get_all_node_info().values():
+        if node.state != node.ALIVE:
+            continue
+        if not _is_here(node.node_manager_address, node.session_dir):
+            elsewhere.append(node)
+        elif reason := open_to_others(node.temp_dir):
+            faults.append(_open(node.node_manager_address, node.temp_dir, reason))
+    return faults, elsewhere
+
+
+def refuse_open_server(nodes: Iterable[dict[str, Any]]) -> None:
+    """The same for those nodes of a job server that are on this machine; nothing else of a node
+    can be asked without a job.
+
+    Args:
+        nodes: the server's summaries.
+
+    Raises:
+        BadInput: on one of them others could change the code of a job.
+    """
+    faults = []
+    for node in nodes:
+        raylet = node.get("raylet", {})
+        address, socket_file = raylet.get("nodeManagerAddress"), raylet.get("rayletSocketName")
+        if address and socket_file and raylet.get("state") == "ALIVE":
+            session = Path(socket_file).parents[1]
+            if _is_here(address, str(session)) and (reason := open_to_others(session.parent)):
+                faults.append(_open(address, str(session.parent), reason))
+    _refuse_open(faults)
+
+
+def _refuse_open(faults: list[Fault]) -> None:
+    if faults:
+        raise BadInput("Other users could change the code of this run.", faults)
+
+
+def _open(address: str, temp_dir: str, reason: str) -> Fault:
+    above = Path(temp_dir).parent
+    cure = (
+        "end it and start it below a folder of yours: `ray stop`, then `aflow-tune cluster up`, or "
+        "`mkdir -m 700 DIR && ray start --temp-dir=DIR/ray ...`"
+    )
+    with contextlib.suppress(OSError):  # as root it might be one that the system needs open
+        if os.getuid() and os.stat(above).st_uid == os.getuid():
+            cure = f"chmod 700 {above}"
+    return Fault(
+        f"node {address}: {temp_dir}",
+        "a temporary folder of Ray below one that only its user may enter",
+        reason,
+        f"{cure}; or `runtime_env.trust_users=true`, where you trust every user of the nodes, such "
+        "as in a container of your own",
+    )
+
+
+def _is_here(address: str, session: str) -> bool:
+    """Whether a node is on this machine, as this process sees it: nodes of one Ray have the same
+    paths."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return os.path.lexists(session)

@@ -1,18 +1,134 @@
-"""The user's functions on their way through the configuration.
+"""The user's functions as bytes.
 
 Trinity hands the whole configuration to every process of a run. A function in it would have each
 of them import the user's modules, and with them agent frameworks that take seconds, where only
 the runners call it. So it travels as bytes, which are read where it is asked for.
+
+Functions of modules are sent by name; those of a script, of a notebook or made inside another
+function by value, as Ray's cloudpickle does it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any
 
 from ray import cloudpickle
 
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.shipping import MAIN, arrived, gather, path_here
+
 Function = Callable[..., Any]
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    """Notes the modules that what it sends refers to; a path object is sent as that of the copy.
+
+    A function of a script that has a cache is sent with an empty one, and what would be sent by a
+    name that only the script knows is refused.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.modules: set[str] = set()
+
+    def reducer_override(self, given: Any) -> Any:
+        home = getattr(given, "__module__", None)
+        if isinstance(given, ModuleType):
+            self.modules.add(given.__name__)
+        elif isinstance(home, str):
+            self.modules.add(home)
+        if isinstance(given, PurePath):
+            return (path_here, (str(given),)) if isinstance(given, Path) else NotImplemented
+        by_value = home == MAIN or "<locals>" in getattr(given, "__qualname__", "")
+        if isinstance(given, functools._lru_cache_wrapper) and by_value:
+            kept = given.cache_parameters()
+            return _cached, (given.__wrapped__, kept["maxsize"], kept["typed"])
+        reduced = super().reducer_override(given)
+        if reduced is NotImplemented and home == MAIN and type(given) not in self.dispatch_table:
+            reduced = given.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if isinstance(reduced, str):
+                raise BadInput(_CANNOT_BE_SENT, [_only_by_name(given, reduced)])
+        return reduced
+
+
+def _cached(function: Function, maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def dumps(given: Any) -> bytes:
+    """The object as bytes, for processes that have our package and the user's modules."""
+    return _dumped(given)[0]
+
+
+def _dumped(given: Any) -> tuple[bytes, set[str]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(given)
+    return file.getvalue(), pickler.modules
+
+
+def pack(functions: Iterable[Function | None]) -> tuple[bytes, set[str]]:
+    """The functions as bytes, and the modules that these refer to.
+
+    Raises:
+        BadInput: something that a function holds cannot be pickled, or only by a name that no
+            worker knows; it is named.
+    """
+    given = [function for function in functions if function is not None]
+    try:
+        return _dumped(given)
+    except BadInput:
+        raise
+    except Exception as error:  # whatever the objects' own __reduce__ raises
+        faults = [_culprit(function) or _unpicklable(function, error) for function in given]
+        raise BadInput(_CANNOT_BE_SENT, faults) from error
+
+
+_CANNOT_BE_SENT = "A function cannot be sent to the workers."
+
+
+def _culprit(function: Function) -> Fault | None:
+    """The name of the function's module that holds what cannot be pickled."""
+    plain = getattr(function, "func", function)
+    scope, code = getattr(plain, "__globals__", {}), getattr(plain, "__code__", None)
+    for name in code.co_names if code else ():
+        try:
+            cloudpickle.dumps(scope.get(name))
+        except Exception as error:  # as above
+            return Fault(
+                f"{code.co_filename}:{code.co_firstlineno}" if code else str(function),
+                f"`{name}` in a form that can be sent to another process",
+                f"{type(scope[name]).__name__}: {error}",
+                f"make `{name}` inside the function, or in a module that the function imports",
+            )
+    return None
+
+
+def _only_by_name(given: Any, name: str) -> Fault:
+    return Fault(
+        getattr(sys.modules[MAIN], "__file__", None) or MAIN,
+        f"`{name}` in a form that can be sent to another process",
+        f"a {type(given).__name__} that is sent by its name only, in a script that workers do not "
+        "have",
+        f"move `{name}` into a module that the script imports",
+    )
+
+
+def _unpicklable(function: Function, error: Exception) -> Fault:
+    return Fault(
+        getattr(function, "__qualname__", type(function).__name__),
+        "a function that can be sent to another process",
+        f"{type(error).__name__}: {error}",
+        "make files, clients and locks inside the function instead of around it",
+    )
 
 
 class SentFunction:
@@ -26,6 +142,7 @@ class SentFunction:
         """The user's own function, or what became of it in this process.
 
         Raises:
+            BadInput: a module of the user's has the name of one that this process had loaded.
             Exception: whatever the user's modules raise when they are imported.
         """
         return self._together.functions()[self._place]
@@ -47,11 +164,12 @@ class _Together:
 
     def functions(self) -> tuple[Function, ...]:
         if self._functions is None:
+            arrived()
             self._functions = cloudpickle.loads(self._content)
         return self._functions
 
     def __getstate__(self) -> bytes:
-        return self._content or cloudpickle.dumps(self._functions)
+        return self._content or dumps(self._functions)
 
     def __setstate__(self, content: bytes) -> None:
         self._functions, self._content = None, content
@@ -65,5 +183,16 @@ def send(*functions: Function | None) -> list[SentFunction | None]:
 
 
 def received(given: Any) -> Any:
-    """The function that was sent; what is none of these as it is."""
+    """The function that was sent; anything else is returned unchanged."""
     return given.function() if isinstance(given, SentFunction) else given
+
+
+def user_modules(functions: Iterable[Function | None]) -> list[str]:
+    """Names of the loaded modules of the user's own that functions come from, siblings that
+    they imported among them."""
+    given = [function for function in functions if function is not None]
+    try:
+        modules = pack(given)[1]
+    except BadInput:  # it cannot be sent, but may well be called in this process
+        modules = {str(inspect.unwrap(getattr(it, "func", it)).__module__) for it in given}
+    return sorted(name for name in gather(modules).modules if name in sys.modules)

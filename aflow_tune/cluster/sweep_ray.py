@@ -5,7 +5,7 @@ SIGTERM. Ray thus queues runs until there is room, and gives each its GPU. A run
 `engine: local` starts a Ray of its own inside; one with `engine: trinity` joins the cluster and
 reserves its GPUs there, so that its actor holds none.
 
-The cluster is found and joined as for a single run (`attached_ray.py`): with its token, with keys
+The cluster is found and joined as for a single run (`ray_for_run.py`): with its token, with keys
 that reach the actors in memory, and with every node asked what it lacks. Only the code does not
 travel: configuration, code, data and run folders must have the same paths on every node.
 """
@@ -22,15 +22,14 @@ from typing import Any
 
 import ray
 
-from aflow_tune.cluster._run_on_node import RunOnNode
-from aflow_tune.cluster.attached_ray import attached_ray
-from aflow_tune.cluster.ship import trace_run
+from aflow_tune.cluster.ray_for_run import attached_ray, code_of
+from aflow_tune.cluster.worker import RunOnNode
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.validate import functions_of
 from aflow_tune.errors import BadInput, ExitCode, Fault
 from aflow_tune.files import append_line
 from aflow_tune.find_ray import FoundRay, find_ray
-from aflow_tune.shipping.tracing import Trace
+from aflow_tune.shipping import Code
 
 _KEY = "cluster.ray_address"
 _ANSWER_SECONDS = 10.0
@@ -68,9 +67,9 @@ def ray_starter(
         cure = "engine=local, or engine=trinity"
         fault = Fault(config.positions.where("engine"), expected, config.engine, cure)
         raise BadInput("Through Ray the configuration must say more.", [fault])
-    traced, _ = trace_run(config, functions_of(config))
+    found_code, _ = code_of(config, functions_of(config))
     # What the code imports has to be there; its own files are seen in their places.
-    code = Trace(needs=traced.needs, variables=traced.variables)
+    code = Code(needs=found_code.needs, variables=found_code.variables)
     joining = copy.copy(config)
     joining.checkpoint_job_dir = str(folder)
     joining.ray_namespace = f"sweep {folder}"

@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 def _up(options: argparse.Namespace) -> int:
     from aflow_tune.cluster import machines
-    from aflow_tune.ray_folder import ray_base
+    from aflow_tune.find_ray import ray_base
 
     where = options.where
     if not where:

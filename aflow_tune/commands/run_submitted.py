@@ -16,13 +16,13 @@ def main() -> int:
     from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.cluster.submitted import ENDED, open_payload
+    from aflow_tune.cluster.jobs import ENDED, open_payload
     from aflow_tune.tuning import run_loaded
 
     code = int(ExitCode.FAILED)
     try:
-        payload = open_payload()
-        run_loaded(payload.config, *payload.functions)
+        config, functions = open_payload()
+        run_loaded(config, *functions)
         code = int(ExitCode.DONE)
     except AflowTuneError as error:
         print(f"\naflow-tune: {error}", file=sys.stderr, flush=True)

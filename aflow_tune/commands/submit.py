@@ -63,7 +63,7 @@ def _submit(options: argparse.Namespace) -> int:
         return ExitCode.DONE
     job = options.follow
     if job is None:
-        job = jobs.submit(options.config, options.overrides).job
+        job = jobs.submit(options.config, options.overrides)
         if options.detach:
             print(f"follow: aflow-tune submit --follow {job}\nstop:   ... --stop {job}")
             return ExitCode.DONE

@@ -37,7 +37,7 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.harvest.candidates import read_templates
 from aflow_tune.harvest.harvest import SOURCES
 from aflow_tune.sections import WriterSection
-from aflow_tune.shipping.arrival import travelled
+from aflow_tune.shipping import travelled
 from aflow_tune.trace import POLICY
 from aflow_tune.writer.templates import TEMPLATES, Template
 from aflow_tune.writer.types import PROBLEM_TYPES

@@ -23,7 +23,7 @@ from aflow_tune.data.checks import sources
 from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.engines.local.models import BUNDLED
 from aflow_tune.find_ray import find_ray, uses_ray
-from aflow_tune.shipping.arrival import arrived
+from aflow_tune.shipping import arrived
 
 FROM_DATA = ("sft", "dpo", "cpt")
 """Algorithms that learn from a data set alone, which `mode: train` reads."""

@@ -22,7 +22,7 @@ from aflow_tune.config.settings import Change
 from aflow_tune.config.stages import parts_of
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import check_address
-from aflow_tune.shipping.arrival import travelled
+from aflow_tune.shipping import travelled
 
 Function = Callable[..., Any]
 

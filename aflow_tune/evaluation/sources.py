@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.cluster.ship import user_modules
+from aflow_tune.cluster.sent_function import user_modules
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.validate import resolve_functions

@@ -64,7 +64,6 @@ from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
 from aflow_tune.report.rollouts import Rollout, append_rollout
 from aflow_tune.sandbox.policy import use_policy
-from aflow_tune.shipping.arrival import settle
 from aflow_tune.trace import OperatorCall, Trace
 from aflow_tune.types import Failure
 
@@ -286,8 +285,8 @@ class WorkflowAdapter(Workflow):
         self, context: RolloutContext, recorder: RolloutRecorder
     ) -> tuple[float, dict[str, float]]:
         """Workflow and judge; runs in the rollout's own thread and loop."""
-        function = settle(received(self.settings.workflow_func))
-        judge = settle(received(self.settings.judge_func))
+        function = received(self.settings.workflow_func)
+        judge = received(self.settings.judge_func)
         offered = {
             "auxiliary_models": auxiliary_chat_models(
                 self.auxiliary_model_wrappers or (), self.auxiliary_models or (), recorder.loop

@@ -22,7 +22,7 @@ from trinity.common.config import InferenceModelConfig
 from trinity.common.constants import SyncMethod
 from trinity.common.models.model import BaseInferenceModel, ModelWrapper
 
-from aflow_tune.cluster.attached_ray import spans_nodes
+from aflow_tune.cluster.ray_for_run import spans_nodes
 from aflow_tune.engines.local.models import (
     load_model,
     load_tokenizer,

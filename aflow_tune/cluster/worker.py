@@ -1,0 +1,96 @@
+"""What a worker does for us: it gets the user's code, then the keys; and it may start a run.
+
+Ray calls `set_up` in each worker process (`worker_process_setup_hook`). Nothing heavy is imported
+here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)
+from aflow_tune import shipping
+from aflow_tune.cluster import keys
+from aflow_tune.quick_start import import_quickly
+
+if TYPE_CHECKING:
+    from aflow_tune.runs.process import RunProcess
+
+HOOK = f"{__name__}.set_up"
+_OF_THE_WORKER = ("OMP_NUM_THREADS", "RAY_", keys.VARIABLE, shipping.VARIABLE)
+"""What Ray and we set for the worker, which a run beside it must not take for its own."""
+_AUTHENTICATION = "RAY_AUTH"
+
+
+def set_up() -> None:
+    """Called by Ray at the start of each worker."""
+    import_quickly()
+    shipping.arrive()
+    keys.take_keys()
+
+
+def tell(needs: list[str], mark: str) -> dict[str, Any]:
+    """What is there on this node: our version, which packages are missing, which of the user's
+    modules have a name that was taken, whether it sees a file."""
+    return {
+        "version": importlib.metadata.version("aflow-tune"),
+        "missing": [name for name in needs if importlib.util.find_spec(name) is None],
+        "conflicts": shipping.conflicts(),
+        "sees": os.path.exists(mark),
+    }
+
+
+class RunOnNode:
+    """The actor that starts one run of a sweep on its node, and lives as long as that does.
+
+    Its methods are called one after the other, in the worker's main thread: the run's parent. The
+    run's keys are in this process's environment already.
+    """
+
+    def __init__(self) -> None:
+        self._process: RunProcess | None = None
+
+    def start(self, arguments: list[str], output: str, cwd: str) -> str | None:
+        """Begin `aflow-tune` with these arguments; returns what is missing on this node, if
+        anything is."""
+        from aflow_tune.runs.process import RunProcess, own_program
+
+        here = f"on node {ray.util.get_node_ip_address()}"
+        if not os.path.isdir(cwd):
+            return f"{here} there is no folder {cwd}: all nodes must see it"
+        if not os.path.isfile(os.path.join(cwd, arguments[0])):
+            return f"{here} there is no file {arguments[0]}: all nodes must see it"
+        command = [*own_program(), *arguments]
+        environment = of_a_run(os.environ)
+        try:
+            self._process = RunProcess(
+                command, Path(output), cwd=Path(cwd), environment=environment
+            )
+        except OSError as error:
+            return f"{here}: {error}"
+        return None
+
+    def poll(self) -> int | None:
+        """The run's exit code; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def stop(self) -> None:
+        """Ask it to save and stop."""
+        if self._process is not None:
+            self._process.stop()
+
+
+def of_a_run(environment: Mapping[str, str]) -> dict[str, str]:
+    """A worker's environment without what was set for the worker itself."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_AUTHENTICATION) or not name.startswith(_OF_THE_WORKER)
+    }

@@ -1,0 +1,524 @@
+"""How user code reaches processes that cannot see the user's folders.
+
+`gather` follows the imports of the run's modules through the user's own files (nothing is run) and
+takes along the folders that they are imported from. `write_bundle` copies these into one folder,
+in which every file keeps its whole path: Ray's `py_modules` carries it. `arrive` imports from
+there, under the names that the modules have on the user's machine and before anything of the same
+name that a node has. On one machine nothing is copied: the manifest leads to the files in place.
+
+Installed is the standard library, whatever lies in `site-packages` or `dist-packages`, and this
+package. All else is the user's, also what `pip install -e` installed: only this machine has it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fnmatch
+import functools
+import hashlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, Fault
+
+VARIABLE = "AFLOW_TUNE_SHIPMENT"
+"""Environment variable: the bundle's name, to be found on `sys.path`, or a manifest's path."""
+MANIFEST = "manifest.json"
+MAIN = "__main__"
+MOST_FILE_BYTES = 64 * 2**20
+"""A larger file is left out and named: weights and data sets belong on a shared path."""
+MOST_FOLDER_BYTES, MOST_FOLDER_FILES = 32 * 2**20, 2000
+"""Up to here a folder that modules are imported from travels whole."""
+MOST_BYTES = 400 * 2**20
+"""Ray takes packages of up to 512 MiB."""
+
+_PREFIX, _FILES, _MARK = "aflow_tune_shipment_", "files", ".aflow-tune"
+_KEYS = (
+    *(".env", ".env.*", "*.env", ".netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.kdbx", "id_rsa*", "id_ed25519*", "id_ecdsa*"),
+)
+_NEVER = (
+    *(".*", *_KEYS, "*.pyc", "*.egg-info", "node_modules"),
+    *(f"*{suffix}" for suffix in EXTENSION_SUFFIXES),
+)
+_NEVER_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+_ENVIRONMENT_MARKS = {"pyvenv.cfg", "conda-meta"}
+
+
+# -- what travels ------------------------------------------------------------------------------
+
+
+@dataclass
+class Code:
+    """What of the user's has to travel, and what has to be there."""
+
+    modules: dict[str, Path] = field(default_factory=dict)
+    """The user's modules by name: their files, or `__init__.py`."""
+    folders: dict[Path, set[Path]] = field(default_factory=dict)
+    """Folders that these are imported from; for each the packages and files in it that are."""
+    files: dict[Path, int] = field(default_factory=dict)
+    """Files that travel, with their sizes in bytes."""
+    needs: dict[str, str] = field(default_factory=dict)
+    """Installed top-level packages to where they are imported, `file:line`."""
+    variables: set[str] = field(default_factory=set)
+    """Environment variables of this process that the code names."""
+    faults: list[Fault] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def take(self, path: Path, stays: LeftOut) -> None:
+        """Let a file, or what travels of a folder, go along."""
+        found = files_below(path, stays) if path.is_dir() else [(path, path.stat().st_size)]
+        for file, size in found:
+            if not os.access(file, os.R_OK) or not str(file).isprintable():
+                self.warnings.append(f"{str(file)!a} stays here: it, or its name, cannot be read")
+            elif size > MOST_FILE_BYTES:
+                why = f"it is too large to travel ({size / 2**20:.0f} MiB)"
+                self.warnings.append(f"{file} stays here, {why}: put it where every node sees it")
+            else:
+                self.files[file] = size
+
+
+class LeftOut:
+    """What stays because somebody said so.
+
+    Args:
+        folders: folders that are passed over where they are met, such as those of runs.
+        patterns: as in `runtime_env.exclude`: files and folders from here (`data/raw`, with `*`
+            where wanted), or names with a `*` and without a slash (`*.ckpt`), wherever they lie.
+    """
+
+    def __init__(self, folders: Iterable[Path] = (), patterns: Iterable[str] = ()) -> None:
+        self._names = [name for name in patterns if "/" not in name and set("*?[") & set(name)]
+        paths = [name for name in patterns if name not in self._names]
+        self._paths = [
+            os.path.abspath(os.path.expanduser(path)) for path in (*paths, *map(str, folders))
+        ]
+
+    def covers(self, path: Path) -> bool:
+        """Whether this very file or folder was named."""
+        # Part by part: a `*` stands for names, not for folders.
+        return any(fnmatch.fnmatchcase(path.name, name) for name in self._names) or any(
+            str(path) == named or path.match(named) for named in self._paths
+        )
+
+
+def gather(
+    modules: Iterable[str],
+    texts: Iterable[str] = (),
+    include: Iterable[Path] = (),
+    stays: LeftOut | None = None,
+) -> Code:
+    """What the modules of these dotted names need on another machine.
+
+    Args:
+        modules: `__main__` among them where functions of a script or a notebook are sent by value.
+        texts: what is sent by value holds these; variables of the environment may be among them.
+        include: files and folders that travel although nothing imports them.
+    """
+    code, stays = Code(variables={*texts} & os.environ.keys()), stays or LeftOut()
+    include = [Path(os.path.abspath(path)) for path in include]
+    _follow(code, modules, include)
+    here = Path.cwd()  # code finds its data from there
+    if any(folder.is_relative_to(here) for folder in code.folders):
+        code.folders.setdefault(here, set())
+    for folder, own in code.folders.items():
+        # One more than is allowed tells that it is too large; the rest need not be looked at.
+        sizes = [size for _, size in islice(files_below(folder, stays), MOST_FOLDER_FILES + 1)]
+        small = sum(size for size in sizes if size <= MOST_FILE_BYTES) <= MOST_FOLDER_BYTES
+        if small and len(sizes) <= MOST_FOLDER_FILES:
+            code.take(folder, stays)
+            continue
+        code.warnings.append(
+            f"{folder} is too large to travel whole: only the modules go along that your code "
+            "imports from there; list other files under `runtime_env: {include: [...]}`"
+        )
+        for path in own:
+            code.take(path, stays)
+    for path in include:
+        if holds_keys(path.name):
+            code.warnings.append(f"{path} stays here: files that hold keys are never sent")
+        elif path.exists():
+            code.take(path, stays)
+        else:
+            fault = Fault(str(path), "a file or folder", "nothing there", "correct the path")
+            code.faults.append(fault)
+    return code
+
+
+def _follow(code: Code, modules: Iterable[str], include: Sequence[Path]) -> None:
+    """Note the user's modules among these, and those that their files import."""
+    read: set[Path] = set()
+    waiting = [(name, "") for name in sorted(set(modules), reverse=True)]
+    while waiting:
+        dotted, where = waiting.pop()
+        parts = dotted.split(".")
+        for name in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
+            file, package = _main() if name == MAIN else _file_of(name)
+            if file is None:
+                continue
+            own = file.is_file() and not is_installed(file)  # what is in an archive is nobody's
+            if not own and not name.startswith("_aflow_tune_") and name != MAIN:
+                if where and parts[0] not in {"aflow_tune", *sys.stdlib_module_names}:
+                    code.needs.setdefault(parts[0], where)
+                break
+            if file.name.endswith(tuple(EXTENSION_SUFFIXES)):
+                if where and file not in include:
+                    code.faults.append(_compiled(name, file, where))
+                continue
+            if name != MAIN:
+                code.modules[name] = file
+            parent = file.parents[package.count(".") + 1] if package else file.parent
+            top = parent / file.relative_to(parent).parts[0]
+            code.folders.setdefault(parent, set()).add(top)
+            if file.is_file() and file not in read:
+                read.add(file)
+                waiting += _imports(file, package, code.variables)
+
+
+def _main() -> tuple[Path, str]:
+    module: Any = sys.modules[MAIN]
+    file = getattr(module, "__file__", None) or "notebook"  # stands for its folder
+    return Path(file).absolute(), str(getattr(module, "__package__", None) or "")
+
+
+def _file_of(name: str) -> tuple[Path | None, str]:
+    """The file of a module and its package, '' for none; no file where it has none."""
+    spec = find_module(name)
+    if spec is None or spec.origin in (None, "built-in", "frozen", "namespace"):
+        return None, ""
+    is_package = spec.submodule_search_locations is not None
+    return Path(str(spec.origin)).absolute(), name if is_package else name.rpartition(".")[0]
+
+
+def _compiled(name: str, file: Path, where: str) -> Fault:
+    cure = (
+        "build a wheel of it and install that on every node, or name it under `runtime_env: {pip: "
+        f"[...]}}`; where all nodes are like this machine, `runtime_env: {{include: [{file}]}}` "
+        "sends the file"
+    )
+    found = f"{file}, compiled for this machine's Python and platform"
+    return Fault(where, f"`{name}` in a form that can travel to other nodes", found, cure)
+
+
+def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, str]]:
+    """The absolute names that a file imports, with the place where it cannot do without; adds to
+    the environment variables that it names. A file that cannot be parsed is told when it is
+    imported."""
+    try:
+        waiting: list[tuple[ast.AST, bool]] = [(ast.parse(file.read_bytes()), True)]
+    except (SyntaxError, ValueError, OSError, RecursionError):
+        return []
+    found: list[tuple[str, str]] = []
+    while waiting:
+        node, needed = waiting.pop()
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            joint = "" if base.endswith(".") else "."
+            names = [base, *(f"{base}{joint}{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Call) and node.args:
+            called, first = ast.unparse(node.func).rpartition(".")[2], node.args[0]
+            if called in ("import_module", "__import__") and isinstance(first, ast.Constant):
+                names = [str(first.value)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            variables |= {node.value} & os.environ.keys()
+        for name in names:
+            with contextlib.suppress(ImportError):  # it goes above the top: importing tells
+                absolute = importlib.util.resolve_name(name, package or None)
+                where = f"{file}:{getattr(node, 'lineno', 0)}" if needed else ""
+                found += [(absolute, where)] if absolute else []
+        # What stands in one of these the file may do without.
+        needed = needed and not isinstance(node, (ast.If, ast.Try, ast.With))
+        waiting += [(child, needed) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+def files_below(
+    folder: Path, stays: LeftOut, above: frozenset[str] = frozenset()
+) -> Iterator[tuple[Path, int]]:
+    """The files below a folder, with their sizes in bytes, but for those that never travel: hidden
+    ones (`.env` holds keys, `.git` is large), keys by their usual names, virtual environments,
+    caches and compiled modules."""
+    real = os.path.realpath(folder)
+    if real in above:  # a link that leads back; one to a folder beside it is another name for that
+        return
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    if {entry.name for entry in entries} & _ENVIRONMENT_MARKS:
+        return
+    for entry in entries:
+        path = folder / entry.name
+        if any(fnmatch.fnmatch(entry.name, never) for never in _NEVER) or stays.covers(path):
+            continue
+        if entry.is_dir():
+            if entry.name not in _NEVER_FOLDERS:
+                yield from files_below(path, stays, above | {real})
+        elif entry.is_file():
+            yield path, entry.stat().st_size
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Where this process has, or would find, a module; nothing is imported."""
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        file = getattr(sys.modules.get(top), "__file__", None)
+        spec = importlib.util.spec_from_file_location(top, file) if file else None
+    for number in range(len(rest)):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        whole = ".".join([top, *rest[: number + 1]])
+        spec = PathFinder.find_spec(whole, list(spec.submodule_search_locations))
+    return spec
+
+
+def is_installed(path: Path) -> bool:
+    """Whether this absolute path belongs to what is installed."""
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return True
+    return any(path.is_relative_to(place) for place in _installed_folders())
+
+
+@functools.cache
+def _installed_folders() -> tuple[Path, ...]:
+    """As written and with links followed: an interpreter that is reached by a link names its
+    modules by either."""
+    raw = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    raw.append(Path(__file__).absolute().parent)
+    return tuple({*raw, *(path.resolve() for path in raw)})
+
+
+def holds_keys(name: str) -> bool:
+    """Whether files of this name usually hold keys; these are never sent."""
+    return any(fnmatch.fnmatch(name, never) for never in _KEYS)
+
+
+def too_much(files: Mapping[Path, int]) -> list[Fault]:
+    """A fault where these files, with their sizes in bytes, are more than can be sent."""
+    total = sum(files.values())
+    if total <= MOST_BYTES:
+        return []
+    largest = sorted(files, key=lambda path: -files[path])[:5]
+    listed = ", ".join(f"{path} ({files[path] / 2**20:.0f} MiB)" for path in largest)
+    found = f"{total / 2**20:.0f} MiB; the largest: {listed}"
+    cure = "keep data out of packages: put it on a path that every node sees"
+    most = f"at most {MOST_BYTES / 2**20:.0f} MiB"
+    return [Fault("the code and data that travel to the workers", most, found, cure)]
+
+
+# -- the bundle --------------------------------------------------------------------------------
+
+
+def manifest_of(code: Code) -> bytes:
+    """What a worker has to know: top-level modules with their files, import folders, this one."""
+    importing = dict.fromkeys(Path(entry or ".").absolute() for entry in sys.path)
+    own = [folder for folder in importing if folder.is_dir() and not is_installed(folder)]
+    told = {
+        "modules": {name: str(file) for name, file in code.modules.items() if "." not in name},
+        "folders": list(dict.fromkeys(str(folder) for folder in [*own, *code.folders])),
+        "roots": sorted({str(path) for path in code.folders} | {str(p.parent) for p in code.files}),
+        "cwd": str(Path.cwd()),
+    }
+    return json.dumps(told, indent=1, sort_keys=True).encode()
+
+
+def write_bundle(
+    code: Code,
+    folder: Path,
+    extra: Mapping[str, bytes] | None = None,
+    secrets: Mapping[str, str] | None = None,
+) -> Path:
+    """Copy what was gathered into a new folder of `folder`; returns that folder. It is named after
+    its content, so that the same code is uploaded once.
+
+    Args:
+        extra: further files beside the manifest, by name.
+        secrets: values, by the names of their variables, that no file may hold: clusters keep
+            what is uploaded to them on disk.
+
+    Raises:
+        BadInput: a file could not be read, or holds a secret.
+        OSError: the copy could not be written.
+    """
+    faults: list[Fault] = []
+    digest = hashlib.sha256()
+    growing = folder / f".growing-{os.getpid()}"
+    (growing / _FILES).mkdir(parents=True)
+    for name, content in sorted({MANIFEST: manifest_of(code), **(extra or {})}.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        (growing / name).write_bytes(content)
+    for path in sorted(code.files):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            cure = "make it readable, or leave it out: `runtime_env: {exclude: [...]}`"
+            faults.append(Fault(str(path), "a file that can be read", str(error), cure))
+            continue
+        cure = "take the key out of the file, or leave it out: `runtime_env: {exclude: [...]}`"
+        faults += secrets_in(content, secrets or {}, str(path), cure)
+        digest.update(os.fsencode(path) + b"\0" + hashlib.sha256(content).digest())
+        copy = growing / _FILES / str(path).lstrip("/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+        if path.stat().st_mode & 0o100:  # a program that the code starts
+            copy.chmod(copy.stat().st_mode | 0o100)
+    if faults:
+        raise BadInput("The code of this run cannot travel to the workers.", faults)
+    # Relative paths of the configuration and the code are from here; archives drop empty folders.
+    here = growing / _FILES / str(Path.cwd()).lstrip("/")
+    here.mkdir(parents=True, exist_ok=True)
+    (here / _MARK).touch()
+    bundle = folder / f"{_PREFIX}{digest.hexdigest()[:16]}"
+    if not bundle.exists():
+        growing.rename(bundle)
+    return bundle
+
+
+def secrets_in(
+    content: bytes, secrets: Mapping[str, str], where: str, cure: str
+) -> Iterator[Fault]:
+    """A fault for every secret whose value is among these bytes; the value is not shown."""
+    for name, value in sorted(secrets.items()):
+        if value.encode() in content:
+            yield Fault(where, "no keys: clusters keep what is sent", f"the value of {name}", cure)
+
+
+# -- at the other end --------------------------------------------------------------------------
+
+
+@dataclass
+class Arrival:
+    """A shipment in this process."""
+
+    base: Path | None
+    """Where the files' former paths begin; None where they lie in their own places."""
+    modules: dict[str, str]
+    """Top-level ones with their files."""
+    folders: list[str]
+    roots: list[str]
+    cwd: str
+    conflicts: list[str] = field(default_factory=list)
+    """Names that were imported from elsewhere before the shipment arrived."""
+
+    def here(self, path: str) -> str:
+        """Where a file or folder of the user's machine lies here."""
+        return path if self.base is None else str(self.base / path.lstrip("/"))
+
+    def relocated(self, path: str) -> str | None:
+        """Where a path of the user's machine lies here, if it travelled."""
+        if self.base is None or not path.startswith("/"):
+            return None
+        path = os.path.normpath(path)
+        inside = any(path == root or path.startswith(f"{root}/") for root in self.roots)
+        here = self.here(path)
+        return here if inside and os.path.exists(here) else None
+
+
+_arrived: Arrival | None = None
+
+
+def arrive(shipment: str | None = None) -> Arrival | None:
+    """Make the shipment that this process is told of importable; None where there is none.
+
+    Raises:
+        FileNotFoundError: it is named, but not to be found.
+    """
+    global _arrived
+    shipment = shipment or os.environ.get(VARIABLE)
+    if not shipment or _arrived is not None:
+        return _arrived
+    manifest = _manifest(shipment)
+    in_place = not manifest.parent.name.startswith(_PREFIX)
+    told = json.loads(manifest.read_text(encoding="utf-8"))
+    arrival = Arrival(None if in_place else manifest.parent / _FILES, **told)
+    for name, file in arrival.modules.items():
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if name in sys.modules and loaded != arrival.here(file):
+            arrival.conflicts.append(f"`{name}`, imported from {loaded} before")
+    sys.meta_path.insert(0, _Finder(arrival))
+    for folder in map(arrival.here, arrival.folders):
+        if folder not in sys.path and os.path.isdir(folder):
+            sys.path.append(folder)
+    if not in_place and os.path.isdir(arrival.here(arrival.cwd)):
+        os.chdir(arrival.here(arrival.cwd))
+    _arrived = arrival
+    return arrival
+
+
+def _manifest(shipment: str) -> Path:
+    if os.path.isabs(shipment):
+        return Path(shipment)
+    for entry in sys.path:
+        manifest = Path(entry or ".").absolute() / shipment / MANIFEST
+        if manifest.is_file():
+            return manifest
+    raise FileNotFoundError(
+        f"the user's code ({shipment}) did not reach this process: it is in no folder of sys.path"
+    )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the user's top-level modules by the names in the manifest."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in self.arrival.modules:
+            return None
+        file = self.arrival.here(self.arrival.modules[name])
+        below = [os.path.dirname(file)] if os.path.basename(file) == "__init__.py" else None
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=below)
+
+
+def arrived() -> Arrival | None:
+    """The shipment of this process, if there is one.
+
+    Raises:
+        BadInput: a module of the user's has the name of one that this worker had loaded already.
+    """
+    if _arrived is not None and _arrived.conflicts:
+        where, cure = f"process {os.getpid()}", "rename your module"
+        faults = [Fault(where, "your modules", found, cure) for found in _arrived.conflicts]
+        raise BadInput("A worker had loaded modules with the names of yours.", faults)
+    return _arrived
+
+
+def is_submitted() -> bool:
+    """Whether this process is on a machine that the user's code was copied to."""
+    return _arrived is not None and _arrived.base is not None
+
+
+def conflicts() -> list[str]:
+    """What this process had imported under the names of the user's modules before they came."""
+    return [] if _arrived is None else list(_arrived.conflicts)
+
+
+def travelled(named: str) -> str:
+    """A path of the settings, or `path/file.py:name`, as it is called here: in a submitted job what
+    travelled lies elsewhere than on the user's machine."""
+    file, colon, name = named.rpartition(":") if ".py:" in named else (named, "", "")
+    arrival = arrived()
+    moved = None if arrival is None else arrival.relocated(os.path.expanduser(file))
+    return named if moved is None else f"{moved}{colon}{name}"
+
+
+def path_here(path: str) -> Path:
+    """A path that an object held when it was sent, as it is called here."""
+    return Path(travelled(path))
