@@ -10,14 +10,14 @@ from typing import Any
 
 import openai
 import pytest
+from aflow_tune.models.ask import Ask
+from aflow_tune.models.ledger import Call
 from agentscope.message import Msg
 from agentscope.model import TrinityChatModel
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 
 from aflow_tune import WorkflowOutput, caller, record_metrics
-from aflow_tune.models.ask import Ask
 from aflow_tune.models.client import BaseClient
-from aflow_tune.models.ledger import Call
 from aflow_tune.models.types import Reply as ModelReply
 from aflow_tune.models.types import Usage
 from aflow_tune.report.records import EvalRecord, read_records

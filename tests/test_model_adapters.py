@@ -18,12 +18,11 @@ from trinity.common.experience import Experience
 from aflow_tune.context import caller
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.models import (
-    Budget,
-    Ledger,
     ModelError,
     ModelFailure,
     Reply,
     ScriptedModel,
+    Spend,
     Usage,
     as_client,
 )
@@ -207,7 +206,7 @@ def test_an_empty_stream_is_a_bad_reply() -> None:
 
 def test_the_budget_stands_before_agentscope_models_too() -> None:
     async def twice() -> None:
-        with Ledger(budget=Budget(BudgetSection(calls=1))).activate():
+        with Spend(BudgetSection(calls=1)).activate():
             await client.complete(HELLO)
             await client.complete(HELLO)
 

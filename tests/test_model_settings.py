@@ -13,15 +13,7 @@ from faulty_server import FaultyServer, Step, openai_reply
 
 from aflow_tune.config.load import load_config, read_config
 from aflow_tune.errors import BadInput
-from aflow_tune.models import (
-    Account,
-    Budget,
-    Ledger,
-    ModelError,
-    ResponseCache,
-    make_client,
-    make_clients,
-)
+from aflow_tune.models import ModelError, ResponseCache, Spend, make_client, make_clients
 from aflow_tune.models.redaction import HIDDEN, scrub, short
 from aflow_tune.models.settings import check_models
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
@@ -187,7 +179,7 @@ FAILURES: dict[str, Step] = {
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 @pytest.mark.parametrize("step", FAILURES.values(), ids=FAILURES)
-def test_no_key_in_errors_logs_traces_books_or_files(
+def test_no_key_in_errors_logs_traces_or_files(
     provider: str,
     step: Step,
     tmp_path: Path,
@@ -199,13 +191,12 @@ def test_no_key_in_errors_logs_traces_books_or_files(
     monkeypatch.setenv("MY_HEADER", HEADER)
     caplog.set_level(logging.DEBUG)
     trace = Trace()
-    account = Account(tmp_path / "account.sqlite")
-    ledger = Ledger(budget=Budget(BudgetSection(calls=10), account))
+    spend = Spend(BudgetSection(calls=10), tmp_path / "account.sqlite")
 
     async def fail() -> None:
         with (
             trace.activate(),
-            ledger.activate(),
+            spend.activate(),
             ResponseCache(tmp_path / "cache").activate(weights="w"),
         ):
             await client.complete(HELLO)
@@ -226,13 +217,13 @@ def test_no_key_in_errors_logs_traces_books_or_files(
             asyncio.run(fail())
         assert server.requests[0].headers["x-org"] == HEADER
         assert KEY in server.requests[0].headers["authorization"]
-    account.close()
+    spend.close()
     error = caught.value
     assert (error.__cause__, error.__context__) == (None, None)
     shown = "".join(traceback.TracebackException.from_exception(error).format())
     shown += f"{error!r}{pickle.loads(pickle.dumps(error))}"
     out = capfd.readouterr()
-    told = shown + str(trace.events) + str(ledger.meter.to_json()) + out.out + out.err
+    told = shown + str(trace.events) + out.out + out.err
     # The server's own header is logged by the HTTP library where debugging is on.
     told += "" if "x-debug" in step.headers else caplog.text
     told += repr(client.__getstate__())

@@ -157,6 +157,7 @@ def test_the_cost_is_that_of_the_books_or_of_the_steps(tmp_path: Path) -> None:
     assert found.about
 
     from aflow_tune.models.account import Account
+
     from aflow_tune.models.types import Usage
 
     account = Account(tmp_path / "a" / "account.sqlite")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aflow_tune.models.account import Spend
 from faulty_server import FaultyServer, Step
 from project import run_dir, write_project
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
@@ -15,8 +16,7 @@ from writer_samples import NO_ANSWER, ONE, RAISES, TWO, text, writer
 
 from aflow_tune.engines.trinity.info_keys import CALLER_KEY, FAILURE_KEY, STATE_KEY
 from aflow_tune.engines.trinity.rollout.anchors import AnchorRate
-from aflow_tune.models.account import Account
-from aflow_tune.models.books import Books
+from aflow_tune.models.clients import RunSpend
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.writer.prompting import KEEP
 
@@ -232,7 +232,7 @@ def test_an_executor_of_the_configurations_models_is_booked_and_cached(
         settings = ModelSettings(
             model="frozen", base_url=executor.openai_url, prices=PriceSettings(1.0, 1.0)
         )
-        books = Books(
+        books = RunSpend(
             str(tmp_path / "account.sqlite"), BudgetSection(calls=100), {"executor": settings}
         )
         runner = ScriptedRunner(ScriptedModel(policy.url), [], "sequential")
@@ -254,4 +254,4 @@ def test_an_executor_of_the_configurations_models_is_booked_and_cached(
     ]
     assert [record["metrics"]["correct_clean"] for record in records] == [1.0, 1.0]
     assert [record["kept"]["writer"]["answer"] for record in records] == ["4", "4"]
-    assert Account(books.account).by_role()["executor"].calls == 1
+    assert Spend(path=books.account).spent("executor").calls == 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.config.accounting import check_books
+from aflow_tune.config.accounting import check_spend
 from aflow_tune.config.rules.model_checks import check_model
 from aflow_tune.config.rules.refusals_writer import check_writer_rows
 from aflow_tune.config.tasksets import (
@@ -45,7 +45,7 @@ def prepare_evaluation(
     inputs = config.buffer.explorer_input
     inputs.taskset, inputs.tasksets = None, []
     config.mode = "bench"
-    faults = [*_data_faults(config, functions), *check_books(config, tuned=local_model)]
+    faults = [*_data_faults(config, functions), *check_spend(config, tuned=local_model)]
     if local_model:
         found = check_model(config)
         faults += found.faults

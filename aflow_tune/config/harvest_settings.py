@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.config.accounting import check_books
+from aflow_tune.config.accounting import check_spend
 from aflow_tune.config.mixes import check_mix, fields_of_mix
 from aflow_tune.config.rules.harvest_rules import check_harvest
 from aflow_tune.config.rules.model_checks import check_model
@@ -41,7 +41,7 @@ def prepare_harvest(config: AflowConfig) -> tuple[WriterWorkflow, Path]:
     Raises:
         BadInput: with every fault of the sections, the task sets and the models.
     """
-    faults = [*check_harvest(config), *check_mix(config), *check_books(config)]
+    faults = [*check_harvest(config), *check_mix(config), *check_spend(config)]
     workflow = None
     if config.writer.executor:
         try:

@@ -1,4 +1,4 @@
-"""From the section `models` to clients: what is checked, and where keys come from.
+"""The section `models`: what is checked, and where keys come from.
 
 A key lives in an environment variable; the configuration holds the variable's name. A value
 that looks like a key where a name belongs is refused without being shown. The same holds for
@@ -12,24 +12,14 @@ import os
 import re
 import urllib.parse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.prices import price_of
 from aflow_tune.sections import ModelSettings, PriceSettings
 from aflow_tune.trace import POLICY
 
-if TYPE_CHECKING:
-    from aflow_tune.models.http_client import HttpClient
-
-__all__ = [
-    "ModelSettings",
-    "PriceSettings",
-    "check_models",
-    "key_variable",
-    "make_client",
-    "make_clients",
-]
+__all__ = ["ModelSettings", "PriceSettings", "check_models", "credentials", "key_variable"]
 
 _KEY_VARIABLES = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -42,37 +32,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "backoff": (0.0, 600.0),
     "max_concurrency": (1, 100_000),
 }
-
-
-def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
-    """The client that the settings describe.
-
-    Raises:
-        BadInput: the settings are wrong, or the key is not in the environment.
-    """
-    if settings.provider == "anthropic":
-        from aflow_tune.models.anthropic_client import AnthropicClient
-
-        return AnthropicClient(settings, role)
-    from aflow_tune.models.openai_client import OpenAIClient
-
-    return OpenAIClient(settings, role)
-
-
-def make_clients(models: Mapping[str, ModelSettings]) -> dict[str, HttpClient]:
-    """A client for every entry of the section `models` that names a model.
-
-    Raises:
-        BadInput: with the faults of all entries.
-    """
-    faults = check_models(models)
-    if faults:
-        raise BadInput("The models cannot be used.", faults)
-    return {
-        name: make_client(settings, name)
-        for name, settings in models.items()
-        if settings.model is not None
-    }
 
 
 def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:

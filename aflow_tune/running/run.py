@@ -18,7 +18,7 @@ from typing import Any
 
 from trinity.buffer import get_buffer_reader
 
-from aflow_tune.config.accounting import books_of
+from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.devices import use_recorded
 from aflow_tune.config.fingerprint import fingerprint_of
 from aflow_tune.config.load import AflowConfig
@@ -181,7 +181,7 @@ class Run:
             Interrupted: `stop` said so; the state is saved.
             BudgetReached: a limit of the configuration was reached; the state is saved.
         """
-        self.books = books_of(self.config)
+        self.books = spend_of(self.config)
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
 

@@ -30,7 +30,7 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.workflow import ScoreFunction, problem_of
 from aflow_tune.models import as_client
-from aflow_tune.models.books import client_for
+from aflow_tune.models.clients import client_for
 from aflow_tune.models.types import Message, ModelClient, ModelError, ModelFailure, Reply
 from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
 from aflow_tune.operators.programmer import use_libraries

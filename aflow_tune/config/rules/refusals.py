@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.config.accounting import check_books
+from aflow_tune.config.accounting import check_spend
 from aflow_tune.config.devices import check_devices
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.mixes import check_mix
@@ -126,7 +126,7 @@ def refusals(
         check_experiences,
         _tasksets,
         check_mix,
-        check_books,
+        check_spend,
         check_devices,
         _rewards,
         _lengths,

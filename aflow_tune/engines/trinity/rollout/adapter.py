@@ -53,8 +53,8 @@ from aflow_tune.engines.trinity.rollout.run_summary import (
     transcript_entry,
 )
 from aflow_tune.engines.trinity.rollout.run_thread import RunThread
-from aflow_tune.models.books import Books
 from aflow_tune.models.cache import ResponseCache
+from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
 from aflow_tune.report.rollouts import Rollout, append_rollout
@@ -105,7 +105,7 @@ class WorkflowAdapter(Workflow):
         runs = task.__dict__.setdefault("_aflow_runs", itertools.count())
         self.run_index: int = next(runs) + int(self.arguments.get("first_run", 0))
         self.seed = self._run_seed()
-        self._books: Books | None = self.arguments.get("books")
+        self._books: RunSpend | None = self.arguments.get("books")
         self._trace = Trace()
         self._response: Any = None
 

@@ -13,14 +13,14 @@ from aflow_tune.cluster.sent_function import send
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
-    from aflow_tune.models.books import Books
+    from aflow_tune.models.clients import RunSpend
 
 
 def adapter_arguments(
     config: AflowConfig,
     workflow: Callable[..., Any],
     judge: Callable[..., Any] | None,
-    books: Books,
+    books: RunSpend,
     eval_dir: Path,
     run_dir: Path | None = None,
 ) -> dict[str, Any]:
