@@ -9,7 +9,7 @@ import secrets
 from typing import Any
 
 import pytest
-from sandbox_outside import WALLS, eventually, need, runs
+from sandbox_outside import BACKENDS, eventually, need, runs
 
 from aflow_tune.sandbox import Ending, Limits, ProgramEnded, SandboxUnavailable, open_channel
 from aflow_tune.sandbox._inside import TOLD
@@ -19,7 +19,7 @@ AMPLE = Limits(seconds=60)
 """For programs that end by themselves, on a busy machine."""
 
 
-@pytest.fixture(params=[*WALLS, "unsafe_subprocess"])
+@pytest.fixture(params=[*BACKENDS, "unsafe_subprocess"])
 def level(request: pytest.FixtureRequest) -> str:
     return need(request.param)
 
@@ -210,7 +210,7 @@ def test_a_message_of_ours_is_bounded_too(level: str) -> None:
     asyncio.run(main())
 
 
-def test_no_wall_no_channel() -> None:
+def test_no_sandbox_no_channel() -> None:
     async def main() -> None:
         async with open_channel("", policy="landlock"):
             raise AssertionError("it was opened")
@@ -218,6 +218,6 @@ def test_no_wall_no_channel() -> None:
     from aflow_tune.sandbox import detect
 
     if detect("landlock").level is not None:
-        pytest.skip("there is a Landlock wall here")
+        pytest.skip("there is a Landlock backend here")
     with pytest.raises(SandboxUnavailable):
         asyncio.run(main())

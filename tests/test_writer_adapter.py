@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aflow_tune.models.account import Spend
 from faulty_server import FaultyServer, Step
 from project import run_dir, write_project
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
@@ -17,6 +16,7 @@ from writer_samples import NO_ANSWER, ONE, RAISES, TWO, text, writer
 from aflow_tune.engines.trinity.info_keys import CALLER_KEY, FAILURE_KEY, STATE_KEY
 from aflow_tune.engines.trinity.rollout.anchors import AnchorRate
 from aflow_tune.models.clients import RunSpend
+from aflow_tune.models.spend import Spend
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.writer.prompting import KEEP
 

@@ -26,7 +26,7 @@ from aflow_tune.models.settings import check_models
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import Operator, TestCases, use_test_cases
 from aflow_tune.operators.programmer import use_libraries
-from aflow_tune.sandbox.packages import MATHEMATICS
+from aflow_tune.sandbox.policy import MATHEMATICS
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find, score_both
 from aflow_tune.scoring.rewards import logged, scored

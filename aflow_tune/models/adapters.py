@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
@@ -32,11 +32,10 @@ from aflow_tune.models.types import (
     ModelClient,
     Reply,
     Usage,
-    answer_text,
     answer_tool,
+    read_blocks,
     response_format,
     text_of,
-    tool_call,
 )
 
 
@@ -161,25 +160,9 @@ class AgentScopeClient(BaseClient):
         blocks = getattr(response, "content", None)
         if not isinstance(blocks, list | tuple):
             raise BadReply(f"the model returned no blocks but {response!r:.200}")
-        texts: list[str] = []
-        calls: list[Mapping[str, Any]] = []
-        for block in blocks:
-            kind = block.get("type")
-            if kind == "text":
-                texts.append(block.get("text") or "")
-            elif kind == "tool_use":
-                arguments = block.get("input") or {}
-                if ask.schema is not None and block.get("name") == ANSWER_TOOL:
-                    texts, calls = [answer_text(ask.schema, arguments)], []
-                    break
-                told = json.dumps(arguments, ensure_ascii=False)
-                calls.append(tool_call(str(block.get("id")), str(block.get("name")), told))
-        return Reply(
-            text="".join(texts),
-            model=self.model,
-            finish_reason="tool_calls" if calls else "stop",
-            tool_calls=tuple(calls),
-        )
+        text, calls = read_blocks(blocks, ask.schema)
+        reason = "tool_calls" if calls else "stop"
+        return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
 
     def _key(self) -> str:
         key = getattr(getattr(self.inner, "client", None), "api_key", "")

@@ -64,7 +64,8 @@ class BaseClient:
             )
         )
         ask.check()
-        call = current_spend().call(
+        call = Call(
+            current_spend(),
             self.role,
             self.model,
             self.price,
@@ -98,7 +99,7 @@ class BaseClient:
         return ask.max_tokens
 
     def _lifetime(self) -> dict[str, float]:
-        """`seconds` after which a call is surely over, where that is known."""
+        """`life`: seconds after which a call is surely over, where that is known."""
         return {}
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:

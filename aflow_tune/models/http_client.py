@@ -49,8 +49,8 @@ from aflow_tune.models.types import (
     ModelFailure,
     Reply,
     Usage,
-    answer_text,
     answer_tool,
+    read_blocks,
     response_format,
     text_of,
     tool_call,
@@ -163,7 +163,7 @@ class HttpClient(BaseClient):
 
     def _lifetime(self) -> dict[str, float]:
         attempts = self.settings.retries + 1
-        return {"seconds": attempts * (self.settings.timeout + LONGEST_ADVICE)}
+        return {"life": attempts * (self.settings.timeout + LONGEST_ADVICE)}
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
         body = self._body(ask)
@@ -196,13 +196,13 @@ class HttpClient(BaseClient):
             raise failure
         call.retries = _retries(response.request)
         try:
-            if not isinstance(content, Mapping):
-                raise BadReply(f"the reply is no JSON object: {response.text[:200]!r}")
             reply = self._reply(ask, content)
             call.settle(usage)
             return reply
-        except BadReply as error:
-            failure = self._error(error, call.retries)
+        except (BadReply, LookupError, TypeError, AttributeError) as error:
+            told = response.text if content is None else repr(content)
+            why = error if isinstance(error, BadReply) else "the reply cannot be read"
+            failure = self._error(BadReply(f"{why}: {told[:200]}"), call.retries)
         raise failure
 
     def _error(self, error: Exception, retries: int = 0) -> ModelError:
@@ -337,9 +337,14 @@ async def _in_http_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
 
 
-def _count(value: Any) -> int | None:
-    """A count of tokens from a reply; None where it is not one that can be true."""
-    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
+def _counts(told: Any, *names: str) -> list[int | None]:
+    """Counts of tokens from a reply; None for each that is missing or cannot be true."""
+    values = [told.get(name) if isinstance(told, Mapping) else None for name in names]
+    return [v if type(v) is int and 0 <= v <= MOST_TOKENS else None for v in values]
+
+
+def _text(value: Any, otherwise: str) -> str:
+    return value if isinstance(value, str) else otherwise
 
 
 class Access(StrEnum):
@@ -418,59 +423,35 @@ class OpenAIClient(HttpClient):
         return "max_completion_tokens" if own else "max_tokens"
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
-        choices = content.get("choices")
-        if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-            raise BadReply(f"the reply has no choices: {dict(content)!r:.200}")
-        message = choices[0].get("message")
-        if not isinstance(message, Mapping):
-            raise BadReply(f"the reply's choice has no message: {choices[0]!r:.200}")
-        reason = choices[0].get("finish_reason")
-        calls = _tool_calls(message.get("tool_calls"))
+        choice = content["choices"][0]
+        message, reason = choice["message"], choice.get("finish_reason")
         said = message.get("content")
         if said is None and isinstance(message.get("refusal"), str):
             said, reason = message["refusal"], "content_filter"
+        calls = []
+        for number, called in enumerate(message.get("tool_calls") or ()):
+            function = called["function"]
+            name, arguments = function["name"], function.get("arguments", "{}")
+            if not (isinstance(name, str) and isinstance(arguments, str)):
+                raise BadReply("a tool call has no name, or arguments that are no text")
+            calls.append(tool_call(str(called.get("id") or f"call_{number}"), name, arguments))
         if said is None and not calls and reason not in _NO_TEXT:
-            raise BadReply(f"the reply's message has no content: {dict(message)!r:.200}")
-        if said is not None and not isinstance(said, str | list):
-            raise BadReply(f"the reply's content is no text: {said!r:.200}")
-        model = content.get("model")
+            raise BadReply("the reply has no content")
         return Reply(
             text=text_of(said),
-            model=model if isinstance(model, str) else self.model,
-            finish_reason=reason if isinstance(reason, str) else "stop",
-            tool_calls=calls,
+            model=_text(content.get("model"), self.model),
+            finish_reason=_text(reason, "stop"),
+            tool_calls=tuple(calls),
         )
 
     def _usage(self, content: Mapping[str, Any]) -> Usage | None:
         told = content.get("usage")
-        if not isinstance(told, Mapping):
-            return None
-        prompt = _count(told.get("prompt_tokens"))
-        completion = _count(told.get("completion_tokens"))
+        prompt, completion = _counts(told, "prompt_tokens", "completion_tokens")
         if prompt is None or completion is None:
             return None
-        details = told.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
-        return Usage(prompt, completion, _count(cached) or 0)
-
-
-def _tool_calls(told: Any) -> tuple[Mapping[str, Any], ...]:
-    if told is None:
-        return ()
-    if not isinstance(told, Sequence) or isinstance(told, str):
-        raise BadReply(f"the reply's tool calls are no list: {told!r:.200}")
-    calls = []
-    for number, call in enumerate(told):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadReply(f"the reply's tool call has no name: {call!r:.200}")
-        arguments = function.get("arguments", "{}")
-        if not isinstance(arguments, str):
-            raise BadReply(f"the arguments of a tool call are no text: {arguments!r:.200}")
-        calls.append(
-            tool_call(str(call.get("id") or f"call_{number}"), function["name"], arguments)
-        )
-    return tuple(calls)
+        assert isinstance(told, Mapping)
+        (cached,) = _counts(told.get("prompt_tokens_details"), "cached_tokens")
+        return Usage(prompt, completion, cached or 0)
 
 
 DEFAULT_MAX_TOKENS = 4096
@@ -534,46 +515,23 @@ class AnthropicClient(HttpClient):
         return {name: value for name, value in body.items() if value is not None}
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
-        blocks = content.get("content")
-        if not isinstance(blocks, list):
-            raise BadReply(f"the reply has no content: {dict(content)!r:.200}")
-        told = content.get("stop_reason")
-        reason = _REASONS.get(told, told) if isinstance(told, str) else "stop"
-        texts: list[str] = []
-        calls: list[dict[str, Any]] = []
-        for block in blocks:
-            kind = block.get("type") if isinstance(block, Mapping) else None
-            if kind == "text" and isinstance(block.get("text"), str):
-                texts.append(block["text"])
-            elif kind == "tool_use" and isinstance(block.get("name"), str):
-                if ask.schema is not None and block["name"] == ANSWER_TOOL:
-                    texts, calls = [answer_text(ask.schema, block.get("input"))], []
-                    reason = "stop" if reason == "tool_calls" else reason
-                    break
-                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                identifier = str(block.get("id") or f"call_{len(calls)}")
-                calls.append(tool_call(identifier, block["name"], arguments))
-            elif kind in (None, "text", "tool_use"):
-                raise BadReply(f"a block of the reply cannot be read: {block!r:.200}")
-        if not blocks and reason not in ("stop", "length", "content_filter"):
-            raise BadReply(f"the reply has no content: {dict(content)!r:.200}")
-        model = content.get("model")
-        return Reply(
-            text="".join(texts),
-            model=model if isinstance(model, str) else self.model,
-            finish_reason=reason,
-            tool_calls=tuple(calls),
-        )
+        told = _text(content.get("stop_reason"), "stop")
+        reason = _REASONS.get(told, told)
+        if not content["content"] and reason not in ("stop", "length", "content_filter"):
+            raise BadReply("the reply has no content")
+        text, calls = read_blocks(content["content"], ask.schema)
+        if reason == "tool_calls" and not calls:  # the tool was the schema's
+            reason = "stop"
+        model = _text(content.get("model"), self.model)
+        return Reply(text=text, model=model, finish_reason=reason, tool_calls=calls)
 
     def _usage(self, content: Mapping[str, Any]) -> Usage | None:
         told = content.get("usage")
-        if not isinstance(told, Mapping):
-            return None
-        fresh, completion = _count(told.get("input_tokens")), _count(told.get("output_tokens"))
+        fresh, completion = _counts(told, "input_tokens", "output_tokens")
         if fresh is None or completion is None:
             return None
-        cached = _count(told.get("cache_read_input_tokens")) or 0
-        written = _count(told.get("cache_creation_input_tokens")) or 0
+        names = ("cache_read_input_tokens", "cache_creation_input_tokens")
+        cached, written = (count or 0 for count in _counts(told, *names))
         return Usage(fresh + cached + written, completion, cached)
 
 

@@ -1,6 +1,6 @@
 """What a run may spend and what it has spent: one SQLite file for all its processes.
 
-Every call of a model reserves its worst case before it starts and is settled when its reply is
+Every `Call` of a model reserves its worst case before it starts and is settled when its reply is
 there, each in one transaction, so any number of threads, processes and Ray workers of one machine
 may share a file, and a process that was killed leaves nothing but a reservation, which is dropped.
 Money is kept in whole picodollars, so sums do not depend on their order. What is guaranteed:
@@ -147,26 +147,6 @@ class Spend:
             with contextlib.suppress(ValueError):
                 _current.reset(token)
 
-    def call(
-        self,
-        role: str,
-        model: str,
-        price: Price | None,
-        prompt_tokens: Callable[[], int],
-        max_tokens: int | None,
-        seconds: float = _UNTIMED_SECONDS,
-    ) -> Call:
-        """A call that is to be made. `async with` it around the request.
-
-        Args:
-            price: None: that of the role, if it has one; else unknown.
-            prompt_tokens: gives the most that the prompt may have; asked under a limit only.
-            max_tokens: of the answer. None: there is no bound.
-            seconds: after so many the reservation is dropped, should nobody settle it.
-        """
-        price = self.prices.get(role) if price is None else price
-        return Call(self, role, model, price, prompt_tokens, max_tokens, seconds)
-
     def spent(self, role: str | None = None) -> Spent:
         """What was spent so far, by everybody or under one role."""
         with self._transaction() as connection:
@@ -280,32 +260,34 @@ class Spend:
         return connection
 
 
+@dataclass
 class Call:
     """One call: reserved when it is entered, settled with its reply, noted when it is over."""
 
-    def __init__(
-        self,
-        spend: Spend,
-        role: str,
-        model: str,
-        price: Price | None,
-        prompt_tokens: Callable[[], int],
-        max_tokens: int | None,
-        seconds: float,
-    ) -> None:
-        self.role, self.model, self.price = role, model, price
-        self.usage: Usage | None = None
-        """None where the reply told none."""
-        self.cost: float | None = 0.0
-        """US dollars; None where it is not known."""
-        self.retries = 0
-        self._spend, self._most = spend, (prompt_tokens, max_tokens)
-        self._life = seconds
-        self._worst = Spent()
-        self._number: int | None = None
-        self._started: float | None = None
-        self._replied = False
-        self._token: Token[bool] | None = None
+    spend: Spend
+    role: str
+    model: str
+    price: Price | None
+    """None: that of the role, if it has one; else unknown."""
+    prompt_tokens: Callable[[], int]
+    """Gives the most that the prompt may have; asked under a limit only."""
+    max_tokens: int | None
+    """Of the answer. None: there is no bound."""
+    life: float = _UNTIMED_SECONDS
+    """After so many seconds the reservation is dropped, should nobody settle it."""
+    usage: Usage | None = None
+    """None where the reply told none."""
+    cost: float | None = 0.0
+    """US dollars; None where it is not known."""
+    retries: int = 0
+    _worst: Spent = Spent()
+    _number: int | None = None
+    _started: float | None = None
+    _replied: bool = False
+    _token: Token[bool] | None = None
+
+    def __post_init__(self) -> None:
+        self.price = self.spend.prices.get(self.role) if self.price is None else self.price
 
     @property
     def seconds(self) -> float:
@@ -315,7 +297,7 @@ class Call:
     async def __aenter__(self) -> Call:
         """Raises BudgetReached where it may not start, BadInput where money is limited and the
         price not known."""
-        if self._spend.limited:
+        if self.spend.limited:
             self._number = await self._reserve()
         self._started = time.monotonic()
         self._token = _in_call.set(True)
@@ -326,26 +308,25 @@ class Call:
             with contextlib.suppress(ValueError):  # closed by the collector, in another context
                 _in_call.reset(self._token)
         if self._number is not None and not self._replied:
-            self._spend.settle(self._number, self.role, self.model, None)
+            self.spend.settle(self._number, self.role, self.model, None)
 
     async def _reserve(self) -> int:
-        if self._spend.limits.usd is not None and self.price is None:
+        if self.spend.limits.usd is not None and self.price is None:
             fault = unpriced(self.role, self.model)
             raise BadInput("A budget of money needs the price of every model.", [fault])
-        prompt_tokens, max_tokens = self._most
-        worst = Usage(prompt_tokens(), max_tokens or 0)
+        worst = Usage(self.prompt_tokens(), self.max_tokens or 0)
         self._worst = Spent(
             estimated_tokens=worst.prompt_tokens + worst.completion_tokens,
             pico=0 if self.price is None else _pico(self.price.cost(worst)),
         )
         pause = 0.005
         while True:
-            number = self._spend.reserve(
+            number = self.spend.reserve(
                 self.role,
                 self.model,
                 self._worst,
-                bounded=max_tokens is not None,
-                seconds=self._life,
+                bounded=self.max_tokens is not None,
+                seconds=self.life,
                 # One that is made inside of another would wait for itself.
                 wait=not in_call(),
             )
@@ -373,7 +354,7 @@ class Call:
         else:
             tokens = (usage.prompt_tokens, usage.completion_tokens)
             used = Spent(prompt_tokens=tokens[0], completion_tokens=tokens[1], **counted)
-        self._spend.settle(self._number, self.role, self.model, used)
+        self.spend.settle(self._number, self.role, self.model, used)
 
     def cost_of(self, usage: Usage | None) -> float | None:
         """US dollars; None where it is not known."""

@@ -195,6 +195,30 @@ def answer_text(schema: Mapping[str, Any], arguments: Any) -> str:
     return json.dumps(arguments.get("value") if wrapped else arguments, ensure_ascii=False)
 
 
+def read_blocks(
+    blocks: Sequence[Any], schema: Mapping[str, Any] | None
+) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+    """Text and tool calls of an answer in Anthropic's or AgentScope's blocks; what was given
+    through `answer_tool` becomes the text.
+
+    Raises:
+        TypeError, KeyError, AttributeError: a block has another form.
+    """
+    texts: list[str] = []
+    calls: list[Mapping[str, Any]] = []
+    for block in blocks:
+        if block["type"] == "text":
+            texts.append(block["text"] or "")
+        elif block["type"] == "tool_use":
+            given = block.get("input") or {}
+            if schema is not None and block["name"] == ANSWER_TOOL:
+                return answer_text(schema, given), ()
+            told = json.dumps(given, ensure_ascii=False)
+            identifier = str(block.get("id") or f"call_{len(calls)}")
+            calls.append(tool_call(identifier, str(block["name"]), told))
+    return "".join(texts), tuple(calls)
+
+
 def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's form of a JSON schema for the answer, strict where the schema allows that."""
     named = {"name": "answer", "schema": dict(schema), "strict": _can_be_strict(schema)}

@@ -9,7 +9,7 @@ Each sandbox is used once. From the second program on, some are kept ready in ad
 kind that was wanted; when none was wanted for a while they end. A process that was forked starts
 an engine of its own.
 
-Left to others: what a wall is (`levels.py`), one sandbox's life (`process.py`).
+Left to others: what a backend is (`backends.py`), one sandbox's life (`process.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from aflow_tune.sandbox.job import WallFailed
-from aflow_tune.sandbox.levels import Levels
+from aflow_tune.sandbox.backends import Levels
 from aflow_tune.sandbox.policy import parts
-from aflow_tune.sandbox.process import Sandbox, ends
+from aflow_tune.sandbox.process import BackendFailed, Sandbox, ends
 from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
 
 T = TypeVar("T")
@@ -76,10 +75,10 @@ class Engine:
             preload: a module of ours that it has loaded before it gets its program; '' for none.
 
         Raises:
-            SandboxUnavailable: no wall that the policy accepts can be built.
+            SandboxUnavailable: no backend that the policy accepts can be built.
         """
-        wall, packages = parts(policy)
-        level = await self.levels.choose(wall, self)
+        backend, packages = parts(policy)
+        level = await self.levels.choose(backend, self)
         # Code that is loaded in advance is a graph's, which imports nothing of the kind.
         sandbox = await self._take((level, disk_mb, preload, () if preload else packages))
         try:
@@ -94,12 +93,12 @@ class Engine:
     async def start(
         self, level: Level, disk_mb: int, preload: str = "", packages: tuple[str, ...] = ()
     ) -> Sandbox:
-        """A new sandbox that is ready. WallFailed: it did not become so."""
+        """A new sandbox that is ready. BackendFailed: it did not become so."""
         async with self._starting:
             try:
                 sandbox = Sandbox(level, self.levels.launch(level, disk_mb, packages), preload)
             except OSError as error:
-                raise WallFailed(str(error)) from error
+                raise BackendFailed(str(error)) from error
             try:
                 await sandbox.ready()
             except BaseException:
@@ -107,10 +106,6 @@ class Engine:
                 sandbox.channel.close()
                 raise
             return sandbox
-
-    async def first(self, level: Level) -> Sandbox:
-        """A sandbox for finding out whether a wall stands."""
-        return await self.start(level, Limits().disk_mb)
 
     def keep(self, sandbox: Sandbox) -> None:
         """Let one of those wait for a program; until there is one, not for long."""
@@ -129,7 +124,7 @@ class Engine:
         if found is None:
             try:
                 found = await self.start(*kind)
-            except WallFailed as error:
+            except BackendFailed as error:
                 raise SandboxUnavailable(
                     f"the {kind[0].value} sandbox could not be started, so the program was not "
                     f"run: {error}"
@@ -153,7 +148,7 @@ class Engine:
 
     async def _add(self, kind: _Kind) -> None:
         # Who needs one will start one, and say what is wrong.
-        with contextlib.suppress(WallFailed):
+        with contextlib.suppress(BackendFailed):
             sandbox = await self.start(*kind)
             if self._closing:
                 await _discard(sandbox)

@@ -5,7 +5,7 @@ made on demand. Users of this room call `score_answer` or `score_both`: whatever
 from a verdict is 'unscored' (`Score.value` None), never 0. Only what stops everything, such as
 a sandbox that cannot be built, is raised.
 
-Both rules are written down side by side in docs/scoring.md.
+`score_all` scores many. Both rules are written down side by side in docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -331,3 +331,91 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
 }
 """Every benchmark by name."""
+
+
+# Many answers at once
+
+CONCURRENCY = 4
+"""Answers that are scored at the same time; each program is two processes."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a list of answers, in its order."""
+
+    rows: tuple[dict[Rule, Score], ...]
+
+    def values(self, rule: Rule) -> list[float | None]:
+        """The values by one rule; None where unscored."""
+        return [scores[rule].value for scores in self.rows]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the strict scores over the rows that have one; None where none has."""
+        values = [value for value in self.values("strict") if value is not None]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def unscored(self) -> int:
+        """How many answers the strict rule could not score."""
+        return self.values("strict").count(None)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `aflow-tune score --json` prints."""
+        return {
+            "mean": self.mean,
+            "strict": self.values("strict"),
+            "published": self.values("published"),
+            "unscored": self.unscored,
+        }
+
+
+async def score_all(
+    benchmark: Benchmark, given: Sequence[Row], answers: Sequence[str], *, policy: str = "auto"
+) -> Scores:
+    """Score `answers`, one a row.
+
+    Raises:
+        SandboxUnavailable: the answers are code and nothing here may run it.
+    """
+    pairs = zip(given, answers, strict=True)
+    return await _gather(
+        [functools.partial(score_both, benchmark, *pair, policy=policy) for pair in pairs]
+    )
+
+
+async def score_gold(benchmark: Benchmark, given: Sequence[Row], *, policy: str = "auto") -> Scores:
+    """Score each row's own gold answer: all 1.0 unless the data is faulty.
+
+    Raises:
+        SandboxUnavailable: the answers are code and nothing here may run it.
+    """
+    return await _gather(
+        [functools.partial(benchmark.check_gold, row, policy=policy) for row in given]
+    )
+
+
+def read_answers(path: Path, count: int) -> list[str]:
+    """The texts of a file with one `{"answer": TEXT}` a line.
+
+    Raises:
+        BadInput: a line is something else, or there are not `count` of them.
+    """
+    lines = rows.read_jsonl(path, {"answer": str})
+    if len(lines) != count:
+        cure = "give one answer a row, in the order of the rows"
+        fault = Fault(str(path), f"{count} answers", f"{len(lines)} answers", cure)
+        raise BadInput(f"{path} does not fit the rows", [fault])
+    return [line["answer"] for line in lines]
+
+
+async def _gather(jobs: Sequence[Callable[[], Awaitable[dict[Rule, Score]]]]) -> Scores:
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(job: Callable[[], Awaitable[dict[Rule, Score]]]) -> dict[Rule, Score]:
+        async with gate:
+            return await job()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(job)) for job in jobs]
+    return Scores(tuple(task.result() for task in tasks))

@@ -32,7 +32,7 @@ from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 
 from aflow_tune.context import CallNote, RunContext
-from aflow_tune.models.spend import current_spend, in_call
+from aflow_tune.models.spend import Call, current_spend, in_call
 from aflow_tune.models.types import Ask, Usage
 from aflow_tune.trace import POLICY
 
@@ -201,7 +201,8 @@ async def _counted(
     """Ask, and count it as a call of the policy's."""
     most = kwargs.get("max_completion_tokens", kwargs.get("max_tokens"))
     asked = Ask(messages=kwargs["messages"], tools=kwargs.get("tools") or ())
-    call = current_spend().call(
+    call = Call(
+        current_spend(),
         POLICY,
         client.model_path,
         None,

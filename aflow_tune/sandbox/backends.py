@@ -1,0 +1,429 @@
+"""The backends: how to start a sandbox of each, what it covers, and which one this process uses.
+
+Whoever starts us, the program's user is not root: as root the ids are given up on the way in. The
+tools that build a sandbox are found on the system's own path, not on the caller's.
+
+A backend counts as found when a sandbox of it has started and was seen to hold: bubblewrap's from
+outside, at every start (`process.py`); Landlock's by a program that tries what it must not be able
+to do, once, and every later start refuses to run its program if a step fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from aflow_tune.sandbox import _confine, seccomp
+from aflow_tune.sandbox.policy import Packages, find_packages
+from aflow_tune.sandbox.process import FILTER, BackendFailed, Job, Launch, Sandbox, code_of
+from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
+from aflow_tune.sandbox.view import (
+    DEVICES,
+    StagingFailed,
+    SystemPaths,
+    needs_staging,
+    stage,
+    system_paths,
+)
+
+if TYPE_CHECKING:
+    from aflow_tune.sandbox.engine import Engine
+
+NOBODY = 65534
+NO_PACKAGES = Packages()
+_TOOLS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+_HIDDEN_PROC = ("kcore", "keys", "key-users", "kallsyms", "timer_list", "sched_debug", "cmdline")
+_UNUSED_IDS = range(2_000_000_000, 2_100_000_000)
+"""User ids that nothing hands out: above containers' ranges (systemd's UIDS-GIDS.md)."""
+
+INSTALL = "sudo apt-get install -y bubblewrap"
+"""The line that gets bubblewrap, on Debian and Ubuntu."""
+
+COVERS: dict[Level, tuple[str, ...]] = {
+    Level.BUBBLEWRAP: (
+        "files: only a read-only system and the interpreter are there; /tmp is private and small",
+        "network: none; no socket can be made",
+        "processes: own process namespace, which ends with the program, the parent or the time",
+        "identity: no environment, an unprivileged user without capabilities, own namespaces, "
+        "no further ones",
+        "kernel: a system-call filter without other processes' memory, mounts, keys, io_uring, bpf",
+        "limits: time, processor time, memory of the whole tree, processes, files, disk, output",
+    ),
+    Level.LANDLOCK: (
+        "files: read-only system and interpreter, one private folder; nothing else opens",
+        "network: no socket can be made",
+        "processes: no signals to others, none left behind: a supervisor ends every descendant",
+        "identity: no environment; started by root, a user of its own without capabilities",
+        "kernel: a system-call filter, as with bubblewrap and stricter",
+        "limits: time, processor time, memory of the whole tree, processes, files, disk, output",
+    ),
+    Level.UNSAFE_SUBPROCESS: (
+        "limits, of a well-behaved program: time, memory, processes, output",
+    ),
+}
+DOES_NOT_COVER: dict[Level, tuple[str, ...]] = {
+    Level.BUBBLEWRAP: (
+        "faults of the kernel itself; side channels (timing, caches, load)",
+        "what the system tells about itself: versions, processor, memory, mounted paths' names",
+    ),
+    Level.LANDLOCK: (
+        "faults of the kernel itself; side channels (timing, caches, load)",
+        "that a path exists, its size and times (stat); which processes there are is hidden",
+        "clean ends if the supervisor itself is killed from outside; disk and memory are "
+        "bounded by looking every few hundredths of a second",
+        "programs that change modes, owners or times of files: these calls fail",
+    ),
+    Level.UNSAFE_SUBPROCESS: (
+        "files: it reads and writes whatever you can, keys and this project included",
+        "network: it can reach everything that you can",
+        "processes: it can stop and inspect yours, and may leave some running",
+    ),
+}
+
+
+def find_tool(name: str) -> str | None:
+    """A program of the system, by its full path."""
+    return shutil.which(name, path=_TOOLS)
+
+
+def environment(folder: str) -> dict[str, str]:
+    """What a sandboxed program's environment holds: nothing of ours."""
+    return {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+
+
+def bubblewrap(disk_mb: int, staged: int | None, packages: Packages = NO_PACKAGES) -> Launch:
+    """A sandbox of namespaces. FileNotFoundError: bwrap or a tool of root's is not there."""
+    prefix: list[str] = []
+    if os.geteuid() == 0:
+        prefix = _as_nobody(staged)
+    command = [
+        *prefix,
+        _need("bwrap"),
+        *("--unshare-user", "--unshare-all", "--disable-userns"),
+        *("--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"),
+        *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox"),
+        "--clearenv",
+    ]
+    for name, value in environment("/tmp").items():
+        command += ["--setenv", name, value]
+    command += _file_systems(system_paths(), disk_mb, packages.folders)
+    command += ["--chdir", "/tmp", "--seccomp", FILTER, "--"]
+    return Launch(
+        command=tuple(command),
+        environment={},
+        setup=_setup(Level.BUBBLEWRAP, "/tmp", packages),
+        descriptors=() if staged is None else (staged,),
+        filter_program=seccomp.filter_program(),
+    )
+
+
+def _file_systems(paths: SystemPaths, disk_mb: int, wanted: Sequence[str]) -> list[str]:
+    arguments: list[str] = []
+    for tree in paths.trees:
+        arguments += ["--ro-bind", tree, tree]
+    for link, target in paths.links:
+        arguments += ["--symlink", target, link]
+    for folder in paths.packages:
+        arguments += ["--perms", "0555", "--size", "4096", "--tmpfs", folder]
+    for folder in wanted:
+        arguments += ["--ro-bind", folder, folder]
+    for folder in paths.packages:
+        arguments += ["--remount-ro", folder]
+    arguments += ["--proc", "/proc"]
+    for name in _HIDDEN_PROC:
+        if os.path.exists(f"/proc/{name}"):
+            arguments += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    for device in DEVICES:
+        arguments += ["--dev-bind", device, device]
+    for link, target in (
+        ("/dev/shm", "/tmp"),
+        ("/dev/fd", "/proc/self/fd"),
+        ("/dev/stdin", "/proc/self/fd/0"),
+        ("/dev/stdout", "/proc/self/fd/1"),
+        ("/dev/stderr", "/proc/self/fd/2"),
+    ):
+        arguments += ["--symlink", target, link]
+    arguments += ["--perms", "0700", "--size", str(disk_mb << 20), "--tmpfs", "/tmp"]
+    # The root itself is a file system in memory, writable and without a bound.
+    return [*arguments, "--remount-ro", "/"]
+
+
+def landlock(
+    folder: str,
+    number: int,
+    confine: CodeType,
+    version: int,
+    staged: int | None,
+    packages: Packages = NO_PACKAGES,
+) -> Launch:
+    """A sandbox of Landlock and the filter, in a folder that it makes and removes.
+
+    Args:
+        number: counts sandboxes; as root each has a user of its own.
+        confine: compiled code of `_confine.py`.
+        version: of the kernel's Landlock.
+    """
+    root = os.geteuid() == 0
+    prefix = [] if staged is None else [_need("nsenter"), f"--mount=/proc/self/fd/{staged}"]
+    user = own_id(number) if root else None
+    alone = user is not None and user != NOBODY
+    program = seccomp.filter_program(landlock=True, refuse_signals=version < 6 and not alone)
+    rules = _rules(system_paths(), folder) + [("read", path) for path in packages.folders]
+    return Launch(
+        command=tuple([*prefix, "--"] if prefix else []),
+        environment=environment(folder),
+        setup=_setup(
+            Level.LANDLOCK, folder, packages, uid=user, confine=confine, rules=rules, filter=program
+        ),
+        descriptors=() if staged is None else (staged,),
+    )
+
+
+def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
+    """Pairs of meaning (`_confine.MEANINGS`) and path. Landlock only allows, never excepts."""
+    rules: list[tuple[str, str]] = [("all", folder)]
+    for device in DEVICES:
+        rules.append(("device", device))
+    pending = list(paths.trees)
+    while pending:
+        tree = pending.pop()
+        if any(folder_.startswith(tree + "/") for folder_ in paths.packages):
+            rules.append(("list", tree))
+            pending += [os.path.join(tree, name) for name in os.listdir(tree)]
+        elif tree not in paths.packages:
+            rules.append(("read", tree))
+    return rules
+
+
+def unsafe(folder: str, packages: Packages = NO_PACKAGES) -> Launch:
+    """A plain subprocess."""
+    setup = _setup(Level.UNSAFE_SUBPROCESS, folder, packages)
+    return Launch(command=(), environment=environment(folder), setup=setup)
+
+
+def _setup(level: Level, folder: str, packages: Packages, **more: Any) -> dict[str, Any]:
+    """What the inside is told before it gets its program."""
+    setup = {"backend": level.value, "folder": folder, "uid": None, "confine": None}
+    return {**setup, "packages": dict(packages.files), **more}
+
+
+def own_id(number: int) -> int:
+    """A user id that nobody else has; the common one where this container has few."""
+    wanted = _UNUSED_IDS[(os.getpid() * 997 + number) % len(_UNUSED_IDS)]
+    return wanted if is_mapped(wanted) else NOBODY
+
+
+def is_mapped(user: int) -> bool:
+    """Whether this user id exists in our user namespace."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [[int(word) for word in line.split()] for line in file]
+    return any(first <= user < first + count for first, _, count in ranges)
+
+
+def _as_nobody(staged: int | None) -> list[str]:
+    if staged is None:
+        ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
+        return [_need("setpriv"), *ids]
+    user = ["--setuid", str(NOBODY), "--setgid", str(NOBODY), "--"]
+    return [_need("nsenter"), f"--mount=/proc/self/fd/{staged}", *user]
+
+
+def _need(tool: str) -> str:
+    found = find_tool(tool)
+    if found is None:
+        raise FileNotFoundError(f"{tool} is not installed")
+    return found
+
+
+OLDEST_LANDLOCK = 3
+"""The first version that covers truncation; Linux 6.2."""
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The backend found, and for each that was tried what there is to say about it."""
+
+    level: Level | None
+    reasons: dict[str, str]
+
+    @property
+    def why(self) -> str:
+        """In one line."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+
+
+class Levels:
+    """The answer for one process. Its methods run on the engine's loop."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Detection] = {}
+        self._lock = asyncio.Lock()
+        self._staged: dict[tuple[str, ...], int | None] = {}
+        """Views of the machine (`py`), by the packages in them."""
+        self._numbers = itertools.count()
+        self._warned = False
+
+    async def choose(self, policy: str, home: Engine) -> Level:
+        """The level for a policy. SandboxUnavailable: there is none."""
+        found = await self.detect(policy, home)
+        if found.level is None:
+            raise SandboxUnavailable(unavailable(policy, found))
+        if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
+            self._warned = True
+            print(unsafe_warning(), file=sys.stderr, flush=True)
+        return found.level
+
+    async def detect(self, policy: str, home: Engine) -> Detection:
+        """As `choose`, with reasons instead of a refusal."""
+        async with self._lock:
+            if policy not in self._found:
+                self._found[policy] = await self._detect(policy, home)
+            return self._found[policy]
+
+    async def _detect(self, policy: str, home: Engine) -> Detection:
+        reasons: dict[str, str] = {}
+        if policy == Level.UNSAFE_SUBPROCESS:
+            return Detection(Level.UNSAFE_SUBPROCESS, {policy: "asked for; it confines nothing"})
+        order = (Level.BUBBLEWRAP, Level.LANDLOCK) if policy == "auto" else (Level(policy),)
+        for level in order:
+            try:
+                self._preconditions(level)
+                await self._prove(level, home)
+            except (BackendFailed, OSError) as error:
+                reasons[level.value] = str(error)
+            else:
+                reasons[level.value] = "a sandbox was started and seen to hold"
+                return Detection(level, reasons)
+        return Detection(None, reasons)
+
+    def _preconditions(self, level: Level) -> None:
+        if not seccomp.supported():
+            raise BackendFailed("needs Linux on x86-64 or AArch64")
+        if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
+            raise BackendFailed("bwrap is not installed")
+        if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
+            raise BackendFailed(
+                f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
+                "(Linux 6.2) is needed"
+            )
+        if os.geteuid() == 0 and not is_mapped(NOBODY):
+            raise BackendFailed("root of a namespace that has no other user to run programs as")
+        self._view(())
+
+    def _view(self, folders: tuple[str, ...]) -> int | None:
+        """A view in which the program's user reaches the interpreter and these."""
+        if folders not in self._staged:
+            try:
+                needed = needs_staging(folders)
+                self._staged[folders] = stage(folders) if needed else None
+            except StagingFailed as error:
+                raise BackendFailed(
+                    f"as root, programs run as an unprivileged user, who cannot reach the "
+                    f"interpreter{' or a package' if folders else ''}: {error}"
+                ) from error
+        return self._staged[folders]
+
+    async def _prove(self, level: Level, home: Engine) -> None:
+        sandbox = await home.start(level, Limits().disk_mb)
+        if level is Level.BUBBLEWRAP:
+            home.keep(sandbox)
+            return
+        try:
+            await _attack(sandbox)
+        finally:
+            await sandbox.close()
+            sandbox.channel.close()
+
+    def launch(self, level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
+        """How to start a sandbox of a level that was found, or is being tried.
+
+        Args:
+            names: packages that its program may import.
+
+        Raises:
+            BadInput: one is not there.
+            BackendFailed: one cannot be reached.
+        """
+        found = find_packages(names)
+        if level is Level.BUBBLEWRAP:
+            return bubblewrap(disk_mb, self._view(found.folders), found)
+        # A name that nobody can guess; the sandbox makes it, and fails if it is there.
+        folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
+        if level is Level.UNSAFE_SUBPROCESS:
+            return unsafe(folder, found)
+        version = _confine.version()
+        number = next(self._numbers)
+        view = self._view(found.folders)
+        return landlock(folder, number, code_of("_confine"), version, view, found)
+
+
+_PROBE = """
+import os, socket, sys
+secret, target, parent = sys.stdin.read().split("\\n")
+done = []
+def attempt(name, function):
+    try:
+        function()
+        done.append(name)
+    except OSError:
+        pass
+attempt("read", lambda: open(secret).read())
+attempt("write", lambda: open(target, "w").close())
+attempt("signal", lambda: os.kill(int(parent), 0))
+attempt("socket", lambda: socket.socket())
+attempt("environment", lambda: open(f"/proc/{parent}/environ", "rb").read())
+print(" ".join(done) or "contained")
+"""
+
+
+async def _attack(sandbox: Sandbox) -> None:
+    """A program that tries to get out. BackendFailed: something of it worked."""
+    with tempfile.TemporaryDirectory(prefix="aflow-tune-probe-") as name:
+        os.chmod(name, 0o777)
+        secret, target = Path(name) / "secret", Path(name) / "target"
+        secret.write_text("not for you")
+        stdin = f"{secret}\n{target}\n{os.getpid()}"
+        execution = await sandbox.run(Job(_PROBE, stdin, Limits(), {}, False))
+        if target.exists():
+            raise BackendFailed("a program in it wrote outside of its folder")
+    if execution.stdout != "contained\n":
+        reason = execution.stdout.strip() or execution.stderr.strip()[-200:]
+        raise BackendFailed(f"a program in it could do this or failed: {reason}")
+
+
+def unavailable(policy: str, found: Detection) -> str:
+    """What to tell when no backend can be used."""
+    reasons = "\n".join(f"    {name}: {reason}" for name, reason in found.reasons.items())
+    fix = f"install bubblewrap: {INSTALL}"
+    if find_tool("bwrap") is not None:
+        fix = (
+            "allow user namespaces to bwrap (sysctl user.max_user_namespaces above 0; on Ubuntu "
+            "24.04 and later an AppArmor profile for bwrap), or use a kernel with Landlock (6.2)"
+        )
+    if sys.platform != "linux":
+        fix = "use a Linux machine or container, where it can be built"
+    return (
+        f"no sandbox can be built here (sandbox: {policy}), so the program was not run\n{reasons}\n"
+        f"    do:       {fix}\n"
+        "              or, only for code that you trust as your own, set "
+        "`sandbox: unsafe_subprocess`"
+    )
+
+
+def unsafe_warning() -> str:
+    """What a plain subprocess does not protect from."""
+    lines = "\n".join(f"  - {line}" for line in DOES_NOT_COVER[Level.UNSAFE_SUBPROCESS])
+    return (
+        "aflow-tune: sandbox: unsafe_subprocess: programs that a model wrote run unconfined, "
+        f"with your rights. Not protected:\n{lines}"
+    )
