@@ -26,7 +26,7 @@ from typing import Any
 MEMORY_BYTES = 4 << 30
 """Address space of a child."""
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Undecided(RuntimeError):
