@@ -11,13 +11,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aflow_tune.models.adapters import as_client
-    from aflow_tune.models.cache import ResponseCache
-    from aflow_tune.models.client import ScriptedModel
-    from aflow_tune.models.clients import make_client, make_clients
-    from aflow_tune.models.settings import ModelSettings
-    from aflow_tune.models.spend import Spend, current_spend
-    from aflow_tune.models.types import ModelClient, ModelError, ModelFailure, Reply, Usage
+    from aflow_tune.models.adapters import as_client as as_client
+    from aflow_tune.models.cache import ResponseCache as ResponseCache
+    from aflow_tune.models.client import ScriptedModel as ScriptedModel
+    from aflow_tune.models.clients import make_client as make_client
+    from aflow_tune.models.clients import make_clients as make_clients
+    from aflow_tune.models.settings import ModelSettings as ModelSettings
+    from aflow_tune.models.spend import Spend as Spend
+    from aflow_tune.models.spend import current_spend as current_spend
+    from aflow_tune.models.types import ModelClient as ModelClient
+    from aflow_tune.models.types import ModelError as ModelError
+    from aflow_tune.models.types import ModelFailure as ModelFailure
+    from aflow_tune.models.types import Reply as Reply
+    from aflow_tune.models.types import Usage as Usage
 
 _HOME = {
     "ModelClient": "types",
@@ -34,22 +40,6 @@ _HOME = {
     "make_client": "clients",
     "make_clients": "clients",
 }
-
-__all__ = [
-    "ModelClient",
-    "ModelError",
-    "ModelFailure",
-    "ModelSettings",
-    "Reply",
-    "ResponseCache",
-    "ScriptedModel",
-    "Spend",
-    "Usage",
-    "as_client",
-    "current_spend",
-    "make_client",
-    "make_clients",
-]
 
 
 def __getattr__(name: str) -> Any:

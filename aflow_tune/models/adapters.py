@@ -115,11 +115,8 @@ class AgentScopeClient(BaseClient):
         raise failure
 
     def _options(self, ask: Ask) -> dict[str, Any]:
-        """The arguments of the call; only those that were asked for.
-
-        Raises:
-            BadInput: this class of AgentScope's cannot pass one of them on.
-        """
+        """The arguments of the call; only those that were asked for. Raises BadInput: this class of
+        AgentScope's cannot pass one of them on."""
         given = {
             "temperature": ask.temperature,
             "top_p": ask.top_p,

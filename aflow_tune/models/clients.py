@@ -32,11 +32,8 @@ _clients: ContextVar[Mapping[str, ModelClient] | None] = ContextVar(
 
 
 def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
-    """The client that the settings describe.
-
-    Raises:
-        BadInput: the settings are wrong, or the key is not in the environment.
-    """
+    """The client that the settings describe. Raises BadInput: the settings are wrong, or the key is
+    not in the environment."""
     from aflow_tune.models.http_client import AnthropicClient, OpenAIClient
 
     kind = AnthropicClient if settings.provider == "anthropic" else OpenAIClient
@@ -44,11 +41,8 @@ def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
 
 
 def make_clients(models: Mapping[str, ModelSettings]) -> dict[str, HttpClient]:
-    """A client for every entry of the section `models` that names a model.
-
-    Raises:
-        BadInput: with the faults of all entries.
-    """
+    """A client for every entry of the section `models` that names a model. Raises BadInput: with
+    the faults of all entries."""
     faults = check_models(models)
     if faults:
         raise BadInput("The models cannot be used.", faults)
@@ -72,11 +66,8 @@ def use_clients(clients: Mapping[str, ModelClient]) -> Iterator[None]:
 
 
 def client_for(role: str) -> ModelClient:
-    """The model that the configuration names `role` under `models:`.
-
-    Raises:
-        BadInput: there is none of that name here.
-    """
+    """The model that the configuration names `role` under `models:`. Raises BadInput: there is none
+    of that name here."""
     clients = _clients.get() or {}
     if role not in clients:
         fault = Fault(

@@ -536,11 +536,8 @@ class AnthropicClient(HttpClient):
 
 
 def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """OpenAI's messages as Anthropic's, without system messages; equal roles are joined.
-
-    Raises:
-        BadInput: a role or a part of a message has no counterpart.
-    """
+    """OpenAI's messages as Anthropic's, without system messages; equal roles are joined. Raises
+    BadInput: a role or a part of a message has no counterpart."""
     found: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
         role = message["role"]

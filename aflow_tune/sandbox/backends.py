@@ -197,7 +197,7 @@ def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
     pending = list(paths.trees)
     while pending:
         tree = pending.pop()
-        if any(folder_.startswith(tree + "/") for folder_ in paths.packages):
+        if any(hidden.startswith(tree + "/") for hidden in paths.packages):
             rules.append(("list", tree))
             pending += [os.path.join(tree, name) for name in os.listdir(tree)]
         elif tree not in paths.packages:
@@ -269,7 +269,7 @@ class Levels:
         self._found: dict[str, Detection] = {}
         self._lock = asyncio.Lock()
         self._staged: dict[tuple[str, ...], int | None] = {}
-        """Views of the machine (`py`), by the packages in them."""
+        """Views of the machine (`view.py`), by the packages in them."""
         self._numbers = itertools.count()
         self._warned = False
 

@@ -64,10 +64,7 @@ def parts(policy: str) -> tuple[str, tuple[str, ...]]:
 
 def of_setting(value: Any) -> str:
     """The policy that `sandbox:` means: a backend, or a mapping with `policy` and `packages`.
-
-    Raises:
-        BadInput: it is something else, or a package cannot be given to programs.
-    """
+    Raises BadInput: it is something else, or a package cannot be given to programs."""
     if isinstance(value, str):
         backend, names = parts(value)
     elif isinstance(value, Mapping) and not set(value) - {"policy", "packages"}:
@@ -114,11 +111,8 @@ def installed(names: Sequence[str]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def find_packages(names: tuple[str, ...], where: str = "sandbox: packages") -> Packages:
-    """Look packages up, with what they require.
-
-    Raises:
-        BadInput: with every name that is no package, or not one that is installed here.
-    """
+    """Look packages up, with what they require. Raises BadInput: with every name that is no
+    package, or not one that is installed here."""
     faults: list[Fault] = []
     files: dict[str, str] = {}
     folders: dict[str, None] = {}

@@ -212,11 +212,8 @@ class Sandbox:
             self._loop.add_reader(output.descriptor, self._read, output)
 
     async def ready(self) -> None:
-        """Wait until the inside waits for its program, and look at it from out here.
-
-        Raises:
-            BackendFailed: it does not hold.
-        """
+        """Wait until the inside waits for its program, and look at it from out here. Raises
+        BackendFailed: it does not hold."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -231,11 +228,8 @@ class Sandbox:
             self._look()
 
     async def run(self, job: Job) -> Execution:
-        """Run the program, to its end or to that of its limits.
-
-        Raises:
-            BackendFailed: it could not confine itself, and the program was not started.
-        """
+        """Run the program, to its end or to that of its limits. Raises BackendFailed: it could not
+        confine itself, and the program was not started."""
         for output in self._outputs:
             output.limit = job.limits.output_kb << 10
             output.data.clear()

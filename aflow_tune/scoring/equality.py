@@ -126,11 +126,8 @@ _SYMPY = AskedProcess("aflow_tune.scoring.equality", "SymPy", SYMPY_SECONDS, "pu
 
 @functools.lru_cache(maxsize=4096)
 def published_equal(answer: str, truth: str) -> bool:
-    """Whether `answer` equals `truth` by the published rule.
-
-    Raises:
-        Undecided: the comparison took more than `SYMPY_SECONDS`, or too much memory.
-    """
+    """Whether `answer` equals `truth` by the published rule. Raises Undecided: the comparison took
+    more than `SYMPY_SECONDS`, or too much memory."""
     if answer == truth:
         return True
     numbers = as_number(answer), as_number(truth)

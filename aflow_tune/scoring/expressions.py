@@ -86,11 +86,8 @@ def guard_sympy() -> None:
 
 
 def evaluate_literal(text: str, *_: Any) -> Any:
-    """In the place of `eval`: literals, and arithmetic of numbers.
-
-    Raises:
-        Refused: the text is more than that.
-    """
+    """In the place of `eval`: literals, and arithmetic of numbers. Raises Refused: the text is more
+    than that."""
     tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _NODES) or isinstance(node, (ast.Call, ast.Name)):

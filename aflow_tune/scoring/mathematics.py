@@ -68,11 +68,8 @@ def final_answer(text: str) -> str:
 
 
 def score_published(answer: str, solution: str) -> Score:
-    """1 if the final answers are equal by the published rule.
-
-    Raises:
-        Undecided: the comparison took too long.
-    """
+    """1 if the final answers are equal by the published rule. Raises Undecided: the comparison took
+    too long."""
     given, expected = final_answer(answer), final_answer(solution)
     if published_equal(given, expected):
         return RIGHT

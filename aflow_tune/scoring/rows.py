@@ -97,11 +97,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]]:
-    """All rows of a hub data set, mapped to the local form. Fetches it, or uses the cache.
-
-    Raises:
-        BadInput: it cannot be loaded.
-    """
+    """All rows of a hub data set, mapped to the local form. Fetches it, or uses the cache. Raises
+    BadInput: it cannot be loaded."""
     import datasets
 
     try:
