@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +73,18 @@ def test_limits_hold_for_what_packages_do(backend: str) -> None:
 
 
 def test_root_may_keep_packages_in_a_folder_that_others_may_not_enter(
-    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("closed folders are root's concern")
-    name = f"closed_{backend}"
-    package = tmp_path / name  # below a folder of pytest's, which others may not enter
-    package.mkdir()
-    (package / "__init__.py").write_text("VALUE = 41\n")
-    tmp_path.chmod(0o700)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    program = f"import {name} as closed\nprint(closed.VALUE + 1)"
-    execution = run_program_sync(program, policy=f"{backend}+{name}")
+    home = Path("/root")
+    if os.geteuid() != 0 or home.stat().st_mode & 0o001:
+        pytest.skip("closed folders are root's concern, and others may enter /root")
+    with tempfile.TemporaryDirectory(dir=home) as folder:
+        package = Path(folder, f"closed_{backend}")
+        package.mkdir()
+        (package / "__init__.py").write_text("VALUE = 41\n")
+        monkeypatch.syspath_prepend(folder)
+        program = f"import {package.name} as closed\nprint(closed.VALUE + 1)"
+        execution = run_program_sync(program, policy=f"{backend}+{package.name}")
     assert execution.stdout == "42\n", execution.stderr
 
 

@@ -161,9 +161,8 @@ class HttpClient(BaseClient):
             "model": self.model,
         }
 
-    def _lifetime(self) -> dict[str, float]:
-        attempts = self.settings.retries + 1
-        return {"life": attempts * (self.settings.timeout + LONGEST_ADVICE)}
+    def _lifetime(self) -> float:
+        return (self.settings.retries + 1) * (self.settings.timeout + LONGEST_ADVICE)
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
         body = self._body(ask)

@@ -49,7 +49,7 @@ PICO = 10**12
 BUDGET_REACHED, CANCELLED, RAISED = "budget_reached", "cancelled", "raised"
 """Words for calls that failed, beside those of `ModelFailure`: a limit, a caller that went away,
 somebody else's exception."""
-_UNTIMED_SECONDS = 3600.0
+UNTIMED_SECONDS = 3600.0
 """How long a reservation without a time-out lives."""
 _BUSY_SECONDS = 60.0
 _LONGEST_PAUSE = 0.1
@@ -273,7 +273,7 @@ class Call:
     """Gives the most that the prompt may have; asked under a limit only."""
     max_tokens: int | None
     """Of the answer. None: there is no bound."""
-    life: float = _UNTIMED_SECONDS
+    life: float = UNTIMED_SECONDS
     """After so many seconds the reservation is dropped, should nobody settle it."""
     usage: Usage | None = None
     """None where the reply told none."""

@@ -10,7 +10,7 @@ to do, once, and every later start refuses to run its program if a step fails.
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import itertools
 import os
 import secrets
@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.sandbox import _confine, seccomp
 from aflow_tune.sandbox.policy import Packages, find_packages
 from aflow_tune.sandbox.process import FILTER, BackendFailed, Job, Launch, Sandbox, code_of
-from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
+from aflow_tune.sandbox.types import Level, Limits
 from aflow_tune.sandbox.view import (
     DEVICES,
     StagingFailed,
@@ -35,9 +35,6 @@ from aflow_tune.sandbox.view import (
     stage,
     system_paths,
 )
-
-if TYPE_CHECKING:
-    from aflow_tune.sandbox.engine import Engine
 
 NOBODY = 65534
 NO_PACKAGES = Packages()
@@ -262,109 +259,59 @@ class Detection:
         return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
 
 
-class Levels:
-    """The answer for one process. Its methods run on the engine's loop."""
+def check_machine(level: Level) -> None:
+    """Raises BackendFailed where a sandbox of this level cannot even be tried."""
+    if not seccomp.supported():
+        raise BackendFailed("needs Linux on x86-64 or AArch64")
+    if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
+        raise BackendFailed("bwrap is not installed")
+    if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
+        raise BackendFailed(
+            f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
+            "(Linux 6.2) is needed"
+        )
+    if os.geteuid() == 0 and not is_mapped(NOBODY):
+        raise BackendFailed("root of a namespace that has no other user to run programs as")
+    view_of(())
 
-    def __init__(self) -> None:
-        self._found: dict[str, Detection] = {}
-        self._lock = asyncio.Lock()
-        self._staged: dict[tuple[str, ...], int | None] = {}
-        """Views of the machine (`view.py`), by the packages in them."""
-        self._numbers = itertools.count()
-        self._warned = False
 
-    async def choose(self, policy: str, home: Engine) -> Level:
-        """The level for a policy. SandboxUnavailable: there is none."""
-        found = await self.detect(policy, home)
-        if found.level is None:
-            raise SandboxUnavailable(unavailable(policy, found))
-        if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
-            self._warned = True
-            print(unsafe_warning(), file=sys.stderr, flush=True)
-        return found.level
+@functools.cache
+def view_of(folders: tuple[str, ...]) -> int | None:
+    """A view in which the program's user reaches the interpreter and these; None where it does so
+    anyway."""
+    try:
+        return stage(folders) if needs_staging(folders) else None
+    except StagingFailed as error:
+        raise BackendFailed(
+            f"as root, programs run as an unprivileged user, who cannot reach the "
+            f"interpreter{' or a package' if folders else ''}: {error}"
+        ) from error
 
-    async def detect(self, policy: str, home: Engine) -> Detection:
-        """As `choose`, with reasons instead of a refusal."""
-        async with self._lock:
-            if policy not in self._found:
-                self._found[policy] = await self._detect(policy, home)
-            return self._found[policy]
 
-    async def _detect(self, policy: str, home: Engine) -> Detection:
-        reasons: dict[str, str] = {}
-        if policy == Level.UNSAFE_SUBPROCESS:
-            return Detection(Level.UNSAFE_SUBPROCESS, {policy: "asked for; it confines nothing"})
-        order = (Level.BUBBLEWRAP, Level.LANDLOCK) if policy == "auto" else (Level(policy),)
-        for level in order:
-            try:
-                self._preconditions(level)
-                await self._prove(level, home)
-            except (BackendFailed, OSError) as error:
-                reasons[level.value] = str(error)
-            else:
-                reasons[level.value] = "a sandbox was started and seen to hold"
-                return Detection(level, reasons)
-        return Detection(None, reasons)
+_numbers = itertools.count()
 
-    def _preconditions(self, level: Level) -> None:
-        if not seccomp.supported():
-            raise BackendFailed("needs Linux on x86-64 or AArch64")
-        if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
-            raise BackendFailed("bwrap is not installed")
-        if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
-            raise BackendFailed(
-                f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
-                "(Linux 6.2) is needed"
-            )
-        if os.geteuid() == 0 and not is_mapped(NOBODY):
-            raise BackendFailed("root of a namespace that has no other user to run programs as")
-        self._view(())
 
-    def _view(self, folders: tuple[str, ...]) -> int | None:
-        """A view in which the program's user reaches the interpreter and these."""
-        if folders not in self._staged:
-            try:
-                needed = needs_staging(folders)
-                self._staged[folders] = stage(folders) if needed else None
-            except StagingFailed as error:
-                raise BackendFailed(
-                    f"as root, programs run as an unprivileged user, who cannot reach the "
-                    f"interpreter{' or a package' if folders else ''}: {error}"
-                ) from error
-        return self._staged[folders]
+def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
+    """How to start a sandbox of a level that was found, or is being tried.
 
-    async def _prove(self, level: Level, home: Engine) -> None:
-        sandbox = await home.start(level, Limits().disk_mb)
-        if level is Level.BUBBLEWRAP:
-            home.keep(sandbox)
-            return
-        try:
-            await _attack(sandbox)
-        finally:
-            await sandbox.close()
-            sandbox.channel.close()
+    Args:
+        names: packages that its program may import.
 
-    def launch(self, level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
-        """How to start a sandbox of a level that was found, or is being tried.
-
-        Args:
-            names: packages that its program may import.
-
-        Raises:
-            BadInput: one is not there.
-            BackendFailed: one cannot be reached.
-        """
-        found = find_packages(names)
-        if level is Level.BUBBLEWRAP:
-            return bubblewrap(disk_mb, self._view(found.folders), found)
-        # A name that nobody can guess; the sandbox makes it, and fails if it is there.
-        folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
-        if level is Level.UNSAFE_SUBPROCESS:
-            return unsafe(folder, found)
-        version = _confine.version()
-        number = next(self._numbers)
-        view = self._view(found.folders)
-        return landlock(folder, number, code_of("_confine"), version, view, found)
+    Raises:
+        BadInput: one is not there.
+        BackendFailed: one cannot be reached.
+    """
+    found = find_packages(names)
+    if level is Level.BUBBLEWRAP:
+        return bubblewrap(disk_mb, view_of(found.folders), found)
+    # A name that nobody can guess; the sandbox makes it, and fails if it is there.
+    folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
+    if level is Level.UNSAFE_SUBPROCESS:
+        return unsafe(folder, found)
+    version = _confine.version()
+    number = next(_numbers)
+    view = view_of(found.folders)
+    return landlock(folder, number, code_of("_confine"), version, view, found)
 
 
 _PROBE = """
@@ -386,7 +333,7 @@ print(" ".join(done) or "contained")
 """
 
 
-async def _attack(sandbox: Sandbox) -> None:
+async def attack(sandbox: Sandbox) -> None:
     """A program that tries to get out. BackendFailed: something of it worked."""
     with tempfile.TemporaryDirectory(prefix="aflow-tune-probe-") as name:
         os.chmod(name, 0o777)

@@ -19,12 +19,20 @@ import atexit
 import concurrent.futures
 import contextlib
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from aflow_tune.sandbox.backends import Levels
+from aflow_tune.sandbox.backends import (
+    Detection,
+    attack,
+    check_machine,
+    launch,
+    unavailable,
+    unsafe_warning,
+)
 from aflow_tune.sandbox.policy import parts
 from aflow_tune.sandbox.process import BackendFailed, Sandbox, ends
 from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
@@ -52,7 +60,9 @@ class Engine:
         self._closing = False
         self._idle: asyncio.TimerHandle | None = None
         self._loop = asyncio.new_event_loop()
-        self.levels = Levels()
+        self._found: dict[str, Detection] = {}
+        self._detecting = asyncio.Lock()
+        self._warned = False
         self.running = asyncio.Semaphore(4 * cores)
         """Programs that run at once; held by `run_program`, not by channels."""
         self._starting = asyncio.Semaphore(2 * cores)
@@ -78,7 +88,7 @@ class Engine:
             SandboxUnavailable: no backend that the policy accepts can be built.
         """
         backend, packages = parts(policy)
-        level = await self.levels.choose(backend, self)
+        level = await self._choose(backend)
         # Code that is loaded in advance is a graph's, which imports nothing of the kind.
         sandbox = await self._take((level, disk_mb, preload, () if preload else packages))
         try:
@@ -90,13 +100,56 @@ class Engine:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(closing)
 
+    async def detect(self, policy: str) -> Detection:
+        """The backend for a policy, proved by starting a sandbox; remembered."""
+        async with self._detecting:
+            if policy not in self._found:
+                self._found[policy] = await self._detect(policy)
+            return self._found[policy]
+
+    async def _choose(self, policy: str) -> Level:
+        found = await self.detect(policy)
+        if found.level is None:
+            raise SandboxUnavailable(unavailable(policy, found))
+        if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
+            self._warned = True
+            print(unsafe_warning(), file=sys.stderr, flush=True)
+        return found.level
+
+    async def _detect(self, policy: str) -> Detection:
+        reasons: dict[str, str] = {}
+        if policy == Level.UNSAFE_SUBPROCESS:
+            return Detection(Level.UNSAFE_SUBPROCESS, {policy: "asked for; it confines nothing"})
+        order = (Level.BUBBLEWRAP, Level.LANDLOCK) if policy == "auto" else (Level(policy),)
+        for level in order:
+            try:
+                check_machine(level)
+                await self._prove(level)
+            except (BackendFailed, OSError) as error:
+                reasons[level.value] = str(error)
+            else:
+                reasons[level.value] = "a sandbox was started and seen to hold"
+                return Detection(level, reasons)
+        return Detection(None, reasons)
+
+    async def _prove(self, level: Level) -> None:
+        sandbox = await self.start(level, Limits().disk_mb)
+        if level is Level.BUBBLEWRAP:  # `ready` has looked at it; a program may have it
+            self._waiting[level, Limits().disk_mb, "", ()].append(sandbox)
+            self._rest_later()
+            return
+        try:
+            await attack(sandbox)
+        finally:
+            await _discard(sandbox)
+
     async def start(
         self, level: Level, disk_mb: int, preload: str = "", packages: tuple[str, ...] = ()
     ) -> Sandbox:
         """A new sandbox that is ready. BackendFailed: it did not become so."""
         async with self._starting:
             try:
-                sandbox = Sandbox(level, self.levels.launch(level, disk_mb, packages), preload)
+                sandbox = Sandbox(level, launch(level, disk_mb, packages), preload)
             except OSError as error:
                 raise BackendFailed(str(error)) from error
             try:
@@ -106,11 +159,6 @@ class Engine:
                 sandbox.channel.close()
                 raise
             return sandbox
-
-    def keep(self, sandbox: Sandbox) -> None:
-        """Let one of those wait for a program; until there is one, not for long."""
-        self._waiting[sandbox.level, Limits().disk_mb, "", ()].append(sandbox)
-        self._rest_later()
 
     async def _take(self, kind: _Kind) -> Sandbox:
         self._served += 1

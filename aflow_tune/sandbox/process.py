@@ -23,7 +23,7 @@ import socket
 import subprocess
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -91,14 +91,7 @@ class Job:
             "files": {name: _bytes(text) for name, text in files.items()},
             "stdin": _bytes(self.stdin),
             "channel": code_of("_channel_inside") if self.channel else None,
-            "limits": {
-                "seconds": limits.seconds,
-                "cpu_seconds": math.ceil(cpu),
-                "memory_mb": limits.memory_mb,
-                "disk_mb": limits.disk_mb,
-                "processes": limits.processes,
-                "open_files": limits.open_files,
-            },
+            "limits": {**asdict(limits), "cpu_seconds": math.ceil(cpu)},
         }
 
 

@@ -86,7 +86,7 @@ def run_program_sync(
 def detect(policy: str = "auto") -> Detection:
     """The backend that this process uses, proved by starting a sandbox; remembered."""
     home, policy = engine(), meant(policy)
-    return home.submit(home.levels.detect(parts(policy)[0], home)).result()
+    return home.submit(home.detect(parts(policy)[0])).result()
 
 
 async def _run(home: Engine, job: Job, policy: str) -> Execution:
