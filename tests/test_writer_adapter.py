@@ -222,10 +222,10 @@ def test_a_writer_is_tuned_and_evaluated(tmp_path: Path, tiny_model_dir: Path) -
     assert [column["name"] for column in result["columns"]] == ["base", "step 2 (last)"]
 
 
-def test_an_executor_of_the_configurations_models_is_booked_and_cached(
+def test_an_executor_of_the_configurations_models_is_counted_and_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an evaluation: `models:` answer through the run's books, and `--cache` keeps it."""
+    """As in an evaluation: `models:` answer through the run's budget, and `--cache` keeps it."""
     # Servers of this machine are not cached; this one stands for one that is elsewhere.
     monkeypatch.setattr("aflow_tune.models.cache.is_local", lambda address: False)
     with ScriptedServer(lambda _: text()) as policy, FaultyServer([Step(text="4")]) as executor:

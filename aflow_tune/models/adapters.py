@@ -47,7 +47,7 @@ def as_client(model: Any, role: str = "policy", price: Price | None = None) -> M
             a role of its own), an AgentScope chat model such as the one that a tuned workflow
             gets, or an AFlow-style llm, `await llm(prompt) -> str`.
         role: what the calls are counted under.
-        price: None: the price of the role, if the run's ledger has one; else unknown.
+        price: None: the price of the role, if the run has one; else unknown.
 
     Raises:
         BadInput: it is none of these.
@@ -128,8 +128,8 @@ class AgentScopeClient(BaseClient):
         names = _NAMES.get(self._kind)
         if asked and names is None:
             where = f"{self._kind}: {', '.join(asked)}"
-            cure = "set them when the model is built (generate_kwargs or options)"
-            fault = Fault(where, "arguments that this class takes", "sampling arguments", cure)
+            fix = "set them when the model is built (generate_kwargs or options)"
+            fault = Fault(where, "arguments that this class takes", "sampling arguments", fix)
             raise BadInput("This model cannot be asked so.", [fault])
         renamed = {(names or {}).get(name, name): value for name, value in asked.items()}
         options: dict[str, Any] = {

@@ -291,10 +291,10 @@ def _unusable_environment(error: Exception) -> BadInput:
     ]
     named = ", ".join(names) or "the environment"
     found = f"{type(error).__name__}: {short(masked('', str(error)))}"
-    cure = f"unset {' '.join(names)}, or correct them" if names else "correct what is named there"
+    fix = f"unset {' '.join(names)}, or correct them" if names else "correct what is named there"
     if isinstance(error, ImportError):
-        cure = f"python -m pip install 'httpx2[socks]', or {cure}"
-    fault = Fault(named, "certificates and proxies that can be used", found, cure)
+        fix = f"python -m pip install 'httpx2[socks]', or {fix}"
+    fault = Fault(named, "certificates and proxies that can be used", found, fix)
     return BadInput("No model behind an API can be asked.", [fault])
 
 
@@ -606,6 +606,6 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _untranslatable(where: str, found: str, expected: str) -> BadInput:
-    cure = "leave it out, or use an OpenAI-compatible endpoint"
+    fix = "leave it out, or use an OpenAI-compatible endpoint"
     title = "Anthropic's API cannot be asked this."
-    return BadInput(title, [Fault(where, f"one of {expected}", found, cure)])
+    return BadInput(title, [Fault(where, f"one of {expected}", found, fix)])

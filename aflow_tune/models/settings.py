@@ -68,8 +68,8 @@ def key_variable(settings: ModelSettings) -> str | None:
 def _faults(settings: ModelSettings, where: str) -> list[Fault]:
     faults: list[Fault] = []
 
-    def add(name: str, expected: str, found: str, cure: str) -> None:
-        faults.append(Fault(f"{where}.{name}", expected, found, cure))
+    def add(name: str, expected: str, found: str, fix: str) -> None:
+        faults.append(Fault(f"{where}.{name}", expected, found, fix))
 
     if settings.provider not in _KEY_VARIABLES:
         add("provider", "openai or anthropic", repr(settings.provider), "provider: openai")
@@ -96,9 +96,9 @@ def _faults(settings: ModelSettings, where: str) -> list[Fault]:
 
 def _variable_faults(variable: str, where: str, what: str) -> list[Fault]:
     if not _VARIABLE.fullmatch(variable):
-        cure = f"export {what} under a name such as MY_API_KEY, and write that name here"
+        fix = f"export {what} under a name such as MY_API_KEY, and write that name here"
         found = "something else, not shown since it may be a key"
-        return [Fault(where, "the name of an environment variable", found, cure)]
+        return [Fault(where, "the name of an environment variable", found, fix)]
     value = os.environ.get(variable, "").strip()
     if not value:
         found = "not set" if variable not in os.environ else "empty"
@@ -132,8 +132,8 @@ def _price_faults(prices: PriceSettings | None, where: str) -> list[Fault]:
     faults = []
     if prices.listed is not None and price_of("openai", None, "", prices) is None:
         expected = "a model of the price list, such as gpt-4o-mini or azure/gpt-4o-mini"
-        cure = "name such a model, or give `input` and `output`"
-        faults.append(Fault(f"{where}.listed", expected, repr(prices.listed), cure))
+        fix = "name such a model, or give `input` and `output`"
+        faults.append(Fault(f"{where}.listed", expected, repr(prices.listed), fix))
     for name in ("input", "output", "cached_input"):
         value = getattr(prices, name)
         missing = value is None and name != "cached_input" and prices.listed is None

@@ -428,8 +428,8 @@ def check_budget(limits: BudgetSection) -> list[Fault]:
     for name in ("wall_seconds", "usd", "tokens", "calls"):
         value: Any = getattr(limits, name)
         if value is not None and not 0 <= value < float("inf"):
-            cure = f"give `budget.{name}` a number from 0, or null for no limit"
-            faults.append(Fault(f"budget.{name}", "a number from 0", str(value), cure))
+            fix = f"give `budget.{name}` a number from 0, or null for no limit"
+            faults.append(Fault(f"budget.{name}", "a number from 0", str(value), fix))
     return faults
 
 

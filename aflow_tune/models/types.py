@@ -121,15 +121,15 @@ class Ask:
         faults = []
         if not self.messages or isinstance(self.messages, str | Mapping):
             found = f"{self.messages!r:.80}"
-            cure = "pass [{'role': 'user', 'content': TEXT}]"
-            faults.append(Fault("messages", "a list of messages", found, cure))
+            fix = "pass [{'role': 'user', 'content': TEXT}]"
+            faults.append(Fault("messages", "a list of messages", found, fix))
         else:
             for number, message in enumerate(self.messages):
                 if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                    cure = "give each message `role` and `content`"
+                    fix = "give each message `role` and `content`"
                     found = f"{message!r:.80}"
                     where = f"messages[{number}]"
-                    faults.append(Fault(where, "a message with a role", found, cure))
+                    faults.append(Fault(where, "a message with a role", found, fix))
         if isinstance(self.stop, str):
             faults.append(Fault("stop", "a list of texts", repr(self.stop), "pass [TEXT]"))
         if faults:

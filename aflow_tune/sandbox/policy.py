@@ -123,10 +123,10 @@ def find_packages(names: tuple[str, ...], where: str = "sandbox: packages") -> P
             continue
         file, found = _file_of(name)
         if file is None:
-            cure = f"pip install {name}, or leave it out"
+            fix = f"pip install {name}, or leave it out"
             if found != "not installed":
-                cure = "name packages as programs import them, such as numpy"
-            faults.append(Fault(place, "an installed package", f"{name!r:.80}: {found}", cure))
+                fix = "name packages as programs import them, such as numpy"
+            faults.append(Fault(place, "an installed package", f"{name!r:.80}: {found}", fix))
             continue
         files[name] = file
         whole = os.path.dirname(file) if os.path.basename(file) == "__init__.py" else file

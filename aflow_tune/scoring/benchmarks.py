@@ -138,8 +138,8 @@ def find(benchmark: Benchmark | str) -> Benchmark:
         return _gym_benchmark(benchmark.removeprefix(gym.PREFIX))
     known = (*BENCHMARKS, gym.PREFIX + "TASK")
     close = difflib.get_close_matches(benchmark.lower(), known, n=1)
-    cure = f"use {close[0]}" if close else "use one of these"
-    fault = Fault(f"benchmark {benchmark!r}", " | ".join(known), repr(benchmark), cure)
+    fix = f"use {close[0]}" if close else "use one of these"
+    fault = Fault(f"benchmark {benchmark!r}", " | ".join(known), repr(benchmark), fix)
     raise BadInput("an unknown benchmark", [fault])
 
 
@@ -386,8 +386,8 @@ def read_answers(path: Path, count: int) -> list[str]:
     else, or there are not `count` of them."""
     lines = rows.read_jsonl(path, {"answer": str})
     if len(lines) != count:
-        cure = "give one answer a row, in the order of the rows"
-        fault = Fault(str(path), f"{count} answers", f"{len(lines)} answers", cure)
+        fix = "give one answer a row, in the order of the rows"
+        fault = Fault(str(path), f"{count} answers", f"{len(lines)} answers", fix)
         raise BadInput(f"{path} does not fit the rows", [fault])
     return [line["answer"] for line in lines]
 

@@ -31,17 +31,15 @@ def require_task(name: str) -> None:
     """Check that the library is there and knows the task. Raises BadInput: it is not, or does
     not."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        cure = "pip install 'aflow-tune[reasoning]'"
-        fault = Fault(f"benchmark {PREFIX}{name}", "the package reasoning-gym", "none", cure)
+        fix = "pip install 'aflow-tune[reasoning]'"
+        fault = Fault(f"benchmark {PREFIX}{name}", "the package reasoning-gym", "none", fix)
         raise BadInput("a reasoning-gym task without reasoning-gym", [fault])
     if name not in task_names():
         import difflib
 
         close = difflib.get_close_matches(name, task_names(), n=3)
-        cure = f"name one of its {len(task_names())} tasks" + (
-            f": {', '.join(close)}" * bool(close)
-        )
-        fault = Fault(f"benchmark {PREFIX}{name}", "a task of reasoning-gym", repr(name), cure)
+        fix = f"name one of its {len(task_names())} tasks" + (f": {', '.join(close)}" * bool(close))
+        fault = Fault(f"benchmark {PREFIX}{name}", "a task of reasoning-gym", repr(name), fix)
         raise BadInput("an unknown reasoning-gym task", [fault])
 
 

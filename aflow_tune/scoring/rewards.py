@@ -74,8 +74,8 @@ def benchmark_of(row: Mapping[str, Any]) -> Benchmark:
     BadInput: neither names one, or not one that there is."""
     name = row.get("benchmark") or reward_settings().benchmark
     if name is None:
-        cure = "set `rewards: {benchmark: gsm8k}`, or give the rows a field `benchmark`"
-        fault = Fault("rewards.benchmark", "the name of a benchmark", "none", cure)
+        fix = "set `rewards: {benchmark: gsm8k}`, or give the rows a field `benchmark`"
+        fault = Fault("rewards.benchmark", "the name of a benchmark", "none", fix)
         raise BadInput("a row without a benchmark cannot be scored", [fault])
     return find(name)
 
