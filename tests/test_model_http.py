@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 import threading
 import time
@@ -325,203 +324,126 @@ def test_replies_of_a_wrong_shape_are_bad_replies_and_paid(body: Any) -> None:
     assert spent.prompt_tokens == 100
 
 
-# OpenAI's form
+# What is sent, and what is read of a reply
 
 
-def openai_client(server: FaultyServer) -> HttpClient:
-    return make_client(ModelSettings(model="m", base_url=server.openai_url, retries=0))
-
-
-def test_openai_tools_schema_and_answers() -> None:
-    call = {
-        "id": "c1",
-        "type": "function",
-        "function": {"name": "add", "arguments": '{"n": 2}'},
-    }
-    steps = [
-        Step(body=openai_reply(None, tool_calls=[call])),
-        Step(text='{"n": 2}'),
-        Step(
-            body=openai_reply([{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}])
-        ),
-        Step(body=openai_reply("")),
-    ]
-    with FaultyServer(steps) as server:
-        client = openai_client(server)
-        called, _, _ = ask(client, tools=[TOOL])
-        ask(client, schema=SCHEMA)
-        parts, _, _ = ask(client)
-        empty, _, _ = ask(client)
-        ask(client, schema={"type": "object", "properties": {"n": {}}, "required": []})
-    assert server.requests[4].body["response_format"]["json_schema"]["strict"] is False
-    assert (called.text, called.tool_calls) == ("", (call,))
-    assert (parts.text, empty.text) == ("in parts", "")
-    assert server.requests[0].body["tools"] == [TOOL]
-    wanted = {"name": "answer", "schema": SCHEMA, "strict": True}
-    assert server.requests[1].body["response_format"] == {
-        "type": "json_schema",
-        "json_schema": wanted,
-    }
-
-
-@pytest.mark.parametrize(
-    ("message", "reason", "text", "told"),
-    [
-        ({"content": None}, "length", "", "length"),
-        ({"content": None}, "content_filter", "", "content_filter"),
-        ({"content": None, "refusal": "I cannot."}, "stop", "I cannot.", "content_filter"),
-    ],
-)
-def test_openai_answers_that_have_no_content_for_a_reason(
-    message: Any, reason: str, text: str, told: str
-) -> None:
-    body = openai_reply("x")
-    body["choices"] = [{"index": 0, "message": message, "finish_reason": reason}]
-    with FaultyServer([Step(body=body)]) as server:
-        reply, _, _ = ask(openai_client(server))
-    assert (reply.text, reply.finish_reason) == (text, told)
-
-
-def test_openai_cached_tokens_cost_their_own_price() -> None:
-    """80 of 100 prompt tokens cached: 20 * 1e-6 + 80 * 0.5e-6 + 10 * 10e-6 = 0.00016."""
-    body = openai_reply("x")
-    body["usage"]["prompt_tokens_details"] = {"cached_tokens": 80}
-    prices = PriceSettings(input=1.0, output=10.0, cached_input=0.5)
-    with FaultyServer([Step(body=body)]) as server:
-        client = make_client(ModelSettings(model="m", base_url=server.openai_url, prices=prices))
-        reply, _, _ = ask(client)
-    assert reply.usage == Usage(100, 10, 80)
-    assert reply.cost == pytest.approx(0.00016)
-
-
-def test_openais_own_address_gets_the_newer_name_of_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
-    client = make_client(ModelSettings(model="gpt-4o-mini", max_tokens=5))
-    body = client._body(client._with_defaults(Ask(messages=HELLO)))
-    assert body["max_completion_tokens"] == 5
-    assert "max_tokens" not in body
-
-
-# Anthropic's form
+def openai_client(server: FaultyServer, **settings: Any) -> HttpClient:
+    return make_client(ModelSettings(model="m", base_url=server.openai_url, retries=0, **settings))
 
 
 def anthropic_client(server: FaultyServer) -> HttpClient:
-    settings = ModelSettings(
-        provider="anthropic", model="claude", base_url=server.url, retries=0, prices=PRICES
-    )
-    return make_client(settings)
+    return make_client(ModelSettings("anthropic", "claude", server.url, retries=0, prices=PRICES))
 
 
-def test_anthropic_conversations_are_translated() -> None:
-    call = {
-        "id": "c1",
-        "type": "function",
-        "function": {"name": "add", "arguments": '{"n": 2}'},
-    }
+ADD = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"n": 2}'}}
+PARTS = [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]
+
+
+def openai_choice(reason: str, **message: Any) -> Any:
+    choice = {"index": 0, "message": message, "finish_reason": reason}
+    return {**openai_reply("x"), "choices": [choice]}
+
+
+def used(name: str, given: Any) -> Any:
+    use = {"type": "tool_use", "id": "c1", "name": name, "input": given}
+    return anthropic_reply("ok", USAGE, use, reason="tool_use")
+
+
+LIST = {"type": "array", "items": {"type": "integer"}}
+READ: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
+    "tool call": (openai_reply(None, tool_calls=[ADD]), {"tools": [TOOL]}, ("", "stop", (ADD,))),
+    "parts": (openai_reply(PARTS), {}, ("in parts", "stop", ())),  # type: ignore[arg-type]
+    "empty": (openai_reply(""), {}, ("", "stop", ())),
+    "cut short": (openai_choice("length", content=None), {}, ("", "length", ())),
+    "filtered": (openai_choice("content_filter", content=None), {}, ("", "content_filter", ())),
+    "refusal": (
+        openai_choice("stop", content=None, refusal="No."),
+        {},
+        ("No.", "content_filter", ()),
+    ),
+    "used tool": (used("add", {"n": 2}), {"tools": [TOOL]}, ("ok", "tool_calls", (ADD,))),
+    "schema": (used("answer", {"n": 2}), {"schema": SCHEMA}, ('{"n": 2}', "stop", ())),
+    "wrapped": (used("answer", {"value": [1, 2]}), {"schema": LIST}, ("[1, 2]", "stop", ())),
+    "max_tokens": (anthropic_reply("x", reason="max_tokens"), {}, ("x", "length", ())),
+    "a new reason": (anthropic_reply("x", reason="new"), {}, ("x", "new", ())),
+}
+
+
+@pytest.mark.parametrize(("body", "options", "expected"), READ.values(), ids=READ)
+def test_what_is_read_of_a_reply(body: Any, options: Any, expected: tuple[Any, ...]) -> None:
+    with FaultyServer([Step(body=body)]) as server:
+        client = openai_client(server) if "choices" in body else anthropic_client(server)
+        reply, _, _ = ask(client, **options)
+    assert (reply.text, reply.finish_reason, reply.tool_calls) == expected
+
+
+def test_what_openai_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FaultyServer([Step(), Step(text='{"n": 2}')]) as server:
+        client = openai_client(server)
+        ask(client, tools=[TOOL])
+        ask(client, schema=SCHEMA)
+        ask(client, schema={"type": "object", "properties": {"n": {}}, "required": []})
+    tools, strict, loose = (request.body for request in server.requests)
+    assert tools["tools"] == [TOOL]
+    wanted = {"name": "answer", "schema": SCHEMA, "strict": True}
+    assert strict["response_format"] == {"type": "json_schema", "json_schema": wanted}
+    assert loose["response_format"]["json_schema"]["strict"] is False
+    # OpenAI's own address gets the newer name of the limit.
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0123456789")
+    own = make_client(ModelSettings(model="gpt-4o-mini"))
+    body = own._body(Ask(messages=HELLO, max_tokens=5))
+    assert (body["max_completion_tokens"], "max_tokens" in body) == (5, False)
+
+
+def test_what_anthropic_is_asked() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
     conversation = [
         {"role": "system", "content": "Be brief."},
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "first"},
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "second"},
-                {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
-            ],
-        },
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": [{"type": "text", "text": "second"}, image]},
+        {"role": "assistant", "content": "", "tool_calls": [ADD]},
         {"role": "tool", "tool_call_id": "c1", "content": "4"},
     ]
     with FaultyServer() as server:
-        ask(anthropic_client(server), conversation, tools=[TOOL])
-    body = server.requests[0].body
-    image = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
-    assert body["system"] == "Be brief.\n\nBe kind."
-    assert body["max_tokens"] == 4096
+        client = anthropic_client(server)
+        ask(client, conversation, tools=[TOOL])
+        ask(client, schema=LIST)
+        with pytest.raises(BadInput, match=r"messages\[0\].role"):
+            asyncio.run(client.complete([{"role": "function", "content": "x"}]))
+    body, schema = (request.body for request in server.requests)
+    assert (body["system"], body["max_tokens"]) == ("Be brief.\n\nBe kind.", 4096)
+    shown = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
+    texts = [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]
+    used = {"type": "tool_use", "id": "c1", "name": "add", "input": {"n": 2}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "4"}
     assert body["messages"] == [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "first"},
-                {"type": "text", "text": "second"},
-                {"type": "image", "source": image},
-            ],
-        },
-        {
-            "role": "assistant",
-            "content": [{"type": "tool_use", "id": "c1", "name": "add", "input": {"n": 2}}],
-        },
-        {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "4"}],
-        },
+        {"role": "user", "content": [*texts, {"type": "image", "source": shown}]},
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result]},
     ]
     assert body["tools"] == [{"name": "add", "input_schema": SCHEMA, "description": "Adds."}]
     assert "tool_choice" not in body
+    assert schema["tool_choice"] == {"type": "tool", "name": "answer"}
+    assert schema["tools"][0]["input_schema"]["type"] == "object"
 
 
-def test_anthropic_tool_calls_come_back_in_openais_form() -> None:
-    use = {"type": "tool_use", "id": "t1", "name": "add", "input": {"n": 2}}
-    with FaultyServer([Step(body=anthropic_reply("ok", USAGE, use, reason="tool_use"))]) as server:
-        reply, _, _ = ask(anthropic_client(server), tools=[TOOL])
-    (call,) = reply.tool_calls
-    assert (reply.text, reply.finish_reason) == ("ok", "tool_calls")
-    assert (call["id"], call["function"]["name"]) == ("t1", "add")
-    assert json.loads(call["function"]["arguments"]) == {"n": 2}
-
-
-@pytest.mark.parametrize(
-    ("schema", "given", "text"),
-    [
-        (SCHEMA, {"n": 2}, '{"n": 2}'),
-        ({"type": "array", "items": {"type": "integer"}}, {"value": [1, 2]}, "[1, 2]"),
-    ],
-)
-def test_anthropic_schemas_are_followed_through_a_tool(schema: Any, given: Any, text: str) -> None:
-    use = {"type": "tool_use", "id": "t1", "name": "answer", "input": given}
-    with FaultyServer([Step(body=anthropic_reply("hm", USAGE, use, reason="tool_use"))]) as server:
-        reply, _, _ = ask(anthropic_client(server), schema=schema)
-    body = server.requests[0].body
-    assert (reply.text, reply.tool_calls, reply.finish_reason) == (text, (), "stop")
-    assert body["tool_choice"] == {"type": "tool", "name": "answer"}
-    assert body["tools"][0]["input_schema"]["type"] == "object"
-
-
-@pytest.mark.parametrize(
-    ("told", "reason"), [("max_tokens", "length"), ("stop_sequence", "stop"), ("new", "new")]
-)
-def test_anthropic_reasons_in_openais_words(told: str, reason: str) -> None:
-    with FaultyServer([Step(body=anthropic_reply("x", reason=told))]) as server:
-        reply, _, _ = ask(anthropic_client(server))
-    assert reply.finish_reason == reason
-
-
-def test_anthropic_usage_counts_cached_tokens_as_prompt() -> None:
-    """5 fresh, 7 written to the cache, 11 read from it: a prompt of 23."""
-    body = anthropic_reply("x")
-    body["usage"] = {
-        "input_tokens": 5,
-        "output_tokens": 2,
-        "cache_creation_input_tokens": 7,
-        "cache_read_input_tokens": 11,
-    }
-    with FaultyServer([Step(body=body)]) as server:
-        reply, _, _ = ask(anthropic_client(server))
-    assert reply.usage == Usage(23, 2, 11)
-
-
-def test_anthropic_refuses_what_it_cannot_translate() -> None:
-    with FaultyServer() as server:
-        client = anthropic_client(server)
-        with pytest.raises(BadInput, match=r"messages\[0\].role"):
-            asyncio.run(client.complete([{"role": "function", "content": "x"}]))
-    assert server.requests == []
+def test_cached_tokens() -> None:
+    """80 of 100 prompt tokens cached: 20 * 1e-6 + 80 * 0.5e-6 + 10 * 10e-6 = 0.00016; and 5
+    fresh, 7 written to the cache, 11 read from it: a prompt of 23."""
+    first, second = openai_reply("x"), anthropic_reply("x", (5, 2))
+    first["usage"]["prompt_tokens_details"] = {"cached_tokens": 80}
+    second["usage"] |= {"cache_creation_input_tokens": 7, "cache_read_input_tokens": 11}
+    prices = PriceSettings(input=1.0, output=10.0, cached_input=0.5)
+    with FaultyServer([Step(body=first), Step(body=second)]) as server:
+        reply, _, _ = ask(openai_client(server, prices=prices))
+        other, _, _ = ask(anthropic_client(server))
+    assert (reply.usage, reply.cost) == (Usage(100, 10, 80), pytest.approx(0.00016))
+    assert other.usage == Usage(23, 2, 11)
 
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"content": "x"}], ["hello"]])
-def test_a_question_that_is_none_is_refused(messages: Any) -> None:
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with FaultyServer() as server, pytest.raises(BadInput, match="cannot be asked"):
         asyncio.run(openai_client(server).complete(messages))
     assert server.requests == []

@@ -36,7 +36,7 @@ import httpx2
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.client import BaseClient
-from aflow_tune.models.failures import BadReply, model_error
+from aflow_tune.models.failures import BadReply, failure_of, model_error
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.redaction import masked, short
 from aflow_tune.models.settings import credentials
@@ -124,8 +124,9 @@ class HttpClient(BaseClient):
                         )
                     return _listing(json.loads(response.content))
                 except Exception as error:
-                    failure = self._error(error)
-                    return _no_listing(failure, getattr(error, "status_code", None))
+                    kind, told = failure_of(error) or (ModelFailure.REFUSED, "it cannot be asked")
+                    status = getattr(error, "status_code", None)
+                    return _no_listing(kind, short(told, self._secrets()), status)
 
         return await _in_http_loop(ask)
 
@@ -205,11 +206,13 @@ class HttpClient(BaseClient):
         raise failure
 
     def _error(self, error: Exception, retries: int = 0) -> ModelError:
-        secrets = [self._key or "", *self._headers.values()]
         unsendable = f"{self.model}: the request could not be made ({type(error).__name__})"
-        return model_error(error, self.model, secrets, retries) or ModelError(
+        return model_error(error, self.model, self._secrets(), retries) or ModelError(
             ModelFailure.REFUSED, unsendable
         )
+
+    def _secrets(self) -> list[str]:
+        return [self._key or "", *self._headers.values()]
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[Any]:
@@ -374,13 +377,13 @@ def _listing(content: Any) -> Listing:
     return Listing(Access.GRANTED, frozenset(name for name in names if isinstance(name, str)))
 
 
-def _no_listing(failure: ModelError, status: int | None) -> Listing:
+def _no_listing(failure: ModelFailure, reason: str, status: int | None) -> Listing:
     if status in (401, 403):
-        return Listing(Access.REFUSED, reason=failure.message)
+        return Listing(Access.REFUSED, reason=reason)
     if status in (404, 405, 501):
         return Listing(Access.UNKNOWN, reason="it offers no list of models")
-    failed = status is None and failure.failure in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT)
-    return Listing(Access.UNREACHABLE if failed else Access.UNKNOWN, reason=failure.message)
+    failed = status is None and failure in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT)
+    return Listing(Access.UNREACHABLE if failed else Access.UNKNOWN, reason=reason)
 
 
 _NO_TEXT = ("length", "content_filter")
@@ -434,8 +437,9 @@ class OpenAIClient(HttpClient):
             if not (isinstance(name, str) and isinstance(arguments, str)):
                 raise BadReply("a tool call has no name, or arguments that are no text")
             calls.append(tool_call(str(called.get("id") or f"call_{number}"), name, arguments))
-        if said is None and not calls and reason not in _NO_TEXT:
-            raise BadReply("the reply has no content")
+        missing = said is None and not calls and reason not in _NO_TEXT
+        if missing or not isinstance(said, str | list | None):
+            raise BadReply("the reply has no content that is text")
         return Reply(
             text=text_of(said),
             model=_text(content.get("model"), self.model),
