@@ -13,7 +13,8 @@ from faulty_server import FaultyServer, Step, openai_reply
 
 from aflow_tune.config.load import load_config, read_config
 from aflow_tune.errors import BadInput
-from aflow_tune.models import ModelError, ResponseCache, Spend, make_client, make_clients
+from aflow_tune.models import ModelError, ResponseCache, Spend, make_client
+from aflow_tune.models.clients import RunSpend, client_for
 from aflow_tune.models.redaction import HIDDEN, scrub, short
 from aflow_tune.models.settings import check_models
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
@@ -70,9 +71,7 @@ def test_all_faults_at_once_and_missing_keys_by_name() -> None:
         ),
         "policy": ModelSettings(prices=PriceSettings(input=1.0)),
     }
-    with pytest.raises(BadInput) as caught:
-        make_clients(models)
-    found = {fault.where: fault for fault in caught.value.faults}
+    found = {fault.where: fault for fault in check_models(models)}
     assert set(found) == {
         "models.judge.api_key_env",
         "models.critic.api_key_env",
@@ -98,11 +97,10 @@ def test_clients_are_made_for_every_entry_that_names_a_model() -> None:
         "judge_b": ModelSettings(model="m", base_url=local.base_url, role="judge"),
         "policy": ModelSettings(prices=PriceSettings(input=0.0, output=0.0)),
     }
-    clients = make_clients(models)
-    assert {name: client.role for name, client in clients.items()} == {
-        "executor": "executor",
-        "judge_b": "judge",
-    }
+    with RunSpend("", models=models).open():
+        assert (client_for("executor").role, client_for("judge_b").role) == ("executor", "judge")
+        with pytest.raises(BadInput, match=r"models\.policy"):
+            client_for("policy")
 
 
 @pytest.mark.parametrize(

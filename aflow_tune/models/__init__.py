@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from aflow_tune.models.cache import ResponseCache as ResponseCache
     from aflow_tune.models.client import ScriptedModel as ScriptedModel
     from aflow_tune.models.clients import make_client as make_client
-    from aflow_tune.models.clients import make_clients as make_clients
     from aflow_tune.models.settings import ModelSettings as ModelSettings
     from aflow_tune.models.spend import Spend as Spend
     from aflow_tune.models.spend import current_spend as current_spend
@@ -38,7 +37,6 @@ _HOME = {
     "as_client": "adapters",
     "current_spend": "spend",
     "make_client": "clients",
-    "make_clients": "clients",
 }
 
 

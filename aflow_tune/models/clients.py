@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.prices import price_of
-from aflow_tune.models.settings import check_models
 from aflow_tune.models.spend import Spend
 from aflow_tune.models.types import ModelClient
 from aflow_tune.sections import BudgetSection, ModelSettings
@@ -38,19 +37,6 @@ def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
 
     kind = AnthropicClient if settings.provider == "anthropic" else OpenAIClient
     return kind(settings, role)
-
-
-def make_clients(models: Mapping[str, ModelSettings]) -> dict[str, HttpClient]:
-    """A client for every entry of the section `models` that names a model. Raises BadInput: with
-    the faults of all entries."""
-    faults = check_models(models)
-    if faults:
-        raise BadInput("The models cannot be used.", faults)
-    return {
-        name: make_client(settings, name)
-        for name, settings in models.items()
-        if settings.model is not None
-    }
 
 
 @contextlib.contextmanager

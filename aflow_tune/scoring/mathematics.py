@@ -372,7 +372,6 @@ _SAME = (
     (re.compile(rf"\\d?frac\s*\{{\s*{_UNIT}\s*\}}\s*\{{\s*{_UNIT}\s*\}}"), ""),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # what is left of them is a decimal comma
 )
-_DIGIT = r"(?:\{(\d)\}|\s*(\d))"
 _REPEATING = (
     re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))"),
     re.compile(r"(\d*)\.(\d*)((?:\\dot\s*(?:\{\d\}|\d)\d*)?\\dot\s*(?:\{\d\}|\d))"),
