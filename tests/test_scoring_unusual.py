@@ -22,11 +22,11 @@ from aflow_tune.scoring.code import check_code, check_together
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _wall() -> None:
+def _sandbox() -> None:
     try:
         run_program_sync("pass")
     except SandboxUnavailable as error:
-        pytest.skip(f"no wall can be built here: {error}")
+        pytest.skip(f"no sandbox can be built here: {error}")
 
 
 _CASES = yaml.safe_load(Path(__file__).with_name("unusual_programs.yaml").read_text("utf-8"))
