@@ -207,7 +207,8 @@ class HttpClient(BaseClient):
         except (BadReply, LookupError, TypeError, AttributeError) as error:
             told = response.text if content is None else repr(content)
             why = error if isinstance(error, BadReply) else "the reply cannot be read"
-            failure = self._error(BadReply(f"{why}: {told[:200]}"), call.retries)
+            # Cut far behind what is shown: keys are hidden in between, and a part would not be.
+            failure = self._error(BadReply(f"{why}: {told[:10_000]}"), call.retries)
         raise failure
 
     def _error(self, error: Exception, retries: int = 0) -> ModelError:
