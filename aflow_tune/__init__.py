@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aflow_tune.context import caller, record_metrics, state_key, step_reward
     from aflow_tune.contract.plugins import workflow
     from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, RunFailed
-    from aflow_tune.models.books import client_for
+    from aflow_tune.models.clients import client_for
     from aflow_tune.tuning import tune
     from aflow_tune.types import JudgeOutput, TuneResult, WorkflowOutput
 
@@ -21,7 +21,7 @@ _HOME = {
     "tune": "aflow_tune.tuning",
     "workflow": "aflow_tune.contract.plugins",
     "caller": "aflow_tune.context",
-    "client_for": "aflow_tune.models.books",
+    "client_for": "aflow_tune.models.clients",
     "record_metrics": "aflow_tune.context",
     "step_reward": "aflow_tune.context",
     "state_key": "aflow_tune.context",

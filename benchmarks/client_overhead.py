@@ -59,7 +59,7 @@ async def timed(call: Callable[[], Awaitable[Any]], calls: int, at_once: int) ->
 async def compare(port: int, options: argparse.Namespace, folder: Path) -> None:
     import openai
 
-    from aflow_tune.models import Account, Budget, Ledger, ScriptedModel, make_client
+    from aflow_tune.models import ScriptedModel, Spend, make_client
     from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
     from aflow_tune.trace import Trace
 
@@ -67,9 +67,8 @@ async def compare(port: int, options: argparse.Namespace, folder: Path) -> None:
     sdk = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
     prices = PriceSettings(input=1.0, output=10.0)
     ours = make_client(ModelSettings(model="scripted", base_url=url, prices=prices))
-    counted = Ledger()
-    account = Account(folder / "account.sqlite")
-    limited = Ledger(budget=Budget(BudgetSection(usd=1e6, calls=10**9), account))
+    counted = Spend()
+    limited = Spend(BudgetSection(usd=1e6, calls=10**9), folder / "account.sqlite")
     scripted = ScriptedModel(lambda _: "7")
 
     async def bare() -> Any:
@@ -80,9 +79,9 @@ async def compare(port: int, options: argparse.Namespace, folder: Path) -> None:
             max_tokens=64,
         )
 
-    def under(ledger: Ledger, client: Any) -> Callable[[], Awaitable[Any]]:
+    def under(spend: Spend, client: Any) -> Callable[[], Awaitable[Any]]:
         async def call() -> Any:
-            with ledger.activate(), Trace().activate():
+            with spend.activate(), Trace().activate():
                 return await client.complete(MESSAGES, temperature=1.0, max_tokens=64)
 
         return call

@@ -20,7 +20,7 @@ from typing import Any
 
 from aflow_tune.sandbox import detect
 from aflow_tune.scoring import Benchmark, find
-from aflow_tune.scoring.batch import Scores, score_gold
+from aflow_tune.scoring.benchmarks import Scores, score_gold
 
 DATA = Path(__file__).parents[2] / "shared/data/benchmarks"
 

@@ -73,9 +73,9 @@ config = load_config(sys.argv[1], sys.argv[2:])
 run = make_run(config, flow, None)
 run.prepare()
 with run.claimed():
-    from aflow_tune.config.accounting import books_of
+    from aflow_tune.config.accounting import spend_of
 
-    run.books = books_of(config)
+    run.books = spend_of(config)
     run._inject()
     trinity.explorer.explorer.Explorer = LocalExplorer
     trinity.trainer.trainer.Trainer = LocalTrainActor

@@ -16,11 +16,11 @@ import pytest
 
 from aflow_tune.sandbox import Execution, Limits, detect, run_program_sync
 
-WALLS = ("bubblewrap", "landlock")
+BACKENDS = ("bubblewrap", "landlock")
 
 
 def need(policy: str) -> str:
-    """Skip, saying why, where this wall cannot be built."""
+    """Skip, saying why, where this backend cannot be built."""
     found = detect(policy)
     if found.level is None:
         pytest.skip(f"no {policy} here: {found.why}")
@@ -38,7 +38,7 @@ def run(policy: str, source: str, stdin: str = "", **limits: float) -> Execution
 
 @contextlib.contextmanager
 def open_folder() -> Iterator[Path]:
-    """A folder outside that every user may read and write: only a wall can protect it."""
+    """A folder outside that every user may read and write: only a backend can protect it."""
     folder = Path(tempfile.mkdtemp(prefix="outside-"))
     folder.chmod(0o777)
     try:

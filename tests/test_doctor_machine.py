@@ -23,7 +23,7 @@ from aflow_tune.doctor import machine as gpus
 from aflow_tune.doctor.lines import Check, Line, Once, State, fault, ok, run_checks, size
 from aflow_tune.doctor.machine import check_folder, check_python, check_sandbox, torch_cuda
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.sandbox import _confine, walls
+from aflow_tune.sandbox import _confine, backends
 
 Machine = Callable[[list[Gpu]], Library]
 __all__ = ["machine"]
@@ -151,8 +151,8 @@ def test_a_driver_without_devices(machine: Machine) -> None:
 def test_no_wall_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither bwrap nor Landlock, in a process of its own: the finding is remembered."""
     code = (
-        "from aflow_tune.sandbox import walls, _confine\n"
-        "walls.find_tool = lambda name: None\n_confine.version = lambda: 0\n"
+        "from aflow_tune.sandbox import backends, _confine\n"
+        "backends.find_tool = lambda name: None\n_confine.version = lambda: 0\n"
         "from aflow_tune.doctor.machine import check_sandbox\nimport json\n"
         "lines = [*check_sandbox('auto', True), *check_sandbox('auto', False)]\n"
         "print(json.dumps([line.to_json() for line in lines]))"
@@ -162,7 +162,7 @@ def test_no_wall_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert needed["state"] == "fault"
     assert "bwrap is not installed" in needed["found"]
     assert "Landlock" in needed["found"]
-    assert needed["cure"] == walls.INSTALL
+    assert needed["cure"] == backends.INSTALL
     assert spare["state"] == "note"
 
 

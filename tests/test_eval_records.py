@@ -15,11 +15,10 @@ from agentscope.model import TrinityChatModel
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 
 from aflow_tune import WorkflowOutput, caller, record_metrics
-from aflow_tune.models.ask import Ask
 from aflow_tune.models.client import BaseClient
-from aflow_tune.models.ledger import Call
+from aflow_tune.models.spend import Call
+from aflow_tune.models.types import Ask, Usage
 from aflow_tune.models.types import Reply as ModelReply
-from aflow_tune.models.types import Usage
 from aflow_tune.report.records import EvalRecord, read_records
 from aflow_tune.trace import ModelCall, OperatorCall, ProgramRun, note
 
@@ -178,8 +177,8 @@ class CountingJudge(BaseClient):
 
     async def _answer(self, ask: Ask, call: Call) -> ModelReply:
         self.asked += 1
-        async with call.attempt(1, 1) as attempt:
-            attempt.settle(Usage(1, 1))
+        async with call:
+            call.settle(Usage(1, 1))
         return ModelReply(text=f"verdict {self.asked}", model=self.model)
 
 

@@ -13,15 +13,8 @@ from faulty_server import FaultyServer, Step, openai_reply
 
 from aflow_tune.config.load import load_config, read_config
 from aflow_tune.errors import BadInput
-from aflow_tune.models import (
-    Account,
-    Budget,
-    Ledger,
-    ModelError,
-    ResponseCache,
-    make_client,
-    make_clients,
-)
+from aflow_tune.models import ModelError, ResponseCache, Spend, make_client
+from aflow_tune.models.clients import RunSpend, client_for
 from aflow_tune.models.redaction import HIDDEN, scrub, short
 from aflow_tune.models.settings import check_models
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
@@ -78,9 +71,7 @@ def test_all_faults_at_once_and_missing_keys_by_name() -> None:
         ),
         "policy": ModelSettings(prices=PriceSettings(input=1.0)),
     }
-    with pytest.raises(BadInput) as caught:
-        make_clients(models)
-    found = {fault.where: fault for fault in caught.value.faults}
+    found = {fault.where: fault for fault in check_models(models)}
     assert set(found) == {
         "models.judge.api_key_env",
         "models.critic.api_key_env",
@@ -106,11 +97,10 @@ def test_clients_are_made_for_every_entry_that_names_a_model() -> None:
         "judge_b": ModelSettings(model="m", base_url=local.base_url, role="judge"),
         "policy": ModelSettings(prices=PriceSettings(input=0.0, output=0.0)),
     }
-    clients = make_clients(models)
-    assert {name: client.role for name, client in clients.items()} == {
-        "executor": "executor",
-        "judge_b": "judge",
-    }
+    with RunSpend("", models=models).open():
+        assert (client_for("executor").role, client_for("judge_b").role) == ("executor", "judge")
+        with pytest.raises(BadInput, match=r"models\.policy"):
+            client_for("policy")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +177,7 @@ FAILURES: dict[str, Step] = {
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 @pytest.mark.parametrize("step", FAILURES.values(), ids=FAILURES)
-def test_no_key_in_errors_logs_traces_books_or_files(
+def test_no_key_in_errors_logs_traces_or_files(
     provider: str,
     step: Step,
     tmp_path: Path,
@@ -199,13 +189,12 @@ def test_no_key_in_errors_logs_traces_books_or_files(
     monkeypatch.setenv("MY_HEADER", HEADER)
     caplog.set_level(logging.DEBUG)
     trace = Trace()
-    account = Account(tmp_path / "account.sqlite")
-    ledger = Ledger(budget=Budget(BudgetSection(calls=10), account))
+    spend = Spend(BudgetSection(calls=10), tmp_path / "account.sqlite")
 
     async def fail() -> None:
         with (
             trace.activate(),
-            ledger.activate(),
+            spend.activate(),
             ResponseCache(tmp_path / "cache").activate(weights="w"),
         ):
             await client.complete(HELLO)
@@ -226,13 +215,13 @@ def test_no_key_in_errors_logs_traces_books_or_files(
             asyncio.run(fail())
         assert server.requests[0].headers["x-org"] == HEADER
         assert KEY in server.requests[0].headers["authorization"]
-    account.close()
+    spend.close()
     error = caught.value
     assert (error.__cause__, error.__context__) == (None, None)
     shown = "".join(traceback.TracebackException.from_exception(error).format())
     shown += f"{error!r}{pickle.loads(pickle.dumps(error))}"
     out = capfd.readouterr()
-    told = shown + str(trace.events) + str(ledger.meter.to_json()) + out.out + out.err
+    told = shown + str(trace.events) + out.out + out.err
     # The server's own header is logged by the HTTP library where debugging is on.
     told += "" if "x-debug" in step.headers else caplog.text
     told += repr(client.__getstate__())

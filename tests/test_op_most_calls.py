@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from aflow_tune.models.scripted import ScriptedModel
+from aflow_tune.models.client import ScriptedModel
 from aflow_tune.models.types import Message
 from aflow_tune.operators import OPERATORS, Field, Operator, Prompt, TestCases
 

@@ -1,11 +1,9 @@
-"""Rewards on hand-written answers, from a thread, and on the gold answers of the benchmarks."""
+"""The shipped rewards: parts, penalties and sums by hand, judges on hand-written answers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,61 +14,65 @@ from typing import Any
 import psutil
 import pytest
 
+from aflow_tune.context import RolloutContext
 from aflow_tune.contract.plugins import resolve
-from aflow_tune.scoring.math_equality import Undecided, equal_answers
+from aflow_tune.contract.signature import check_judge
+from aflow_tune.errors import BadInput
+from aflow_tune.scoring.agent_reward import (
+    AgentRun,
+    ToolCall,
+    agent_reward,
+    efficiency,
+    redundant_calls,
+    target_tools,
+    timing,
+    tool_accuracy,
+    wrong_calls,
+)
+from aflow_tune.scoring.asked_process import Undecided
+from aflow_tune.scoring.equality import equal_answers
+from aflow_tune.scoring.five_part import (
+    Usage,
+    correctness_part,
+    efficiency_part,
+    five_part,
+    format_part,
+    repetition_part,
+    simplicity_part,
+)
+from aflow_tune.scoring.rewards import Unscored, reward_faults, weighted
+from aflow_tune.sections import AgentRewardSection, FivePartSection, RewardsSection
+from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 ROOT = Path(__file__).parents[1]
-gsm8k_reward = resolve(f"{ROOT}/rewards/gsm8k.py:gsm8k_reward")
-last_number = resolve(f"{ROOT}/rewards/gsm8k.py:last_number")
-math_boxed_reward = resolve(f"{ROOT}/rewards/math_boxed.py:math_boxed_reward")
-boxed = resolve(f"{ROOT}/rewards/math_boxed.py:boxed")
-math_judge = resolve(f"{ROOT}/rewards/math_boxed.py:math_judge")
-gsm8k_judge = resolve(f"{ROOT}/rewards/gsm8k.py:gsm8k_judge")
+ROW = {"question": "?", "answer": "#### 42", "benchmark": "gsm8k"}
+NOTHING = Usage(usd=0.0, tokens=0, seconds=0.0, operators=0)
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    """Rows of a benchmark file, which are never part of the project."""
-    folder = os.environ.get("AFLOW_TUNE_BENCHMARKS", ROOT.parent / "shared/data/benchmarks")
-    path = Path(folder) / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"{path} is not there; point AFLOW_TUNE_BENCHMARKS to the benchmark files")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def shipped(name: str) -> Any:
+    """A function of `rewards/`, named as `file:function`."""
+    return resolve(f"{ROOT}/rewards/{name.replace(':', '.py:')}")
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("so 1,234.5.", 1234.5),
-        ("3 then -7", -7.0),
-        ("none", None),
-        ("#### 12", 12.0),
-        ("", None),
-        ("1,234,567", 1234567.0),
-        ("the pairs 3,4", 4.0),  # no separator: two numbers
-        ("pages 10-12", 12.0),  # a range, no sign
-        ("x-5", 5.0),
-        ("it costs $-5", -5.0),
-        ("about .5", 0.5),
-        ("12345,678", 678.0),
-    ],
-)
-def test_the_last_number(text: str, number: float | None) -> None:
-    assert last_number(text) == number
+def judge(name: str, row: dict[str, Any], response: Any, **rewards: Any) -> Any:
+    async def run() -> Any:
+        with RolloutContext(rewards=RewardsSection(**rewards)).activate():
+            return await shipped(f"{name}:{name}_judge")(row, response)
+
+    return asyncio.run(run())
+
+
+# GSM8K and MATH
 
 
 def test_gsm8k_by_hand() -> None:
-    assert gsm8k_reward("It is 42.", "6 x 7 = 42\n#### 42") == 1.0
-    assert gsm8k_reward("It is 41.", "#### 42") == 0.0
-    assert gsm8k_reward("no idea", "#### 42") == 0.0
-    assert gsm8k_reward("1,000", "#### 1000") == 1.0
-    assert gsm8k_reward(r"\boxed{42}, found in 2 steps", "#### 42") == 1.0
-    assert gsm8k_reward(r"\boxed{41}, or 42", "#### 42") == 0.0
-    assert gsm8k_reward(r"\boxed{\text{1{,}000 apples}}", "#### 1,000") == 1.0
-
-
-def test_a_reference_that_cannot_score_is_no_wrong_answer() -> None:
-    with pytest.raises(ValueError, match="without a number: 'nothing'"):
-        gsm8k_reward("42", "nothing")
+    reward = shipped("gsm8k:gsm8k_reward")
+    assert reward("It is 42.", "6 x 7 = 42\n#### 42") == 1.0
+    assert reward("It is 41.", "#### 42") == reward("no idea", "#### 42") == 0.0
+    assert reward(r"\boxed{41}, or 42", "#### 42") == 0.0
+    assert reward(r"\boxed{\text{1{,}000 apples}}", "#### 1,000") == 1.0
+    with pytest.raises(ValueError, match="without a number"):
+        reward("42", "nothing")
 
 
 @pytest.mark.parametrize(
@@ -82,56 +84,244 @@ def test_a_reference_that_cannot_score_is_no_wrong_answer() -> None:
         (r"\boxed{7}", r"we get $\boxed{8}$", 0.0),
         ("8", "8", 0.0),
         (r"\boxed{8", "8", 0.0),
-        (r"\boxed{" + "9" * 1000 + "}", "8", 0.0),
     ],
 )
-def test_boxed_answers(response: str, truth: str, reward: float) -> None:
-    assert math_boxed_reward(response, truth) == reward
-
-
-def test_nested_braces() -> None:
-    assert boxed(r"\boxed{\sqrt{\frac{1}{2}}} done") == r"\sqrt{\frac{1}{2}}"
-
-
-def test_from_many_threads_at_once() -> None:
-    questions = [(f"\\frac{{{n}}}{{4}}", str(n / 4)) for n in range(1, 9)]
-    with ThreadPoolExecutor(8) as pool:
-        verdicts = pool.map(lambda q: math_boxed_reward(f"\\boxed{{{q[0]}}}", q[1]), questions)
-    assert list(verdicts) == [1.0] * 8
-
-
-def test_an_answer_that_computes_for_ever_is_undecided_and_the_next_one_is_scored() -> None:
-    with pytest.raises(Undecided, match=r"no verdict within 3 s of processor time"):
-        equal_answers("9^{9^{9^{9}}}", "8")
-    assert math_boxed_reward(r"\boxed{\frac{6}{4}}", "1.5") == 1.0
-
-
-def test_the_comparing_process_ends_with_its_parent() -> None:
-    code = (
-        "from aflow_tune.scoring.math_equality import _CHILD, equal_answers\n"
-        "assert equal_answers('0.5', '\\\\frac12')\n"
-        "print(_CHILD._process.pid, flush=True)\n"
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    child = int(done.stdout)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(child).wait(timeout=120)
+def test_math_by_hand(response: str, truth: str, reward: float) -> None:
+    assert shipped("math_boxed:math_boxed_reward")(response, truth) == reward
 
 
 @pytest.mark.parametrize("wrap", [str, lambda text: SimpleNamespace(get_text_content=lambda: text)])
 def test_judges_take_texts_and_messages(wrap: Any) -> None:
-    verdict = asyncio.run(gsm8k_judge({"answer": "#### 4"}, wrap("It is 4.")))
+    verdict = asyncio.run(shipped("gsm8k:gsm8k_judge")({"answer": "#### 4"}, wrap("It is 4.")))
     assert (verdict.reward, verdict.metrics) == (1.0, {"correct": 1.0})
-    verdict = asyncio.run(math_judge({"solution": r"so \boxed{4}"}, wrap(r"\boxed{5}")))
+    row = {"solution": r"so \boxed{4}"}
+    verdict = asyncio.run(shipped("math_boxed:math_judge")(row, wrap(r"\boxed{5}")))
     assert (verdict.reward, verdict.metrics) == (0.0, {"correct": 0.0})
 
 
-def test_every_gold_answer_of_gsm8k_scores_one() -> None:
-    for row in _rows("gsm8k_validate"):
-        assert gsm8k_reward(row["answer"], row["answer"]) == 1.0
+def test_answers_are_compared_from_many_threads_and_without_end() -> None:
+    reward = shipped("math_boxed:math_boxed_reward")
+    questions = [(f"\\boxed{{\\frac{{{n}}}{{4}}}}", str(n / 4)) for n in range(1, 9)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda asked: reward(*asked), questions)) == [1.0] * 8
+    with pytest.raises(Undecided, match="3 s of processor time"):
+        equal_answers("9^{9^{9^{9}}}", "8")
+    assert reward(r"\boxed{\frac{6}{4}}", "1.5") == 1.0
 
 
-def test_every_gold_answer_of_math_scores_one() -> None:
-    for row in _rows("math_validate"):
-        assert math_boxed_reward(row["solution"], row["solution"]) == 1.0, row["problem"]
+def test_the_comparing_process_ends_with_its_parent() -> None:
+    code = (
+        "import os, psutil, signal\n"
+        "from aflow_tune.scoring.equality import equal_answers\n"
+        "assert equal_answers('0.5', '\\\\frac12')\n"
+        "print(psutil.Process().children()[0].pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(timeout=120)
+
+
+# What all benchmark rewards share
+
+
+@pytest.mark.parametrize("name", ["benchmark", "five_part", "agent"])
+def test_the_judges_keep_the_contract(name: str) -> None:
+    assert check_judge(shipped(f"{name}:{name}_judge")).name == f"{name}_judge"
+
+
+def test_the_benchmark_judge_logs_both_rules() -> None:
+    verdict = judge("benchmark", {**ROW, "benchmark": "GSM8K"}, "either 41 or 42")
+    assert (verdict.reward, verdict.metrics) == (0.0, {"strict": 0.0, "published": 1.0})
+
+
+@pytest.mark.parametrize("name", ["benchmark", "five_part"])
+def test_row_or_configuration_names_the_benchmark(name: str) -> None:
+    bare = {"question": "?", "answer": "#### 42"}
+    settings = {"benchmark": "gsm8k", "five_part": FivePartSection(lowest=0, highest=1)}
+    # No call, so the cost is not known and all that is known is perfect.
+    assert judge(name, bare, "It is 42.", **settings).reward == pytest.approx(1)
+    with pytest.raises(BadInput, match=r"rewards: \{benchmark: gsm8k\}"):
+        judge(name, bare, "42")
+    with pytest.raises(Unscored, match="could not be scored"):
+        judge(name, {**ROW, "answer": "no number"}, "42")
+
+
+def test_faulty_settings_are_named() -> None:
+    assert list(reward_faults(RewardsSection())) == []
+    settings = RewardsSection(benchmark="gsm9k")
+    settings.five_part.correctness = 0.9
+    settings.five_part.lowest = 10
+    settings.five_part.usd_limit = 0
+    settings.agent.time_out = -1
+    assert {fault.where for fault in reward_faults(settings)} == {
+        "rewards.five_part",
+        "rewards.five_part.usd_limit",
+        "rewards.agent.time_out",
+        "rewards.benchmark",
+    }
+    with pytest.raises(Unscored):
+        weighted({"a": None}, {"a": 1.0})
+
+
+# Five parts
+
+
+def test_the_five_parts_by_hand() -> None:
+    assert [correctness_part(value) for value in (-1, 0.4, 2)] == [0.0, 0.4, 1.0]
+    usage = Usage(usd=0.004, tokens=2048, seconds=15.0, operators=4)
+    assert efficiency_part(usage, 0.01, 8192) == pytest.approx(0.6)
+    assert efficiency_part(Usage(None, 2048, 0, 0), 0.01, 8192) == pytest.approx(0.75)
+    assert efficiency_part(Usage(None, None, 0, 0), 0.01, 8192) is None
+    # (1 - 15/60 + 1 - 4/10) / 2
+    assert simplicity_part(usage, 60.0, 10) == pytest.approx(0.675)
+    assert simplicity_part(Usage(0.0, 0, 600.0, 100), 60.0, 10) == 0
+    assert [format_part(text, r"\\boxed") for text in ("42", r"\boxed{1}")] == [0, 1]
+    assert format_part(" \n") == 0
+    # a b c d, b c d a, c d a b, d a b c, a b c d: one of five is a repeat
+    assert repetition_part("a b c d a b c D") == pytest.approx(0.8)
+    assert repetition_part("a b c") == 1
+
+
+def test_the_sum_of_five_parts_by_hand() -> None:
+    assert five_part(1.0, "42", NOTHING).reward == pytest.approx(10)
+    # 0.15 + 0.10 + 0.05 + 0.05 = 0.35; 20 * 0.35 - 10
+    assert five_part(0.0, "42", NOTHING).reward == pytest.approx(-3)
+    usage = Usage(usd=0.004, tokens=2048, seconds=15.0, operators=4)
+    # 0.65 + 0.15 * 0.6 + 0.10 * 0.675 + 0 + 0.05 * 0.8 = 0.8475; 20 * 0.8475 - 10
+    result = five_part(1.0, "a b c d a b c d", usage, form=r"\d")
+    assert result.reward == pytest.approx(6.95)
+    assert result.metrics() == {
+        "five_part/correctness": 1.0,
+        "five_part/efficiency": pytest.approx(0.6),
+        "five_part/simplicity": pytest.approx(0.675),
+        "five_part/format": 0.0,
+        "five_part/repetition": pytest.approx(0.8),
+    }
+    # A cost that is not known is never zero: the other weights are all that count.
+    unknown = five_part(1.0, "42", Usage(None, None, 0, 0))
+    assert "five_part/efficiency" not in unknown.metrics()
+    assert unknown.reward == pytest.approx(10)
+    settings = FivePartSection(
+        correctness=1.0, efficiency=0, simplicity=0, format=0, repetition=0, lowest=0, highest=1
+    )
+    assert five_part(0.25, "", NOTHING, settings).reward == pytest.approx(0.25)
+
+
+def test_what_a_run_used_is_read_from_its_trace() -> None:
+    call = {"role": "policy", "model": "m", "prompt_tokens": 10, "completion_tokens": 5}
+    trace = Trace(
+        [
+            ModelCall(**call, cost=0.25, started=100.0, seconds=1.0),
+            ModelCall(**call, cost=0.5, started=101.0, seconds=3.0),
+            ModelCall(role="policy", model="m", failure="timed_out", started=102.0, seconds=1.0),
+            OperatorCall(operator="Custom", instance="c", outcome="answered", started=100.0),
+        ]
+    )
+    assert Usage.of(trace) == Usage(usd=0.75, tokens=30, seconds=4.0, operators=1)
+    trace.events.append(ModelCall(**call, cost=None, started=100.0))
+    assert Usage.of(trace).usd is None
+    assert Usage.of(Trace()) == Usage(None, None, 0.0, 0)
+
+
+def test_the_five_part_judge_logs_every_part_and_both_rules() -> None:
+    call = ModelCall(role="policy", model="m", cost=0.005, started=0.0, seconds=6.0)
+    with Trace([call]).activate():
+        verdict = judge("five_part", ROW, "either 41 or 42")
+    # 0.15 * 0.5 + 0.10 * (0.9 + 1) / 2 + 0.05 + 0.05 = 0.27; 20 * 0.27 - 10
+    assert verdict.reward == pytest.approx(-4.6)
+    assert (verdict.metrics["strict"], verdict.metrics["published"]) == (0.0, 1.0)
+    assert verdict.metrics["five_part/efficiency"] == pytest.approx(0.5)
+
+
+# Agents
+
+
+def calls(*names: str) -> list[ToolCall]:
+    return [ToolCall(name, number) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("called", "wanted", "accuracy", "timed"),
+    [
+        ("ab", "ab", 1, 1),
+        ("abc", "ab", 0.8, 1),  # P 2/3, R 1
+        ("a", "abc", 0.5, 1),  # P 1, R 1/3
+        ("x", "a", 0, 1),
+        ("", "a", 0, 0),
+        ("", "", 1, 1),
+        ("a", "", 0.5, 0),
+    ],
+)
+def test_accuracy_is_f1_of_the_tools_and_timing_whether_one_was_called_when_needed(
+    called: str, wanted: str, accuracy: float, timed: float
+) -> None:
+    assert tool_accuracy(list(called), list(wanted)) == pytest.approx(accuracy)
+    assert timing(list(called), list(wanted)) == timed
+
+
+def test_efficiency_wrong_and_redundant_calls() -> None:
+    assert [efficiency(steps, 5) for steps in (0, 3, 5, 10)] == [1, 1, 1, 0.5]
+    assert wrong_calls(["a", "x", "x"], ["a"]) == ["x", "x"]
+    same = [ToolCall("a", {"q": 1}), ToolCall("a", {"q": 1}), ToolCall("a", {"q": 2})]
+    assert redundant_calls(same, ["a"]) == ["a"]
+    assert redundant_calls(same, ["a", "a"]) == []
+    assert redundant_calls([ToolCall("x"), ToolCall("x")], ["a"]) == []  # wrong, not redundant
+
+
+def test_the_sum_of_an_agent_by_hand() -> None:
+    perfect = AgentRun(completion=1, calls=calls("a", "b"), steps=3)
+    assert agent_reward(perfect, ["a", "b"]).reward == pytest.approx(1)
+    # 0.40 + 0.25 * 0.8 + 0.15 * 5/10 + 0.10 + 0.10 * 0 - 0.3 - 0.2 - 0.1
+    run = AgentRun(
+        completion=1, calls=[*calls("a", "b", "c"), ToolCall("a", 0)], steps=10, format_errors=1
+    )
+    result = agent_reward(run, ["a", "b"])
+    assert result.reward == pytest.approx(0.175)
+    assert result.metrics() == {
+        "agent/completion": 1.0,
+        "agent/accuracy": pytest.approx(0.8),
+        "agent/efficiency": 0.5,
+        "agent/timing": 1.0,
+        "agent/format": 0.0,
+        "agent/penalty_wrong_tool": pytest.approx(-0.3),
+        "agent/penalty_redundant_call": pytest.approx(-0.2),
+        "agent/penalty_format_error": pytest.approx(-0.1),
+        "agent/penalty_time_out": 0.0,
+    }
+    for told in ("needed: c", "a was called again", "10 steps where 5", "keep to the format"):
+        assert told in result.feedback
+    # 0 + 0.25 + 0.15 + 0.10 + 0.10 - 0.5
+    late = AgentRun(completion=0, calls=calls("a"), steps=1, timed_out=True)
+    assert agent_reward(late, ["a"]).reward == pytest.approx(0.1)
+    # No tool was wanted: 0.40 + 0.25 * 0.5 + 0.15 + 0 + 0.10 - 0.3
+    needless = AgentRun(completion=1, calls=calls("a"), steps=1)
+    assert agent_reward(needless, []).reward == pytest.approx(0.475)
+    wild = AgentRun(completion=0, calls=calls(*"xxxxxxxxxx"), steps=10)
+    assert agent_reward(wild, ["a"]).reward == -1
+    # 0.15 * 2/10 + 0.10 (a tool was needed and called) + 0.10 - 10 * 0.01
+    mild = AgentRewardSection(wrong_tool=0.01)
+    assert agent_reward(wild, ["a"], 2, mild).reward == pytest.approx(0.13)
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [(["a", " b"], ["a", "b"]), ('["a"]', ["a"]), ("a, b", ["a", "b"]), (None, []), ("", [])],
+)
+def test_target_tools_of_a_row(value: Any, names: list[str]) -> None:
+    assert target_tools(value) == names
+
+
+def test_the_agent_judge() -> None:
+    row = {"instruction": "Add.", "target_tools": ["add"], "answer": "42", "optimal_steps": 2}
+    done = {"answer": "42", "tool_calls": [{"name": "add", "arguments": {"a": 1}}], "steps": 4}
+    verdict = judge("agent", row, done)
+    assert verdict.reward == pytest.approx(0.925)  # 1 - 0.15 * (1 - 2/4)
+    assert verdict.metrics["agent/completion"] == 1
+    told = judge("agent", row, {"tool_calls": ["add"], "completion": 0.5})
+    assert told.metrics["agent/completion"] == 0.5
+    scored = {**row, "benchmark": "gsm8k", "question": "?"}
+    wrong = judge("agent", scored, {"tool_calls": ["add"], "answer": "41 or 42"})
+    assert wrong.metrics["agent/completion"] == 0
+    with pytest.raises(TypeError, match="agent_judge wants a response such as"):
+        judge("agent", row, "42")

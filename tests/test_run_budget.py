@@ -10,7 +10,7 @@ import pytest
 from project import WORKFLOW, run_dir, write_project
 
 from aflow_tune.errors import BadInput, BudgetReached
-from aflow_tune.models import Account
+from aflow_tune.models import Spend
 from aflow_tune.tuning import run_config
 
 FIRST_EVALUATION, STEP = 4 * 2, 2 * 4 * 2
@@ -25,8 +25,8 @@ SWALLOWS = WORKFLOW.replace(
 """Makes a reward of a call that the budget refused."""
 
 
-def _account(root: Path) -> Account:
-    return Account(run_dir(root) / "account.sqlite")
+def _spend(root: Path) -> Spend:
+    return Spend(path=run_dir(root) / "account.sqlite")
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_a_limit_on_calls_is_kept_to_the_call(
     limit = FIRST_EVALUATION + STEP + 5
     with pytest.raises(BudgetReached, match=rf"calls: {limit} were made.*step 1 of 2.*saved"):
         run_config(config, [f"budget.calls={limit}"], inline=inline)
-    assert _account(tmp_path).spent().calls == limit
-    assert _account(tmp_path).by_role().keys() == {"policy"}
+    assert _spend(tmp_path).spent().calls == limit
+    assert _spend(tmp_path).spent("policy").calls == limit
     assert json.loads((run_dir(tmp_path) / "run.json").read_text())["status"] == "interrupted"
 
     done = run_config(config, ["budget.calls=1000"], inline=inline)
     assert [checkpoint.step for checkpoint in done.checkpoints] == [1, 2]
     # The second step was made again from its beginning, and the last evaluation once.
-    assert _account(tmp_path).spent().calls == limit + STEP + FIRST_EVALUATION
+    assert _spend(tmp_path).spent().calls == limit + STEP + FIRST_EVALUATION
 
 
 def test_an_evaluation_in_which_the_budget_ends_is_made_again(

@@ -156,15 +156,13 @@ def test_the_cost_is_that_of_the_books_or_of_the_steps(tmp_path: Path) -> None:
     assert found.usd == pytest.approx(0.01 * 3 * 4 * 2)
     assert found.about
 
-    from aflow_tune.models.account import Account
-    from aflow_tune.models.types import Usage
+    from aflow_tune.models.spend import Spend, Spent
 
-    account = Account(tmp_path / "a" / "account.sqlite")
-    hold = account.hold(5, 1, bounded=True, most_pico=None, most_tokens=None, seconds=9)
-    account.settle(hold, "judge", "m", Usage(10, 10), 1_500_000_000_000)  # 1.5 dollars
+    spend = Spend(path=tmp_path / "a" / "account.sqlite")
+    spend.settle(1, "judge", "m", Spent(pico=1_500_000_000_000))  # 1.5 dollars
     found = describe(tmp_path / "a")
     assert (found.usd, found.about) == (1.5, False)
-    account.close()
+    spend.close()
     assert describe(tmp_path / "a").usd == 1.5
     (tmp_path / "a" / "account.sqlite").write_bytes(b"no database")
     with pytest.raises(sqlite3.Error):

@@ -1,11 +1,9 @@
-"""What a program gets and how its end is told, behind each wall; policies; the pool."""
+"""What a program gets and how its end is told, behind each backend; policies; the pool."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sandbox_outside import WALLS, eventually, need, open_folder, run, runs
+from sandbox_outside import BACKENDS, eventually, need, open_folder, run, runs
 
 from aflow_tune.errors import BadInput
 from aflow_tune.sandbox import (
@@ -26,7 +24,6 @@ from aflow_tune.sandbox import (
     run_program_sync,
     seccomp,
     use_policy,
-    walls,
 )
 from aflow_tune.trace import ProgramRun, Trace
 
@@ -34,7 +31,7 @@ AMPLE = Limits(seconds=60)
 """For programs that end by themselves, on a busy machine."""
 
 
-@pytest.fixture(params=[*WALLS, "unsafe_subprocess"])
+@pytest.fixture(params=[*BACKENDS, "unsafe_subprocess"])
 def level(request: pytest.FixtureRequest) -> str:
     return need(request.param)
 
@@ -120,7 +117,7 @@ print(random.random() < 1, uuid.uuid4().version)
 @pytest.mark.parametrize(
     ("program", "limits", "ending", "hits"),
     [
-        ("while True: pass", {"seconds": 1}, Ending.TIMED_OUT, ("seconds",)),
+        ("print(7, flush=True)\nwhile True: pass", {"seconds": 1}, Ending.TIMED_OUT, ("seconds",)),
         ("while True: pass", {"cpu_seconds": 1}, Ending.TIMED_OUT, ("cpu_seconds",)),
         ("x = bytearray(10**9)", {}, Ending.OUT_OF_MEMORY, ("memory_mb",)),
         ("x = 'a' * 200", {}, Ending.FINISHED, ()),
@@ -135,12 +132,7 @@ def test_limits_are_told_apart(
 ) -> None:
     ended = run(level, program, **limits)
     assert (ended.ending, ended.limits_hit) == (ending, hits), ended.stderr
-
-
-def test_what_was_printed_before_the_end_is_kept(level: str) -> None:
-    ended = run(level, "print('before', flush=True)\nwhile True: pass", seconds=5)
-    assert ended.stdout == "before\n"
-    assert ended.ending is Ending.TIMED_OUT
+    assert ended.stdout.startswith("7" if "flush" in program else "")
 
 
 def test_many_at_once_in_one_loop_and_in_threads(level: str) -> None:
@@ -187,7 +179,7 @@ def test_a_loop_that_is_busy_delays_no_limit(level: str) -> None:
     assert asyncio.run(main())
 
 
-def test_the_trace_tells_outcome_and_wall(level: str) -> None:
+def test_the_trace_tells_outcome_and_backend(level: str) -> None:
     with Trace().activate() as trace:
         asyncio.run(run_program("print(1)", policy=level, limits=AMPLE))
         run(level, "while True: pass", seconds=0.5)
@@ -216,17 +208,17 @@ def test_what_makes_no_sense_is_refused_with_every_fault() -> None:
         run_program_sync("", policy="docker")
 
 
-def test_without_a_wall_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a process of its own, where neither wall can be built."""
+def test_without_a_sandbox_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a process of its own, where neither backend can be built."""
     code = f"""
-from aflow_tune.sandbox import SandboxUnavailable, _confine, run_program_sync, walls
-walls.find_tool = lambda name: None
+from aflow_tune.sandbox import SandboxUnavailable, _confine, backends, run_program_sync
+backends.find_tool = lambda name: None
 _confine.version = lambda: 2
 try:
     run_program_sync("open({str(tmp_path / "ran")!r}, 'w')")
 except SandboxUnavailable as error:
     print(error)
-print(run_program_sync("print('no wall')", policy="unsafe_subprocess").stdout)
+print(run_program_sync("print('no backend')", policy="unsafe_subprocess").stdout)
 run_program_sync("", policy="unsafe_subprocess")
 """
     ended = subprocess.run(
@@ -236,12 +228,12 @@ run_program_sync("", policy="unsafe_subprocess")
     assert "bwrap is not installed" in ended.stdout
     assert "Landlock version 2, version 3 (Linux 6.2) is needed" in ended.stdout
     assert "sudo apt-get install -y bubblewrap" in ended.stdout
-    assert ended.stdout.endswith("no wall\n\n")
+    assert ended.stdout.endswith("no backend\n\n")
     assert ended.stderr.count("Not protected") == 1
     assert ended.stderr.count("network: it can reach everything that you can") == 1
 
 
-def test_a_wall_that_does_not_stand_is_not_used() -> None:
+def test_a_backend_that_does_not_hold_is_not_used() -> None:
     """A bwrap that builds nothing: seen from outside, whatever the inside would say."""
     need("landlock")
     with open_folder() as folder:  # which any user may enter, unlike those of pytest
@@ -251,9 +243,9 @@ def test_a_wall_that_does_not_stand_is_not_used() -> None:
         )
         fake.chmod(0o755)
         code = f"""
-from aflow_tune.sandbox import detect, walls
-real = walls.find_tool
-walls.find_tool = lambda name: {str(fake)!r} if name == "bwrap" else real(name)
+from aflow_tune.sandbox import backends, detect
+real = backends.find_tool
+backends.find_tool = lambda name: {str(fake)!r} if name == "bwrap" else real(name)
 found = detect()
 print(found.level.value)
 print(found.reasons["bubblewrap"])
@@ -329,16 +321,10 @@ def test_the_numbers_of_the_filter_are_the_kernel_s(header: str, column: int) ->
         seccomp.LANDLOCK_CALLS,
         seccomp.LANDLOCK_READS,
         seccomp.SIGNAL_CALLS,
-        seccomp.EXAMINED,
+        {name: pair for name, (pair, _) in seccomp.EXAMINED.items()},
     ]
     newer = {"fchmodat2", "statmount", "listmount"} - known.keys()
     for table in tables:
         for name, numbers in table.items():
             if name not in newer:
                 assert (name, known.get(name)) == (name, numbers[column])
-
-
-def test_every_wall_says_what_it_covers_and_what_not() -> None:
-    assert set(walls.COVERS) == set(walls.DOES_NOT_COVER) == set(Level)
-    assert shutil.which("bwrap") is None or walls.find_tool("bwrap") is not None
-    assert os.path.isabs(walls.find_tool("sh") or "/")

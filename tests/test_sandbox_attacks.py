@@ -1,4 +1,4 @@
-"""Hostile programs, behind each wall. What counts is what they did to the machine outside."""
+"""Hostile programs, behind each backend. What counts is what they did to the machine outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from sandbox_outside import (
-    WALLS,
+    BACKENDS,
     Watcher,
     alive,
     below,
@@ -45,8 +45,8 @@ def attempt(function, *arguments):
 """
 
 
-@pytest.fixture(params=WALLS)
-def wall(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
     return need(request.param)
 
 
@@ -65,7 +65,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_it_reads_no_file_of_ours(wall: str, outside: Path) -> None:
+def test_it_reads_no_file_of_ours(backend: str, outside: Path) -> None:
     token = secrets.token_hex(16)
     (outside / "secret").write_text(token)
     os.environ["AFLOW_TUNE_TEST_TOKEN"] = token
@@ -96,7 +96,7 @@ print("end")
     )
     try:
         told = [str(outside / "secret"), str(PROJECT), str(PROJECT / "pyproject.toml")]
-        ended = run(wall, program, "\n".join([*told, f"/proc/{os.getpid()}/environ"]))
+        ended = run(backend, program, "\n".join([*told, f"/proc/{os.getpid()}/environ"]))
     finally:
         del os.environ["AFLOW_TUNE_TEST_TOKEN"]
     assert ended.stdout.endswith("end\n"), ended.stderr
@@ -106,7 +106,7 @@ print("end")
     assert "aflow_tune" not in ended.stdout.replace(str(PROJECT), "")
 
 
-def test_it_changes_nothing_outside(wall: str, outside: Path) -> None:
+def test_it_changes_nothing_outside(backend: str, outside: Path) -> None:
     kept = outside / "kept"
     kept.write_text("as it was")
     kept.chmod(0o666)
@@ -144,7 +144,7 @@ attempt(lambda: open("/proc/sysrq-trigger", "w").write("h"))
     )
     hostname = socket.gethostname()
     pattern = Path("/proc/sys/kernel/core_pattern").read_text()
-    assert run(wall, program, str(outside)).ok
+    assert run(backend, program, str(outside)).ok
     after = kept.stat()
     assert kept.read_text() == "as it was"
     assert os.listdir(outside) == ["kept"]
@@ -158,7 +158,7 @@ attempt(lambda: open("/proc/sysrq-trigger", "w").write("h"))
     assert Path("/proc/sys/kernel/core_pattern").read_text() == pattern
 
 
-def test_it_reaches_no_socket(wall: str, outside: Path) -> None:
+def test_it_reaches_no_socket(backend: str, outside: Path) -> None:
     reached: list[str] = []
     abstract = "\0" + secrets.token_hex(8)
     listeners: list[tuple[str, socket.socket]] = []
@@ -224,7 +224,7 @@ print("end")
 """
     )
     ports = [str(listener.getsockname()[1]) for _, listener in listeners[:2]]
-    ended = run(wall, program, "\n".join([*ports, str(outside / "socket"), abstract[1:]]))
+    ended = run(backend, program, "\n".join([*ports, str(outside / "socket"), abstract[1:]]))
     time.sleep(0.3)
     stop.set()
     for thread in threads:
@@ -247,9 +247,9 @@ print("end")
         "    threading.Thread(target=time.sleep, args=(60,)).start()",
     ],
 )
-def test_fork_bombs_stay_small_and_end(wall: str, program: str) -> None:
+def test_fork_bombs_stay_small_and_end(backend: str, program: str) -> None:
     with Watcher(newly_below(lambda _: 1)) as watcher:
-        ended = run(wall, program, seconds=2, processes=16)
+        ended = run(backend, program, seconds=2, processes=16)
     assert ended.ending is not Ending.FINISHED
     # Beside the program's own: the supervisor, bubblewrap's, and sandboxes that are to wait.
     assert watcher.most <= 16 + 20
@@ -313,9 +313,9 @@ while True:
 
 
 @pytest.mark.parametrize("name", MEMORY_BOMBS)
-def test_memory_bombs_are_held(wall: str, name: str) -> None:
+def test_memory_bombs_are_held(backend: str, name: str) -> None:
     with Watcher(newly_below(memory_of)) as watcher:
-        ended = run(wall, MEMORY_BOMBS[name], memory_mb=256, processes=40, seconds=60)
+        ended = run(backend, MEMORY_BOMBS[name], memory_mb=256, processes=40, seconds=60)
     assert ended.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED)
     if name not in ("memfd", "shared memory"):  # which are refused from the start
         assert ended.ending is Ending.OUT_OF_MEMORY
@@ -398,36 +398,38 @@ while True:
 
 
 @pytest.mark.parametrize("name", DISK_BOMBS)
-def test_disk_bombs_are_held_and_leave_nothing(wall: str, name: str) -> None:
+def test_disk_bombs_are_held_and_leave_nothing(backend: str, name: str) -> None:
     mark = secrets.token_hex(8)
     told = f"import os\nopen({mark!r}, 'w').close()\nprint(os.getcwd(), flush=True)\n"
     with Watcher(newly_below(written_by)) as watcher:
-        ended = run(wall, told + DISK_BOMBS[name], disk_mb=32, seconds=60)
+        ended = run(backend, told + DISK_BOMBS[name], disk_mb=32, seconds=60)
     assert ended.ending is Ending.FAILED
     assert ended.limits_hit == ("disk_mb",)
     assert watcher.most < 3000  # MB; who holds it may have to wait for a core
     folder = Path(ended.stdout.strip())
     # Behind bubblewrap it is a /tmp of its own; ours has many others' files.
-    left = folder / mark if wall == "bubblewrap" else folder
+    left = folder / mark if backend == "bubblewrap" else folder
     assert folder.is_absolute()
     assert eventually(lambda: not left.exists())
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_endless_output_ends_the_program(wall: str, stream: str) -> None:
+def test_endless_output_ends_the_program(backend: str, stream: str) -> None:
     program = f"import sys\nwhile True:\n    sys.{stream}.write('x' * 65536)"
-    ended = run(wall, program, output_kb=100)
+    ended = run(backend, program, output_kb=100)
     assert ended.ending is Ending.TOO_MUCH_OUTPUT
     assert ended.limits_hit == ("output_kb",)
     assert getattr(ended, stream) == "x" * 100 * 1024
 
 
-def test_output_without_an_end_of_its_own_children(wall: str) -> None:
+def test_output_without_an_end_of_its_own_children(backend: str) -> None:
     program = "import subprocess\nsubprocess.Popen(['/usr/bin/yes'])\nimport time\ntime.sleep(60)"
-    assert run(wall, program, output_kb=100).ending is Ending.TOO_MUCH_OUTPUT
+    assert run(backend, program, output_kb=100).ending is Ending.TOO_MUCH_OUTPUT
 
 
-def test_it_neither_traces_nor_signals_others(wall: str, victim: subprocess.Popen[bytes]) -> None:
+def test_it_neither_traces_nor_signals_others(
+    backend: str, victim: subprocess.Popen[bytes]
+) -> None:
     received: list[int] = []
     old = {
         number: signal.signal(number, lambda n, _: received.append(n))
@@ -471,7 +473,7 @@ attempt(os.kill, -1, signal.SIGKILL)
     affinity = psutil.Process(victim.pid).cpu_affinity()
     files = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
     try:
-        run(wall, program, f"{os.getpid()} {victim.pid}")
+        run(backend, program, f"{os.getpid()} {victim.pid}")
         time.sleep(0.1)
     finally:
         for number, handler in old.items():
@@ -530,22 +532,22 @@ for _ in range(10):
 
 
 @pytest.mark.parametrize("name", LEAVERS)
-def test_nothing_outlives_the_program(wall: str, name: str) -> None:
+def test_nothing_outlives_the_program(backend: str, name: str) -> None:
     mark = f"12{secrets.randbelow(10**9)}.5"
-    ended = run(wall, LEAVERS[name].replace("{mark}", mark))
+    ended = run(backend, LEAVERS[name].replace("{mark}", mark))
     assert ended.ok, ended.stderr
     assert not [command for command in commands() if mark in command]
 
 
-def test_nothing_outlives_its_time(wall: str) -> None:
+def test_nothing_outlives_its_time(backend: str) -> None:
     mark = f"12{secrets.randbelow(10**9)}.5"
     program = LEAVERS["deaf to signals"].replace("{mark}", mark) + "\nwhile True: pass"
-    ended = run(wall, program, seconds=1)
+    ended = run(backend, program, seconds=1)
     assert ended.ending is Ending.TIMED_OUT
     assert not [command for command in commands() if mark in command]
 
 
-def test_no_namespaces_no_mounts_no_rights(wall: str) -> None:
+def test_no_namespaces_no_mounts_no_rights(backend: str) -> None:
     mark = secrets.token_hex(6)
     program = (
         TRY
@@ -594,7 +596,7 @@ time.sleep(5)
 
     watching = threading.Thread(target=look)
     watching.start()
-    run(wall, program, mark)
+    run(backend, program, mark)
     done.set()
     watching.join()
     assert rights == {"0" * 16}
@@ -602,13 +604,13 @@ time.sleep(5)
     assert filters == {("2", "1")}
     assert len(spaces) == 1
     seen = dict(zip(names, next(iter(spaces)), strict=True))
-    if wall == "bubblewrap":
+    if backend == "bubblewrap":
         assert not [name for name in names if seen[name] == mine[name]]
     elif os.geteuid() != 0:  # root may run it in a view of its own of the machine (staging.py)
         assert seen == mine
 
 
-def test_it_inherits_no_descriptor(wall: str) -> None:
+def test_it_inherits_no_descriptor(backend: str) -> None:
     program = """
 import os
 for n in range(1024):
@@ -624,12 +626,12 @@ for n in range(3, 1024):
     except OSError:
         pass
 """
-    assert run(wall, program).stdout.split() == ["0", "1", "2"]
+    assert run(backend, program).stdout.split() == ["0", "1", "2"]
 
 
-def test_closed_streams_are_no_way_out(wall: str) -> None:
+def test_closed_streams_are_no_way_out(backend: str) -> None:
     program = "import os\nos.closerange(0, 1024)\nwhile True: pass"
-    assert run(wall, program, seconds=1).ending is Ending.TIMED_OUT
+    assert run(backend, program, seconds=1).ending is Ending.TIMED_OUT
 
 
 @pytest.mark.parametrize(
@@ -644,13 +646,13 @@ def test_closed_streams_are_no_way_out(wall: str) -> None:
     ],
 )
 def test_how_it_ended_is_what_it_did(
-    wall: str, program: str, ending: Ending | None, code: int | None
+    backend: str, program: str, ending: Ending | None, code: int | None
 ) -> None:
-    ended = run(wall, program, seconds=60 if ending else 2)
+    ended = run(backend, program, seconds=60 if ending else 2)
     assert (ended.ending, ended.exit_code) == (ending or Ending.TIMED_OUT, code)
 
 
-def test_the_supervisor_cannot_be_reached(wall: str) -> None:
+def test_the_supervisor_cannot_be_reached(backend: str) -> None:
     """Through /proc or by a signal a program could forge its report, or outlive its time."""
     program = (
         TRY
@@ -669,12 +671,12 @@ while True:
     pass
 """
     )
-    ended = run(wall, program, seconds=2)
+    ended = run(backend, program, seconds=2)
     assert ended.ending is Ending.TIMED_OUT
     assert "read" not in ended.stdout
 
 
-def test_programs_share_nothing(wall: str) -> None:
+def test_programs_share_nothing(backend: str) -> None:
     program = """
 import os, sys, builtins
 print(sorted(os.listdir("."))), print(getattr(builtins, "mark", None)), print(os.getpid())
@@ -682,11 +684,11 @@ builtins.mark = sys.mark = 1
 open("mark", "w").close()
 """
     for _ in range(4):
-        listing, mark, _ = run(wall, program).stdout.splitlines()
+        listing, mark, _ = run(backend, program).stdout.splitlines()
         assert (listing, mark) == ("['main.py']", "None")
 
 
-def test_all_ends_with_a_parent_that_is_killed(wall: str) -> None:
+def test_all_ends_with_a_parent_that_is_killed(backend: str) -> None:
     """Although a fork of it lives on and holds all that it had open."""
     mark = f"12{secrets.randbelow(10**9)}.5"
     program = f"""
@@ -702,8 +704,8 @@ time.sleep(600)
 import os, threading, time
 from aflow_tune.sandbox import run_program_sync, Limits
 for _ in range(2):
-    run_program_sync("print(1)", policy={wall!r})
-long = dict(policy={wall!r}, limits=Limits(seconds=600))
+    run_program_sync("print(1)", policy={backend!r})
+long = dict(policy={backend!r}, limits=Limits(seconds=600))
 threading.Thread(target=run_program_sync, args=({program!r},), kwargs=long).start()
 input()
 fork = os.fork()

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.sandbox import staging
+from aflow_tune.sandbox import view
 
 HERE = Path(__file__).parent
 USER = "64999"
 
 
 @pytest.mark.slow
-def test_the_walls_hold_for_an_ordinary_user() -> None:
+def test_the_sandbox_holds_for_an_ordinary_user() -> None:
     if os.geteuid() != 0:
         pytest.skip("not root: test_sandbox_attacks.py has done it")
     nsenter, setpriv = shutil.which("nsenter"), shutil.which("setpriv")
@@ -25,10 +25,10 @@ def test_the_walls_hold_for_an_ordinary_user() -> None:
         pytest.skip("nsenter and setpriv (Debian package util-linux) are not there")
     prefix = [setpriv, f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
     passed: tuple[int, ...] = ()
-    if staging.needs_staging():
+    if view.needs_staging():
         try:
-            passed = (staging.stage(),)
-        except staging.StagingFailed as error:
+            passed = (view.stage(),)
+        except view.StagingFailed as error:
             pytest.skip(f"another user cannot reach the interpreter: {error}")
         prefix = [nsenter, f"--mount=/proc/self/fd/{passed[0]}", "--", *prefix]
 
@@ -51,4 +51,4 @@ def test_the_walls_hold_for_an_ordinary_user() -> None:
     assert ended.returncode == 0, ended.stdout[-6000:]
     assert " passed" in ended.stdout
     if " here: " in ended.stdout:
-        pytest.skip(f"an ordinary user lacks a wall here: {ended.stdout[-600:]}")
+        pytest.skip(f"an ordinary user lacks a backend here: {ended.stdout[-600:]}")

@@ -14,18 +14,18 @@ from aflow_tune.errors import BadInput
 from aflow_tune.sandbox import run_program_sync
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import BENCHMARKS, find, score_answer, score_both
-from aflow_tune.scoring.batch import Scores, score_all, score_gold
+from aflow_tune.scoring.benchmarks import Scores, score_all, score_gold
 from aflow_tune.scoring.boxed import shallow_boxed
 from aflow_tune.scoring.types import RULES, Score
 
 Row = dict[str, Any]
 
 
-def _need_wall() -> None:
+def _need_sandbox() -> None:
     try:
         run_program_sync("pass")
     except SandboxUnavailable as error:
-        pytest.skip(f"no wall can be built here: {error}")
+        pytest.skip(f"no sandbox can be built here: {error}")
 
 
 def _gold(name: str, rows: Sequence[Row]) -> Scores:
@@ -58,21 +58,15 @@ def test_every_gold_answer_scores_one(name: str, file: str) -> None:
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_every_gold_program_scores_one_and_a_broken_one_zero(name: str) -> None:
     rows = rows_of(f"{name}_validate")
-    _need_wall()
+    _need_sandbox()
     gold = _gold(name, rows)
     # A function that does all the work and returns something else.
-    broken = asyncio.run(
-        score_all(
-            BENCHMARKS[name],
-            rows,
-            [
-                f"{BENCHMARKS[name].gold(row)}\n_right = {row['entry_point']}\n"
-                f"def {row['entry_point']}(*args, **kwargs):\n"
-                "    return [_right(*args, **kwargs)]\n"
-                for row in rows
-            ],
-        )
-    )
+    answers = [
+        f"{BENCHMARKS[name].gold(row)}\n_right = {row['entry_point']}\n"
+        f"def {row['entry_point']}(*args, **kwargs):\n    return [_right(*args, **kwargs)]\n"
+        for row in rows
+    ]
+    broken = asyncio.run(score_all(BENCHMARKS[name], rows, answers))
     for rule in RULES:
         assert set(gold.values(rule)) == {1.0}
         assert set(broken.values(rule)) == {0.0}
@@ -114,12 +108,6 @@ def test_altered_answers_score_below_one(name: str) -> None:
             assert max(scores.values(rule)) < 1
 
 
-def test_questions() -> None:
-    assert BENCHMARKS["gsm8k"].question({"question": "1 + 1?", "answer": "2"}) == "1 + 1?"
-    assert BENCHMARKS["mbpp"].entry_point({"entry_point": "f"}) == "f"
-    assert BENCHMARKS["math"].entry_point({}) is None
-
-
 def test_names() -> None:
     assert find("HotpotQA") is BENCHMARKS["hotpotqa"]
     with pytest.raises(BadInput, match="use gsm8k"):
@@ -148,7 +136,7 @@ def test_what_cannot_be_scored_is_unscored_and_never_zero() -> None:
 
 
 def test_programs_by_both_rules() -> None:
-    _need_wall()
+    _need_sandbox()
     row = {
         "prompt": "Square a number.\n\ndef square(x):",
         "entry_point": "square",

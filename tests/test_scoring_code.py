@@ -15,11 +15,11 @@ TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candida
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _wall() -> None:
+def _sandbox() -> None:
     try:
         run_program_sync("pass")
     except SandboxUnavailable as error:
-        pytest.skip(f"no wall can be built here: {error}")
+        pytest.skip(f"no sandbox can be built here: {error}")
 
 
 def _check(

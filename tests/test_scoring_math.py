@@ -10,8 +10,8 @@ import pytest
 from aflow_tune.scoring import mathematics
 from aflow_tune.scoring.asked_process import Undecided
 from aflow_tune.scoring.boxed import boxed, boxed_answers, shallow_boxed
+from aflow_tune.scoring.equality import as_number, published_equal
 from aflow_tune.scoring.expressions import Refused, check_expression, evaluate_literal
-from aflow_tune.scoring.symbolic import as_number, published_equal
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from project import WORKFLOW, run_dir, write_project
 from scripted_server import Reply, ScriptedServer
 
-from aflow_tune.models import Account
+from aflow_tune.models import Spend
 from aflow_tune.tuning import run_config
 
 KEYS = {
@@ -57,9 +57,9 @@ def test_no_key_lies_in_any_file_after_a_run(
         run_config(config, [*address, "models.judge.model=judge", "budget.calls=1000"])
 
     assert asked, "the judge was never asked"
-    spent = Account(run_dir(tmp_path) / "account.sqlite").by_role()
-    assert spent["judge"].calls == len(asked)
-    assert spent["policy"].calls == 2 * len(asked)
+    spend = Spend(path=run_dir(tmp_path) / "account.sqlite")
+    assert spend.spent("judge").calls == len(asked)
+    assert spend.spent("policy").calls == 2 * len(asked)
     sessions = _sessions() - before
     assert sessions, "Ray left no session folder"
     for folder in (tmp_path, *sessions):

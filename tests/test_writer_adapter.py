@@ -19,8 +19,8 @@ from aflow_tune.engines.trinity.rollout.operators import (
     STATE_KEY,
     AnchorRate,
 )
-from aflow_tune.models.account import Account
-from aflow_tune.models.books import Books
+from aflow_tune.models.clients import RunSpend
+from aflow_tune.models.spend import Spend
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.writer.prompting import KEEP
 
@@ -226,17 +226,17 @@ def test_a_writer_is_tuned_and_evaluated(tmp_path: Path, tiny_model_dir: Path) -
     assert [column["name"] for column in result["columns"]] == ["base", "step 2 (last)"]
 
 
-def test_an_executor_of_the_configurations_models_is_booked_and_cached(
+def test_an_executor_of_the_configurations_models_is_counted_and_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an evaluation: `models:` answer through the run's books, and `--cache` keeps it."""
+    """As in an evaluation: `models:` answer through the run's budget, and `--cache` keeps it."""
     # Servers of this machine are not cached; this one stands for one that is elsewhere.
     monkeypatch.setattr("aflow_tune.models.cache.is_local", lambda address: False)
     with ScriptedServer(lambda _: text()) as policy, FaultyServer([Step(text="4")]) as executor:
         settings = ModelSettings(
             model="frozen", base_url=executor.openai_url, prices=PriceSettings(1.0, 1.0)
         )
-        books = Books(
+        books = RunSpend(
             str(tmp_path / "account.sqlite"), BudgetSection(calls=100), {"executor": settings}
         )
         runner = ScriptedRunner(ScriptedModel(policy.url), [], "sequential")
@@ -258,4 +258,4 @@ def test_an_executor_of_the_configurations_models_is_booked_and_cached(
     ]
     assert [record["metrics"]["correct_clean"] for record in records] == [1.0, 1.0]
     assert [record["kept"]["writer"]["answer"] for record in records] == ["4", "4"]
-    assert Account(books.account).by_role()["executor"].calls == 1
+    assert Spend(path=books.account).spent("executor").calls == 1

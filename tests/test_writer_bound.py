@@ -15,7 +15,7 @@ from written_samples import PLAIN, workflow
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphRun
-from aflow_tune.models.scripted import ScriptedModel
+from aflow_tune.models.client import ScriptedModel
 from aflow_tune.models.types import Message
 from aflow_tune.operators import OPERATORS
 from aflow_tune.writer.check import check_graph_of

@@ -10,7 +10,7 @@ import pytest
 from test_validate import CONFIG, project  # noqa: F401  (a fixture)
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.config.accounting import check_books
+from aflow_tune.config.accounting import check_spend
 from aflow_tune.config.changes import save_resolved
 from aflow_tune.config.file_rules import auxiliary_models, check_writer
 from aflow_tune.config.load import AflowConfig, load_config
@@ -101,14 +101,14 @@ def test_a_limit_on_money_refuses_an_auxiliary_executor(tmp_path: Path) -> None:
     for limit, wrong in (("usd: 1", ["frozen"]), ("tokens: 9", [])):
         more = AUXILIARY + free + f"budget: {{{limit}}}\n"
         config = config_of(tmp_path, "{executor: frozen, benchmark: gsm8k}", more)
-        found = list(check_books(config))
+        found = list(check_spend(config))
         assert [fault.expected.split()[1] for fault in found] == wrong
 
 
 def test_a_price_taken_by_name_is_said(tmp_path: Path) -> None:
     more = "models: {judge: {model: gpt-4o-mini, base_url: 'https://llm.example.com/v1'}}\n"
     config = config_of(tmp_path, "{executor: judge, benchmark: gsm8k}", more)
-    assert list(check_books(config)) == []
+    assert list(check_spend(config)) == []
     (warning,) = config.warnings
     assert "openai/gpt-4o-mini, $0.15 in and $0.6 out" in warning
 

@@ -29,7 +29,7 @@ import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.contract.signature import check_workflow
 from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel, make_client
-from aflow_tune.models.books import use_clients
+from aflow_tune.models.clients import use_clients
 from aflow_tune.models.types import ModelError, ModelFailure, Reply, Usage
 from aflow_tune.operators import OPERATORS, TestCases
 from aflow_tune.scoring.rewards import Unscored

@@ -78,9 +78,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     from aflow_tune.sandbox import detect
-    from aflow_tune.sandbox.levels import unavailable
+    from aflow_tune.sandbox.backends import COVERS, DOES_NOT_COVER, unavailable
     from aflow_tune.sandbox.types import SandboxUnavailable
-    from aflow_tune.sandbox.walls import COVERS, DOES_NOT_COVER
 
     found = detect(options.policy)
     if options.json:

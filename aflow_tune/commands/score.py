@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
-    from aflow_tune.scoring.batch import Scores
+    from aflow_tune.scoring.benchmarks import Scores
 
 _EPILOG = """\
 examples:
@@ -68,8 +68,7 @@ def add_parser(commands: Any) -> None:
 def _score(options: argparse.Namespace) -> int:
     import asyncio
 
-    from aflow_tune.scoring.batch import read_answers, score_all, score_gold
-    from aflow_tune.scoring.benchmarks import find
+    from aflow_tune.scoring.benchmarks import find, read_answers, score_all, score_gold
 
     benchmark = find(options.benchmark)
     rows = benchmark.load(options.data, options.split)

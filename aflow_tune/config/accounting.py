@@ -1,7 +1,7 @@
-"""Where a run's books lie, what may stand in them, and what happens when its budget is reached.
+"""What a run may spend: its limits, the file that counts, and the prices that they need.
 
-A step in which the budget ended is not trained, and an evaluation is not counted: some of the
-runs failed for want of money, which says nothing about the policy. The state before is saved;
+A step in which the budget ended is not trained, and an evaluation is not counted: some of its
+episodes failed for want of money, which says nothing about the policy. The state before is saved;
 with a higher limit the same command does the step again.
 """
 
@@ -13,29 +13,29 @@ from pathlib import Path
 
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.errors import BadInput, BudgetReached, Fault
-from aflow_tune.models.books import Books
-from aflow_tune.models.budget import check_budget, unpriced
+from aflow_tune.models.clients import RunSpend
 from aflow_tune.models.prices import price_of, stands_in
 from aflow_tune.models.settings import check_models
+from aflow_tune.models.spend import check_budget, unpriced
 from aflow_tune.runs.folder import ACCOUNT_FILE
 from aflow_tune.sections import ModelSettings
 from aflow_tune.trace import POLICY
 
 
-def books_of(config: AflowConfig) -> Books:
-    """The books of a prepared configuration's run."""
+def spend_of(config: AflowConfig) -> RunSpend:
+    """What the run of a prepared configuration may spend."""
     account = str(Path(config.account_folder) / ACCOUNT_FILE)
-    return Books(account, config.budget, config.models)
+    return RunSpend(account, config.budget, config.models)
 
 
 def stop_at_limit(config: AflowConfig) -> None:
     """Raises BudgetReached if some process of the run met a limit."""
-    reason = books_of(config).reached()
+    reason = spend_of(config).reached()
     if reason is not None:
         raise BudgetReached(reason)
 
 
-def check_books(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
+def check_spend(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
     """What is wrong with the models and the limits, keys and prices that are missing included.
 
     Prices that stand in for those of an address are said among the configuration's warnings.
@@ -46,10 +46,7 @@ def check_books(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
     faults = [*check_models(config.models), *check_budget(config.budget)]
     if config.budget.usd is not None and not faults:
         policy = {POLICY: ModelSettings()} if tuned else {}
-        for role, model in {**policy, **config.models}.items():
-            name = model.model or "the model being tuned"
-            if price_of(model.provider, model.base_url, model.model or "", model.prices) is None:
-                faults.append(unpriced(role, name))
+        faults += _unpriced({**policy, **config.models}.items())
         faults += _unpriced_auxiliaries(config)
     say_prices(config, config.models)
     for fault in faults:
@@ -62,14 +59,8 @@ def check_served(config: AflowConfig, served: Sequence[ModelSettings]) -> None:
     Raises:
         BadInput: the price of one is not known.
     """
-    if config.budget.usd is not None:
-        faults = [
-            unpriced(POLICY, model.model or "")
-            for model in served
-            if price_of(model.provider, model.base_url, model.model or "", model.prices) is None
-        ]
-        if faults:
-            raise BadInput("A budget of money needs the price of every model.", faults)
+    if config.budget.usd is not None and (faults := _unpriced((POLICY, one) for one in served)):
+        raise BadInput("A budget of money needs the price of every model.", faults)
     for model in served:
         say_prices(config, {POLICY: model})
 
@@ -84,6 +75,14 @@ def say_prices(config: AflowConfig, models: Mapping[str, ModelSettings]) -> None
             )
             if warning not in config.warnings:
                 config.warnings.append(warning)
+
+
+def _unpriced(models: Iterable[tuple[str, ModelSettings]]) -> list[Fault]:
+    return [
+        unpriced(role, model.model or "the model being tuned")
+        for role, model in models
+        if price_of(model.provider, model.base_url, model.model or "", model.prices) is None
+    ]
 
 
 def _unpriced_auxiliaries(config: AflowConfig) -> Iterable[Fault]:

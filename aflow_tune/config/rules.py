@@ -27,7 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aflow_tune.config.accounting import check_books
+from aflow_tune.config.accounting import check_spend
 from aflow_tune.config.engine import check_devices
 from aflow_tune.config.file_rules import (
     check_data,
@@ -975,7 +975,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "models, budget",
-        lambda case: check_books(case.config, tuned=case.local_model),
+        lambda case: check_spend(case.config, tuned=case.local_model),
         (*RUNS, *_OF_DATA),
     ),
     Rule("physical_gpus, protected_pids", lambda case: check_devices(case.config)),

@@ -86,7 +86,7 @@ def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
         needed: False where the configuration runs no such program by itself.
     """
     from aflow_tune.sandbox import Level, detect
-    from aflow_tune.sandbox.walls import INSTALL
+    from aflow_tune.sandbox.backends import INSTALL
 
     found = detect(policy)
     if found.level is Level.BUBBLEWRAP:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from aflow_tune.doctor.lines import Line, fault, line_of, note, ok, size
-from aflow_tune.models.settings import check_models, key_variable, make_client
+from aflow_tune.models.clients import make_client
+from aflow_tune.models.settings import check_models, key_variable
 from aflow_tune.sections import ModelSettings
 
 SECONDS = 6.0
@@ -75,12 +76,12 @@ async def _ask_all(endpoints: list[dict[str, ModelSettings]]) -> list[Line]:
 
 
 async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
-    from aflow_tune.models.listing import Access, list_models
+    from aflow_tune.models.http_client import Access
 
     role, settings = next(iter(roles.items()))
     client = make_client(settings, role)
     try:
-        listing = await list_models(client, SECONDS)
+        listing = await client.list_models(SECONDS)
     finally:
         await client.close()
     variable = key_variable(settings)
@@ -112,11 +113,11 @@ async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
 
 async def _is_open(settings: ModelSettings, role: str) -> bool:
     """Whether the endpoint lists its models for anybody, so that the list proves no key."""
-    from aflow_tune.models.listing import Access, list_models
+    from aflow_tune.models.http_client import Access
 
     client = make_client(replace(settings, api_key_env=None, headers_env={}), role)
     try:
-        return (await list_models(client, SECONDS)).access is Access.GRANTED
+        return (await client.list_models(SECONDS)).access is Access.GRANTED
     finally:
         await client.close()
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.config.accounting import books_of
+from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import COUNTING_STRATEGIES, Purpose, prepare
 from aflow_tune.config.quiet import end_log, log_to
@@ -92,7 +92,7 @@ class DryRun(Run):
         log_to(self.run_dir / "log")
         materialise_tasksets(self.config)
         self.target = self.config.trainer.total_steps = 1
-        self.books = books_of(self.config)
+        self.books = spend_of(self.config)
         self.books.start()
         self._inject()
         return self._engine(phase, stop)

@@ -28,7 +28,7 @@ from typing import Any, cast
 from trinity.buffer.task_scheduler import get_taskset_scheduler
 from trinity.common.experience import Experience
 
-from aflow_tune.config.accounting import books_of
+from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.mixes import merge_mix
 from aflow_tune.config.tasksets import locate, materialise_tasksets, user_tasksets
@@ -170,7 +170,7 @@ async def _rehearse(
     config.budget = BudgetSection()
     config.rollout.run_timeout = min(config.rollout.run_timeout, SECONDS)
     materialise_tasksets(config)
-    arguments = adapter_arguments(config, workflow, judge, books_of(config), folder / "records")
+    arguments = adapter_arguments(config, workflow, judge, spend_of(config), folder / "records")
     for taskset in config.buffer.explorer_input.tasksets:
         taskset.workflow_args.update(arguments)
     merge_mix(config, folder)

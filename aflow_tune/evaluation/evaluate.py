@@ -19,7 +19,7 @@ from typing import Any
 
 import transformers.utils.logging
 
-from aflow_tune.config.accounting import books_of, check_served
+from aflow_tune.config.accounting import check_served, spend_of
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.quiet import log_to
@@ -132,7 +132,7 @@ class _Evaluation:
     async def _all(self) -> None:
         for source in {id(source.config): source for source in self.sources.values()}.values():
             materialise_tasksets(source.config, self.out)
-            books_of(source.config).start()
+            spend_of(source.config).start()
             tasks = await read_tasks(source.config)
             for other in self.sources.values():
                 if other.config is source.config:
@@ -154,7 +154,7 @@ class _Evaluation:
         config, samples = source.config, self.request.samples
         folder = column_folder(self.out, column, source, self.request)
         workflow, prompts = with_prompts(source.workflow, column.prompts, config)
-        books, served = books_of(config), column.side.served_model
+        books, served = spend_of(config), column.side.served_model
         if self.request.endpoint is not None and served is not None:
             policy = _served(served, self.request.endpoint, config.models)
             books = replace(books, models={**books.models, POLICY: policy})

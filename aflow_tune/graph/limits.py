@@ -11,7 +11,7 @@ one call at most, which ends the run. Where an endpoint reports no tokens, every
 text count as one.
 
 Left to others: which calls are made (`broker.py`), and the run's budget in money, which stands
-in front of every model (`aflow_tune.models.budget`).
+in front of every model (`aflow_tune.models.spend`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aflow_tune.models.ask import Ask
-from aflow_tune.models.types import Message, ModelClient, Reply
+from aflow_tune.models.types import Ask, Message, ModelClient, Reply
 
 BYTES_A_TOKEN = 3
 """Of text whose tokens nobody counted."""

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from aflow_tune.graph import inside
 from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, check_size
 from aflow_tune.graph.limits import TooManyCalls
-from aflow_tune.sandbox import detect, open_channel
-from aflow_tune.sandbox.channel import Channel, ProgramEnded
+from aflow_tune.sandbox import Channel, ProgramEnded, detect, open_channel
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
 from aflow_tune.trace import POLICY
 

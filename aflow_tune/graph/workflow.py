@@ -21,11 +21,12 @@ from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.graph.graph import Graph, load_graph
 from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
-from aflow_tune.models.settings import check_models, make_client
+from aflow_tune.models.clients import make_client
+from aflow_tune.models.settings import check_models
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import Operator, TestCases, use_test_cases
 from aflow_tune.operators.programmer import use_libraries
-from aflow_tune.sandbox.packages import MATHEMATICS
+from aflow_tune.sandbox.policy import MATHEMATICS
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find, score_both
 from aflow_tune.scoring.rewards import logged, scored

@@ -2,9 +2,9 @@
 
 An entry is a file of its own, named by a digest of everything that can change the answer:
 who answers, messages, sampling arguments, schema, tools, seed, which sample of the evaluation
-it is, and the how-many-eth time the same question was asked in that sample (an ensemble asks
-one question several times and must get different answers). Files are written whole and renamed,
-so writers in any number of processes never meet; a file that cannot be read, or whose check sum
+it is, and how often the same question was asked before in that sample (an ensemble asks one
+question several times and must get different answers). Files are written whole and renamed, so
+writers in any number of processes do not conflict; a file that cannot be read, or whose check sum
 is wrong, counts as absent and is replaced. Entries hold answers, never requests or keys.
 
 Clients use the cache that is active in their context; training activates none. Models whose
@@ -29,9 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.models.ask import Ask
 from aflow_tune.models.redaction import scrub
-from aflow_tune.models.types import Reply, Usage
+from aflow_tune.models.types import Ask, Reply, Usage
 
 _FORMAT = 1
 """Part of every key: raised when entries change their meaning."""

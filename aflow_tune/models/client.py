@@ -1,35 +1,31 @@
-"""What all our clients share: defaults, cache, books, and the words for how a call ended.
+"""What all our clients share: defaults, cache, what a call spends, and how it is noted; and the
+client that answers from a script, for tests and dry runs.
 
-A subclass says how one question is answered (`_answer`). Everything that counts, limits or
-notes the call happens here, so that no kind of model can be forgotten by a budget.
+A subclass says how one question is answered (`_answer`), and enters the call around the request.
+Everything that counts or limits the call happens there, so that no kind of model is forgotten.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from aflow_tune.errors import BudgetReached
-from aflow_tune.models.ask import Ask
 from aflow_tune.models.cache import current_cache
-from aflow_tune.models.ledger import CANCELLED, Call, current_ledger
 from aflow_tune.models.prices import Price
-from aflow_tune.models.types import Message, ModelError, Reply
-
-BUDGET_REACHED = "budget_reached"
-RAISED = "raised"
-"""The failure of a call that ended in an exception of somebody else's."""
+from aflow_tune.models.spend import UNTIMED_SECONDS, Call, current_spend
+from aflow_tune.models.types import Ask, Message, ModelError, ModelFailure, Reply
 
 
 class BaseClient:
-    """A `ModelClient` with its books kept.
+    """A `ModelClient` whose calls are counted.
 
     Args:
         role: what its usage is counted under.
         model: the model's name.
-        price: None: the price of its role, if the ledger has one; else unknown.
+        price: None: the price of its role, if the run has one; else unknown.
     """
 
     def __init__(self, role: str, model: str, price: Price | None = None) -> None:
@@ -52,8 +48,8 @@ class BaseClient:
         Raises:
             ModelError: no answer after all retries.
             BudgetReached: the run's budget does not allow the call.
-            BadInput: the question is none, this client cannot pass it on, or the price is not
-                known where the budget limits money.
+            BadInput: the messages are malformed, this client cannot pass an argument on, or the
+                price is not known where the budget limits money.
         """
         ask = self._with_defaults(
             Ask(
@@ -68,38 +64,27 @@ class BaseClient:
             )
         )
         ask.check()
-        call = current_ledger().call(self.role, self.model, self.price)
+        call = Call(
+            current_spend(),
+            self.role,
+            self.model,
+            self.price,
+            ask.most_prompt_tokens,
+            self._most_tokens(ask),
+            self._lifetime(),
+        )
         cache, endpoint = current_cache(), self._endpoint()
         entry = None if cache is None or endpoint is None else cache.entry(endpoint, ask)
-        if entry is not None:
-            cached = entry.read()
-            if cached is not None:
-                call.answered_from_cache(cached.usage)
-                return replace(cached, cost=call.cost, seconds=0.0, from_cache=True)
-        reply = await self._booked(ask, call)
+        if entry is not None and (cached := entry.read()) is not None:
+            call.answered_from_cache(cached.usage)
+            return replace(cached, cost=call.cost, seconds=0.0, from_cache=True)
+        with call.noted():
+            reply = await self._answer(ask, call)
+        cost = None if call.usage is None and call.price is None else call.cost
+        reply = replace(reply, usage=call.usage, cost=cost, seconds=call.seconds)
         if entry is not None:
             entry.write(reply)
         return reply
-
-    async def _booked(self, ask: Ask, call: Call) -> Reply:
-        failure: str | None = RAISED
-        call.start()
-        try:
-            reply = await self._answer(ask, call)
-            failure = None
-        except ModelError as error:
-            failure = error.failure.value
-            raise
-        except BudgetReached:
-            failure = BUDGET_REACHED
-            raise
-        except asyncio.CancelledError:
-            failure = CANCELLED
-            raise
-        finally:
-            call.end(failure)
-        cost = None if call.usage is None and self.price is None else call.cost
-        return replace(reply, usage=call.usage, cost=cost, seconds=call.seconds)
 
     def _with_defaults(self, ask: Ask) -> Ask:
         """The question with what the client's configuration says where it says nothing."""
@@ -109,6 +94,66 @@ class BaseClient:
         """What answers, for the cache's key. None: its answers cannot be cached."""
         return None
 
+    def _most_tokens(self, ask: Ask) -> int | None:
+        """The most tokens of the answer; None where there is no bound."""
+        return ask.max_tokens
+
+    def _lifetime(self) -> float:
+        """Seconds after which a call is surely over."""
+        return UNTIMED_SECONDS
+
     async def _answer(self, ask: Ask, call: Call) -> Reply:
-        """Ask the model; usage, cost and seconds of the reply are filled in by the caller."""
+        """Ask the model inside of `async with call`, and settle that as soon as a reply is there;
+        usage, cost and seconds of the reply are filled in by the caller."""
         raise NotImplementedError
+
+
+Scripted = str | Reply | BaseException
+"""A text, a whole reply, or an error to raise."""
+
+
+class ScriptedModel(BaseClient):
+    """A `ModelClient` that answers from a list, in order, or from a function of the messages.
+
+    Its replies cost what they say: a plain text has no usage.
+
+    Args:
+        replies: the list; or a function, plain or async, that returns one for the messages.
+        price: turns the usage of whole replies into money.
+
+    `asked` holds every question, in the order in which they came.
+    """
+
+    def __init__(
+        self,
+        replies: Sequence[Scripted] | Callable[[Sequence[Message]], Any],
+        *,
+        role: str = "policy",
+        model: str = "scripted",
+        price: Price | None = None,
+    ) -> None:
+        super().__init__(role, model, price)
+        self.asked: list[Ask] = []
+        self._replies = replies if callable(replies) else list(replies)
+        self._lock = threading.Lock()
+
+    async def _answer(self, ask: Ask, call: Call) -> Reply:
+        async with call:
+            with self._lock:
+                number = len(self.asked)
+                self.asked.append(ask)
+            said: Any
+            if callable(self._replies):
+                said = self._replies(ask.messages)
+                if inspect.isawaitable(said):
+                    said = await said
+            elif number < len(self._replies):
+                said = self._replies[number]
+            else:
+                text = f"the script has {len(self._replies)} replies, this is call {number + 1}"
+                raise ModelError(ModelFailure.REFUSED, text)
+            if isinstance(said, BaseException):
+                raise said
+            reply = said if isinstance(said, Reply) else Reply(text=str(said), model=self.model)
+            call.settle(reply.usage)
+            return reply

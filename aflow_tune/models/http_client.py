@@ -1,13 +1,14 @@
-"""Requests to an API over a vendor's SDK: attempts, retries, time-outs, limits on concurrency.
+"""Models behind OpenAI's and Anthropic's APIs, over the vendors' SDKs.
 
-The SDK builds the request, authenticates and sends it; its own retries are off. What came back
-is read here from its bytes, because the SDKs accept replies of any shape. Every reply with a
-usage in it is settled with the budget before anything else can fail.
+The SDK builds the request, authenticates, sends it and retries: `retries` times, as long as the
+server asks for (`Retry-After`), else after `backoff` seconds, doubled each time. What came back is
+read here from its bytes, because the SDKs accept replies of any shape; a reply that cannot be read
+is not asked for again. A reply with a usage in it is settled before anything else can fail.
 
-All of it runs in the loop of `http_loop.py`. A slot of `max_concurrency` is kept over a call's
-retries, and a server's advice to wait holds for all calls of the client, so that a limit on
-rates is met by waiting rather than by using up retries. Where the process may not open so many
-connections, fewer requests are under way at once.
+Connections belong to the event loop that opened them, and every episode has a thread and a loop of
+its own. So all HTTP of a process runs in one loop in a thread, where episodes share connections and
+the limits on concurrency; a client may be used from anywhere. `benchmarks/client_overhead.py`
+measures what the hand-over costs.
 
 Not covered: streaming. Keys follow no redirect. Proxies are those of the environment.
 """
@@ -17,42 +18,56 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import heapq
 import json
 import os
 import random
 import resource
 import ssl
 import sys
+import threading
+import urllib.parse
 import weakref
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, TypeVar
 
 import httpx2
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.models.ask import Ask
 from aflow_tune.models.client import BaseClient
-from aflow_tune.models.failures import BadReply, Problem, problem_of
-from aflow_tune.models.http_loop import http_loop, in_http_loop
-from aflow_tune.models.ledger import Attempt, Call
+from aflow_tune.models.failures import BadReply, failure_of, model_error
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.redaction import masked, short
 from aflow_tune.models.settings import credentials
-from aflow_tune.models.types import ModelFailure, Reply, Usage
+from aflow_tune.models.spend import Call
+from aflow_tune.models.types import (
+    ANSWER_TOOL,
+    Ask,
+    Message,
+    ModelError,
+    ModelFailure,
+    Reply,
+    Usage,
+    answer_tool,
+    read_blocks,
+    response_format,
+    text_of,
+    tool_call,
+)
 from aflow_tune.sections import ModelSettings
 
-MOST_REPLY_BYTES = 32 << 20
-"""A longer reply is given up as unreadable: no answer is as long, and memory is finite."""
-CONNECTIONS_A_POOL = 16
-"""The HTTP library looks at every connection of its pool for every request."""
+T = TypeVar("T")
+
 LONGEST_BACKOFF = 30.0
 """Seconds between two attempts, unless the server asks for more."""
+CONNECTIONS_A_POOL = 16
+"""About so many: the HTTP library looks at every connection of its pool for every request."""
+LONGEST_ADVICE = 120.0
+"""Seconds that the SDKs wait for a server at most."""
 MOST_TOKENS = 10**9
 """A reply that claims to have used more is not believed: no model has such a context."""
 _READ_BY_CLIENTS = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-_random = random.Random()
 
 
 class HttpClient(BaseClient):
@@ -81,10 +96,9 @@ class HttpClient(BaseClient):
         super().__init__(role, str(settings.model), price)
         self._sdks: dict[int, Any] = {}
         """The vendor's clients, each with a pool of its own, by their number."""
+        self._busy = 0
         self._slots: asyncio.Semaphore | None = None
-        self._free: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._not_before = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """Keys and connections stay behind: where this is unpickled, they are made anew."""
@@ -96,39 +110,37 @@ class HttpClient(BaseClient):
     async def close(self) -> None:
         """Close the connections. The next call opens new ones."""
         sdks, self._sdks = list(self._sdks.values()), {}
-        if self._loop is http_loop():
+        if self._loop is _http_loop():
             for sdk in sdks:
-                await in_http_loop(sdk.close)
+                await _in_http_loop(sdk.close)
 
-    async def get(self, path: str, seconds: float) -> tuple[Any, int | None, Problem | None]:
-        """Ask for what costs nothing, once: (JSON or None, status or None, what went wrong)."""
+    async def list_models(self, seconds: float) -> Listing:
+        """Ask once, for at most `seconds`, which models there are: that proves address and key, and
+        costs nothing. Not every compatible server has such a list; then nothing is known."""
 
-        async def attempt() -> tuple[Any, int | None, Problem | None]:
+        async def ask() -> Listing:
             async with self._slot() as sdk:
                 try:
                     async with asyncio.timeout(seconds):
-                        response = await sdk.get(path, cast_to=httpx2.Response)
-                    return json.loads(response.content), response.status_code, None
+                        response = await sdk.get(
+                            self.models_path,
+                            cast_to=httpx2.Response,
+                            options={"max_retries": 0},
+                        )
+                    return _listing(json.loads(response.content))
                 except Exception as error:
-                    problem = problem_of(error, self._secrets()) or _unsendable(error)
-                    return None, getattr(error, "status_code", None), problem
+                    kind, told = failure_of(error) or (ModelFailure.REFUSED, "it cannot be asked")
+                    status = getattr(error, "status_code", None)
+                    return _no_listing(kind, short(told, self._secrets()), status)
 
-        return await in_http_loop(attempt)
+        return await _in_http_loop(ask)
 
     def _body(self, ask: Ask) -> dict[str, Any]:
-        """The JSON of a request.
-
-        Raises:
-            BadInput: this API cannot be asked that.
-        """
+        """The JSON of a request. Raises BadInput where this API cannot be asked that."""
         raise NotImplementedError
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
-        """The answer in a reply's JSON.
-
-        Raises:
-            BadReply: it is not what the API promises.
-        """
+        """The answer in a reply's JSON. Raises BadReply where it is not what the API promises."""
         raise NotImplementedError
 
     def _usage(self, content: Mapping[str, Any]) -> Usage | None:
@@ -155,135 +167,137 @@ class HttpClient(BaseClient):
             "model": self.model,
         }
 
+    def _lifetime(self) -> float:
+        return (self.settings.retries + 1) * (self.settings.timeout + LONGEST_ADVICE)
+
     async def _answer(self, ask: Ask, call: Call) -> Reply:
         body = self._body(ask)
-        return await in_http_loop(lambda: self._with_retries(ask, body, call))
 
-    async def _with_retries(self, ask: Ask, body: dict[str, Any], call: Call) -> Reply:
-        budget = call.ledger.budget
-        prompt_tokens = 0 if budget is None else ask.most_prompt_tokens()
-        number, problem = 0, None
-        async with self._slot() as sdk:
-            while True:
-                pause = self._pause(number, problem)
-                if budget is not None and (left := budget.seconds_left()) is not None:
-                    pause = min(pause, left)
-                if pause > 0:
-                    await asyncio.sleep(pause)
-                outcome = await self._attempt(sdk, ask, body, call, prompt_tokens)
-                if isinstance(outcome, Reply):
-                    return outcome
-                number, problem = number + 1, outcome
-                if not problem.retry or number > self.settings.retries:
-                    raise problem.error(self.model, number)
-
-    def _pause(self, number: int, problem: Problem | None) -> float:
-        """Seconds before attempt `number`, counted from 0."""
-        now = asyncio.get_running_loop().time()
-        backoff = 0.0
-        if problem is not None:
-            doubled = min(self.settings.backoff * 2.0 ** (number - 1), LONGEST_BACKOFF)
-            jitter = _random.uniform(0.5, 1.0) * doubled
-            if problem.wait is None:
-                backoff = jitter
-            else:
-                # Nobody comes earlier than asked, and not all come at once.
-                self._not_before = max(self._not_before, now + problem.wait)
-                backoff = problem.wait + _random.uniform(0.0, 0.1) * doubled
-        return max(backoff, self._not_before - now)
-
-    async def _attempt(
-        self, sdk: Any, ask: Ask, body: dict[str, Any], call: Call, prompt_tokens: int
-    ) -> Reply | Problem:
-        budget = call.ledger.budget
-        seconds = self.settings.timeout
-        async with call.attempt(prompt_tokens, body_limit(body), seconds) as attempt:
-            left = None if budget is None else budget.seconds_left()
-            problem: Problem | None = None
-            response: Any = None
-            try:
-                async with asyncio.timeout(seconds if left is None else min(seconds, left)):
+        async def send() -> Reply:
+            # The slot first: nothing of the budget is kept from others while this one waits.
+            async with self._slot() as sdk, call:
+                response, failure = None, None
+                try:
                     response = await sdk.post(self.path, cast_to=httpx2.Response, body=body)
-            except Exception as error:
-                problem = problem_of(error, self._secrets()) or _unsendable(error)
-                response = getattr(error, "response", None)
-            cut_off = problem is not None and problem.failure is ModelFailure.TIMED_OUT
-            if cut_off and budget is not None and budget.seconds_left() == 0.0:
-                raise budget.out_of_time()
-            return self._read(ask, response, problem, attempt)
+                except Exception as error:
+                    response = getattr(error, "response", None)
+                    call.retries = _retries(getattr(error, "request", None))
+                    failure = self._error(error, call.retries)
+                # Outside of the handler: an SDK's exception holds the whole request.
+                return self._read(ask, response, failure, call)
 
-    def _read(
-        self, ask: Ask, response: Any, problem: Problem | None, attempt: Attempt
-    ) -> Reply | Problem:
+        return await _in_http_loop(send)
+
+    def _read(self, ask: Ask, response: Any, failure: ModelError | None, call: Call) -> Reply:
         """Settle what a reply used, then make sense of it. Nothing here gives up control."""
         content: Any = None
         if response is not None:
             with contextlib.suppress(ValueError, RecursionError, httpx2.StreamError):
                 content = json.loads(response.content)
         usage = self._usage(content) if isinstance(content, Mapping) else None
-        if problem is not None:
-            if usage is not None:
-                attempt.settle(usage)
-            return problem
+        if usage is not None:
+            call.settle(usage)
+        if failure is not None:
+            raise failure
+        call.retries = _retries(response.request)
         try:
-            if not isinstance(content, Mapping):
-                raise BadReply(f"the reply is no JSON object: {response.text[:200]!r}")
             reply = self._reply(ask, content)
-        except BadReply as error:
-            if usage is not None:
-                attempt.settle(usage)
-            found = problem_of(error, self._secrets())
-            assert found is not None
-            return found
-        attempt.settle(usage)
-        return reply
+            call.settle(usage)
+            return reply
+        except (BadReply, LookupError, TypeError, AttributeError) as error:
+            told = response.text if content is None else repr(content)
+            why = error if isinstance(error, BadReply) else "the reply cannot be read"
+            # Cut far behind what is shown: keys are hidden in between, and a part would not be.
+            failure = self._error(BadReply(f"{why}: {told[:10_000]}"), call.retries)
+        raise failure
+
+    def _error(self, error: Exception, retries: int = 0) -> ModelError:
+        unsendable = f"{self.model}: the request could not be made ({type(error).__name__})"
+        return model_error(error, self.model, self._secrets(), retries) or ModelError(
+            ModelFailure.REFUSED, unsendable
+        )
 
     def _secrets(self) -> list[str]:
         return [self._key or "", *self._headers.values()]
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[Any]:
-        """One of `max_concurrency` places, and the vendor's client that serves it."""
+        """The vendor's client, for one of `max_concurrency` requests at once; for fewer where this
+        process may not open so many connections."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first call, in this process
-            self._loop, self._sdks, self._not_before = loop, {}, 0.0
-            places = min(self.settings.max_concurrency, _open_files() // 2)
-            self._slots = asyncio.Semaphore(places)
-            self._free = list(range(places))
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            files = sys.maxsize if soft == resource.RLIM_INFINITY else soft
+            self._loop, self._sdks, self._busy = loop, {}, 0
+            self._slots = asyncio.Semaphore(min(self.settings.max_concurrency, files // 2))
         assert self._slots is not None
         async with self._slots:
-            # The lowest free number, so that few callers share few pools.
-            number = heapq.heappop(self._free)
+            number = self._busy // CONNECTIONS_A_POOL
+            self._busy += 1
             try:
-                yield self._sdk(number // CONNECTIONS_A_POOL)
+                yield self._sdks.get(number) or self._new_sdk(number)
             finally:
-                heapq.heappush(self._free, number)
+                self._busy -= 1
 
-    def _sdk(self, number: int) -> Any:
-        if number in self._sdks:
-            return self._sdks[number]
-        try:
-            http = httpx2.AsyncClient(
-                verify=_ssl_context(),
-                timeout=None,  # the time-out of an attempt covers all of it
-                limits=httpx2.Limits(max_connections=CONNECTIONS_A_POOL),
-                event_hooks={"response": [_bound_reply]},
-            )
-        except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
-            # No address was asked: proxies and certificates are those of the environment.
-            raise _unusable_environment(error) from None
-        sdk = self._make_sdk(
+    def _new_sdk(self, number: int) -> Any:
+        sdk = self._sdks[number] = self._make_sdk(
             api_key=self._key or "none",
             base_url=self.settings.base_url or self.address,
-            max_retries=0,
-            timeout=None,
-            # A compressed reply could be a thousand times as long as its bytes.
-            default_headers={"Accept-Encoding": "identity", **self._headers},
-            http_client=http,
+            max_retries=self.settings.retries,
+            timeout=None,  # `_TimedClient` bounds all of an attempt
+            default_headers=self._headers,
+            http_client=_http(self.settings.timeout),
         )
-        self._sdks[number] = sdk
         weakref.finalize(self, _close_later, asyncio.get_running_loop(), sdk).atexit = False
         return sdk
+
+
+class _TimedClient(httpx2.AsyncClient):
+    """Bounds a request from the connection to the last byte."""
+
+    def __init__(self, seconds: float, **options: Any) -> None:
+        super().__init__(timeout=None, **options)
+        self._seconds = seconds
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await super().send(request, **options)
+        except TimeoutError:
+            raise httpx2.ReadTimeout("the attempt took too long", request=request) from None
+
+
+def _http(seconds: float) -> httpx2.AsyncClient:
+    try:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=CONNECTIONS_A_POOL)
+        return _TimedClient(seconds, verify=_ssl_context(), limits=limits)
+    except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
+        # No address was asked: proxies and certificates are those of the environment.
+        raise _unusable_environment(error) from None
+
+
+def _patient(kind: type[Any], backoff: float) -> type[Any]:
+    """An SDK's client that waits as configured where the server does not say how long."""
+
+    class Patient(kind):
+        def _calculate_retry_timeout(
+            self, remaining_retries: int, options: Any, response_headers: Any = None
+        ) -> float:
+            if any(name in (response_headers or {}) for name in ("retry-after", "retry-after-ms")):
+                return super()._calculate_retry_timeout(
+                    remaining_retries, options, response_headers
+                )
+            number = options.get_max_retries(self.max_retries) - remaining_retries
+            wait = min(backoff * 2.0 ** min(number, 60), LONGEST_BACKOFF)
+            return wait * random.uniform(0.5, 1.0)
+
+    return Patient
+
+
+def _retries(request: httpx2.Request | None) -> int:
+    """How many attempts the SDK made before this request."""
+    told = "0" if request is None else request.headers.get("x-stainless-retry-count", "0")
+    return int(told) if told.isdigit() else 0
 
 
 def _unusable_environment(error: Exception) -> BadInput:
@@ -293,40 +307,17 @@ def _unusable_environment(error: Exception) -> BadInput:
     ]
     named = ", ".join(names) or "the environment"
     found = f"{type(error).__name__}: {short(masked('', str(error)))}"
-    cure = f"unset {' '.join(names)}, or correct them" if names else "correct what is named there"
+    fix = f"unset {' '.join(names)}, or correct them" if names else "correct what is named there"
     if isinstance(error, ImportError):
-        cure = f"python -m pip install 'httpx2[socks]', or {cure}"
-    fault = Fault(named, "certificates and proxies that can be used", found, cure)
+        fix = f"python -m pip install 'httpx2[socks]', or {fix}"
+    fault = Fault(named, "certificates and proxies that can be used", found, fix)
     return BadInput("No model behind an API can be asked.", [fault])
-
-
-def _open_files() -> int:
-    """How many files, connections among them, this process may have open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 @functools.cache
 def _ssl_context() -> ssl.SSLContext:
-    """One for all pools: reading the certificates takes some 20 ms."""
+    """One for all clients: reading the certificates takes some 20 ms."""
     return httpx2.create_ssl_context()
-
-
-def body_limit(body: Mapping[str, Any]) -> int | None:
-    """The most tokens that a request allows for its answer."""
-    limit = body.get("max_tokens", body.get("max_completion_tokens"))
-    return None if limit is None else int(limit)
-
-
-def count_of(value: Any) -> int | None:
-    """A count of tokens from a reply; None where it is none, or no number that can be true."""
-    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
-
-
-def _unsendable(error: Exception) -> Problem:
-    """The SDK refused to make the request, or it was never meant to be sent."""
-    text = f"the request could not be made ({type(error).__name__})"
-    return Problem(ModelFailure.REFUSED, text, retry=False)
 
 
 def _close_later(loop: asyncio.AbstractEventLoop, sdk: Any) -> None:
@@ -334,24 +325,304 @@ def _close_later(loop: asyncio.AbstractEventLoop, sdk: Any) -> None:
         asyncio.run_coroutine_threadsafe(sdk.close(), loop)
 
 
-async def _bound_reply(response: httpx2.Response) -> None:
-    assert isinstance(response.stream, httpx2.AsyncByteStream)
-    response.stream = _BoundedStream(response.stream)
+_lock = threading.Lock()
+_shared_loop: asyncio.AbstractEventLoop | None = None
+_owner = 0
 
 
-class _BoundedStream(httpx2.AsyncByteStream):
-    """The bytes of a reply, which fail when they are too many."""
+def _http_loop() -> asyncio.AbstractEventLoop:
+    """The loop; started with the first use, and again in a forked child."""
+    global _shared_loop, _owner
+    with _lock:
+        if _shared_loop is None or _owner != os.getpid():
+            _shared_loop, _owner = asyncio.new_event_loop(), os.getpid()
+            run = _shared_loop.run_forever
+            threading.Thread(target=run, name="model-clients", daemon=True).start()
+        return _shared_loop
 
-    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
-        self._stream = stream
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        count = 0
-        async for chunk in self._stream:
-            count += len(chunk)
-            if count > MOST_REPLY_BYTES:
-                raise BadReply(f"the reply is longer than {MOST_REPLY_BYTES >> 20} MB")
-            yield chunk
+async def _in_http_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Await `make()` in that loop, in a copy of the caller's context.
 
-    async def aclose(self) -> None:
-        await self._stream.aclose()
+    Cancelling the caller cancels the coroutine there, which closes its connection.
+    """
+    loop = _http_loop()
+    if asyncio.get_running_loop() is loop:
+        return await make()
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
+
+
+def _counts(told: Any, *names: str) -> list[int | None]:
+    """Counts of tokens from a reply; None for each that is missing or cannot be true."""
+    values = [told.get(name) if isinstance(told, Mapping) else None for name in names]
+    return [v if type(v) is int and 0 <= v <= MOST_TOKENS else None for v in values]
+
+
+def _text(value: Any, otherwise: str) -> str:
+    return value if isinstance(value, str) else otherwise
+
+
+class Access(StrEnum):
+    """What came of asking for a list of models."""
+
+    GRANTED = "granted"
+    REFUSED = "refused"
+    """The key, or that there is none, was refused."""
+    UNREACHABLE = "unreachable"
+    UNKNOWN = "unknown"
+    """The server answered something that says nothing about the key."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """`models` is None where no list came; `reason` never holds a key."""
+
+    access: Access
+    models: frozenset[str] | None = None
+    reason: str = ""
+
+
+def _listing(content: Any) -> Listing:
+    rows = content.get("data") if isinstance(content, Mapping) else None
+    if not isinstance(rows, list):
+        return Listing(Access.UNKNOWN, reason="its list of models cannot be read")
+    names = [row.get("id") for row in rows if isinstance(row, Mapping)]
+    return Listing(Access.GRANTED, frozenset(name for name in names if isinstance(name, str)))
+
+
+def _no_listing(failure: ModelFailure, reason: str, status: int | None) -> Listing:
+    if status in (401, 403):
+        return Listing(Access.REFUSED, reason=reason)
+    if status in (404, 405, 501):
+        return Listing(Access.UNKNOWN, reason="it offers no list of models")
+    failed = status is None and failure in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT)
+    return Listing(Access.UNREACHABLE if failed else Access.UNKNOWN, reason=reason)
+
+
+_NO_TEXT = ("length", "content_filter")
+"""Reasons to finish with which a reply may have no content at all."""
+
+
+class OpenAIClient(HttpClient):
+    """A `ModelClient` for OpenAI and whatever speaks its chat-completions API: vLLM, Ollama,
+    gateways, and the local sampler's server. `seed` is passed on; servers do their best with it."""
+
+    address = "https://api.openai.com/v1"
+    path = "/chat/completions"
+    models_path = "/models"
+
+    def _make_sdk(self, **options: Any) -> Any:
+        import openai
+
+        return _patient(openai.AsyncOpenAI, self.settings.backoff)(**options)
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [dict(message) for message in ask.messages],
+            "temperature": ask.temperature,
+            "top_p": ask.top_p,
+            "seed": ask.seed,
+            self._limit_name(): ask.max_tokens,
+            "stop": list(ask.stop) or None,
+            "tools": [dict(tool) for tool in ask.tools] or None,
+        }
+        if ask.schema is not None:
+            body["response_format"] = response_format(ask.schema)
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _limit_name(self) -> str:
+        """OpenAI's newer models refuse the old name; other servers may not know the new one."""
+        host = urllib.parse.urlsplit(self.settings.base_url or self.address).hostname or ""
+        own = host == "openai.com" or host.endswith(".openai.com")
+        return "max_completion_tokens" if own else "max_tokens"
+
+    def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
+        choice = content["choices"][0]
+        message, reason = choice["message"], choice.get("finish_reason")
+        said = message.get("content")
+        if said is None and isinstance(message.get("refusal"), str):
+            said, reason = message["refusal"], "content_filter"
+        calls = []
+        for number, called in enumerate(message.get("tool_calls") or ()):
+            function = called["function"]
+            name, arguments = function["name"], function.get("arguments", "{}")
+            if not (isinstance(name, str) and isinstance(arguments, str)):
+                raise BadReply("a tool call has no name, or arguments that are no text")
+            calls.append(tool_call(str(called.get("id") or f"call_{number}"), name, arguments))
+        missing = said is None and not calls and reason not in _NO_TEXT
+        if missing or not isinstance(said, str | list | None):
+            raise BadReply("the reply has no content that is text")
+        return Reply(
+            text=text_of(said),
+            model=_text(content.get("model"), self.model),
+            finish_reason=_text(reason, "stop"),
+            tool_calls=tuple(calls),
+        )
+
+    def _usage(self, content: Mapping[str, Any]) -> Usage | None:
+        told = content.get("usage")
+        prompt, completion = _counts(told, "prompt_tokens", "completion_tokens")
+        if prompt is None or completion is None:
+            return None
+        assert isinstance(told, Mapping)
+        (cached,) = _counts(told.get("prompt_tokens_details"), "cached_tokens")
+        return Usage(prompt, completion, cached or 0)
+
+
+DEFAULT_MAX_TOKENS = 4096
+_REASONS = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+}
+"""Anthropic's reasons to finish in OpenAI's words."""
+
+
+class AnthropicClient(HttpClient):
+    """A `ModelClient` for Anthropic's messages API.
+
+    System messages become the system prompt, tool calls and results content blocks, and a JSON
+    schema a tool that the model must call. That API has no seed, and wants a limit on the answer:
+    `DEFAULT_MAX_TOKENS` where none is given.
+    """
+
+    address = "https://api.anthropic.com"
+    path = "/v1/messages"
+    models_path = "/v1/models?limit=1000"
+
+    def _make_sdk(self, **options: Any) -> Any:
+        import anthropic
+
+        # Addresses of compatible servers are often given with the version.
+        options["base_url"] = options["base_url"].rstrip("/").removesuffix("/v1")
+        kind = _patient(anthropic.AsyncAnthropic, self.settings.backoff)
+        return kind(open_telemetry=False, **options)
+
+    def _most_tokens(self, ask: Ask) -> int:
+        return DEFAULT_MAX_TOKENS if ask.max_tokens is None else ask.max_tokens
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        system = "\n\n".join(
+            text_of(message.get("content"))
+            for message in ask.messages
+            if message["role"] in ("system", "developer")
+        )
+        tools = [_tool(tool) for tool in ask.tools]
+        choice = None
+        if ask.schema is not None:
+            tools.append(_tool(answer_tool(ask.schema)))
+            only = len(tools) == 1
+            choice = {"type": "tool", "name": ANSWER_TOOL} if only else {"type": "any"}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self._most_tokens(ask),
+            "messages": turns(ask.messages),
+            "system": system or None,
+            "temperature": ask.temperature,
+            "top_p": ask.top_p,
+            "stop_sequences": list(ask.stop) or None,
+            "tools": tools or None,
+            "tool_choice": choice,
+        }
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
+        told = _text(content.get("stop_reason"), "stop")
+        reason = _REASONS.get(told, told)
+        if not content["content"] and reason not in ("stop", "length", "content_filter"):
+            raise BadReply("the reply has no content")
+        text, calls = read_blocks(content["content"], ask.schema)
+        if reason == "tool_calls" and not calls:  # the tool was the schema's
+            reason = "stop"
+        model = _text(content.get("model"), self.model)
+        return Reply(text=text, model=model, finish_reason=reason, tool_calls=calls)
+
+    def _usage(self, content: Mapping[str, Any]) -> Usage | None:
+        told = content.get("usage")
+        fresh, completion = _counts(told, "input_tokens", "output_tokens")
+        if fresh is None or completion is None:
+            return None
+        names = ("cache_read_input_tokens", "cache_creation_input_tokens")
+        cached, written = (count or 0 for count in _counts(told, *names))
+        return Usage(fresh + cached + written, completion, cached)
+
+
+def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """OpenAI's messages as Anthropic's, without system messages; equal roles are joined. Raises
+    BadInput: a role or a part of a message has no counterpart."""
+    found: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role in ("system", "developer"):
+            continue
+        if role == "tool":
+            result = {
+                "type": "tool_result",
+                "tool_use_id": message.get("tool_call_id"),
+                "content": text_of(message.get("content")),
+            }
+            role, blocks = "user", [result]
+        elif role in ("user", "assistant"):
+            blocks = _blocks(message.get("content"), f"messages[{number}]")
+            blocks += [_tool_use(call) for call in message.get("tool_calls") or ()]
+        else:
+            raise _untranslatable(f"messages[{number}].role", repr(role), "user, assistant, tool")
+        if found and found[-1]["role"] == role:
+            found[-1]["content"] += blocks
+        else:
+            found.append({"role": role, "content": blocks})
+    return found
+
+
+def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    blocks = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            if part["text"]:
+                blocks.append({"type": "text", "text": part["text"]})
+        elif kind == "image_url":
+            blocks.append({"type": "image", "source": _image(part["image_url"]["url"])})
+        else:
+            raise _untranslatable(f"{where}.content", f"{part!r:.80}", "text, image_url")
+    return blocks
+
+
+def _image(url: str) -> dict[str, str]:
+    if url.startswith("data:"):
+        kind, _, data = url.removeprefix("data:").partition(";base64,")
+        return {"type": "base64", "media_type": kind, "data": data}
+    return {"type": "url", "url": url}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    named = {"name": function["name"], "input_schema": dict(parameters)}
+    if function.get("description"):
+        named["description"] = function["description"]
+    return named
+
+
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    told = function.get("arguments") or "{}"
+    try:
+        arguments = json.loads(told)
+    except ValueError:
+        arguments = told
+    # A model may have written arguments that are no object; the API takes nothing else.
+    given = arguments if isinstance(arguments, Mapping) else {"value": arguments}
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
+
+
+def _untranslatable(where: str, found: str, expected: str) -> BadInput:
+    fix = "leave it out, or use an OpenAI-compatible endpoint"
+    title = "Anthropic's API cannot be asked this."
+    return BadInput(title, [Fault(where, f"one of {expected}", found, fix)])

@@ -60,11 +60,8 @@ class ListedPrice:
     model: str
 
     def cost(self, usage: Usage) -> float:
-        """US dollars.
-
-        Raises:
-            LookupError: the list does not know the model; `listed_price` has checked that.
-        """
+        """US dollars. Raises LookupError: the list does not know the model; `listed_price` has
+        checked that."""
         from genai_prices import Usage as ListUsage
 
         provider, model = _find(self.provider, self.address, self.model)

@@ -1,4 +1,4 @@
-"""From the section `models` to clients: what is checked, and where keys come from.
+"""The section `models`: what is checked, and where keys come from.
 
 A key lives in an environment variable; the configuration holds the variable's name. A value
 that looks like a key where a name belongs is refused without being shown. The same holds for
@@ -12,24 +12,14 @@ import os
 import re
 import urllib.parse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.prices import price_of
 from aflow_tune.sections import ModelSettings, PriceSettings
 from aflow_tune.trace import POLICY
 
-if TYPE_CHECKING:
-    from aflow_tune.models.http_client import HttpClient
-
-__all__ = [
-    "ModelSettings",
-    "PriceSettings",
-    "check_models",
-    "key_variable",
-    "make_client",
-    "make_clients",
-]
+__all__ = ["ModelSettings", "PriceSettings", "check_models", "credentials", "key_variable"]
 
 _KEY_VARIABLES = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -44,37 +34,6 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
-    """The client that the settings describe.
-
-    Raises:
-        BadInput: the settings are wrong, or the key is not in the environment.
-    """
-    if settings.provider == "anthropic":
-        from aflow_tune.models.anthropic_client import AnthropicClient
-
-        return AnthropicClient(settings, role)
-    from aflow_tune.models.openai_client import OpenAIClient
-
-    return OpenAIClient(settings, role)
-
-
-def make_clients(models: Mapping[str, ModelSettings]) -> dict[str, HttpClient]:
-    """A client for every entry of the section `models` that names a model.
-
-    Raises:
-        BadInput: with the faults of all entries.
-    """
-    faults = check_models(models)
-    if faults:
-        raise BadInput("The models cannot be used.", faults)
-    return {
-        name: make_client(settings, name)
-        for name, settings in models.items()
-        if settings.model is not None
-    }
-
-
 def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:
     """What is wrong with the section `models`, missing keys included."""
     faults: list[Fault] = []
@@ -87,11 +46,8 @@ def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:
 
 
 def credentials(settings: ModelSettings, role: str) -> tuple[str | None, dict[str, str]]:
-    """The key (None where none is to be sent) and the extra headers, from the environment.
-
-    Raises:
-        BadInput: the settings are wrong, or a variable is not set.
-    """
+    """The key (None where none is to be sent) and the extra headers, from the environment. Raises
+    BadInput: the settings are wrong, or a variable is not set."""
     faults = _faults(settings, f"models.{role}")
     if faults:
         raise BadInput(f"The model for `{role}` cannot be used.", faults)
@@ -112,8 +68,8 @@ def key_variable(settings: ModelSettings) -> str | None:
 def _faults(settings: ModelSettings, where: str) -> list[Fault]:
     faults: list[Fault] = []
 
-    def add(name: str, expected: str, found: str, cure: str) -> None:
-        faults.append(Fault(f"{where}.{name}", expected, found, cure))
+    def add(name: str, expected: str, found: str, fix: str) -> None:
+        faults.append(Fault(f"{where}.{name}", expected, found, fix))
 
     if settings.provider not in _KEY_VARIABLES:
         add("provider", "openai or anthropic", repr(settings.provider), "provider: openai")
@@ -140,9 +96,9 @@ def _faults(settings: ModelSettings, where: str) -> list[Fault]:
 
 def _variable_faults(variable: str, where: str, what: str) -> list[Fault]:
     if not _VARIABLE.fullmatch(variable):
-        cure = f"export {what} under a name such as MY_API_KEY, and write that name here"
+        fix = f"export {what} under a name such as MY_API_KEY, and write that name here"
         found = "something else, not shown since it may be a key"
-        return [Fault(where, "the name of an environment variable", found, cure)]
+        return [Fault(where, "the name of an environment variable", found, fix)]
     value = os.environ.get(variable, "").strip()
     if not value:
         found = "not set" if variable not in os.environ else "empty"
@@ -176,8 +132,8 @@ def _price_faults(prices: PriceSettings | None, where: str) -> list[Fault]:
     faults = []
     if prices.listed is not None and price_of("openai", None, "", prices) is None:
         expected = "a model of the price list, such as gpt-4o-mini or azure/gpt-4o-mini"
-        cure = "name such a model, or give `input` and `output`"
-        faults.append(Fault(f"{where}.listed", expected, repr(prices.listed), cure))
+        fix = "name such a model, or give `input` and `output`"
+        faults.append(Fault(f"{where}.listed", expected, repr(prices.listed), fix))
     for name in ("input", "output", "cached_input"):
         value = getattr(prices, name)
         missing = value is None and name != "cached_input" and prices.listed is None

@@ -1,13 +1,17 @@
-"""The vocabulary of model clients: what is asked, what comes back, how it can fail."""
+"""The vocabulary of model clients: what is asked, what comes back, how it can fail.
+
+Messages, tools and tool calls have OpenAI's form everywhere; other APIs' clients translate it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from aflow_tune.errors import AflowTuneError
+from aflow_tune.errors import AflowTuneError, BadInput, Fault
 
 Message = Mapping[str, Any]
 """A chat message as OpenAI's API takes it: `role` and `content`, perhaps `tool_calls`."""
@@ -89,3 +93,149 @@ class ModelClient(Protocol):
             BudgetReached: the run's budget does not allow the call.
         """
         ...
+
+
+_TEMPLATE_TOKENS = 64
+"""What a chat template may add to a conversation, beside the next line."""
+_MESSAGE_TOKENS = 16
+"""What a chat template may add to one message."""
+_TOOL_PROMPT_TOKENS = 1024
+"""What a vendor's own instructions for tools may add."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """The arguments of `ModelClient.complete`, with a client's configuration filled in."""
+
+    messages: Sequence[Message]
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    seed: int | None = None
+    schema: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def check(self) -> None:
+        """Raises BadInput where the messages are no conversation."""
+        faults = []
+        if not self.messages or isinstance(self.messages, str | Mapping):
+            found = f"{self.messages!r:.80}"
+            fix = "pass [{'role': 'user', 'content': TEXT}]"
+            faults.append(Fault("messages", "a list of messages", found, fix))
+        else:
+            for number, message in enumerate(self.messages):
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                    fix = "give each message `role` and `content`"
+                    found = f"{message!r:.80}"
+                    where = f"messages[{number}]"
+                    faults.append(Fault(where, "a message with a role", found, fix))
+        if isinstance(self.stop, str):
+            faults.append(Fault("stop", "a list of texts", repr(self.stop), "pass [TEXT]"))
+        if faults:
+            raise BadInput("The model cannot be asked this.", faults)
+
+    def most_prompt_tokens(self) -> int:
+        """An upper bound for texts: a token is at least one byte of the request's JSON."""
+        parts = [list(map(dict, self.messages)), self.schema, list(map(dict, self.tools))]
+        text = json.dumps(parts, ensure_ascii=False, default=str)
+        extra = _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages)
+        if self.tools or self.schema:
+            extra += _TOOL_PROMPT_TOKENS
+        return len(text.encode(errors="replace")) + extra
+
+    def identity(self) -> str:
+        """A canonical text of everything asked; equal texts are equal questions."""
+        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        content["messages"] = [dict(message) for message in self.messages]
+        content["tools"] = [dict(tool) for tool in self.tools]
+        content["stop"] = list(self.stop)
+        return json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr)
+
+
+def function_tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    function = {"name": name, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
+
+
+def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call in OpenAI's form; `arguments` is JSON text."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": identifier, "type": "function", "function": function}
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a text, or a list of parts of which some are text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        part["text"]
+        for part in content
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+    )
+
+
+ANSWER_TOOL = "answer"
+"""The tool by which a model without JSON schemas is made to follow one."""
+
+
+def answer_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool whose arguments follow `schema`, which is wrapped if it is no object's."""
+    if schema.get("type") != "object":
+        schema = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
+    return function_tool(ANSWER_TOOL, "Give your answer by calling this tool, once.", schema)
+
+
+def answer_text(schema: Mapping[str, Any], arguments: Any) -> str:
+    """The JSON text of an answer that was given through `answer_tool`."""
+    wrapped = schema.get("type") != "object" and isinstance(arguments, Mapping)
+    return json.dumps(arguments.get("value") if wrapped else arguments, ensure_ascii=False)
+
+
+def read_blocks(
+    blocks: Sequence[Any], schema: Mapping[str, Any] | None
+) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+    """Text and tool calls of an answer in Anthropic's or AgentScope's blocks; what was given
+    through `answer_tool` becomes the text.
+
+    Raises:
+        TypeError, KeyError, AttributeError: a block has another form.
+    """
+    texts: list[str] = []
+    calls: list[Mapping[str, Any]] = []
+    for block in blocks:
+        if block["type"] == "text":
+            texts.append(block["text"] or "")
+        elif block["type"] == "tool_use":
+            given = block.get("input") or {}
+            if schema is not None and block["name"] == ANSWER_TOOL:
+                return answer_text(schema, given), ()
+            told = json.dumps(given, ensure_ascii=False)
+            identifier = str(block.get("id") or f"call_{len(calls)}")
+            calls.append(tool_call(identifier, str(block["name"]), told))
+    return "".join(texts), tuple(calls)
+
+
+def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's form of a JSON schema for the answer, strict where the schema allows that."""
+    named = {"name": "answer", "schema": dict(schema), "strict": _can_be_strict(schema)}
+    return {"type": "json_schema", "json_schema": named}
+
+
+def _can_be_strict(schema: Any) -> bool:
+    """Whether every object lists all its properties as required and allows no others."""
+    if isinstance(schema, Mapping):
+        properties = schema.get("properties")
+        if schema.get("type") == "object" or isinstance(properties, Mapping):
+            named = set(properties or ())
+            if schema.get("additionalProperties") is not False:
+                return False
+            if set(schema.get("required") or ()) != named:
+                return False
+        return all(_can_be_strict(part) for part in schema.values())
+    if isinstance(schema, list):
+        return all(_can_be_strict(part) for part in schema)
+    return True

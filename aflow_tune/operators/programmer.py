@@ -21,8 +21,7 @@ from aflow_tune.operators.outcome import OperatorResult, Outcome
 from aflow_tune.operators.prompts import Prompt
 from aflow_tune.operators.reading import Form
 from aflow_tune.sandbox import run_program
-from aflow_tune.sandbox.packages import installed
-from aflow_tune.sandbox.policy import meant, parts
+from aflow_tune.sandbox.policy import installed, meant, parts
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
 from aflow_tune.scoring.boxed import boxed_if_asked
 

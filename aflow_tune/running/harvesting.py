@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity.common.config import DataSelectorConfig
 
-from aflow_tune.config.accounting import books_of
+from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.file_rules import run_folders, templates_of
 from aflow_tune.config.mixes import benchmarks_of
 from aflow_tune.data.leaks import find_leaks
@@ -44,7 +44,7 @@ from aflow_tune.harvest.candidates import PastRun, past_candidates, template_can
 from aflow_tune.harvest.harvest import Candidate, Harvest, Harvested, Problem
 from aflow_tune.harvest.trials import Journal, Lesson, Trial
 from aflow_tune.harvest.trying import Trying
-from aflow_tune.models.books import client_for
+from aflow_tune.models.clients import client_for
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.harvest import COUNTS_FILE
 from aflow_tune.report.rollouts import read_rollouts
@@ -145,7 +145,7 @@ class _Harvesting:
         self.folder = folder
         self.workflow = workflow
         self._stop, self._phase = stop, phase
-        self._books = books_of(config)
+        self._books = spend_of(config)
 
     async def run(self) -> Harvested:
         """Raises as `run_harvest`, but for an empty result."""

@@ -17,13 +17,14 @@ from typing import Any
 
 from trinity.buffer import get_buffer_reader
 
-from aflow_tune.config.accounting import books_of
+from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.changes import fingerprint_of, render_changes, save_resolved
 from aflow_tune.config.engine import choose_engine, give_engine_settings, use_recorded
+from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.mixes import merge_mix
 from aflow_tune.config.prepare import prepare
 from aflow_tune.config.quiet import log_to
-from aflow_tune.config.settings import AflowConfig, Change
+from aflow_tune.config.settings import Change
 from aflow_tune.config.tasksets import materialise_tasksets
 from aflow_tune.config.validate import check_data, check_run_prompts, needs_workflow
 from aflow_tune.contract.signature import check_functions
@@ -161,7 +162,7 @@ class Run:
             Interrupted: `stop` said so; the state is saved.
             BudgetReached: a limit of the configuration was reached; the state is saved.
         """
-        self.books = books_of(self.config)
+        self.books = spend_of(self.config)
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.errors import BadInput
-from aflow_tune.models.account import PICO
+from aflow_tune.models.spend import PICO
 from aflow_tune.report.best import ranked, scores_of
 from aflow_tune.report.evaluation import FOLDER
 from aflow_tune.report.metrics import FILE_NAME, parse_line

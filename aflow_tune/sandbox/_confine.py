@@ -1,4 +1,4 @@
-"""The Landlock wall from inside: what the program's process does to itself before it starts.
+"""Landlock from inside: what the program's process does to itself before it starts.
 
 Sent and run as `_inside.py` is. Landlock (kernel documentation: userspace-api/landlock) takes
 away every right to files but those of the rules, here a read-only system and one private folder;
@@ -21,7 +21,7 @@ ALL_FILE_RIGHTS = (1 << 15) - 1
 IOCTL_DEV = 1 << 15
 TCP_RIGHTS = 0b11
 SCOPES = 0b11
-"""Abstract sockets and signals: nothing outside of this wall."""
+"""Abstract sockets and signals: only those of this sandbox."""
 OF_PLAIN_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 
 MEANINGS = {
@@ -39,7 +39,7 @@ def version() -> int:
 
 
 def confine(rules: list[tuple[str, str]], filter_program: bytes) -> None:
-    """Put this process, and whatever it will start, behind the wall. OSError: it stands not."""
+    """Confine this process, and whatever it will start. OSError: a step was refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
 

@@ -1,12 +1,11 @@
 """What runs inside a sandbox: a supervisor, and in a child of it the program.
 
-This file is never imported there: its compiled code, after that of `_watch.py`, is sent over the
-control socket to an interpreter that was started with nothing but a line to receive it
-(`process.py`), so both share one namespace and use built-in modules only. Behind bubblewrap the
-supervisor is process 1 of its own process namespace; behind Landlock and in a plain subprocess it
-adopts the orphans of the tree. It watches time, memory, processes and disk, and says how the
-program ended. It is inside the wall as well, so the parent believes it no more than it must:
-every limit that the parent can see from outside, it keeps itself too.
+This file is never imported there: its compiled code is sent over the control socket to an
+interpreter that was started with nothing but a line to receive it (`process.py`), so it uses
+built-in modules only. Behind bubblewrap the supervisor is process 1 of its own process namespace;
+behind Landlock and in a plain subprocess it adopts the orphans of the tree. It watches time,
+memory, processes and disk, and says how the program ended. It is confined as well, so the parent
+believes it no more than it must: every limit that the parent can see from outside, it keeps too.
 
 A module of ours may come with the setup (`preload`), to be loaded before there is a program: what
 it imports takes longer than many a program runs. The program finds it as `aflow_preloaded`.
@@ -26,7 +25,9 @@ import gc
 import marshal
 import os
 import resource
+import select
 import sys
+import time
 
 # `typing` takes longer to import than a small program runs.
 TYPE_CHECKING = False
@@ -34,12 +35,10 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any, NoReturn
 
-    from aflow_tune.sandbox._watch import MB, Ignored, Watch, kill, kill_descendants
-
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 TOLD, CHANNEL = 200, 3
-"""File descriptors in the child: where it tells that the wall stands, and the channel."""
-STANDS = b"stands"
+"""File descriptors in the child: where it tells that it is confined, and the channel."""
+CONFINED = b"confined"
 
 
 def main(control: _socket.socket, channel: int) -> None:
@@ -50,7 +49,7 @@ def main(control: _socket.socket, channel: int) -> None:
     child = -1
     # The parent may be gone at any time; whatever happens, nothing may stay behind.
     with Ignored():
-        if setup["wall"] != "bubblewrap":
+        if setup["backend"] != "bubblewrap":
             make_folder(setup)
         if setup["confine"] is not None:
             scope: dict[str, Any] = {"__name__": "confine"}
@@ -61,7 +60,7 @@ def main(control: _socket.socket, channel: int) -> None:
         control.sendall(b"ready\n")
         job = receive(control)
         if job is not None:
-            if setup["wall"] == "bubblewrap":
+            if setup["backend"] == "bubblewrap":
                 # Nobody inside may look into process 1 or change it through /proc.
                 call_prctl(PR_SET_DUMPABLE, 0)
             stdin_read, stdin_write = os.pipe()
@@ -88,15 +87,15 @@ def main(control: _socket.socket, channel: int) -> None:
         reason = f"{type(error).__name__}: {error}".encode("ascii", "replace")[:500]
         os.write(TOLD, reason.replace(b"\n", b" "))
         os._exit(125)
-    os.write(TOLD, STANDS)
+    os.write(TOLD, CONFINED)
     os.close(TOLD)
     run(job)
 
 
 def load_ahead(setup: dict[str, Any]) -> None:
     """Load the channel's module, and the one that was asked for."""
-    if setup["wall"] != "unsafe_subprocess":
-        # No socket can be made behind a wall, and without it `asyncio` is a quarter smaller.
+    if setup["backend"] != "unsafe_subprocess":
+        # No socket can be made in a sandbox, and without it `asyncio` is a quarter smaller.
         sys.modules["ssl"] = None  # type: ignore[assignment]
     load("aflow_channel", setup["channel"])
     load("aflow_preloaded", setup["preload"])
@@ -126,7 +125,7 @@ def supervise(control: _socket.socket, watch: Watch, told: int, wake: int, stdin
     heard = b""
     while piece := os.read(told, 1000):
         heard += piece
-    if heard != STANDS:
+    if heard != CONFINED:
         control.sendall(b"refused " + (heard or b"its process ended at once") + b"\n")
         return
     control.sendall(b"started\n")
@@ -154,7 +153,7 @@ def receive(control: _socket.socket) -> Any:
 
 def leave(setup: dict[str, Any], child: int) -> NoReturn:
     """End, and leave nothing behind. The end of process 1 ends everything inside."""
-    if setup["wall"] == "bubblewrap":
+    if setup["backend"] == "bubblewrap":
         os._exit(0)
     if child > 0:
         kill_descendants(child)
@@ -173,7 +172,7 @@ def call_prctl(option: int, value: int) -> None:
 
 
 def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
-    """In the child: descriptors, limits, the inner wall, the program's files."""
+    """In the child: descriptors, limits, confinement, the program's files."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     os.setsid()
@@ -183,7 +182,7 @@ def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
         os.dup2(TOLD + 1, CHANNEL)
     os.closerange(TOLD + 1, os.sysconf("SC_OPEN_MAX"))
     os.umask(0o077)
-    if setup["wall"] == "bubblewrap":
+    if setup["backend"] == "bubblewrap":
         call_prctl(PR_SET_DUMPABLE, 1)
     else:
         make_killable()
@@ -191,7 +190,7 @@ def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
         os.setgroups([])
         os.setresgid(*[setup["uid"]] * 3)
         os.setresuid(*[setup["uid"]] * 3)
-    if sys.platform == "linux" and setup["wall"] != "bubblewrap":
+    if sys.platform == "linux" and setup["backend"] != "bubblewrap":
         call_prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
         call_prctl(PR_SET_DUMPABLE, 1)
     set_limits(setup, job["limits"])
@@ -236,7 +235,7 @@ def make_killable() -> None:
 def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
     cpu = limits["cpu_seconds"]
     processes = limits["processes"] + 1
-    if setup["wall"] != "bubblewrap" and setup["uid"] is None:
+    if setup["backend"] != "bubblewrap" and setup["uid"] is None:
         # Without a user namespace or a user of its own, the kernel counts all of this user's.
         processes += tasks_of(os.getuid())
     wanted = {
@@ -264,7 +263,7 @@ def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
                 value, more = min(value, hard), min(more, hard)
             resource.setrlimit(kind, (value, more))
         except (OSError, ValueError):
-            if setup["wall"] != "unsafe_subprocess":
+            if setup["backend"] != "unsafe_subprocess":
                 raise
 
 
@@ -308,3 +307,261 @@ def run(job: dict[str, Any]) -> None:
         error.__traceback__ = trace.tb_next if trace else None
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(1) from None
+
+
+POLL_SECONDS = 0.01
+DISK_EVERY = 3
+"""Polls between two looks at the disk, which may take longer."""
+MOST_FILES = 20_000
+MB = 1 << 20
+
+
+class Ignored:
+    """`contextlib.suppress(OSError)`; that module would bring many others into the program."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, OSError)
+
+
+class Watch:
+    """Watches the tree of one program from the supervisor."""
+
+    def __init__(self, setup: dict[str, Any], job: dict[str, Any], child: int) -> None:
+        self.private = setup["backend"] == "bubblewrap"
+        self.folder = setup["folder"]
+        self.limits = job["limits"]
+        self.stdin = memoryview(job["stdin"])
+        self.child = child
+        self.status: int | None = None
+        self.hits: set[str] = set()
+        self.can_see = os.path.isdir("/proc/self/task")
+        self.page = os.sysconf("SC_PAGE_SIZE")
+
+    def until_it_ends(self, control: _socket.socket, wake: int, stdin: int) -> str:
+        """Returns why it had to be ended, or '' where the program ended by itself."""
+        poller = select.poll()
+        poller.register(control.fileno(), select.POLLIN)
+        poller.register(wake, select.POLLIN)
+        if self.stdin:
+            poller.register(stdin, select.POLLOUT)
+        else:
+            os.close(stdin)
+        end = time.monotonic() + self.limits["seconds"]
+        ticks = 0
+        next_look = 0.0
+        while True:
+            wait = min(POLL_SECONDS, max(0.0, end - time.monotonic()))
+            for descriptor, _ in poller.poll(wait * 1000 + 1):
+                if descriptor == wake:
+                    os.read(wake, 4096)
+                elif descriptor == stdin:
+                    self._feed(poller, stdin)
+                else:
+                    return "parent"
+            self._reap()
+            if self.status is not None:
+                self._look_at_disk()
+                return ""
+            now = time.monotonic()
+            if now >= end:
+                self.hits.add("seconds")
+                return "seconds"
+            if self.can_see and now >= next_look:
+                next_look = now + POLL_SECONDS
+                ticks += 1
+                reason = self._look()
+                if not reason and ticks % DISK_EVERY == 0:
+                    reason = self._look_at_disk()
+                if reason:
+                    self.hits.add(reason)
+                    return reason
+
+    def _feed(self, poller: select.poll, stdin: int) -> None:
+        try:
+            self.stdin = self.stdin[os.write(stdin, self.stdin[:65536]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # the program does not read it
+            self.stdin = self.stdin[:0]
+        if not self.stdin:
+            poller.unregister(stdin)
+            os.close(stdin)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.child:
+                self.status = status
+
+    def _pids(self) -> list[int]:
+        if self.private:
+            return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        return descendants()
+
+    def _look(self) -> str:
+        """'memory_mb' or 'processes' where the tree has too much of it."""
+        pids = self._pids()
+        resident, tasks = 0, 0
+        for pid in pids:
+            try:
+                resident += int(read(f"{place_of(pid)}/statm").split()[1]) * self.page
+                tasks += len(os.listdir(f"/proc/{pid}/task"))
+            except (OSError, IndexError):
+                continue
+        if tasks >= self.limits["processes"]:
+            self.hits.add("processes")
+        if not self.private and tasks > self.limits["processes"] + 1:
+            return "processes"
+        bound = self.limits["memory_mb"] * MB
+        if resident <= bound:
+            return ""
+        # Pages that several processes share were counted for each of them.
+        shares = sum(proportional(pid, self.page) for pid in pids)
+        return "memory_mb" if shares > bound else ""
+
+    def _look_at_disk(self) -> str:
+        """'disk_mb' where the tree wrote too much; a private file system only notes that."""
+        bound = self.limits["disk_mb"] * MB
+        if self.private:
+            room = os.statvfs("/tmp")
+            if room.f_bavail == 0:
+                self.hits.add("disk_mb")
+            # The size of such a file system bounds what is in files, not how many there are.
+            return "disk_mb" if room.f_files - room.f_ffree > MOST_FILES else ""
+        if not self.can_see:
+            return ""
+        used, files = folder_size(self.folder)
+        used += unlinked_size(self._pids(), bound)
+        return "disk_mb" if used > bound or files > MOST_FILES else ""
+
+
+def read(path: str) -> bytes:
+    """A file of /proc, which gives no more than a page at a time."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        text = b""
+        while piece := os.read(descriptor, 65536):
+            text += piece
+        return text
+    finally:
+        os.close(descriptor)
+
+
+def place_of(pid: int) -> str:
+    """Where /proc tells of a process.
+
+    Once its first thread has ended, its own place shows an empty process, whatever the other
+    threads go on with; theirs show it as it is.
+    """
+    place = f"/proc/{pid}"
+    with Ignored():
+        if read(f"{place}/statm").startswith(b"0 "):
+            for task in os.listdir(f"{place}/task"):
+                with Ignored():
+                    if not read(f"{place}/task/{task}/statm").startswith(b"0 "):
+                        return f"{place}/task/{task}"
+    return place
+
+
+def proportional(pid: int, page: int) -> int:
+    """Bytes of memory of a process, shared pages divided among those who share them."""
+    place = place_of(pid)
+    try:
+        for line in read(f"{place}/smaps_rollup").splitlines():
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return int(read(f"{place}/statm").split()[1]) * page
+    except (OSError, IndexError):
+        return 0
+
+
+def descendants() -> list[int]:
+    """Every process below this one."""
+    if not os.path.isdir("/proc/self/task"):
+        return []
+    found: list[int] = []
+    pending = [os.getpid()]
+    while pending:
+        pid = pending.pop()
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                below = [int(word) for word in read(f"/proc/{pid}/task/{task}/children").split()]
+                found += below
+                pending += below
+        except OSError:
+            continue
+    return found
+
+
+def kill(pid: int) -> None:
+    with Ignored():
+        os.kill(pid, _signal.SIGKILL)
+
+
+def kill_descendants(child: int) -> None:
+    """Kill until there is none. Orphans become our children, so no child means no descendant."""
+    while True:
+        for pid in descendants():
+            kill(pid)
+        if not os.path.isdir("/proc/self/task"):  # nothing lists processes (macOS)
+            with Ignored():
+                os.killpg(child, _signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def folder_size(folder: str) -> tuple[int, int]:
+    """Bytes on disk below a folder, and how many entries; stops where there are too many."""
+    used, files = 0, 0
+    pending = [folder]
+    while pending and files <= MOST_FILES:
+        try:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    used += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+        except OSError:
+            continue
+    return used, files
+
+
+def unlinked_size(pids: list[int], at_most: int) -> int:
+    """Bytes of files that have no name any more but are still open or mapped somewhere."""
+    sizes: dict[tuple[int, int], int] = {}
+    mapped = 0
+    for pid in pids:
+        place = place_of(pid)
+        try:
+            for name in os.listdir(f"{place}/fd"):
+                # One that was closed meanwhile says nothing about the others.
+                with Ignored():
+                    about = os.stat(f"{place}/fd/{name}")
+                    if about.st_nlink == 0:
+                        sizes[about.st_dev, about.st_ino] = about.st_blocks * 512
+            for line in read(f"{place}/maps").splitlines():
+                # "/dev/zero" is how shared anonymous memory is shown; memory counts it.
+                if line.endswith(b" (deleted)") and b" /dev/zero" not in line:
+                    words = line.split()
+                    major, minor = (int(part, 16) for part in words[3].split(b":"))
+                    if (os.makedev(major, minor), int(words[4])) not in sizes:
+                        mapped = at_most + 1  # only its descriptor would have told its size
+        except (OSError, ValueError, IndexError):
+            continue
+    return sum(sizes.values()) + mapped

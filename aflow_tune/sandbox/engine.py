@@ -9,7 +9,7 @@ Each sandbox is used once. From the second program on, some are kept ready in ad
 kind that was wanted; when none was wanted for a while they end. A process that was forked starts
 an engine of its own.
 
-Left to others: what a wall is (`levels.py`), one sandbox's life (`process.py`).
+Left to others: what a backend is (`backends.py`), one sandbox's life (`process.py`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ import atexit
 import concurrent.futures
 import contextlib
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from aflow_tune.sandbox.job import WallFailed
-from aflow_tune.sandbox.levels import Levels
+from aflow_tune.sandbox.backends import (
+    Detection,
+    attack,
+    check_machine,
+    launch,
+    unavailable,
+    unsafe_warning,
+)
 from aflow_tune.sandbox.policy import parts
-from aflow_tune.sandbox.process import Sandbox, ends
+from aflow_tune.sandbox.process import BackendFailed, Sandbox, ends
 from aflow_tune.sandbox.types import Level, Limits, SandboxUnavailable
 
 T = TypeVar("T")
@@ -53,7 +60,9 @@ class Engine:
         self._closing = False
         self._idle: asyncio.TimerHandle | None = None
         self._loop = asyncio.new_event_loop()
-        self.levels = Levels()
+        self._found: dict[str, Detection] = {}
+        self._detecting = asyncio.Lock()
+        self._warned = False
         self.running = asyncio.Semaphore(4 * cores)
         """Programs that run at once; held by `run_program`, not by channels."""
         self._starting = asyncio.Semaphore(2 * cores)
@@ -76,10 +85,10 @@ class Engine:
             preload: a module of ours that it has loaded before it gets its program; '' for none.
 
         Raises:
-            SandboxUnavailable: no wall that the policy accepts can be built.
+            SandboxUnavailable: no backend that the policy accepts can be built.
         """
-        wall, packages = parts(policy)
-        level = await self.levels.choose(wall, self)
+        backend, packages = parts(policy)
+        level = await self._choose(backend)
         # Code that is loaded in advance is a graph's, which imports nothing of the kind.
         sandbox = await self._take((level, disk_mb, preload, () if preload else packages))
         try:
@@ -91,15 +100,58 @@ class Engine:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(closing)
 
+    async def detect(self, policy: str) -> Detection:
+        """The backend for a policy, proved by starting a sandbox; remembered."""
+        async with self._detecting:
+            if policy not in self._found:
+                self._found[policy] = await self._detect(policy)
+            return self._found[policy]
+
+    async def _choose(self, policy: str) -> Level:
+        found = await self.detect(policy)
+        if found.level is None:
+            raise SandboxUnavailable(unavailable(policy, found))
+        if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
+            self._warned = True
+            print(unsafe_warning(), file=sys.stderr, flush=True)
+        return found.level
+
+    async def _detect(self, policy: str) -> Detection:
+        reasons: dict[str, str] = {}
+        if policy == Level.UNSAFE_SUBPROCESS:
+            return Detection(Level.UNSAFE_SUBPROCESS, {policy: "asked for; it confines nothing"})
+        order = (Level.BUBBLEWRAP, Level.LANDLOCK) if policy == "auto" else (Level(policy),)
+        for level in order:
+            try:
+                check_machine(level)
+                await self._prove(level)
+            except (BackendFailed, OSError) as error:
+                reasons[level.value] = str(error)
+            else:
+                reasons[level.value] = "a sandbox was started and seen to hold"
+                return Detection(level, reasons)
+        return Detection(None, reasons)
+
+    async def _prove(self, level: Level) -> None:
+        sandbox = await self.start(level, Limits().disk_mb)
+        if level is Level.BUBBLEWRAP:  # `ready` has looked at it; a program may have it
+            self._waiting[level, Limits().disk_mb, "", ()].append(sandbox)
+            self._rest_later()
+            return
+        try:
+            await attack(sandbox)
+        finally:
+            await _discard(sandbox)
+
     async def start(
         self, level: Level, disk_mb: int, preload: str = "", packages: tuple[str, ...] = ()
     ) -> Sandbox:
-        """A new sandbox that is ready. WallFailed: it did not become so."""
+        """A new sandbox that is ready. BackendFailed: it did not become so."""
         async with self._starting:
             try:
-                sandbox = Sandbox(level, self.levels.launch(level, disk_mb, packages), preload)
+                sandbox = Sandbox(level, launch(level, disk_mb, packages), preload)
             except OSError as error:
-                raise WallFailed(str(error)) from error
+                raise BackendFailed(str(error)) from error
             try:
                 await sandbox.ready()
             except BaseException:
@@ -107,15 +159,6 @@ class Engine:
                 sandbox.channel.close()
                 raise
             return sandbox
-
-    async def first(self, level: Level) -> Sandbox:
-        """A sandbox for finding out whether a wall stands."""
-        return await self.start(level, Limits().disk_mb)
-
-    def keep(self, sandbox: Sandbox) -> None:
-        """Let one of those wait for a program; until there is one, not for long."""
-        self._waiting[sandbox.level, Limits().disk_mb, "", ()].append(sandbox)
-        self._rest_later()
 
     async def _take(self, kind: _Kind) -> Sandbox:
         self._served += 1
@@ -129,7 +172,7 @@ class Engine:
         if found is None:
             try:
                 found = await self.start(*kind)
-            except WallFailed as error:
+            except BackendFailed as error:
                 raise SandboxUnavailable(
                     f"the {kind[0].value} sandbox could not be started, so the program was not "
                     f"run: {error}"
@@ -153,7 +196,7 @@ class Engine:
 
     async def _add(self, kind: _Kind) -> None:
         # Who needs one will start one, and say what is wrong.
-        with contextlib.suppress(WallFailed):
+        with contextlib.suppress(BackendFailed):
             sandbox = await self.start(*kind)
             if self._closing:
                 await _discard(sandbox)

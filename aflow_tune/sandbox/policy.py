@@ -1,19 +1,28 @@
-"""What `auto` means in a run: the configuration's `sandbox:`, carried by a context variable.
+"""What `sandbox:` of a configuration means: a backend, and the packages that programs may import.
 
-Operators, scoring and graphs take a policy of their own, `auto` by default; a policy that they
-were given explicitly wins. A policy is the name of a wall, followed by the packages that programs
-may import: `auto+numpy+sympy`. So one word says all of it wherever policies are handed on.
+In a run a context variable carries it, as what `auto` means; operators, scoring and graphs take a
+policy of their own, `auto` by default, and one that they were given explicitly wins. A policy is
+the name of a backend, followed by packages: `auto+numpy+sympy`, so that one word says all of it.
+
+A package brings what its distribution requires and the libraries that came with it (`numpy.libs`),
+and nothing else: programs get a finder for these names alone, and no other folder of installed
+packages can be read. Nothing is imported here.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.sandbox import packages
 from aflow_tune.sandbox.types import Level
 
 POLICIES = ("auto", *(level.value for level in Level))
@@ -35,44 +44,144 @@ def use_policy(policy: str) -> Iterator[None]:
 
 def meant(policy: str) -> str:
     """The policy that applies where this one was given. BadInput: there is no such policy."""
-    wall, names = parts(policy)
-    if wall not in POLICIES:
+    backend, names = parts(policy)
+    if backend not in POLICIES:
         raise BadInput(
             "unknown sandbox policy",
             [Fault("sandbox", f"one of {', '.join(POLICIES)}", repr(policy), "use auto")],
         )
-    if wall != "auto":
+    if backend != "auto":
         return policy
-    wall, more = parts(_policy.get())
-    return "+".join(dict.fromkeys((wall, *more, *names)))
+    backend, more = parts(_policy.get())
+    return "+".join(dict.fromkeys((backend, *more, *names)))
 
 
 def parts(policy: str) -> tuple[str, tuple[str, ...]]:
-    """The wall and the packages of a policy."""
-    wall, *names = policy.split("+")
-    return wall, tuple(names)
+    """The backend and the packages of a policy."""
+    backend, *names = policy.split("+")
+    return backend, tuple(names)
 
 
 def of_setting(value: Any) -> str:
-    """The policy that `sandbox:` of a configuration means: a wall, or a mapping with `policy` and
-    `packages`.
-
-    Raises:
-        BadInput: it is something else, or a package cannot be given to programs.
-    """
+    """The policy that `sandbox:` means: a backend, or a mapping with `policy` and `packages`.
+    Raises BadInput: it is something else, or a package cannot be given to programs."""
     if isinstance(value, str):
-        wall, names = parts(value)
+        backend, names = parts(value)
     elif isinstance(value, Mapping) and not set(value) - {"policy", "packages"}:
-        wall, names = value.get("policy", "auto"), value.get("packages") or ()
+        backend, names = value.get("policy", "auto"), value.get("packages") or ()
         if isinstance(names, str):
             names = (names,)
     else:
         expected = "one of " + ", ".join(POLICIES) + ", or {policy: auto, packages: [numpy]}"
         fault = Fault("sandbox", expected, f"{value!r:.80}", "write `sandbox: auto`")
         raise BadInput("There is no such sandbox.", [fault])
-    if wall not in POLICIES:
+    if backend not in POLICIES:
         expected = "one of " + ", ".join(POLICIES)
-        fault = Fault("sandbox.policy", expected, repr(wall), "write `auto`")
+        fault = Fault("sandbox.policy", expected, repr(backend), "write `auto`")
         raise BadInput("There is no such sandbox.", [fault])
-    packages.find(tuple(names), "sandbox.packages")
-    return "+".join(dict.fromkeys((wall, *names)))
+    find_packages(tuple(names), "sandbox.packages")
+    return "+".join(dict.fromkeys((backend, *names)))
+
+
+MATHEMATICS = ("numpy", "sympy")
+"""What programs that solve mathematics are written with."""
+
+
+@dataclass(frozen=True)
+class Packages:
+    """Where packages and what they require lie."""
+
+    files: tuple[tuple[str, str], ...] = ()
+    """Name and file (`__init__.py` of a package) of each module that can be imported."""
+    folders: tuple[str, ...] = ()
+    """Folders and files that must be readable; links resolved."""
+
+
+def installed(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of some names that `find_packages` finds."""
+    found = []
+    for name in names:
+        try:
+            find_packages((name,))
+        except BadInput:
+            continue
+        found.append(name)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def find_packages(names: tuple[str, ...], where: str = "sandbox: packages") -> Packages:
+    """Look packages up, with what they require. Raises BadInput: with every name that is no
+    package, or not one that is installed here."""
+    faults: list[Fault] = []
+    files: dict[str, str] = {}
+    folders: dict[str, None] = {}
+    pending = [(name, f"{where}[{number}]") for number, name in enumerate(names)]
+    while pending:
+        name, place = pending.pop(0)
+        if name in files:
+            continue
+        file, found = _file_of(name)
+        if file is None:
+            fix = f"pip install {name}, or leave it out"
+            if found != "not installed":
+                fix = "name packages as programs import them, such as numpy"
+            faults.append(Fault(place, "an installed package", f"{name!r:.80}: {found}", fix))
+            continue
+        files[name] = file
+        whole = os.path.dirname(file) if os.path.basename(file) == "__init__.py" else file
+        folders[whole] = None
+        for distribution in _distributions().get(name, ()):
+            for libraries in {name, distribution}:
+                beside = os.path.join(os.path.dirname(whole), f"{libraries}.libs")
+                if os.path.isdir(beside):
+                    folders[beside] = None
+            pending += [(other, place) for other in _required(distribution)]
+    if faults:
+        raise BadInput("These packages cannot be given to programs.", faults)
+    return Packages(tuple(files.items()), tuple(folders))
+
+
+def _file_of(name: object) -> tuple[str | None, str]:
+    """The file of a module, or why there is none."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        return None, "no plain name"
+    if name in sys.stdlib_module_names:
+        return None, "of the standard library, which is there already"
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return None, "not installed"
+    if spec.origin is None or not os.path.isfile(spec.origin):
+        return None, "a folder without __init__.py"
+    return os.path.realpath(spec.origin), ""
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    """Distributions by what can be imported of them."""
+    from importlib.metadata import packages_distributions  # takes long to import
+
+    found = packages_distributions()
+    return {name: list(dict.fromkeys(whose)) for name, whose in found.items()}
+
+
+def _required(distribution: str) -> list[str]:
+    """The modules of what a distribution requires here, without its extras."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    wanted = set()
+    for text in requires(distribution) or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            wanted.add(canonicalize_name(requirement.name))
+    return [
+        name
+        for name, whose in _distributions().items()
+        if any(canonicalize_name(item) in wanted for item in whose) and not name.startswith("_")
+    ]

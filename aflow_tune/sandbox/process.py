@@ -1,30 +1,110 @@
-"""One sandbox, seen from outside: start it, see that its wall stands, run one program, end it.
+"""One sandbox, seen from outside: start it, see that it holds, run one program, end it.
 
-A sandbox is an interpreter behind a wall that waits for its one program (`_inside.py`). Every
-method runs on the event loop of `engine.py`'s thread. What comes out of a sandbox is data of
-unknown honesty: output is cut at its limit, reports are parsed strictly, and time is kept here
-as well.
+A sandbox is an interpreter that waits, confined, for its one program (`_inside.py`). Every method
+runs on the event loop of `engine.py`'s thread. What comes out of a sandbox is data of unknown
+honesty: output is cut at its limit, reports are parsed strictly and win nothing by lying, and time
+is kept here as well.
 
-Left to others: which wall (`walls.py`, `levels.py`), when to start one (`engine.py`).
+Left to others: which backend (`backends.py`), when to start one (`engine.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib.util
+import marshal
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from types import CodeType
+from typing import Any
 
-from aflow_tune.sandbox.ending import execution_of
-from aflow_tune.sandbox.job import Job, WallFailed, code_of, framed, inside_code
-from aflow_tune.sandbox.paths import system_paths
-from aflow_tune.sandbox.types import Execution, Level
-from aflow_tune.sandbox.walls import FILTER, Launch
+from aflow_tune.sandbox.types import Ending, Execution, Level, Limits
+from aflow_tune.sandbox.view import system_paths
+
+
+class BackendFailed(Exception):
+    """The sandbox does not hold, so no program was run in it. The text says why."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one sandbox: the command before the interpreter, and what it is told."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    setup: dict[str, Any]
+    descriptors: tuple[int, ...] = ()
+    """To be inherited beside the sandbox's own."""
+    filter_program: bytes | None = None
+    """For the descriptor whose number replaces FILTER in the command."""
+
+
+FILTER = "<filter>"
+
+
+@functools.cache
+def code_of(name: str) -> CodeType:
+    """The compiled code of a module, from its cache where there is one. `name` may leave out
+    this package."""
+    try:
+        spec = importlib.util.find_spec(name if "." in name else f"aflow_tune.sandbox.{name}")
+    except ModuleNotFoundError:
+        spec = None
+    code = spec.loader.get_code(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
+    if not isinstance(code, CodeType):
+        raise BackendFailed(f"the code of {name} is missing from this installation")
+    return code
+
+
+@functools.cache
+def inside_code() -> bytes:
+    """What a new sandbox runs first, for an interpreter of our version."""
+    return marshal.dumps(code_of("_inside"))
+
+
+@dataclass
+class Job:
+    """One program and what it may use."""
+
+    source: str
+    stdin: str
+    limits: Limits
+    files: dict[str, str]
+    channel: bool
+
+    def message(self) -> dict[str, Any]:
+        """What the inside is told."""
+        limits = self.limits
+        # By default the clock ends it first, as its limit is the one that was set.
+        cpu = limits.seconds + 1 if limits.cpu_seconds is None else limits.cpu_seconds
+        files = {**self.files, "main.py": self.source}
+        return {
+            "files": {name: _bytes(text) for name, text in files.items()},
+            "stdin": _bytes(self.stdin),
+            "channel": code_of("_channel_inside") if self.channel else None,
+            "limits": {**asdict(limits), "cpu_seconds": math.ceil(cpu)},
+        }
+
+
+def _bytes(text: str) -> bytes:
+    # A model's text may hold half a surrogate pair; the program's reader is to complain.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def framed(message: dict[str, Any]) -> bytes:
+    """A message as `_inside.receive` takes it."""
+    body = marshal.dumps(message)
+    return len(body).to_bytes(4, "big") + body
+
 
 START_SECONDS = 20.0
 """For a sandbox to be ready, on a machine that is busy otherwise."""
@@ -35,7 +115,7 @@ END_SECONDS = 10.0
 _STUB = (
     "import sys,_socket,marshal\n"
     "control=_socket.socket(fileno=int(sys.argv[1]))\n"
-    "for code in marshal.loads(control.recv(int(sys.argv[3]),_socket.MSG_WAITALL)):exec(code)\n"
+    "exec(marshal.loads(control.recv(int(sys.argv[3]),_socket.MSG_WAITALL)))\n"
     "main(control,int(sys.argv[2]))"
 )
 ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -125,30 +205,24 @@ class Sandbox:
             self._loop.add_reader(output.descriptor, self._read, output)
 
     async def ready(self) -> None:
-        """Wait until the inside waits for its program, and look at the wall from out here.
-
-        Raises:
-            WallFailed: it does not stand.
-        """
+        """Wait until the inside waits for its program, and look at it from out here. Raises
+        BackendFailed: it does not hold."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     await self._loop.sock_sendall(self.control, self._setup)
                 line = await self._line(with_sender=True)
         except TimeoutError:
-            raise WallFailed(f"it was not ready after {START_SECONDS:.0f} seconds") from None
+            raise BackendFailed(f"it was not ready after {START_SECONDS:.0f} seconds") from None
         if line != "ready":
             await self.end()
-            raise WallFailed(self._complaint() or "it ended before it was ready")
+            raise BackendFailed(self._complaint() or "it ended before it was ready")
         if self.level is Level.BUBBLEWRAP:
             self._look()
 
     async def run(self, job: Job) -> Execution:
-        """Run the program, to its end or to that of its limits.
-
-        Raises:
-            WallFailed: the inner wall failed, and the program was not started.
-        """
+        """Run the program, to its end or to that of its limits. Raises BackendFailed: it could not
+        confine itself, and the program was not started."""
         for output in self._outputs:
             output.limit = job.limits.output_kb << 10
             output.data.clear()
@@ -160,7 +234,7 @@ class Sandbox:
                     await self._loop.sock_sendall(self.control, framed(job.message()))
                 first = await self._line()
                 if first.startswith("refused"):
-                    raise WallFailed(first)
+                    raise BackendFailed(first)
                 if first == "started":
                     last = self._loop.time() + job.limits.seconds + GRACE_SECONDS
                     deadline.reschedule(last)
@@ -271,7 +345,7 @@ class Sandbox:
     def _look(self) -> None:
         """Believe the kernel, not the inside: namespaces, ids, capabilities, filter."""
         if self._inner is None:
-            raise WallFailed("the kernel does not say which process is inside")
+            raise BackendFailed("the kernel does not say which process is inside")
         here = f"/proc/{self._inner_pid}"
         with open(f"{here}/status") as file:
             status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
@@ -290,7 +364,7 @@ class Sandbox:
         if "0" in status["Uid"].split():
             wrong.append("it runs as root")
         if wrong:
-            raise WallFailed(", ".join(wrong))
+            raise BackendFailed(", ".join(wrong))
 
     def _read(self, output: _Output) -> None:
         try:
@@ -317,7 +391,7 @@ class Sandbox:
                 await self._exited.wait()
         except TimeoutError:
             await self.end()
-        # Nothing behind a wall can hold the streams now; without one, something may.
+        # Nothing confined can hold the streams now; what is not, may.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 for output in self._outputs:
@@ -326,3 +400,74 @@ class Sandbox:
     def _complaint(self) -> str:
         text = self._outputs[1].data.decode("utf-8", "replace").strip()
         return text.splitlines()[-1][:300] if text else ""
+
+
+_ENDINGS = {
+    "seconds": Ending.TIMED_OUT,
+    "cpu_seconds": Ending.TIMED_OUT,
+    "memory_mb": Ending.OUT_OF_MEMORY,
+    "output_kb": Ending.TOO_MUCH_OUTPUT,
+}
+_SIGXCPU = -24
+
+
+def execution_of(
+    report: list[str],
+    stopped_for: str | None,
+    outputs: tuple[bytes, bytes],
+    level: Level,
+    seconds: float,
+) -> Execution:
+    """Put together what is known.
+
+    Args:
+        report: words of the inside's last line; none where it had no time to report.
+        stopped_for: the limit that was kept out here, or '' where somebody ended it otherwise;
+            None where nobody did.
+        outputs: of stdout and stderr.
+    """
+    code, reason, hits = _parse(report)
+    stdout, stderr = (output.decode("utf-8", "replace") for output in outputs)
+    if stopped_for is not None:
+        reason = stopped_for
+    if reason == "itself" and code == _SIGXCPU:
+        reason = "cpu_seconds"
+    if reason == "itself" and code == 1:
+        if _LAST_LINE_MEMORY.match(_last_line(stderr)):
+            reason = "memory_mb"
+        elif _LAST_LINE_DISK.search(_last_line(stderr)):
+            hits.add("disk_mb")
+    if reason in _KNOWN:
+        hits.add(reason)
+    well = Ending.FINISHED if (reason, code) == ("itself", 0) else Ending.FAILED
+    return Execution(
+        ending=_ENDINGS.get(reason, well),
+        exit_code=code,
+        stdout=stdout,
+        stderr=stderr,
+        level=level,
+        seconds=seconds,
+        limits_hit=tuple(sorted(hits)),
+    )
+
+
+_KNOWN = frozenset(Limits.__dataclass_fields__)
+
+
+def _parse(report: list[str]) -> tuple[int | None, str, set[str]]:
+    """(exit code, reason, limits hit); 'lost' where the supervisor ended without a report."""
+    if len(report) != 4 or report[0] != "ended":
+        return None, "lost", set()
+    code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
+    reason = report[2] if report[2] in _KNOWN | {"itself", "parent"} else "lost"
+    return code, reason, set(report[3].split(",")) & _KNOWN
+
+
+# How a traceback of Python ends where an allocation or a write was refused: MemoryError, and
+# EFBIG, ENOSPC, EDQUOT as the kernel numbers them.
+_LAST_LINE_MEMORY = re.compile(r"(\w+\.)*MemoryError\b")
+_LAST_LINE_DISK = re.compile(r"\[Errno (27|28|122)\]")
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]

@@ -1,4 +1,4 @@
-"""The system-call filter that both walls load: a small exact assembler for classic BPF.
+"""The system-call filter that both backends load: a small exact assembler for classic BPF.
 
 The filter allows by default and refuses what a program has no use for and an attack has: other
 processes' memory, namespaces and mounts, sockets, keys, kernel interfaces with a history, memory
@@ -6,14 +6,15 @@ that no limit counts (memfd, System V shared memory, message queues), and every 
 newer than this table. A refused call fails with EPERM, one that is made to look absent with
 ENOSYS; another architecture's calls kill the process.
 
-The walls load it: bubblewrap by its `--seccomp`, the Landlock wall in `_inside.py`. Instructions
-and their encoding are those of linux/filter.h and Documentation/userspace-api/seccomp_filter.rst.
+bubblewrap loads it by its `--seccomp`, Landlock in `_confine.py`. Instructions and their encoding
+are those of linux/filter.h and Documentation/userspace-api/seccomp_filter.rst.
 """
 
 from __future__ import annotations
 
 import errno
 import platform
+import re
 import struct
 from collections.abc import Iterator
 
@@ -43,155 +44,118 @@ _AF_UNIX = 1
 _SOCK_DGRAM = 2
 """A bit of SOCK_DGRAM and SOCK_RAW; neither of SOCK_STREAM nor of SOCK_SEQPACKET."""
 
-CALLS: dict[str, tuple[int | None, int | None]] = {
-    # other processes: their memory, descriptors, limits, scheduling
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "ioprio_set": (251, 30),
-    "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    # namespaces, roots and mounts
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "move_mount": (429, 429),
-    "open_tree": (428, 428),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "statmount": (457, 457),
-    "listmount": (458, 458),
-    # files by handle, past every path check
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    # sockets; socketpair is looked at below
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    # memory that belongs to no process, so that no limit would count it
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    # keys
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    # kernel interfaces with a history
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "io_setup": (206, 0),
-    "io_submit": (209, 2),
-    "vmsplice": (278, 75),
-    "fanotify_init": (300, 262),
-    "fanotify_mark": (301, 263),
-    "inotify_add_watch": (254, 27),
-    "lookup_dcookie": (212, 18),
-    "modify_ldt": (154, None),
-    "uselib": (134, None),
-    # the machine
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "create_module": (174, None),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-}
-"""Refused behind every wall: name to its number on x86-64 and on AArch64, None where absent."""
 
-LANDLOCK_CALLS: dict[str, tuple[int | None, int | None]] = {
+def _table(text: str) -> dict[str, tuple[int | None, int | None]]:
+    """System calls by name: their numbers on x86-64 and on AArch64, None where absent."""
+    found = {}
+    for entry in re.sub(r"#.*", "", text).split(","):
+        if entry.strip():
+            name, *numbers = entry.split()
+            first, second = (None if number == "-" else int(number) for number in numbers)
+            found[name] = (first, second)
+    return found
+
+
+CALLS = _table(
+    """
+    # other processes: their memory, descriptors, limits, scheduling
+    ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
+    process_madvise 440 440, process_mrelease 448 448, pidfd_getfd 438 438, kcmp 312 272,
+    migrate_pages 256 238, move_pages 279 239, ioprio_set 251 30, sched_setattr 314 274,
+    sched_setparam 142 118, sched_setscheduler 144 119,
+    # namespaces, roots and mounts
+    unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41,
+    chroot 161 51, move_mount 429 429, open_tree 428 428, fsopen 430 430, fsconfig 431 431,
+    fsmount 432 432, fspick 433 433, mount_setattr 442 442, statmount 457 457,
+    listmount 458 458,
+    # files by handle, past every path check
+    name_to_handle_at 303 264, open_by_handle_at 304 265,
+    # sockets; socketpair is looked at below
+    socket 41 198, connect 42 203, bind 49 200, listen 50 201,
+    # memory that belongs to no process, so that no limit would count it
+    memfd_create 319 279, memfd_secret 447 447, shmget 29 194, semget 64 190, msgget 68 186,
+    mq_open 240 180,
+    # keys
+    add_key 248 217, request_key 249 218, keyctl 250 219,
+    # kernel interfaces with a history
+    bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425,
+    io_uring_enter 426 426, io_uring_register 427 427, io_setup 206 0, io_submit 209 2,
+    vmsplice 278 75, fanotify_init 300 262, fanotify_mark 301 263, inotify_add_watch 254 27,
+    lookup_dcookie 212 18, modify_ldt 154 -, uselib 134 -,
+    # the machine
+    kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273,
+    delete_module 176 106, create_module 174 -, acct 163 89, quotactl 179 60,
+    quotactl_fd 443 443, reboot 169 142, swapon 167 224, swapoff 168 225, sethostname 170 161,
+    setdomainname 171 162, settimeofday 164 170, clock_settime 227 112, clock_adjtime 305 266,
+    adjtimex 159 171, syslog 103 116, vhangup 153 58, iopl 172 -, ioperm 173 -,
+    """
+)
+"""Refused by both."""
+
+LANDLOCK_CALLS = _table(
+    """
     # Landlock does not look at changes of metadata, and without a mount namespace the files of
     # the machine are in sight; an ordinary user's own would be at the program's mercy.
-    "chmod": (90, None),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
+    chmod 90 -, fchmodat 268 53, fchmodat2 452 452, chown 92 -, lchown 94 -, fchownat 260 54,
+    utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5,
+    lsetxattr 189 6, removexattr 197 14, lremovexattr 198 15,
     # A descriptor that travels in a message is in no process's table, where usage is read.
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-}
-LANDLOCK_READS: dict[str, tuple[int | None, int | None]] = {
-    "getxattr": (191, 8),
-    "lgetxattr": (192, 9),
-    "listxattr": (194, 11),
-    "llistxattr": (195, 12),
-}
+    sendmsg 46 211, sendmmsg 307 269,
+    """
+)
+LANDLOCK_READS = _table(
+    """
+    getxattr 191 8, lgetxattr 192 9, listxattr 194 11, llistxattr 195 12,
+    """
+)
 """Refused with ENOTSUP, which copying functions take as 'this file system has none'."""
 
-SIGNAL_CALLS: dict[str, tuple[int | None, int | None]] = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-}
+SIGNAL_CALLS = _table(
+    """
+    kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138,
+    rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424,
+    """
+)
 """Refused where neither a process namespace nor Landlock (before version 6) bounds signals."""
 
 _ABSENT = {"clone3": (435, 435)}
 """Its flags stand in memory, where no filter can look; libraries fall back to clone."""
 
-EXAMINED: dict[str, tuple[int, int]] = {
-    "clone": (56, 220),
-    "socketpair": (53, 199),
-    "ioctl": (16, 29),
-    "fcntl": (72, 25),
-    "prlimit64": (302, 261),
-    "sched_setaffinity": (203, 122),
-    "setpriority": (141, 140),
-    "personality": (135, 92),
-    "prctl": (157, 167),
-}
-"""Allowed or refused by their arguments."""
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 _PR_SET_DUMPABLE = 4
+
+Test = tuple[int, int, int, bool]
+"""Of a call: which argument, how it is compared, with what, and whether a match is refused (True)
+or everything else (False)."""
+EXAMINED: dict[str, tuple[tuple[int, int], list[Test]]] = {
+    "clone": ((56, 220), [(0, _JUMP_ANY_BIT, _NEW_NAMESPACES, True)]),
+    # Half a pair of datagram sockets can send to any address.
+    "socketpair": (
+        (53, 199),
+        [(0, _JUMP_EQUAL, _AF_UNIX, False), (1, _JUMP_ANY_BIT, _SOCK_DGRAM, True)],
+    ),
+    "ioctl": (
+        (16, 29),
+        [
+            (1, _JUMP_EQUAL, operation, True)
+            for operation in (_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)
+        ],
+    ),
+    "fcntl": (
+        (72, 25),
+        [(1, _JUMP_EQUAL, operation, True) for operation in (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)],
+    ),
+    # One process, and that the caller, which is 0.
+    "prlimit64": ((302, 261), [(0, _JUMP_EQUAL, 0, False)]),
+    "sched_setaffinity": ((203, 122), [(0, _JUMP_EQUAL, 0, False)]),
+    "setpriority": ((141, 140), [(0, _JUMP_EQUAL, 0, False), (1, _JUMP_EQUAL, 0, False)]),
+    "personality": ((135, 92), [(0, _JUMP_EQUAL, 0xFFFF_FFFF, False)]),  # which only asks
+    # Landlock only: an undumpable process hides from its supervisor what it holds open.
+    "prctl": ((157, 167), [(0, _JUMP_EQUAL, _PR_SET_DUMPABLE, True)]),
+}
+"""Allowed or refused by their arguments. Their low halves are enough: the kernel takes each as an
+int, except prlimit's and clone's, where a high half changes nothing that matters here."""
 
 
 def supported() -> bool:
@@ -203,7 +167,7 @@ def filter_program(*, landlock: bool = False, refuse_signals: bool = False) -> b
     """The filter for this machine, as `struct sock_filter[]`.
 
     Args:
-        landlock: add what the Landlock wall needs beside Landlock itself.
+        landlock: add what is needed beside Landlock itself.
         refuse_signals: no signals to any process, not even to itself.
 
     Raises:
@@ -245,64 +209,23 @@ def _instructions(
         refused |= SIGNAL_CALLS
     for numbers in refused.values():
         yield from _refuse(numbers[column], errno.EPERM)
-    for name, numbers in EXAMINED.items():
-        body = list(_examine(name, landlock))
-        yield _JUMP_EQUAL, 0, len(body), numbers[column]
+    for name, (pair, tests) in EXAMINED.items():
+        body = list(_examine([] if name == "prctl" and not landlock else tests))
+        yield _JUMP_EQUAL, 0, len(body), pair[column]
         yield from body
     yield _return(_ALLOW)
 
 
-def _examine(name: str, landlock: bool) -> Iterator[Instruction]:
-    """What decides about a call by its arguments; always ends with a return.
-
-    The low halves are enough: the kernel takes each of these arguments as an int, except
-    prlimit's and clone's, where a high half changes nothing that matters here.
-    """
-    refuse, allow = _return(_ERRNO | errno.EPERM), _return(_ALLOW)
-    if name == "clone":
-        yield _argument(0)
-        yield _JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES
-        yield refuse
-    elif name == "socketpair":
-        yield _argument(0)
-        yield _JUMP_EQUAL, 1, 0, _AF_UNIX
-        yield refuse
-        # Half a pair of datagram sockets can send to any address.
-        yield _argument(1)
-        yield _JUMP_ANY_BIT, 0, 1, _SOCK_DGRAM
-        yield refuse
-    elif name in ("ioctl", "fcntl"):
-        operations = {
-            "ioctl": (_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP),
-            "fcntl": (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX),
-        }
-        yield _argument(1)
-        for operation in operations[name]:
-            yield _JUMP_EQUAL, 0, 1, operation
-            yield refuse
-    elif name in ("prlimit64", "sched_setaffinity"):
-        yield _argument(0)
-        yield _JUMP_EQUAL, 1, 0, 0  # 0: the caller itself
-        yield refuse
-    elif name == "setpriority":
-        for number in (0, 1):  # one process, and that the caller
-            yield _argument(number)
-            yield _JUMP_EQUAL, 1, 0, 0
-            yield refuse
-    elif name == "personality":
-        yield _argument(0)
-        yield _JUMP_EQUAL, 1, 0, 0xFFFF_FFFF  # only asks
-        yield refuse
-    elif name == "prctl" and landlock:
-        # An undumpable process hides from its supervisor what it holds open.
-        yield _argument(0)
-        yield _JUMP_EQUAL, 0, 1, _PR_SET_DUMPABLE
-        yield refuse
-    yield allow
-
-
-def _argument(number: int) -> Instruction:
-    return _LOAD, 0, 0, _ARGUMENTS + 8 * number
+def _examine(tests: list[Test]) -> Iterator[Instruction]:
+    """What decides about a call by its arguments; always ends with a return."""
+    loaded = -1
+    for argument, jump, operand, refused in tests:
+        if argument != loaded:
+            yield _LOAD, 0, 0, _ARGUMENTS + 8 * argument
+        loaded = argument
+        yield jump, int(not refused), int(refused), operand
+        yield _return(_ERRNO | errno.EPERM)
+    yield _return(_ALLOW)
 
 
 def _return(value: int) -> Instruction:

@@ -1,4 +1,4 @@
-"""The vocabulary of the sandbox: which wall, which limits, how a program ended."""
+"""The vocabulary of the sandbox: which backend, which limits, how a program ended."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from aflow_tune.errors import AflowTuneError
 
 
 class Level(StrEnum):
-    """The wall that a program runs behind, strongest first."""
+    """The backends, strongest first."""
 
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"
     UNSAFE_SUBPROCESS = "unsafe_subprocess"
-    """No wall: limits on time and memory only. Used only where the configuration says so."""
+    """A plain subprocess: only time and memory are limited. Used only if configured."""
 
 
 class Ending(StrEnum):
@@ -31,7 +31,7 @@ class Ending(StrEnum):
 
 
 class SandboxUnavailable(AflowTuneError, RuntimeError):
-    """No wall can be built here, so the program was not run. Says how to get one."""
+    """No sandbox can be built here, so the program was not run. Says how to get one."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Limits:
     """What one program may use. Times in seconds, sizes in MB or KB as named."""
 
     seconds: float = 15.0
-    """Wall-clock time, after which the whole tree of processes is killed."""
+    """Backend-clock time, after which the whole tree of processes is killed."""
     cpu_seconds: float | None = None
     """Processor time of each process, in whole seconds, rounded up. None: a second more than of
     wall clock."""

@@ -135,11 +135,8 @@ class Crossing:
         self.items = 0
 
     def send(self, value: Any, given: list | tuple = ()) -> list:
-        """`value` as a message, with the containers that are no longer as they were `given`.
-
-        Raises:
-            ValueError: it is too large.
-        """
+        """`value` as a message, with the containers that are no longer as they were `given`. Raises
+        ValueError: it is too large."""
         self.items = 0
         sent = len(self.objects)
         packed = self._pack(value)
@@ -153,11 +150,8 @@ class Crossing:
         return [packed, bodies, changed]
 
     def receive(self, message: Any) -> Any:
-        """The value of a message; what was changed is changed in place.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """The value of a message; what was changed is changed in place. Raises ValueError: it is
+        none."""
         try:
             return self._receive(*message)
         except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:

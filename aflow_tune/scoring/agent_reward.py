@@ -69,11 +69,11 @@ def agent_reward(
     optimal = optimal_steps or chosen.optimal_steps
     called = [call.name for call in run.calls]
     parts = {
-        "completion": completion(run.completion),
+        "completion": min(1.0, max(0.0, run.completion)),
         "accuracy": tool_accuracy(called, wanted),
         "efficiency": efficiency(run.steps, optimal),
         "timing": timing(called, wanted),
-        "format": format_part(run.format_errors),
+        "format": float(run.format_errors == 0),
     }
     counts = {
         "wrong_tool": len(wrong_calls(called, wanted)),
@@ -90,11 +90,6 @@ def agent_reward(
         penalties={name: value or 0.0 for name, value in penalties.items()},
         feedback=feedback(run, wanted, optimal),
     )
-
-
-def completion(share: float) -> float:
-    """The share of the task that was completed, held within [0, 1]."""
-    return min(1.0, max(0.0, share))
 
 
 def tool_accuracy(called: Sequence[str], wanted: Sequence[str]) -> float:
@@ -117,11 +112,6 @@ def efficiency(steps: int, optimal_steps: int) -> float:
 def timing(called: Sequence[str], wanted: Sequence[str]) -> float:
     """1 if a tool was called and one was needed, or neither; else 0. Never seconds."""
     return float(bool(called) == bool(wanted))
-
-
-def format_part(format_errors: int) -> float:
-    """1 if every answer could be read, else 0."""
-    return float(format_errors == 0)
 
 
 def wrong_calls(called: Sequence[str], wanted: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ from typing import Any
 MEMORY_BYTES = 4 << 30
 """Address space of a child."""
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Undecided(RuntimeError):
@@ -43,8 +43,8 @@ class AskedProcess:
     May be asked from any thread; a question waits for the one before.
     """
 
-    def __init__(self, module: str, what: str, cpu_seconds: float) -> None:
-        self._module = module
+    def __init__(self, module: str, what: str, cpu_seconds: float, *words: str) -> None:
+        self._command = [module, str(cpu_seconds), *words]
         self._what = what
         self._cpu_seconds = cpu_seconds
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class AskedProcess:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(
             # -P keeps the current folder off the child's module path.
-            [sys.executable, "-P", "-m", self._module, str(self._cpu_seconds)],
+            [sys.executable, "-P", "-m", *self._command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -5,7 +5,7 @@ made on demand. Users of this room call `score_answer` or `score_both`: whatever
 from a verdict is 'unscored' (`Score.value` None), never 0. Only what stops everything, such as
 a sandbox that cannot be built, is raised.
 
-Both rules are written down side by side in docs/scoring.md.
+`score_all` scores many. Both rules are written down side by side in docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,8 @@ class Benchmark:
         return str(row["entry_point"]) if self.is_code else None
 
     def load(self, source: Path | str | None = None, split: str | None = None) -> list[dict]:
-        """Rows of a local file, or of the hub where `source` is None.
-
-        Raises:
-            BadInput: the file or data set cannot be used; every faulty row with its line.
-        """
+        """Rows of a local file, or of the hub where `source` is None. Raises BadInput: the file or
+        data set cannot be used; every faulty row with its line."""
         if source is not None:
             return rows.read_jsonl(Path(source), self.fields)
         if self.hub is None:
@@ -131,11 +128,8 @@ async def score_both(
 
 
 def find(benchmark: Benchmark | str) -> Benchmark:
-    """The benchmark of a name, `reasoning_gym:TASK` among them.
-
-    Raises:
-        BadInput: there is none of that name.
-    """
+    """The benchmark of a name, `reasoning_gym:TASK` among them. Raises BadInput: there is none of
+    that name."""
     if isinstance(benchmark, Benchmark):
         return benchmark
     if benchmark.lower() in BENCHMARKS:  # AFlow writes GSM8K and HotpotQA
@@ -144,8 +138,8 @@ def find(benchmark: Benchmark | str) -> Benchmark:
         return _gym_benchmark(benchmark.removeprefix(gym.PREFIX))
     known = (*BENCHMARKS, gym.PREFIX + "TASK")
     close = difflib.get_close_matches(benchmark.lower(), known, n=1)
-    cure = f"use {close[0]}" if close else "use one of these"
-    fault = Fault(f"benchmark {benchmark!r}", " | ".join(known), repr(benchmark), cure)
+    fix = f"use {close[0]}" if close else "use one of these"
+    fault = Fault(f"benchmark {benchmark!r}", " | ".join(known), repr(benchmark), fix)
     raise BadInput("an unknown benchmark", [fault])
 
 
@@ -259,16 +253,23 @@ def _hotpotqa_question(row: Row) -> str:
     return f"Context: {context}\n\nQuestion: {row['question']}\n\n{_ANSWER}"
 
 
+def _by(
+    strict: Callable[[str, str], Score], published: Callable[[str, str], Score], reference: str
+) -> dict[Rule, Scorer]:
+    """Both rules, each from an answer and the row's reference."""
+    return {
+        "strict": lambda answer, row: strict(answer, row[reference]),
+        "published": lambda answer, row: published(answer, row[reference]),
+    }
+
+
 BENCHMARKS: dict[str, Benchmark] = {
     "gsm8k": Benchmark(
         name="gsm8k",
         fields={"question": str, "answer": str},
         question=lambda row: row["question"],
         gold=lambda row: row["answer"],
-        scorers={
-            "strict": lambda answer, row: numbers.score_strict(answer, row["answer"]),
-            "published": lambda answer, row: numbers.score_published(answer, row["answer"]),
-        },
+        scorers=_by(numbers.score_strict, numbers.score_published, "answer"),
         hub=HubSource("openai/gsm8k", "main", "test", rows.plain_row),
         answer_form="The answer is one number, at the end of what is written.",
         form=r"\d",
@@ -278,10 +279,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields={"problem": str, "solution": str},
         question=lambda row: row["problem"],
         gold=lambda row: row["solution"],
-        scorers={
-            "strict": lambda answer, row: mathematics.score_strict(answer, row["solution"]),
-            "published": lambda answer, row: mathematics.score_published(answer, row["solution"]),
-        },
+        scorers=_by(mathematics.score_strict, mathematics.score_published, "solution"),
         hub=HubSource("HuggingFaceH4/MATH-500", None, "test", rows.plain_row),
         answer_form=r"The answer stands in \boxed{}, once, at the end of what is written.",
         form=r"\\boxed",
@@ -309,10 +307,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields={"question": str, "answer": str, "context": list},
         question=_hotpotqa_question,
         gold=lambda row: row["answer"],
-        scorers={
-            "strict": lambda answer, row: qa.hotpotqa_strict(answer, row["answer"]),
-            "published": lambda answer, row: qa.hotpotqa_published(answer, row["answer"]),
-        },
+        scorers=_by(qa.hotpotqa_strict, qa.hotpotqa_published, "answer"),
         hub=HubSource("hotpotqa/hotpot_qa", "distractor", "validation", rows.hotpotqa_row),
         answer_form="The answer is a name, date, number or phrase, or yes or no, and nothing else.",
     ),
@@ -321,13 +316,89 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields={"context": str, "ref_text": str},
         question=lambda row: row["context"],
         gold=lambda row: qa.split(row["ref_text"])[0],
-        scorers={
-            "strict": lambda answer, row: qa.drop_strict(answer, row["ref_text"]),
-            "published": lambda answer, row: qa.drop_published(answer, row["ref_text"]),
-        },
+        scorers=_by(qa.drop_strict, qa.drop_published, "ref_text"),
         hub=HubSource("ucinlp/drop", None, "validation", rows.drop_row),
         answer_form="The answer is a name, a date, a number or a phrase, and nothing else; several "
         "that are asked for are joined by 'and'.",
     ),
 }
 """Every benchmark by name."""
+
+
+# Many answers at once
+
+CONCURRENCY = 4
+"""Answers that are scored at the same time; each program is two processes."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a list of answers, in its order."""
+
+    rows: tuple[dict[Rule, Score], ...]
+
+    def values(self, rule: Rule) -> list[float | None]:
+        """The values by one rule; None where unscored."""
+        return [scores[rule].value for scores in self.rows]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the strict scores over the rows that have one; None where none has."""
+        values = [value for value in self.values("strict") if value is not None]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def unscored(self) -> int:
+        """How many answers the strict rule could not score."""
+        return self.values("strict").count(None)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `aflow-tune score --json` prints."""
+        return {
+            "mean": self.mean,
+            "strict": self.values("strict"),
+            "published": self.values("published"),
+            "unscored": self.unscored,
+        }
+
+
+async def score_all(
+    benchmark: Benchmark, given: Sequence[Row], answers: Sequence[str], *, policy: str = "auto"
+) -> Scores:
+    """Score `answers`, one a row. Raises SandboxUnavailable: the answers are code and nothing here
+    may run it."""
+    pairs = zip(given, answers, strict=True)
+    return await _gather(
+        [functools.partial(score_both, benchmark, *pair, policy=policy) for pair in pairs]
+    )
+
+
+async def score_gold(benchmark: Benchmark, given: Sequence[Row], *, policy: str = "auto") -> Scores:
+    """Score each row's own gold answer: all 1.0 unless the data is faulty. Raises
+    SandboxUnavailable: the answers are code and nothing here may run it."""
+    return await _gather(
+        [functools.partial(benchmark.check_gold, row, policy=policy) for row in given]
+    )
+
+
+def read_answers(path: Path, count: int) -> list[str]:
+    """The texts of a file with one `{"answer": TEXT}` a line. Raises BadInput: a line is something
+    else, or there are not `count` of them."""
+    lines = rows.read_jsonl(path, {"answer": str})
+    if len(lines) != count:
+        fix = "give one answer a row, in the order of the rows"
+        fault = Fault(str(path), f"{count} answers", f"{len(lines)} answers", fix)
+        raise BadInput(f"{path} does not fit the rows", [fault])
+    return [line["answer"] for line in lines]
+
+
+async def _gather(jobs: Sequence[Callable[[], Awaitable[dict[Rule, Score]]]]) -> Scores:
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(job: Callable[[], Awaitable[dict[Rule, Score]]]) -> dict[Rule, Score]:
+        async with gate:
+            return await job()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(job)) for job in jobs]
+    return Scores(tuple(task.result() for task in tasks))

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.sandbox import Channel, Ending, Execution, Limits, ProgramEnded, open_channel
+from aflow_tune.sandbox import Channel, Ending, Limits, ProgramEnded, open_channel
 
 MESSAGE_KB = 8192
 """What one call's arguments or result may take as JSON, at least."""
@@ -39,14 +39,10 @@ GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """Whether the program passed, or None where that cannot be said, and why.
-
-    `executions` has the process whose end decided it, where one did.
-    """
+    """Whether the program passed, or None where that cannot be said, and why."""
 
     passed: bool | None
     reason: str
-    executions: tuple[Execution, ...] = ()
 
 
 async def check_together(
@@ -193,9 +189,9 @@ def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
     """Its process has ended. What passed together may need more apart: that is no fault."""
     execution = channel.execution()
     if execution.ending is Ending.FINISHED:
-        return CodeVerdict(False, what, (execution,))
+        return CodeVerdict(False, what)
     passed = None if apart and execution.ending is not Ending.FAILED else False
-    return CodeVerdict(passed, f"{what}: {execution.ending.value}", (execution,))
+    return CodeVerdict(passed, f"{what}: {execution.ending.value}")
 
 
 def _unusable(tests: str) -> str:

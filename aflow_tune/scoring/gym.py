@@ -28,23 +28,18 @@ _CHILD = AskedProcess("aflow_tune.scoring.gym", "reasoning-gym", CPU_SECONDS)
 
 
 def require_task(name: str) -> None:
-    """Check that the library is there and knows the task.
-
-    Raises:
-        BadInput: it is not, or does not.
-    """
+    """Check that the library is there and knows the task. Raises BadInput: it is not, or does
+    not."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        cure = "pip install 'aflow-tune[reasoning]'"
-        fault = Fault(f"benchmark {PREFIX}{name}", "the package reasoning-gym", "none", cure)
+        fix = "pip install 'aflow-tune[reasoning]'"
+        fault = Fault(f"benchmark {PREFIX}{name}", "the package reasoning-gym", "none", fix)
         raise BadInput("a reasoning-gym task without reasoning-gym", [fault])
     if name not in task_names():
         import difflib
 
         close = difflib.get_close_matches(name, task_names(), n=3)
-        cure = f"name one of its {len(task_names())} tasks" + (
-            f": {', '.join(close)}" * bool(close)
-        )
-        fault = Fault(f"benchmark {PREFIX}{name}", "a task of reasoning-gym", repr(name), cure)
+        fix = f"name one of its {len(task_names())} tasks" + (f": {', '.join(close)}" * bool(close))
+        fault = Fault(f"benchmark {PREFIX}{name}", "a task of reasoning-gym", repr(name), fix)
         raise BadInput("an unknown reasoning-gym task", [fault])
 
 
@@ -57,11 +52,8 @@ def task_names() -> tuple[str, ...]:
 
 
 def make_rows(task: str, size: int, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
-    """`size` rows of a task: `question`, `answer`, `metadata`; the same for the same seed.
-
-    Raises:
-        BadInput: the library is absent, or the task unknown.
-    """
+    """`size` rows of a task: `question`, `answer`, `metadata`; the same for the same seed. Raises
+    BadInput: the library is absent, or the task unknown."""
     require_task(task)
     import reasoning_gym
 

@@ -1,24 +1,38 @@
+# ruff: noqa: RUF001 (the characters that answers are written with)
 r"""Scoring answers that are mathematics, MATH's: the published rule and the strict one.
 
 published (benchmarks/math.py of the public AFlow code): the last `\boxed{}` with at most one
 level of braces inside, else the last sentence, of answer and reference alike; equal by
-`symbolic.published_equal`.
+`equality.published_equal`.
 
-strict: every boxed answer equals the reference, in whichever spelling (`math_spelling.py`) and as
-whatever it consists of (`math_reading.py`); values by math-verify. No box is 0, as are lists,
-'a or b', `\pm` and relations where the reference has none: math-verify would pick a side of
-`3 = 5` that suits the answer.
+strict: every boxed answer equals the reference, in whichever spelling and as whatever it consists
+of; values by math-verify. No box is 0, as are lists, 'a or b', `\pm` and relations where the
+reference has none: math-verify would pick a side of `3 = 5` that suits the answer.
+
+`plain_spelling`: one spelling, whichever of LaTeX's and Unicode's an answer was written in. Spaces
+of LaTeX become blanks (`12\,\text{cm}`), thousands and decimals plain digits (`1{,}000`),
+repeating decimals fractions (`0.1\overline{6}`), and characters such as ½, √, π and ≤ commands.
+
+`read`: what an answer in that spelling consists of. A reading is a text, one value, or a tuple of
+a kind and what belongs to it:
+
+- `("list", ...)`: in any order: `1, 2`, `\{1,2\}`, `x=1 \text{ or } x=2`, `\pm 2`;
+- `("()", a, b)`, `("[)", ...)` and so on: in this order, a tuple or an interval, which are
+  written alike; `1 \le x < 2` is one too;
+- `("union", ...)` of intervals: `\cup`, inequalities joined by 'or', `x \ne 2`;
+- `("named", name, reading)`: `x = 5`, `1 < x < 2`;
+- `("assigned", named, ...)`: values of different unknowns, sorted by name: `a=1, b=2`;
+- `("same", ...)`: sides of an equation without an unknown: all must be the value asked for.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from fractions import Fraction
 
 from aflow_tune.scoring.boxed import boxed_answers, shallow_boxed
-from aflow_tune.scoring.math_equality import Reading, equal_answers, kind_of
-from aflow_tune.scoring.math_reading import read, value_of
-from aflow_tune.scoring.math_spelling import plain_spelling
-from aflow_tune.scoring.symbolic import published_equal
+from aflow_tune.scoring.equality import Reading, equal_answers, kind_of, published_equal
 from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
 MAX_ANSWER_CHARACTERS = 400
@@ -54,11 +68,8 @@ def final_answer(text: str) -> str:
 
 
 def score_published(answer: str, solution: str) -> Score:
-    """1 if the final answers are equal by the published rule.
-
-    Raises:
-        Undecided: the comparison took too long.
-    """
+    """1 if the final answers are equal by the published rule. Raises Undecided: the comparison took
+    too long."""
     given, expected = final_answer(answer), final_answer(solution)
     if published_equal(given, expected):
         return RIGHT
@@ -147,3 +158,288 @@ def _values(reading: Reading) -> str:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+# What an answer consists of
+
+_WORD = r"(?:and|or)"
+_SEPARATOR = (
+    r"[,;]|\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*"
+    rf"{_WORD}\s*\}}|(?<![a-zA-Z\\{{]){_WORD}(?![a-zA-Z])|\\(?:lor|vee|land|wedge)(?![a-zA-Z])"
+)
+_BRACKETS = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
+_GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|rho|sigma|tau|omega|Delta|Omega)"
+_NAME = re.compile(rf"(?:[a-zA-Z]|{_GREEK}(?![a-zA-Z]))(?:_(?:\w|\{{\w+\}}))?'*(?:\([a-zA-Z]\))?")
+_IN = re.compile(r"(?:[^\\,<>=]|\\(?!in(?![a-zA-Z])))*\\in(?![a-zA-Z])")
+_OTHER_COMMAND = re.compile(rf"(?!{_GREEK})\\(?!text|math|mbox|angle)[a-zA-Z]+")
+_BUILDER = re.compile(
+    rf"\s*(?:{_NAME.pattern})\s*(?:\\in(?![a-zA-Z])[^:|]*?)?(?::|\||\\(?:mid|vert)(?![a-zA-Z]))"
+)
+_TEXT_LIST = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*[,;][^{}]*)\}")
+_INFINITY = "\\infty"
+_REALS = ("()", "-" + _INFINITY, _INFINITY)
+
+
+def read(text: str) -> Reading:
+    """The reading of an answer in the spelling of `plain_spelling`."""
+    pieces, cuts = _cut(_TEXT_LIST.sub(r" \1 ", text), _SEPARATOR)
+    entries = [_entry(piece) for piece in pieces if piece]
+    if len(entries) < 2:
+        return entries[0] if entries else ""
+    if all(_is_range(entry) for entry in entries):
+        if all(re.search(r"and|wedge", cut) for cut in cuts):
+            return _between(entries) or ("list", *entries)
+        return "union", *[value_of(entry) for entry in entries]
+    names = [entry[1] for entry in entries if kind_of(entry) == "named"]
+    if len(names) == len(entries):
+        if len({re.sub(r"_.*|'", "", str(name)) for name in names}) == 1:
+            return _flat([value_of(entry) for entry in entries])
+        if len(set(names)) == len(names):
+            return "assigned", *sorted(entries, key=lambda entry: entry[1].lstrip("\\"))
+    return _flat(entries)
+
+
+def _entry(text: str) -> Reading:
+    text = text.strip()
+    if found := _IN.match(text):
+        return _entry(text[found.end() :])
+    if text == "\\mathbb{R}":
+        return _REALS
+    for cut in (r"\\cup(?![a-zA-Z])", r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])", r"="):
+        pieces, cuts = _cut(text, cut)
+        if cuts:
+            if "cup" in cut:
+                return "union", *[value_of(_entry(piece)) for piece in pieces]
+            return _equation(pieces) if cut == "=" else _inequality(pieces, cuts) or text
+    if re.search(r"\\pm(?![a-zA-Z])", text):
+        signs = ("+", "-"), ("-", "+")
+        both = [text.replace("\\pm", pm).replace("\\mp", mp).lstrip("+ ") for pm, mp in signs]
+        return _flat([_entry(one) for one in both])
+    return _group(text)
+
+
+def _group(text: str) -> Reading:
+    """A bracketed whole, `\\{1,2\\}` or `(1,2]`; anything else is a value."""
+    opening = re.match(r"\\\{|[(\[{]", text)
+    closing = re.search(r"(?:\\\}|[)\]}])$", text)
+    if opening is None or closing is None or closing.start() < opening.end():
+        return text
+    inside = text[opening.end() : closing.start()]
+    if not _balanced(inside):
+        return text
+    if opening[0] == "\\{":
+        builder = _BUILDER.match(inside)
+        return _flat([read(inside[builder.end() :] if builder else inside)])
+    pieces, cuts = _cut(inside, ",")
+    if not cuts:
+        return text
+    if opening[0] == "{":
+        return _flat([read(inside)])
+    items = [_entry(piece) for piece in pieces]
+    return opening[0] + closing[0], *[_unsigned(item) for item in items]
+
+
+def _equation(sides: list[str]) -> Reading:
+    """The value of what its left side names, or sides that have to be the same value."""
+    if len(sides) == 2 and _NAME.fullmatch(sides[1]) and not _NAME.fullmatch(sides[0]):
+        sides = sides[::-1]
+    values = [_entry(side) for side in sides]
+    if not re.search(rf"[a-zA-Z]|{_GREEK}", _OTHER_COMMAND.sub("", sides[0])):
+        return "same", *values
+    value = values[1] if len(values) == 2 else ("same", *values[1:])
+    return "named", "".join(sides[0].split()), value
+
+
+def _inequality(sides: list[str], relations: list[str]) -> Reading | None:
+    """The interval of `a < x \\le b`, `x > a`, `a > x`; None if it is of no single unknown."""
+    if any(relation == "\\ne" for relation in relations):
+        if len(sides) != 2 or not _NAME.fullmatch(sides[0]):
+            return None
+        parts = ("()", _REALS[1], sides[1]), ("()", sides[1], _INFINITY)
+        return "named", sides[0], ("union", *parts)
+    if len({relation in ("<", "\\le") for relation in relations}) > 1 or len(sides) > 3:
+        return None
+    if relations[0] in (">", "\\ge"):
+        sides, relations = sides[::-1], relations[::-1]
+    closed = ["e" in relation for relation in relations]
+    if len(sides) == 3:
+        low, name, high = sides
+        ends = ("[" if closed[0] else "(") + ("]" if closed[1] else ")")
+    elif _NAME.fullmatch(sides[0]):
+        low, name, high = _REALS[1], *sides
+        ends = "(]" if closed[0] else "()"
+    else:
+        low, name, high = *sides, _INFINITY
+        ends = "[)" if closed[0] else "()"
+    return ("named", name, (ends, low, high)) if _NAME.fullmatch(name) else None
+
+
+def _is_range(entry: Reading) -> bool:
+    """Whether it was an inequality of one unknown."""
+    return kind_of(entry) == "named" and kind_of(entry[2]) in ("union", "()", "(]", "[)", "[]")
+
+
+def _between(entries: list[Reading]) -> Reading | None:
+    """`x > 1 \\text{ and } x < 2` as one interval."""
+    low = [entry[2] for entry in entries if entry[2][-1] == _INFINITY]
+    high = [entry[2] for entry in entries if entry[2][1] == _REALS[1]]
+    if len(entries) != 2 or len(low) != 1 or len(high) != 1 or low == high:
+        return None
+    return low[0][0][0] + high[0][0][1], low[0][1], high[0][2]
+
+
+def value_of(entry: Reading) -> Reading:
+    """Without the name of the unknown, if it has one."""
+    return entry[2] if kind_of(entry) == "named" else entry
+
+
+def _flat(items: list[Reading]) -> Reading:
+    """One list without lists inside; one entry stands for itself."""
+    flat = [part for item in items for part in (item[1:] if kind_of(item) == "list" else (item,))]
+    return flat[0] if len(flat) == 1 else ("list", *flat)
+
+
+def _unsigned(item: Reading) -> Reading:
+    """`+\\infty` is `\\infty`."""
+    return item.lstrip("+ ") if isinstance(item, str) else item
+
+
+def _cut(text: str, separator: str) -> tuple[list[str], list[str]]:
+    """The pieces between separators that stand in no brackets, and these separators."""
+    pieces, cuts, depth, start = [], [], 0, 0
+    for found in re.finditer(rf"(?P<cut>{separator})|{_BRACKETS}", text):
+        if found["open"]:
+            depth += 1
+        elif found["close"]:
+            depth -= 1
+        elif depth <= 0:
+            pieces.append(text[start : found.start()].strip())
+            cuts.append(found["cut"])
+            start = found.end()
+    return [*pieces, text[start:].strip()], cuts
+
+
+def _balanced(inside: str) -> bool:
+    """Whether no bracket closes that was opened outside."""
+    depth = 0
+    for found in re.finditer(_BRACKETS, inside):
+        depth += 1 if found["open"] else -1
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+# How it is spelled
+
+_COMMANDS = {
+    **{"×": r"\times", "⋅": r"\cdot", "·": r"\cdot", "∙": r"\cdot", "÷": r"\div", "∞": r"\infty"},
+    **{"≤": r"\le", "⩽": r"\le", "≥": r"\ge", "⩾": r"\ge", "≠": r"\ne", "≈": r"\approx"},
+    **{"∪": r"\cup", "∩": r"\cap", "∈": r"\in", "∅": r"\emptyset", "±": r"\pm", "∓": r"\mp"},
+    **{"∨": r"\lor", "∧": r"\land", "∠": r"\angle", "…": r"\ldots", "ℝ": r"\mathbb{R}"},
+    **{"°": r"^\circ", "º": r"^\circ", "−": "-", "–": "-", "—": "-", "′": "'", "⁄": "/"},
+}
+_MARKS = {"<super>": "^", "<sub>": "_"}
+_FRACTION = r"\\frac\{[^{}]*\}\{[^{}]*\}"
+_ROOT = re.compile(
+    rf"([√∛])\s*(\d+(?:\.\d+)?|\([^()]*\)|\{{[^{{}}]*\}}|[a-zA-Z]|{_FRACTION}|\\[a-zA-Z]+)"
+)
+_OVERLINED = re.compile("((?:\\d[\u0304\u0305])+)")
+
+# Commands that only space or size what stands around them. A line of a matrix ends in two
+# backslashes, the second of which begins no command.
+_SPACING = re.compile(
+    r"(?<!\\)\\(?:[,;:> ]|(?:q?quad|en(?:space|skip)|(?:thin|med|thick)space|hfill"
+    r"|neg(?:thin|med|thick)space|displaystyle|textstyle|[bB]igg?[lrm]?)(?![a-zA-Z])"
+    r"|(?:left|right|middle)(?![a-zA-Z])\.?|[hm]space\*?\s*\{[^{}]*\})|~|(?<!\\)\$"
+)
+_THOUSANDS = re.compile(
+    r"(?<![\d.,}])[1-9]\d{0,2}(?:(?:,|\{,\}|,\\!|\\[,;:! ]|[ ~\u00a0\u2009\u202f])\d{3})+(?!\d)"
+)
+_UNIT = r"\\(?:text|mathrm)\s*\{[a-zA-Z\s]*\}(?:\^\{?\d\}?)?"
+_SAME = (
+    (re.compile(r"\\(?:leq(?:slant|q)?|le)(?![a-zA-Z])|<=|=<"), r"\\le "),
+    (re.compile(r"\\(?:geq(?:slant|q)?|ge)(?![a-zA-Z])|>="), r"\\ge "),
+    (re.compile(r"\\(?:neq?|not\s*=)(?![a-zA-Z])|!="), r"\\ne "),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
+    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
+    (re.compile(r"\\(?:varnothing|emptyset)(?![a-zA-Z])|\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\\degree(?![a-zA-Z])"), r"^\\circ "),
+    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*per\s?cent\s*\}|(?<=\d)\s*per\s?cent\b"), r"\\%"),
+    (re.compile(r"(?<!\\)%"), r"\\%"),
+    (re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)"), r"\1\\frac{\2}{\3}"),
+    (re.compile(rf"\\d?frac\s*\{{\s*{_UNIT}\s*\}}\s*\{{\s*{_UNIT}\s*\}}"), ""),
+    (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # what is left of them is a decimal comma
+)
+_REPEATING = (
+    re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))"),
+    re.compile(r"(\d*)\.(\d*)((?:\\dot\s*(?:\{\d\}|\d)\d*)?\\dot\s*(?:\{\d\}|\d))"),
+    re.compile(r"(\d*)\.()\((\d+)\)"),
+    re.compile(r"(\d*)\.(\d*?)(\d+?)\3+(?:\s*\\[lc]?dots(?![a-zA-Z])|\.{3})"),
+)
+
+
+def plain_spelling(text: str) -> str:
+    """The answer in the one spelling. Same value, no claim that it can be read."""
+    text = _without_unicode(text)
+    text = _THOUSANDS.sub(_joined, text)
+    text = _SPACING.sub(" ", text.replace("\\!", ""))
+    for pattern, spelling in _SAME:
+        text = pattern.sub(spelling, text)
+    for pattern in _REPEATING:
+        text = pattern.sub(_as_fraction, text)
+    return " ".join(text.split()).rstrip(".").rstrip()
+
+
+def _without_unicode(text: str) -> str:
+    text = _OVERLINED.sub(lambda found: rf"\overline{{{found[1][::2]}}}", text)
+    spelled = []
+    for character in text:
+        if character.isascii():
+            spelled.append(character)
+            continue
+        tag, _, codes = unicodedata.decomposition(character).partition(" ")
+        if character in _COMMANDS:
+            command = _COMMANDS[character]
+            spelled.append(f"{command} " if command[-1].isalpha() else command)
+        elif tag == "<fraction>":
+            over, _, under = unicodedata.normalize("NFKC", character).partition("⁄")
+            spelled.append(rf"\frac{{{over}}}{{{under}}}" if under else character)
+        elif mark := _MARKS.get(tag):
+            raised = _without_unicode(chr(int(codes, 16)))
+            # Digits that are raised one by one stand in one exponent.
+            before = spelled.pop()[:-1] if spelled[-1:] and spelled[-1][0] == mark else mark + "{"
+            spelled.append(f"{before}{raised}}}")
+        else:
+            plain = unicodedata.normalize("NFKC", character)
+            name = unicodedata.name(plain, "") if len(plain) == 1 else ""
+            kind, _, letter = name.partition(" LETTER ")
+            if kind in ("GREEK SMALL", "GREEK CAPITAL") and letter.isalpha():
+                letter = letter.lower() if kind == "GREEK SMALL" else letter.capitalize()
+                plain = f"\\{letter} "
+            spelled.append(plain)
+    return _ROOT.sub(_as_root, "".join(spelled))
+
+
+def _as_root(found: re.Match[str]) -> str:
+    index = "" if found[1] == "√" else "[3]"
+    inside = found[2]
+    return rf"\sqrt{index}{{{inside[1:-1] if inside[0] in '({' else inside}}}"
+
+
+def _joined(found: re.Match[str]) -> str:
+    """A number with thousands apart in one piece; `(100,200)` are two numbers, and stay so."""
+    text, start = found.string, found.start()
+    bare = re.fullmatch(r"[\d,]+", found[0])
+    opened = sum(text.count(one, 0, start) for one in "([{")
+    closed = sum(text.count(one, 0, start) for one in ")]}")
+    return found[0] if bare and opened > closed else re.sub(r"\D", "", found[0])
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    whole, fixed = found[1] or "0", found[2]
+    repeated = re.sub(r"\D", "", next(group for group in found.groups()[2:] if group))
+    over = int(whole + fixed + repeated) - int(whole + fixed)
+    value = Fraction(over, (10 ** len(repeated) - 1) * 10 ** len(fixed))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

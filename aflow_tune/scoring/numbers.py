@@ -57,11 +57,8 @@ def published_number(text: str) -> float | None:
 
 
 def score_published(answer: str, reference: str) -> Score:
-    """1 if the last number is the reference's by the published rule.
-
-    Raises:
-        CannotScore: the reference has no number.
-    """
+    """1 if the last number is the reference's by the published rule. Raises CannotScore: the
+    reference has no number."""
     expected = published_number(reference)
     if expected is None:
         raise CannotScore(f"a reference without a number: {reference[-200:]!r}")
@@ -69,11 +66,8 @@ def score_published(answer: str, reference: str) -> Score:
 
 
 def score_strict(answer: str, reference: str) -> Score:
-    """1 if the one number that the answer settles on is the reference's.
-
-    Raises:
-        CannotScore: the reference has no number after its `####`.
-    """
+    """1 if the one number that the answer settles on is the reference's. Raises CannotScore: the
+    reference has no number after its `####`."""
     expected = last_number(reference.rpartition("####")[2])
     if expected is None:
         raise CannotScore(f"a reference without a number: {reference[-200:]!r}")

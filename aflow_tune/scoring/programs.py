@@ -33,11 +33,8 @@ class NoProgram(ValueError):
 
 
 def published_program(answer: str, entry_point: str) -> str:
-    """The program that the published rule runs; it may lack the entry point.
-
-    Raises:
-        NoProgram: the answer is too long to be searched through.
-    """
+    """The program that the published rule runs; it may lack the entry point. Raises NoProgram: the
+    answer is too long to be searched through."""
     code = _longest_run(answer)
     try:
         return _reachable(_parse(code), entry_point)
@@ -46,11 +43,8 @@ def published_program(answer: str, entry_point: str) -> str:
 
 
 def strict_program(answer: str, entry_point: str) -> str:
-    """The one program of the answer.
-
-    Raises:
-        NoProgram: nothing in it is Python with the entry point, or several different programs.
-    """
+    """The one program of the answer. Raises NoProgram: nothing in it is Python with the entry
+    point, or several different programs."""
     if len(answer) > MAX_CHARACTERS:
         raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
     if is_python(answer):

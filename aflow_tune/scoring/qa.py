@@ -75,22 +75,16 @@ def hotpotqa_published(answer: str, reference: str) -> Score:
 
 
 def hotpotqa_strict(answer: str, reference: str) -> Score:
-    """F1 against the one reference by the strict rule.
-
-    Raises:
-        CannotScore: the reference is empty.
-    """
+    """F1 against the one reference by the strict rule. Raises CannotScore: the reference is
+    empty."""
     if not reference.strip():
         raise CannotScore("an empty reference")
     return _strict(answer, reference)
 
 
 def drop_published(answer: str, references: str) -> Score:
-    """The best F1 of a part of the answer against a reference; both are split at `|`.
-
-    Raises:
-        CannotScore: there is no reference.
-    """
+    """The best F1 of a part of the answer against a reference; both are split at `|`. Raises
+    CannotScore: there is no reference."""
     parts = answer.split("|")
     return _score(max(token_f1(part, ref) for ref in split(references) for part in parts))
 
@@ -124,11 +118,7 @@ def _parts(parts: list[str], references: list[str]) -> Score:
 
 
 def split(references: str) -> list[str]:
-    """The references of a DROP row that are not blank.
-
-    Raises:
-        CannotScore: there is none.
-    """
+    """The references of a DROP row that are not blank. Raises CannotScore: there is none."""
     found = [part for part in references.split("|") if part.strip()]
     if not found:
         raise CannotScore("an empty reference")

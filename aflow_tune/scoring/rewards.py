@@ -70,15 +70,12 @@ def reward_faults(settings: RewardsSection) -> Iterable[Fault]:
 
 
 def benchmark_of(row: Mapping[str, Any]) -> Benchmark:
-    """The benchmark that a row belongs to: its field `benchmark`, or `rewards.benchmark`.
-
-    Raises:
-        BadInput: neither names one, or not one that there is.
-    """
+    """The benchmark that a row belongs to: its field `benchmark`, or `rewards.benchmark`. Raises
+    BadInput: neither names one, or not one that there is."""
     name = row.get("benchmark") or reward_settings().benchmark
     if name is None:
-        cure = "set `rewards: {benchmark: gsm8k}`, or give the rows a field `benchmark`"
-        fault = Fault("rewards.benchmark", "the name of a benchmark", "none", cure)
+        fix = "set `rewards: {benchmark: gsm8k}`, or give the rows a field `benchmark`"
+        fault = Fault("rewards.benchmark", "the name of a benchmark", "none", fix)
         raise BadInput("a row without a benchmark cannot be scored", [fault])
     return find(name)
 
@@ -104,22 +101,15 @@ def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float]) ->
 
 
 def scored(score: Score) -> float:
-    """The value of a score.
-
-    Raises:
-        Unscored: it has none.
-    """
+    """The value of a score. Raises Unscored: it has none."""
     if score.value is None:
         raise Unscored(f"the answer could not be scored: {score.reason}")
     return score.value
 
 
 def text_of(response: Any) -> str:
-    """The text of what a workflow returned: a text, or an AgentScope message's.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """The text of what a workflow returned: a text, or an AgentScope message's. Raises TypeError:
+    it is neither."""
     if response is None or isinstance(response, str):
         return response or ""
     if hasattr(response, "get_text_content"):

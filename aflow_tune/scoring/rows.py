@@ -62,8 +62,8 @@ def field_fault(place: str, row: Row, fields: Mapping[str, type]) -> Fault | Non
     lacking = [name for name in fields if row.get(name) is None]
     if lacking:
         found = f"no {', '.join(lacking)}, only {', '.join(map(repr, row)) or 'nothing'}"
-        cure = "add the field, or name the benchmark that this row belongs to"
-        return Fault(place, f"the fields {', '.join(fields)}", found, cure)
+        fix = "add the field, or name the benchmark that this row belongs to"
+        return Fault(place, f"the fields {', '.join(fields)}", found, fix)
     for name, kind in fields.items():
         if not isinstance(row[name], kind):
             found = f"{type(row[name]).__name__}: {row[name]!r:.80}"
@@ -78,38 +78,35 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        cure = "check the path and that it is a text file in UTF-8"
-        fault = Fault(str(path), "a readable file of JSON lines", str(error), cure)
+        fix = "check the path and that it is a text file in UTF-8"
+        fault = Fault(str(path), "a readable file of JSON lines", str(error), fix)
         raise BadInput(f"{path} cannot be read", [fault]) from None
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
-        expected, cure = "one JSON object in a line", "correct or remove this line"
+        expected, fix = "one JSON object in a line", "correct or remove this line"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # ValueError: also a number too long
-            yield place, Fault(place, expected, str(error), cure)
+            yield place, Fault(place, expected, str(error), fix)
             continue
         if not isinstance(row, dict):
-            row = Fault(place, expected, f"a {type(row).__name__}", cure)
+            row = Fault(place, expected, f"a {type(row).__name__}", fix)
         yield place, row
 
 
 def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]]:
-    """All rows of a hub data set, mapped to the local form. Fetches it, or uses the cache.
-
-    Raises:
-        BadInput: it cannot be loaded.
-    """
+    """All rows of a hub data set, mapped to the local form. Fetches it, or uses the cache. Raises
+    BadInput: it cannot be loaded."""
     import datasets
 
     try:
         data = datasets.load_dataset(source.path, source.config, split=split or source.split)
     except Exception as error:  # the library raises whatever its transport raises
         found = f"{type(error).__name__}: {str(error)[:300]}"
-        cure = "check network, HF_HOME and HF_TOKEN, or give a local file of rows"
-        fault = Fault(f"hub data set {source.path}", "rows of the data set", found, cure)
+        fix = "check network, HF_HOME and HF_TOKEN, or give a local file of rows"
+        fault = Fault(f"hub data set {source.path}", "rows of the data set", found, fix)
         raise BadInput(f"{source.path} cannot be loaded", [fault]) from error
     return [source.to_row(row) for row in data]
 

@@ -43,7 +43,7 @@ from aflow_tune.evaluation.trained import (
 )
 from aflow_tune.graph.draw import to_mermaid
 from aflow_tune.graph.svg import to_svg
-from aflow_tune.models.books import Books
+from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.sandbox.policy import use_policy
 from aflow_tune.scoring import score_answer
@@ -141,7 +141,7 @@ class Inferer:
         self._key_variable = key_variable
         self.sampling = dict(sampling)
         self.seconds: float = config.rollout.run_timeout
-        self._books = Books("", BudgetSection(), config.models)
+        self._books = RunSpend("", BudgetSection(), config.models)
         self._stack = contextlib.AsyncExitStack()
         self._policy: RecordingClient | None = None
         self._auxiliary: dict[str, Any] = {}

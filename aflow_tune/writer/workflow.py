@@ -30,12 +30,12 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.workflow import ScoreFunction, problem_of
 from aflow_tune.models import as_client
-from aflow_tune.models.books import client_for
+from aflow_tune.models.clients import client_for
 from aflow_tune.models.types import Message, ModelClient, ModelError, ModelFailure, Reply
 from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
 from aflow_tune.operators.programmer import use_libraries
 from aflow_tune.operators.registry import BUILT_IN
-from aflow_tune.sandbox.packages import MATHEMATICS
+from aflow_tune.sandbox.policy import MATHEMATICS
 from aflow_tune.scoring import find, score_both, with_form
 from aflow_tune.scoring.rewards import Unscored, logged, scored
 from aflow_tune.trace import ModelCall, Trace, note

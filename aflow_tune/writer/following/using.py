@@ -16,7 +16,7 @@ from typing import Any
 
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.broker import bind
-from aflow_tune.models.scripted import ScriptedModel
+from aflow_tune.models.client import ScriptedModel
 from aflow_tune.operators import Operator
 from aflow_tune.writer.following.values import (
     PLAIN,

@@ -58,8 +58,8 @@ from aflow_tune.engines.trinity.rollout.rollout_thread import (
     RolloutThread,
     TimedOut,
 )
-from aflow_tune.models.books import Books
 from aflow_tune.models.cache import ResponseCache
+from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
 from aflow_tune.report.rollouts import Rollout, append_rollout
@@ -102,7 +102,7 @@ class RolloutSettings:
     rewards: Any = None
     sandbox: str = "auto"
     prompts: Mapping[str, Any] = field(default_factory=dict)
-    books: Books | None = None
+    books: RunSpend | None = None
     """The run's models and budget."""
     run_dir: str | None = None
     """Gets what workflows keep of training rollouts; None: nothing is kept."""
@@ -135,7 +135,7 @@ def adapter_arguments(
     config: AflowConfig,
     workflow: Function,
     judge: Function | None,
-    books: Books,
+    books: RunSpend,
     eval_dir: Path,
     run_dir: Path | None = None,
 ) -> dict[str, Any]:

@@ -31,9 +31,8 @@ from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 
 from aflow_tune.context import CallNote, RolloutContext
-from aflow_tune.models.ask import Ask
-from aflow_tune.models.ledger import current_ledger, is_booked
-from aflow_tune.models.types import Usage
+from aflow_tune.models.spend import Call, current_spend, in_call
+from aflow_tune.models.types import Ask, Usage
 from aflow_tune.report.answers import answer_key
 from aflow_tune.trace import POLICY
 
@@ -157,7 +156,7 @@ class RolloutRecorder:
             off_policy=_sampling(kwargs) != _sampling(self._generate_kwargs),
         )
         ask = functools.partial(_in_loop, self.loop, functools.partial(self._ask, call, kwargs))
-        return await ask() if is_booked() else await _with_books(ask, self._client, kwargs)
+        return await ask() if in_call() else await _counted(ask, self._client, kwargs)
 
     def _next_seed(self, caller: str, messages: list[dict[str, Any]]) -> int:
         """By what is asked, not by when: concurrent callers may overtake each other."""
@@ -196,29 +195,26 @@ class RolloutRecorder:
         return response
 
 
-async def _with_books(
+async def _counted(
     ask: Callable[[], Awaitable[Any]], client: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Ask, and keep the books of the policy's call."""
-    books = current_ledger().call(POLICY, client.model_path)
-    prompt_tokens, most = 0, kwargs.get("max_completion_tokens", kwargs.get("max_tokens"))
-    if books.ledger.budget is not None:
-        tools = kwargs.get("tools") or ()
-        prompt_tokens = Ask(messages=kwargs["messages"], tools=tools).most_prompt_tokens()
-        most = None if most is None else most * (kwargs.get("n") or 1)
-    failure: str | None = "raised"
-    books.start()
-    try:
-        async with books.attempt(prompt_tokens, most) as attempt:
+    """Ask, and count it as a call of the policy's."""
+    most = kwargs.get("max_completion_tokens", kwargs.get("max_tokens"))
+    asked = Ask(messages=kwargs["messages"], tools=kwargs.get("tools") or ())
+    call = Call(
+        current_spend(),
+        POLICY,
+        client.model_path,
+        None,
+        asked.most_prompt_tokens,
+        None if most is None else most * (kwargs.get("n") or 1),
+    )
+    with call.noted():
+        async with call:
             response = await ask()
             told = response.usage
-            attempt.settle(
-                None if told is None else Usage(told.prompt_tokens, told.completion_tokens)
-            )
-        failure = None
+            call.settle(None if told is None else Usage(told.prompt_tokens, told.completion_tokens))
         return response
-    finally:
-        books.end(failure)
 
 
 def load_agentscope() -> None:

@@ -1,6 +1,10 @@
-"""As root: a view of the machine in which an unprivileged user can reach the interpreter.
+"""What of this machine a sandboxed program may read: a system to run Python on, nothing else.
 
-A sandbox started by root gives its ids up before it enters the wall, and an interpreter that is
+The interpreter is the one that runs us, without its environment: the base installation's
+executable, libraries and standard library, whatever installed packages lie beside them left
+out. Nothing of /etc but the linker's cache, nothing of /home, /root, /var, /run or the project.
+
+A sandbox started by root gives its ids up before it is confined, and an interpreter that is
 installed in root's home (pyenv, uv, conda) would then be out of reach. So a mount namespace is
 made once for a process, in which the closed folder is covered by an empty one that holds nothing
 but the installation, read-only and at its own path. The machine itself is not changed, and the
@@ -10,15 +14,86 @@ namespace ends with whoever holds its descriptor.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
+import stat
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from aflow_tune.sandbox.paths import closed_folder_above, readable_by_others, system_paths
+_SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/bin")
+_LINKS = ("/lib", "/lib32", "/lib64", "/bin")
+_DATA = ("/usr/share/zoneinfo", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_PACKAGES = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True)
+class SystemPaths:
+    """Paths of this machine, by what is done with them. All exist; folders count as trees."""
+
+    python: str
+    """The base interpreter's executable, with links resolved."""
+    trees: tuple[str, ...]
+    """Readable: files and folders, none inside another."""
+    links: tuple[tuple[str, str], ...]
+    """Symbolic links of a merged /usr: path, target as written."""
+    packages: tuple[str, ...]
+    """Folders of installed packages inside `trees`, to be hidden."""
+
+
+@functools.cache
+def system_paths() -> SystemPaths:
+    """Look once; a process keeps its interpreter."""
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    trees = [path for path in (*_SYSTEM, *_DATA) if os.path.exists(path)]
+    links = []
+    for path in _LINKS:
+        if os.path.islink(path):
+            links.append((path, os.readlink(path)))
+        elif os.path.isdir(path):
+            trees.append(path)
+    library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
+    wanted = [python, *_libraries(library)]
+    trees += [path for path in wanted if not any(_inside(path, tree) for tree in trees)]
+    folders = {library, library.parent / "python3", Path("/usr/lib/python3"), Path("/usr/lib64")}
+    packages = {
+        str(folder / name) for folder in folders for name in _PACKAGES if (folder / name).is_dir()
+    }
+    return SystemPaths(python, tuple(dict.fromkeys(trees)), tuple(links), tuple(sorted(packages)))
+
+
+def readable_by_others(path: str) -> bool:
+    """Whether a user without any rights of its own can reach and read this path."""
+    for place in [*Path(path).parents]:
+        if not place.stat().st_mode & stat.S_IXOTH:
+            return False
+    return bool(os.stat(path).st_mode & stat.S_IROTH)
+
+
+def closed_folder_above(path: str) -> str | None:
+    """The outermost folder above a path that others may not enter; None where all may be."""
+    for place in reversed(Path(path).parents):
+        if not place.stat().st_mode & stat.S_IXOTH:
+            return str(place)
+    return None
+
+
+def _libraries(library: Path) -> list[str]:
+    """The standard library, and the folder of the shared libraries that came with it."""
+    own = library.parent
+    system = {"/usr/lib", "/usr/lib64", "/lib", "/lib64"}
+    return [str(library)] if str(own) in system else [str(own)]
+
+
+def _inside(path: str, tree: str) -> bool:
+    return path == tree or path.startswith(tree + "/")
+
 
 _CLONE_NEWNS = 0x0002_0000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT = 1, 2, 4, 32

@@ -1,22 +1,40 @@
-"""The command line that starts a sandbox behind each wall, and what each wall covers.
+"""The backends: how to start a sandbox of each, what it covers, and which one this process uses.
 
-Whoever starts us, the program's user is not root: as root the ids are given up on the way in.
-The programs that build the walls are found on the system's own path, not on the caller's.
+Whoever starts us, the program's user is not root: as root the ids are given up on the way in. The
+tools that build a sandbox are found on the system's own path, not on the caller's.
+
+A backend counts as found when a sandbox of it has started and was seen to hold: bubblewrap's from
+outside, at every start (`process.py`); Landlock's by a program that tries what it must not be able
+to do, once, and every later start refuses to run its program if a step fails.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import secrets
 import shutil
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from aflow_tune.sandbox import seccomp
-from aflow_tune.sandbox.packages import Packages
-from aflow_tune.sandbox.paths import DEVICES, SystemPaths, system_paths
-from aflow_tune.sandbox.types import Level
+from aflow_tune.sandbox import _confine, seccomp
+from aflow_tune.sandbox.policy import Packages, find_packages
+from aflow_tune.sandbox.process import FILTER, BackendFailed, Job, Launch, Sandbox, code_of
+from aflow_tune.sandbox.types import Level, Limits
+from aflow_tune.sandbox.view import (
+    DEVICES,
+    StagingFailed,
+    SystemPaths,
+    needs_staging,
+    stage,
+    system_paths,
+)
 
 NOBODY = 65534
 NO_PACKAGES = Packages()
@@ -26,7 +44,7 @@ _UNUSED_IDS = range(2_000_000_000, 2_100_000_000)
 """User ids that nothing hands out: above containers' ranges (systemd's UIDS-GIDS.md)."""
 
 INSTALL = "sudo apt-get install -y bubblewrap"
-"""The line that gets the primary wall, on Debian and Ubuntu."""
+"""The line that gets bubblewrap, on Debian and Ubuntu."""
 
 COVERS: dict[Level, tuple[str, ...]] = {
     Level.BUBBLEWRAP: (
@@ -43,7 +61,7 @@ COVERS: dict[Level, tuple[str, ...]] = {
         "network: no socket can be made",
         "processes: no signals to others, none left behind: a supervisor ends every descendant",
         "identity: no environment; started by root, a user of its own without capabilities",
-        "kernel: a system-call filter, as behind bubblewrap and stricter",
+        "kernel: a system-call filter, as with bubblewrap and stricter",
         "limits: time, processor time, memory of the whole tree, processes, files, disk, output",
     ),
     Level.UNSAFE_SUBPROCESS: (
@@ -68,22 +86,6 @@ DOES_NOT_COVER: dict[Level, tuple[str, ...]] = {
         "processes: it can stop and inspect yours, and may leave some running",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How to start one sandbox: the command before the interpreter, and what it is told."""
-
-    command: tuple[str, ...]
-    environment: dict[str, str]
-    setup: dict[str, Any]
-    descriptors: tuple[int, ...] = ()
-    """To be inherited beside the sandbox's own."""
-    filter_program: bytes | None = None
-    """For the descriptor whose number replaces FILTER in the command."""
-
-
-FILTER = "<filter>"
 
 
 def find_tool(name: str) -> str | None:
@@ -116,13 +118,7 @@ def bubblewrap(disk_mb: int, staged: int | None, packages: Packages = NO_PACKAGE
     return Launch(
         command=tuple(command),
         environment={},
-        setup={
-            "wall": Level.BUBBLEWRAP.value,
-            "folder": "/tmp",
-            "uid": None,
-            "confine": None,
-            "packages": dict(packages.files),
-        },
+        setup=_setup(Level.BUBBLEWRAP, "/tmp", packages),
         descriptors=() if staged is None else (staged,),
         filter_program=seccomp.filter_program(),
     )
@@ -178,22 +174,14 @@ def landlock(
     prefix = [] if staged is None else [_need("nsenter"), f"--mount=/proc/self/fd/{staged}"]
     user = own_id(number) if root else None
     alone = user is not None and user != NOBODY
-    filter_program = seccomp.filter_program(landlock=True, refuse_signals=version < 6 and not alone)
+    program = seccomp.filter_program(landlock=True, refuse_signals=version < 6 and not alone)
+    rules = _rules(system_paths(), folder) + [("read", path) for path in packages.folders]
     return Launch(
         command=tuple([*prefix, "--"] if prefix else []),
         environment=environment(folder),
-        setup={
-            "wall": Level.LANDLOCK.value,
-            "folder": folder,
-            "uid": user,
-            "confine": confine,
-            "rules": [
-                *_rules(system_paths(), folder),
-                *(("read", path) for path in packages.folders),
-            ],
-            "filter": filter_program,
-            "packages": dict(packages.files),
-        },
+        setup=_setup(
+            Level.LANDLOCK, folder, packages, uid=user, confine=confine, rules=rules, filter=program
+        ),
         descriptors=() if staged is None else (staged,),
     )
 
@@ -206,7 +194,7 @@ def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
     pending = list(paths.trees)
     while pending:
         tree = pending.pop()
-        if any(folder_.startswith(tree + "/") for folder_ in paths.packages):
+        if any(hidden.startswith(tree + "/") for hidden in paths.packages):
             rules.append(("list", tree))
             pending += [os.path.join(tree, name) for name in os.listdir(tree)]
         elif tree not in paths.packages:
@@ -215,18 +203,15 @@ def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
 
 
 def unsafe(folder: str, packages: Packages = NO_PACKAGES) -> Launch:
-    """No wall."""
-    return Launch(
-        command=(),
-        environment=environment(folder),
-        setup={
-            "wall": Level.UNSAFE_SUBPROCESS.value,
-            "folder": folder,
-            "uid": None,
-            "confine": None,
-            "packages": dict(packages.files),
-        },
-    )
+    """A plain subprocess."""
+    setup = _setup(Level.UNSAFE_SUBPROCESS, folder, packages)
+    return Launch(command=(), environment=environment(folder), setup=setup)
+
+
+def _setup(level: Level, folder: str, packages: Packages, **more: Any) -> dict[str, Any]:
+    """What the inside is told before it gets its program."""
+    setup = {"backend": level.value, "folder": folder, "uid": None, "confine": None}
+    return {**setup, "packages": dict(packages.files), **more}
 
 
 def own_id(number: int) -> int:
@@ -255,3 +240,137 @@ def _need(tool: str) -> str:
     if found is None:
         raise FileNotFoundError(f"{tool} is not installed")
     return found
+
+
+OLDEST_LANDLOCK = 3
+"""The first version that covers truncation; Linux 6.2."""
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The backend found, and for each that was tried what there is to say about it."""
+
+    level: Level | None
+    reasons: dict[str, str]
+
+    @property
+    def why(self) -> str:
+        """In one line."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+
+
+def check_machine(level: Level) -> None:
+    """Raises BackendFailed where a sandbox of this level cannot even be tried."""
+    if not seccomp.supported():
+        raise BackendFailed("needs Linux on x86-64 or AArch64")
+    if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
+        raise BackendFailed("bwrap is not installed")
+    if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
+        raise BackendFailed(
+            f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
+            "(Linux 6.2) is needed"
+        )
+    if os.geteuid() == 0 and not is_mapped(NOBODY):
+        raise BackendFailed("root of a namespace that has no other user to run programs as")
+    view_of(())
+
+
+@functools.cache
+def view_of(folders: tuple[str, ...]) -> int | None:
+    """A view in which the program's user reaches the interpreter and these; None where it does so
+    anyway."""
+    try:
+        return stage(folders) if needs_staging(folders) else None
+    except StagingFailed as error:
+        raise BackendFailed(
+            f"as root, programs run as an unprivileged user, who cannot reach the "
+            f"interpreter{' or a package' if folders else ''}: {error}"
+        ) from error
+
+
+_numbers = itertools.count()
+
+
+def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
+    """How to start a sandbox of a level that was found, or is being tried.
+
+    Args:
+        names: packages that its program may import.
+
+    Raises:
+        BadInput: one is not there.
+        BackendFailed: one cannot be reached.
+    """
+    found = find_packages(names)
+    if level is Level.BUBBLEWRAP:
+        return bubblewrap(disk_mb, view_of(found.folders), found)
+    # A name that nobody can guess; the sandbox makes it, and fails if it is there.
+    folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
+    if level is Level.UNSAFE_SUBPROCESS:
+        return unsafe(folder, found)
+    version = _confine.version()
+    number = next(_numbers)
+    view = view_of(found.folders)
+    return landlock(folder, number, code_of("_confine"), version, view, found)
+
+
+_PROBE = """
+import os, socket, sys
+secret, target, parent = sys.stdin.read().split("\\n")
+done = []
+def attempt(name, function):
+    try:
+        function()
+        done.append(name)
+    except OSError:
+        pass
+attempt("read", lambda: open(secret).read())
+attempt("write", lambda: open(target, "w").close())
+attempt("signal", lambda: os.kill(int(parent), 0))
+attempt("socket", lambda: socket.socket())
+attempt("environment", lambda: open(f"/proc/{parent}/environ", "rb").read())
+print(" ".join(done) or "contained")
+"""
+
+
+async def attack(sandbox: Sandbox) -> None:
+    """A program that tries to get out. BackendFailed: something of it worked."""
+    with tempfile.TemporaryDirectory(prefix="aflow-tune-probe-") as name:
+        os.chmod(name, 0o777)
+        secret, target = Path(name) / "secret", Path(name) / "target"
+        secret.write_text("not for you")
+        stdin = f"{secret}\n{target}\n{os.getpid()}"
+        execution = await sandbox.run(Job(_PROBE, stdin, Limits(), {}, False))
+        if target.exists():
+            raise BackendFailed("a program in it wrote outside of its folder")
+    if execution.stdout != "contained\n":
+        reason = execution.stdout.strip() or execution.stderr.strip()[-200:]
+        raise BackendFailed(f"a program in it could do this or failed: {reason}")
+
+
+def unavailable(policy: str, found: Detection) -> str:
+    """What to tell when no backend can be used."""
+    reasons = "\n".join(f"    {name}: {reason}" for name, reason in found.reasons.items())
+    fix = f"install bubblewrap: {INSTALL}"
+    if find_tool("bwrap") is not None:
+        fix = (
+            "allow user namespaces to bwrap (sysctl user.max_user_namespaces above 0; on Ubuntu "
+            "24.04 and later an AppArmor profile for bwrap), or use a kernel with Landlock (6.2)"
+        )
+    if sys.platform != "linux":
+        fix = "use a Linux machine or container, where it can be built"
+    return (
+        f"no sandbox can be built here (sandbox: {policy}), so the program was not run\n{reasons}\n"
+        f"    do:       {fix}\n"
+        "              or, only for code that you trust as your own, set "
+        "`sandbox: unsafe_subprocess`"
+    )
+
+
+def unsafe_warning() -> str:
+    """What a plain subprocess does not protect from."""
+    lines = "\n".join(f"  - {line}" for line in DOES_NOT_COVER[Level.UNSAFE_SUBPROCESS])
+    return (
+        "aflow-tune: sandbox: unsafe_subprocess: programs that a model wrote run unconfined, "
+        f"with your rights. Not protected:\n{lines}"
+    )

@@ -1,28 +1,33 @@
-r"""Whether two mathematical answers are equal, decided by math-verify in a process of its own.
+r"""Whether two mathematical answers are equal, by the strict rule and by the published one.
 
-An answer such as `9^{9^{9^{9}}}` computes for ever, so the question goes to an `AskedProcess`:
+strict: equal as text without spaces, or by math-verify, value by value of what they consist of.
+
+published (benchmarks/math.py of the public AFlow code): equal texts; else, if both are numbers
+(thousands separators removed, a trailing % divides by 100), equal within 1e-3; else both are
+read by SymPy's `parse_latex`, or `parse_expr` where that fails, and are equal if their
+difference simplifies to 0 or their numerical values lie within 1e-3. It differs in one thing:
+`parse_expr` evaluates mathematics only (`expressions.py`).
+
+An answer such as `9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost:
 one question, however many values the answers consist of, so one limit of time.
-
-Left to others: finding the answer in a text and what it consists of (the scoring room), and what
-an undecided answer costs.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
+from math import isclose
 from typing import Any
 
-from aflow_tune.scoring.asked_process import AskedProcess, Undecided, serve
-
-__all__ = ["Reading", "Undecided", "equal_answers", "kind_of"]
+from aflow_tune.scoring.asked_process import AskedProcess, serve
 
 Reading = str | tuple[Any, ...]
-"""One value as a text, or a kind and what belongs to it: `scoring/math_reading.py`."""
+"""One value as a text, or a kind and what belongs to it: `mathematics.py`."""
 _UNORDERED = ("list", "union")
-CPU_SECONDS = 3
-"""Processor time for one question."""
-_CHILD = AskedProcess("aflow_tune.scoring.math_equality", "math-verify", CPU_SECONDS)
+VERIFY_SECONDS = 3
+"""Processor time for one question to math-verify."""
+_VERIFY = AskedProcess("aflow_tune.scoring.equality", "math-verify", VERIFY_SECONDS, "strict")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -34,12 +39,12 @@ def equal_answers(answer: Reading, truth: Reading) -> bool:
     the one before.
 
     Raises:
-        Undecided: the comparison took more than `CPU_SECONDS`, or too much memory.
+        Undecided: the comparison took more than `VERIFY_SECONDS`, or too much memory.
         QuestionFailed: math-verify raised an exception.
     """
     if answer == truth or _letters(answer) == _letters(truth):
         return True
-    return bool(_CHILD.ask(answer, truth))
+    return bool(_VERIFY.ask(answer, truth))
 
 
 def kind_of(reading: Reading) -> str:
@@ -51,7 +56,7 @@ def _letters(text: Reading) -> Reading:
     return "".join(text.split()) if isinstance(text, str) else text
 
 
-def _serve() -> None:
+def _serve_strict() -> None:
     from math_verify import LatexExtractionConfig, parse, verify
 
     reading = LatexExtractionConfig(boxed_match_priority=0)
@@ -113,5 +118,70 @@ def _serve() -> None:
     serve(equal)
 
 
+TOLERANCE = 1e-3
+SYMPY_SECONDS = 10
+"""Processor time for one comparison; the public rule has no limit."""
+_SYMPY = AskedProcess("aflow_tune.scoring.equality", "SymPy", SYMPY_SECONDS, "published")
+
+
+@functools.lru_cache(maxsize=4096)
+def published_equal(answer: str, truth: str) -> bool:
+    """Whether `answer` equals `truth` by the published rule. Raises Undecided: the comparison took
+    more than `SYMPY_SECONDS`, or too much memory."""
+    if answer == truth:
+        return True
+    numbers = as_number(answer), as_number(truth)
+    if numbers[0] is not None and numbers[1] is not None:
+        return isclose(numbers[0], numbers[1], abs_tol=TOLERANCE)
+    return bool(_SYMPY.ask(answer, truth))
+
+
+def as_number(text: str) -> float | None:
+    """What Python's `float` reads, thousands separators and a percent sign allowed."""
+    text = text.replace(",", "")
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    if not text.endswith("%"):
+        return None
+    try:
+        return float(text[:-1].removesuffix("\\")) / 100
+    except ValueError:
+        return None
+
+
+def _serve_published() -> None:
+    from sympy import N, simplify
+    from sympy.parsing.sympy_parser import parse_expr
+
+    from aflow_tune.scoring.expressions import guard_sympy, latex_parser
+
+    guard_sympy()
+    parsers = (latex_parser(), parse_expr)
+
+    def expression(text: str) -> Any:
+        for parse in parsers:
+            try:
+                return parse(text)
+            except Exception:
+                continue
+        return text
+
+    def equal(answer: str, truth: str) -> bool:
+        left, right = expression(answer), expression(truth)
+        try:
+            if simplify(left - right) == 0:
+                return True
+        except Exception:
+            pass
+        try:
+            return isclose(N(left), N(right), abs_tol=TOLERANCE)
+        except Exception:
+            return False
+
+    serve(equal)
+
+
 if __name__ == "__main__":
-    _serve()
+    {"strict": _serve_strict, "published": _serve_published}[sys.argv[2]]()

@@ -1,0 +1,133 @@
+"""Clients from settings, and the models that a run offers its workflows by role.
+
+    from aflow_tune import client_for
+    verdict = await client_for("judge").complete([{"role": "user", "content": answer}])
+
+Within a run the configuration's `models:` answer; in a unit test `use_clients` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.models.prices import price_of
+from aflow_tune.models.spend import Spend
+from aflow_tune.models.types import ModelClient
+from aflow_tune.sections import BudgetSection, ModelSettings
+from aflow_tune.trace import POLICY
+
+if TYPE_CHECKING:
+    from aflow_tune.models.http_client import HttpClient
+
+_clients: ContextVar[Mapping[str, ModelClient] | None] = ContextVar(
+    "aflow_tune_clients", default=None
+)
+
+
+def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
+    """The client that the settings describe. Raises BadInput: the settings are wrong, or the key is
+    not in the environment."""
+    from aflow_tune.models.http_client import AnthropicClient, OpenAIClient
+
+    kind = AnthropicClient if settings.provider == "anthropic" else OpenAIClient
+    return kind(settings, role)
+
+
+@contextlib.contextmanager
+def use_clients(clients: Mapping[str, ModelClient]) -> Iterator[None]:
+    """Let `client_for` answer from `clients` in this context and in everything it starts."""
+    token = _clients.set(clients)
+    try:
+        yield
+    finally:
+        # A run that was given up may be closed by the collector, in another context.
+        with contextlib.suppress(ValueError):
+            _clients.reset(token)
+
+
+def client_for(role: str) -> ModelClient:
+    """The model that the configuration names `role` under `models:`. Raises BadInput: there is none
+    of that name here."""
+    clients = _clients.get() or {}
+    if role not in clients:
+        fault = Fault(
+            f"models.{role}",
+            f"a model under the role {role!r}",
+            f"models for: {', '.join(clients) or 'no role at all'}",
+            f"add `models: {{{role}: {{model: NAME, base_url: ADDRESS}}}}`",
+        )
+        raise BadInput("A workflow asked for a model that is not configured.", [fault])
+    return clients[role]
+
+
+@dataclass(frozen=True)
+class RunSpend:
+    """What one run may spend, where that is counted, and the models that it names: small enough to
+    travel with every task. Holds names of environment variables, never keys."""
+
+    account: str
+    """File of the run's `Spend`, shared by its processes."""
+    limits: BudgetSection = field(default_factory=BudgetSection)
+    models: Mapping[str, ModelSettings] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Count the calls of this context, and let `client_for` find its models."""
+        spend, clients = self._shared()
+        with spend.activate(), use_clients(clients):
+            yield
+
+    def reached(self) -> str | None:
+        """The limit that some process of the run met first, or None."""
+        spend = Spend(self.limits, self.account)
+        if not spend.limited:
+            return None
+        try:
+            return spend.reached()
+        finally:
+            spend.close()
+
+    def start(self) -> None:
+        """Forget what a killed command had under way, and what this process knows of an earlier
+        run with the same file, which may be gone. For the start of a run."""
+        with _lock:
+            for key in [key for key in _made if key[0] == self.account]:
+                del _made[key]
+        spend = Spend(self.limits, self.account)
+        if spend.limited:
+            spend.forget_calls()
+            spend.close()
+
+    def _shared(self) -> tuple[Spend, Mapping[str, ModelClient]]:
+        models = {name: asdict(settings) for name, settings in self.models.items()}
+        key = self.account, repr((asdict(self.limits), models))
+        with _lock:
+            if key not in _made:
+                _made[key] = self._make()
+            return _made[key]
+
+    def _make(self) -> tuple[Spend, Mapping[str, ModelClient]]:
+        prices = {}
+        policy = self.models.get(POLICY)
+        if policy is not None:
+            price = price_of(policy.provider, policy.base_url, policy.model or "", policy.prices)
+            if price is not None:
+                prices[POLICY] = price
+        clients = {
+            name: make_client(settings, settings.role or name)
+            for name, settings in self.models.items()
+            if settings.model is not None and name != POLICY
+        }
+        return Spend(self.limits, self.account, prices), clients
+
+
+_lock = threading.Lock()
+_made: dict[tuple[str, str], tuple[Spend, Mapping[str, ModelClient]]] = {}
+"""By the file and by what a run says. Clients share their limits on concurrency between all
+episodes of a process: so a process has one of each."""

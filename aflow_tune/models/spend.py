@@ -1,0 +1,493 @@
+"""What a run may spend and what it has spent: one SQLite file for all its processes.
+
+Every `Call` of a model reserves its worst case before it starts and is settled when its reply is
+there, each in one transaction, so any number of threads, processes and Ray workers of one machine
+may share a file, and a process that was killed leaves nothing but a reservation, which is dropped.
+Money is kept in whole picodollars, so sums do not depend on their order. What is guaranteed:
+
+- calls: never more than the limit. A call is what a caller asked for; its retries are none.
+- money and tokens, where a call's worst case is known (it has `max_tokens`): it starts only if
+  what was spent, what is reserved for calls under way and its own worst case stay within the limit
+  together, so the limit is never exceeded. A call that would fit but for those under way waits for
+  them. The worst case of a prompt is one token for each byte of its JSON and a margin for the chat
+  template; images are not covered by that.
+- money and tokens, where no `max_tokens` is set: no call starts once the limit is spent. It can be
+  exceeded by the answers then under way.
+- A reply counts once, with the usage it reported, even if nothing else in it can be used. One that
+  told none counts with its worst case. A call without an answer (an error, a cut connection, a
+  time-out, a cancelled one) counts nothing unless it reported usage: what a vendor charges for
+  those cannot be known here.
+
+A model without a known price is refused under a limit on money, as an input fault. Without limits
+nothing is written. Wall-clock time is limited by the run itself, between two steps. Not covered:
+processes on several machines (SQLite does not lock reliably over network file systems), and a
+power failure, which may lose the last few calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, BudgetReached, Fault
+from aflow_tune.models.prices import Price
+from aflow_tune.models.types import ModelError, Usage
+from aflow_tune.sections import BudgetSection
+from aflow_tune.trace import ModelCall, note
+
+PICO = 10**12
+"""Picodollars in a dollar."""
+BUDGET_REACHED, CANCELLED, RAISED = "budget_reached", "cancelled", "raised"
+"""Words for calls that failed, beside those of `ModelFailure`: a limit, a caller that went away,
+somebody else's exception."""
+UNTIMED_SECONDS = 3600.0
+"""How long a reservation without a time-out lives."""
+_BUSY_SECONDS = 60.0
+_LONGEST_PAUSE = 0.1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS spent (
+    role TEXT, model TEXT, calls INTEGER DEFAULT 0, replies INTEGER DEFAULT 0,
+    prompt_tokens INTEGER DEFAULT 0, completion_tokens INTEGER DEFAULT 0,
+    estimated_tokens INTEGER DEFAULT 0, pico INTEGER DEFAULT 0,
+    unpriced INTEGER DEFAULT 0, unreported INTEGER DEFAULT 0, PRIMARY KEY (role, model)
+);
+CREATE TABLE IF NOT EXISTS held (
+    id INTEGER PRIMARY KEY, pid INTEGER, pico INTEGER, tokens INTEGER, expires REAL
+);
+CREATE TABLE IF NOT EXISTS reached (reason TEXT);
+"""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Sums over all processes. `estimated_tokens` stand for replies that told no usage."""
+
+    calls: int = 0
+    replies: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    estimated_tokens: int = 0
+    pico: int = 0
+    unpriced: int = 0
+    unreported: int = 0
+
+    @property
+    def usd(self) -> float:
+        """US dollars, over the replies whose price is known."""
+        return self.pico / PICO
+
+    @property
+    def tokens(self) -> int:
+        """What counts against a limit on tokens."""
+        return self.prompt_tokens + self.completion_tokens + self.estimated_tokens
+
+
+_SUMS = ", ".join(f"COALESCE(SUM({name}), 0)" for name in Spent.__dataclass_fields__)
+
+
+class Spend:
+    """Limits, and the file that calls are held against. Survives a fork.
+
+    Args:
+        limits: the section `budget`, `wall_seconds` aside. None: no limit.
+        path: the file, made where it is missing. None: this process's memory.
+        prices: by role, for clients that know none, such as the model being tuned.
+
+    Raises:
+        BadInput: a limit is negative or not finite.
+    """
+
+    def __init__(
+        self,
+        limits: BudgetSection | None = None,
+        path: str | Path | None = None,
+        prices: Mapping[str, Price] | None = None,
+    ) -> None:
+        self.limits = limits or BudgetSection()
+        if faults := check_budget(self.limits):
+            raise BadInput("The budget cannot be used.", faults)
+        self.path = None if path is None else str(Path(path).absolute())
+        self.prices = prices or {}
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._pid = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.path is None:
+            raise TypeError("what is counted in memory cannot travel: give it a file")
+        return {"limits": self.limits, "path": self.path, "prices": self.prices}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit on money, tokens or calls."""
+        return any(
+            most is not None for most in (self.limits.usd, self.limits.tokens, self.limits.calls)
+        )
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[Spend]:
+        """Count the calls of this context, and of everything it starts, here."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            # A run that was given up may be closed by the collector, in another context.
+            with contextlib.suppress(ValueError):
+                _current.reset(token)
+
+    def spent(self, role: str | None = None) -> Spent:
+        """What was spent so far, by everybody or under one role."""
+        with self._transaction() as connection:
+            return _spent(connection, role)
+
+    def reached(self) -> str | None:
+        """The limit that some process of the run met first, or None."""
+        with self._transaction() as connection:
+            row = connection.execute("SELECT reason FROM reached").fetchone()
+        return row[0] if row else None
+
+    def forget_calls(self) -> None:
+        """Drop every reservation, and that a limit was reached. For the start of a run, when no
+        process of it is at work."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM held")
+            connection.execute("DELETE FROM reached")
+
+    def close(self) -> None:
+        """Close the file; the next use opens it again. What is in memory is lost."""
+        with self._lock:
+            if self._connection is not None and self._pid == os.getpid():
+                self._connection.close()
+            self._connection = None
+
+    def reserve(
+        self, role: str, model: str, worst: Spent, bounded: bool, seconds: float, wait: bool
+    ) -> int | str | None:
+        """Count a call and put its worst case aside, in one transaction.
+
+        Args:
+            worst: its tokens and money. They are the worst case if `bounded`, else a part of it.
+            wait: False for a call that cannot wait for others.
+
+        Returns:
+            The number of the reservation; or the limit that does not allow the call; or None if it
+            would not fit now but may fit when calls under way have ended.
+        """
+        limits = self.limits
+        most_pico = None if limits.usd is None else _pico(limits.usd)
+        with self._transaction() as connection:
+            spent = _spent(connection)
+            sums = "COUNT(*), COALESCE(SUM(pico), 0), COALESCE(SUM(tokens), 0)"
+            calls, *waiting = connection.execute(f"SELECT {sums} FROM held").fetchone()
+            reason, full = "", False
+            if limits.calls is not None and spent.calls >= limits.calls:
+                those = f", {calls} of them under way" if calls else ""
+                reason = f"calls: {limits.calls} were made{those}"
+            for name, unit, most, used, wanted, others in (
+                ("usd", PICO, most_pico, spent.pico, worst.pico, waiting[0]),
+                ("tokens", 1, limits.tokens, spent.tokens, worst.tokens, waiting[1]),
+            ):
+                if most is None or reason:
+                    continue
+                over = used + wanted > most if bounded else used >= most
+                crowded = bool(others) and used + others + wanted > most
+                full = full or crowded
+                if over or (crowded and not wait):
+                    held = f", {calls} under way may use {others / unit:.6g} more" if calls else ""
+                    reason = f"{name}: {used / unit:.6g} of {most / unit:.6g} are used{held}"
+                    reason += ", and the next call might exceed it"
+            if reason:
+                reason = f"budget.{reason}"
+                first = "INSERT INTO reached SELECT ? WHERE NOT EXISTS (SELECT 1 FROM reached)"
+                connection.execute(first, (reason,))
+                return reason
+            if full:
+                _drop_abandoned(connection)
+                return None
+            _add(connection, role, model, Spent(calls=1))
+            number = connection.execute(
+                "INSERT INTO held (pid, pico, tokens, expires) VALUES (?, ?, ?, ?)",
+                (os.getpid(), worst.pico, worst.tokens, time.time() + seconds),
+            ).lastrowid
+            assert number is not None
+            return number
+
+    def settle(self, number: int, role: str, model: str, used: Spent | None) -> None:
+        """Replace a reservation by what the reply used. None: no reply came."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM held WHERE id = ?", (number,))
+            if used is not None:
+                _add(connection, role, model, used)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            connection = self._open()
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is not None and self._pid == os.getpid():
+            return self._connection
+        connection = sqlite3.connect(
+            self.path or ":memory:",
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        if self.path is not None:
+            _write_ahead(connection)
+            connection.execute("PRAGMA synchronous = NORMAL")
+        connection.executescript(_SCHEMA)
+        self._connection, self._pid = connection, os.getpid()
+        return connection
+
+
+@dataclass
+class Call:
+    """One call: reserved when it is entered, settled with its reply, noted when it is over."""
+
+    spend: Spend
+    role: str
+    model: str
+    price: Price | None
+    """None: that of the role, if it has one; else unknown."""
+    prompt_tokens: Callable[[], int]
+    """Gives the most that the prompt may have; asked under a limit only."""
+    max_tokens: int | None
+    """Of the answer. None: there is no bound."""
+    life: float = UNTIMED_SECONDS
+    """After so many seconds the reservation is dropped, should nobody settle it."""
+    usage: Usage | None = None
+    """None where the reply told none."""
+    cost: float | None = 0.0
+    """US dollars; None where it is not known."""
+    retries: int = 0
+    _worst: Spent = Spent()
+    _number: int | None = None
+    _started: float | None = None
+    _replied: bool = False
+    _token: Token[bool] | None = None
+
+    def __post_init__(self) -> None:
+        self.price = self.spend.prices.get(self.role) if self.price is None else self.price
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return 0.0 if self._started is None else time.monotonic() - self._started
+
+    async def __aenter__(self) -> Call:
+        """Raises BudgetReached where it may not start, BadInput where money is limited and the
+        price not known."""
+        if self.spend.limited:
+            self._number = await self._reserve()
+        self._started = time.monotonic()
+        self._token = _in_call.set(True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._token is not None:
+            with contextlib.suppress(ValueError):  # closed by the collector, in another context
+                _in_call.reset(self._token)
+        if self._number is not None and not self._replied:
+            self.spend.settle(self._number, self.role, self.model, None)
+
+    async def _reserve(self) -> int:
+        if self.spend.limits.usd is not None and self.price is None:
+            fault = unpriced(self.role, self.model)
+            raise BadInput("A budget of money needs the price of every model.", [fault])
+        worst = Usage(self.prompt_tokens(), self.max_tokens or 0)
+        self._worst = Spent(
+            estimated_tokens=worst.prompt_tokens + worst.completion_tokens,
+            pico=0 if self.price is None else _pico(self.price.cost(worst)),
+        )
+        pause = 0.005
+        while True:
+            number = self.spend.reserve(
+                self.role,
+                self.model,
+                self._worst,
+                bounded=self.max_tokens is not None,
+                seconds=self.life,
+                # One that is made inside of another would wait for itself.
+                wait=not in_call(),
+            )
+            if isinstance(number, str):
+                raise BudgetReached(f"A limit was reached. {number}.")
+            if number is not None:
+                return number
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def settle(self, usage: Usage | None) -> None:
+        """Count what the reply used; None: it did not say. Only the first time counts."""
+        if self._replied:
+            return
+        self._replied = True
+        self.usage, self.cost = usage, self.cost_of(usage)
+        if self._number is None:
+            return
+        pico = _pico(self.cost or 0.0)
+        counted = {"replies": 1, "unpriced": int(self.cost is None), "pico": pico}
+        if usage is None:
+            pico = self._worst.pico if self.cost is None else pico
+            worst = {"estimated_tokens": self._worst.tokens, "pico": pico, "unreported": 1}
+            used = Spent(**{**counted, **worst})
+        else:
+            tokens = (usage.prompt_tokens, usage.completion_tokens)
+            used = Spent(prompt_tokens=tokens[0], completion_tokens=tokens[1], **counted)
+        self.spend.settle(self._number, self.role, self.model, used)
+
+    def cost_of(self, usage: Usage | None) -> float | None:
+        """US dollars; None where it is not known."""
+        if self.price is None:
+            return None
+        if usage is None:  # known only where nothing costs anything
+            return 0.0 if self.price.cost(Usage(1, 1)) == 0.0 else None
+        return self.price.cost(usage)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the call in the trace at the end of the block, with a word for how it failed."""
+        failure: str | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = RAISED
+            if isinstance(error, ModelError):
+                failure = error.failure.value
+            elif isinstance(error, (BudgetReached, asyncio.CancelledError)):
+                failure = BUDGET_REACHED if isinstance(error, BudgetReached) else CANCELLED
+            raise
+        finally:
+            if self._started is not None:
+                self._note(failure)
+
+    def answered_from_cache(self, usage: Usage | None) -> None:
+        """Note a call that cost nothing, with what its answer had cost. Counts no call."""
+        self._started = time.monotonic()
+        self.usage, self.cost = usage, self.cost_of(usage)
+        self._note(None, from_cache=True)
+
+    def _note(self, failure: str | None, from_cache: bool = False) -> None:
+        note(
+            ModelCall(
+                started=self._started or 0.0,
+                seconds=self.seconds,
+                role=self.role,
+                model=self.model,
+                prompt_tokens=None if self.usage is None else self.usage.prompt_tokens,
+                completion_tokens=None if self.usage is None else self.usage.completion_tokens,
+                cost=self.cost,
+                retries=self.retries,
+                from_cache=from_cache,
+                failure=failure,
+            )
+        )
+
+
+_current: ContextVar[Spend | None] = ContextVar("aflow_tune_spend", default=None)
+_in_call: ContextVar[bool] = ContextVar("aflow_tune_in_call", default=False)
+
+
+def current_spend() -> Spend:
+    """What is in force here; without limits where nothing was activated."""
+    return _current.get() or _WITHOUT_LIMITS
+
+
+def in_call() -> bool:
+    """Whether this code runs inside of a call that is counted already.
+
+    A model that counts its calls itself, such as the recording one, asks this first, so that a
+    call through one of our clients is not counted twice.
+    """
+    return _in_call.get()
+
+
+def check_budget(limits: BudgetSection) -> list[Fault]:
+    """What is wrong with the section `budget`."""
+    faults = []
+    for name in ("wall_seconds", "usd", "tokens", "calls"):
+        value: Any = getattr(limits, name)
+        if value is not None and not 0 <= value < float("inf"):
+            fix = f"give `budget.{name}` a number from 0, or null for no limit"
+            faults.append(Fault(f"budget.{name}", "a number from 0", str(value), fix))
+    return faults
+
+
+def unpriced(role: str, model: str) -> Fault:
+    """What is wrong with a limit on money where this model's price is not known."""
+    return Fault(
+        f"models.{role}.prices",
+        f"what {model} costs, since budget.usd is set",
+        "no price, neither in the configuration nor in the list",
+        f"models: {{{role}: {{prices: {{input: ..., output: ...}}}}}} in US dollars for "
+        "a million tokens, 0 for a model of your own, or {listed: NAME} as the list calls it; or "
+        "limit budget.tokens instead",
+    )
+
+
+def _pico(usd: float) -> int:
+    return round(usd * PICO)
+
+
+def _spent(connection: sqlite3.Connection, role: str | None = None) -> Spent:
+    where, values = ("", ()) if role is None else (" WHERE role = ?", (role,))
+    return Spent(*connection.execute(f"SELECT {_SUMS} FROM spent{where}", values).fetchone())
+
+
+def _add(connection: sqlite3.Connection, role: str, model: str, amounts: Spent) -> None:
+    names = ", ".join(vars(amounts))
+    marks = ", ".join("?" for _ in vars(amounts))
+    sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in vars(amounts))
+    connection.execute(
+        f"INSERT INTO spent (role, model, {names}) VALUES (?, ?, {marks}) "
+        f"ON CONFLICT (role, model) DO UPDATE SET {sums}",
+        (role, model, *vars(amounts).values()),
+    )
+
+
+def _drop_abandoned(connection: sqlite3.Connection) -> None:
+    """Drop the reservations of processes that are gone, and those that nobody settled in time."""
+    connection.execute("DELETE FROM held WHERE expires < ?", (time.time(),))
+    for (pid,) in connection.execute("SELECT DISTINCT pid FROM held").fetchall():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            connection.execute("DELETE FROM held WHERE pid = ?", (pid,))
+        except PermissionError:
+            continue
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """SQLite does not wait by itself while another process changes the mode of a new file."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+_WITHOUT_LIMITS = Spend()
