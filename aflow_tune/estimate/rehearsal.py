@@ -1,14 +1,16 @@
-"""A rehearsal: the workflow on a few training rows, with a stand-in for every local model.
+"""Samples as the trainer will be given them, without a model: rehearsed runs, or read rows.
 
-The rows, the adapter, the recording and the experiences are those of a run; only the sampler is
-replaced by one that answers at once with plain words, as many as a response may have. So the
-number of calls, the prompts and what runs share are real, and nothing is loaded but the
-tokenizer. What a trained model would answer, and what a workflow does with good answers, a
-rehearsal cannot know.
+A rehearsal calls the workflow on a few training rows. Rows, adapter, recording and experiences are
+those of a run; only the sampler is replaced by one that answers at once with plain words, as many
+as a response may have. So the number of calls, the prompts and what runs share are real, and
+nothing is loaded but the tokenizer. What a trained model would answer, and what a workflow does
+with good answers, a rehearsal cannot know.
 
 Only workflow functions are rehearsed, without `models:` behind an API, which would cost money, and
 with rows that are on this machine. A client that a workflow or a judge makes by itself cannot be
 seen from here: it calls whom it calls.
+
+Of `mode: train` the rows of the first steps are read by Trinity's reader and formatters.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import logging
 import math
 import random
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,12 +34,23 @@ from trinity.common.experience import Experience
 from aflow_tune.config.accounting import books_of
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.mixes import merge_mix
-from aflow_tune.config.tasksets import locate, materialise_tasksets, user_tasksets
+from aflow_tune.config.rules.experience_checks import awaited
+from aflow_tune.config.tasksets import (
+    experience_buffer,
+    locate,
+    materialise_tasksets,
+    user_tasksets,
+)
 from aflow_tune.engines.local.generation import Vocabulary
 from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.packing import Sample
 from aflow_tune.engines.local.sampling import Completion, SamplingParams, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
+from aflow_tune.engines.trinity.experience_reader import (
+    Experiences,
+    materialise_experiences,
+    open_experiences,
+)
 from aflow_tune.engines.trinity.info_keys import FAILURE_KEY
 from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
 from aflow_tune.engines.trinity.rollout.inline_rollouts import InlineRollouts
@@ -51,26 +64,155 @@ MOST_RUNS = 32
 """Runs of a rehearsal; the rows of a larger step are taken to be like these."""
 SECONDS = 20.0
 """After this a rehearsal is given up: the workflow waits for something."""
+STEPS = 8
+"""Steps of `mode: train` whose rows are read; the largest counts."""
 _WORDS = (
     "The answer to this question follows from the numbers that were given: first one adds what "
     "belongs together, then one takes away what does not, and the rest is shared out evenly. "
 )
 
+Groups = list[list[Sample]]
+"""Samples by task, row or pair."""
+
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the runs showed. `samples` by task; `calls` of a run and `prompt` tokens on average."""
+    """What the runs showed: `calls` of a run, tokens of a `prompt` on average and of the
+    `longest`."""
 
-    samples: tuple[tuple[Sample, ...], ...]
+    groups: Groups
     calls: float
     prompt: float
     longest: int
-    """Tokens of the longest prompt."""
     how: str
 
-    def groups(self, response: int) -> list[list[Sample]]:
-        """The samples by task, responses cut to `response` tokens."""
-        return [[_cut(sample, response) for sample in group] for group in self.samples]
+    def step(self, tasks: int, response: int) -> Groups:
+        """The samples of a step of so many tasks, responses cut to `response` tokens.
+
+        A task that is taken again keeps what all prompts begin with and gets other tokens after it.
+        """
+        groups = [[_cut(sample, response) for sample in group] for group in self.groups]
+        prompts = [s.tokens_T[: s.prompt_length].tolist() for group in groups for s in group]
+        pairs = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(min(prompts), max(prompts), strict=False)
+        )
+        common = len(list(pairs))
+        more = [
+            [_shift(sample, common, number * 1_000_003) for sample in group]
+            for number in range(1, math.ceil(tasks / len(groups)))
+            for group in groups
+        ]
+        return (groups + more)[:tasks]
+
+
+def _cut(sample: Sample, response: int) -> Sample:
+    return replace(
+        sample,
+        tokens_T=sample.tokens_T[: sample.prompt_length + response],
+        action_mask_R=sample.action_mask_R[:response],
+    )
+
+
+def _shift(sample: Sample, common: int, by: int) -> Sample:
+    tokens = sample.tokens_T.clone()
+    tokens[common:] += by
+    return replace(sample, tokens_T=tokens, run=(by, sample.run))
+
+
+def rehearse(
+    config: AflowConfig,
+    workflow: Callable[..., Any] | None,
+    judge: Callable[..., Any] | None,
+    folders: Mapping[str, Path | None],
+) -> Rehearsal | str:
+    """Run the workflow on a few rows of a prepared configuration; or why that showed nothing.
+
+    Args:
+        folders: where the tokenizer of each `model_path` lies; None: not on this machine.
+    """
+    training = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
+    if workflow is None or not config.workflow or config.writer.executor or config.graph.path:
+        return "only a workflow function can be"
+    if config.models:
+        return "the configuration names models behind an API, which would cost money"
+    if not all(locate(config, taskset).files for taskset in training):
+        return "the training rows are not on this machine, and nothing is fetched"
+    if None in folders.values():
+        return (
+            "a model's tokenizer is not on this machine; until it is, prompts count as long as "
+            "their limit (--prompt-tokens N: a nearer estimate)"
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix="aflow-rehearsal-") as folder:
+            played = _rehearse(config, workflow, judge, folders, Path(folder))
+            return asyncio.run(asyncio.wait_for(played, SECONDS))
+    except TimeoutError:
+        return f"the workflow took more than {SECONDS:.0f} s with a model that answers at once"
+    except Exception as error:
+        # Whatever user code or a reader raises here costs knowledge, not the estimate.
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+async def _rehearse(
+    given: AflowConfig,
+    workflow: Callable[..., Any],
+    judge: Callable[..., Any] | None,
+    folders: Mapping[str, Path | None],
+    folder: Path,
+) -> Rehearsal | str:
+    config = copy.deepcopy(given)
+    config.mode = "both"  # on stand-ins, who has which GPU is no question
+    use_own(config)  # nor is any cluster asked
+    config.checkpoint_job_dir = config.__dict__["_account_folder"] = str(folder)
+    config.buffer.cache_dir = str(folder / "buffer")
+    config.budget = BudgetSection()
+    config.rollout.run_timeout = min(config.rollout.run_timeout, SECONDS)
+    materialise_tasksets(config)
+    arguments = adapter_arguments(config, workflow, judge, books_of(config), folder / "records")
+    for taskset in config.buffer.explorer_input.tasksets:
+        taskset.workflow_args.update(arguments)
+    merge_mix(config, folder)
+    repeats = config.algorithm.repeat_times
+    rollouts = _Rollouts(config, folders)
+    await rollouts.prepare()
+    try:
+        tasks = await get_taskset_scheduler(explorer_state={}, config=config).read()
+        tasks = tasks[: max(1, MOST_RUNS // repeats)]
+        results = await rollouts.run_tasks(tasks, 0, repeats)
+    finally:
+        await rollouts.close()
+    payloads = [payload for _, payload in results if payload]
+    found = [item for payload in payloads for item in Experience.deserialize_many(payload)]
+    good = [item for item in found if FAILURE_KEY not in (item.info or {})]
+    runs = len({item.eid.rid for item in good})
+    if not runs:
+        return "every run failed with a model that answers in plain words"
+    prompts = [item.prompt_length for item in good]
+    return Rehearsal(
+        _samples(good),
+        len(good) / runs,
+        sum(prompts) / len(good),
+        max(prompts),
+        f"a rehearsal of {runs} runs without a model",
+    )
+
+
+class _Rollouts(InlineRollouts):
+    """Rollouts of the real workflow on samplers that answer in plain words."""
+
+    def __init__(self, config: AflowConfig, folders: Mapping[str, Path | None]) -> None:
+        super().__init__(config, lambda _: None, logging.getLogger("trinity"))
+        self.folders = folders
+
+    async def _host(self, model_config: Any) -> SamplerHost:
+        tokenizer = load_tokenizer(cast(Path, self.folders[model_config.model_path]))
+        if model_config.chat_template:
+            tokenizer.chat_template = model_config.chat_template
+        sampler: Any = _StandIn(tokenizer, model_config.max_model_len)
+        server = SamplerServer(sampler, tokenizer, model_config.model_path)
+        host = SamplerHost(sampler, server, tokenizer, server.start())
+        self._hosts.append(host)
+        return host
 
 
 class _StandIn:
@@ -102,143 +244,44 @@ class _StandIn:
         """Nothing to free."""
 
 
-class _Stage(InlineRollouts):
-    """Rollouts of the real workflow on stand-ins."""
-
-    def __init__(self, config: AflowConfig, folders: dict[str, Path]) -> None:
-        super().__init__(config, lambda _: None, logging.getLogger("trinity"))
-        self.folders = folders
-
-    async def _host(self, model_config: Any) -> SamplerHost:
-        tokenizer = load_tokenizer(self.folders[model_config.model_path])
-        if model_config.chat_template:
-            tokenizer.chat_template = model_config.chat_template
-        sampler: Any = _StandIn(tokenizer, model_config.max_model_len)
-        server = SamplerServer(sampler, tokenizer, model_config.model_path)
-        host = SamplerHost(sampler, server, tokenizer, server.start())
-        self._hosts.append(host)
-        return host
-
-
-def can_rehearse(config: AflowConfig) -> str | None:
-    """None, or why the workflow of a prepared configuration is not rehearsed."""
-    if config.mode not in ("both", "colocate"):
-        return f"mode {config.mode} trains on no rollouts"
-    if not config.workflow or config.writer.executor or config.graph.path:
-        return "only a workflow function can be"
-    if config.models:
-        return "the configuration names models behind an API, which would cost money"
-    training = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
-    if not all(locate(config, taskset).files for taskset in training):
-        return "the training rows are not on this machine, and nothing is fetched"
-    return None
-
-
-def rehearse(
-    config: AflowConfig,
-    workflow: Callable[..., Any],
-    judge: Callable[..., Any] | None,
-    folders: dict[str, Path],
-) -> Rehearsal | str:
-    """Run the workflow on a few rows of a prepared configuration; or why that showed nothing.
+def rows_of_a_step(config: AflowConfig, folder: Path | None) -> Groups | str:
+    """The samples of the largest of the first steps of a prepared `mode: train`; or why they are
+    not known. Nothing is fetched.
 
     Args:
-        folders: where the tokenizer of each `model_path` lies.
+        folder: with the model's tokenizer; None where it is not on this machine.
     """
+    buffer = experience_buffer(config)
+    if buffer is None or awaited(config):
+        return "an earlier stage is still to write them"
+    if folder is None:
+        return "the model's tokenizer is not on this machine"
+    if not locate(config, buffer).files:
+        return "they are not on this machine"
+    copied = copy.deepcopy(config)
+    copied.model.model_path = str(folder)
     try:
-        with tempfile.TemporaryDirectory(prefix="aflow-rehearsal-") as folder:
-            return asyncio.run(
-                asyncio.wait_for(_rehearse(config, workflow, judge, folders, Path(folder)), SECONDS)
-            )
-    except TimeoutError:
-        return f"the workflow took more than {SECONDS:.0f} s with a model that answers at once"
+        with tempfile.TemporaryDirectory(prefix="aflow-rows-") as place:
+            copied.checkpoint_job_dir = place
+            materialise_experiences(copied)
+            found = [_samples(step) for step in asyncio.run(_read(open_experiences(copied)))]
     except Exception as error:
-        # Whatever user code or a reader raises here costs knowledge, not the estimate.
+        # Whatever a reader or a template raises here costs knowledge, not the estimate.
         return f"{type(error).__name__}: {error}".splitlines()[0]
+    if not found:
+        return "they are fewer than one step takes"
+    return max(found, key=lambda groups: sum(len(s.tokens_T) for group in groups for s in group))
 
 
-async def _rehearse(
-    given: AflowConfig,
-    workflow: Callable[..., Any],
-    judge: Callable[..., Any] | None,
-    folders: dict[str, Path],
-    folder: Path,
-) -> Rehearsal | str:
-    config = copy.deepcopy(given)
-    config.mode = "both"  # on stand-ins, who has which GPU is no question
-    use_own(config)  # nor is any cluster asked
-    config.checkpoint_job_dir = config.__dict__["_account_folder"] = str(folder)
-    config.buffer.cache_dir = str(folder / "buffer")
-    config.budget = BudgetSection()
-    config.rollout.run_timeout = min(config.rollout.run_timeout, SECONDS)
-    materialise_tasksets(config)
-    arguments = adapter_arguments(config, workflow, judge, books_of(config), folder / "records")
-    for taskset in config.buffer.explorer_input.tasksets:
-        taskset.workflow_args.update(arguments)
-    merge_mix(config, folder)
-    repeats = config.algorithm.repeat_times
-    rollouts = _Stage(config, folders)
-    await rollouts.prepare()
-    try:
-        tasks = await get_taskset_scheduler(explorer_state={}, config=config).read()
-        tasks = tasks[: max(1, MOST_RUNS // repeats)]
-        results = await rollouts.run_tasks(tasks, 0, repeats)
-    finally:
-        await rollouts.close()
-    found = [
-        experience
-        for _, payload in results
-        if payload
-        for experience in Experience.deserialize_many(payload)
-    ]
-    good = [item for item in found if FAILURE_KEY not in (item.info or {})]
-    runs = len({item.eid.rid for item in good})
-    if not runs:
-        return "every run failed with a model that answers in plain words"
-    groups = tuple(tuple(to_sample(item) for item in group) for group in _grouped(good))
-    prompt = sum(item.prompt_length for item in good) / len(good)
-    how = f"a rehearsal of {runs} runs without a model"
-    longest = max(item.prompt_length for item in good)
-    return Rehearsal(groups, len(good) / runs, prompt, longest, how)
+async def _read(reader: Experiences) -> list[list[Experience]]:
+    steps: list[list[Experience]] = []
+    while len(steps) < STEPS:
+        try:
+            steps.append(await reader.read())
+        except StopAsyncIteration:
+            break
+    return steps
 
 
-def step_groups(config: AflowConfig, rehearsal: Rehearsal, response: int) -> list[list[Sample]]:
-    """The samples of a whole step: those of the rehearsal, repeated with other words.
-
-    A repeated task keeps what all rehearsed prompts begin with and gets other tokens after it.
-    """
-    groups = rehearsal.groups(response)
-    common = _common([s.tokens_T[: s.prompt_length].tolist() for g in groups for s in g])
-    wanted = config.buffer.batch_size
-    copies = math.ceil(wanted / len(groups))
-    shifted = [
-        [_shift(sample, common, number * 1_000_003) for sample in group]
-        for number in range(1, copies)
-        for group in groups
-    ]
-    return (groups + shifted)[:wanted]
-
-
-def _cut(sample: Sample, response: int) -> Sample:
-    length = sample.prompt_length + response
-    if len(sample.tokens_T) <= length:
-        return sample
-    return Sample(
-        sample.tokens_T[:length],
-        sample.prompt_length,
-        sample.action_mask_R[:response],
-        run=sample.run,
-    )
-
-
-def _shift(sample: Sample, common: int, by: int) -> Sample:
-    tokens = sample.tokens_T.clone()
-    tokens[common:] += by
-    return Sample(tokens, sample.prompt_length, sample.action_mask_R, run=(by, sample.run))
-
-
-def _common(prompts: list[list[int]]) -> int:
-    """Tokens that all prompts begin with."""
-    first, last = min(prompts), max(prompts)
-    pairs = zip(first, last, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
+def _samples(experiences: list[Experience]) -> Groups:
+    return [[to_sample(item) for item in group] for group in _grouped(experiences)]
