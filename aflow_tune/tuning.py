@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from aflow_tune.config.validate import ValidationReport
     from aflow_tune.dry_run.numbers import DryRunResult
     from aflow_tune.running.harvesting import HarvestSummary
-    from aflow_tune.sweeps.plan import Request
-    from aflow_tune.sweeps.running import Ended
+    from aflow_tune.sweeps import Request
+    from aflow_tune.sweeps.sweep import Ended
 
 T = TypeVar("T")
 
@@ -256,7 +256,7 @@ def sweep_config(
 
     def work(stop: Callable[[], bool]) -> Ended:
         _quiet()
-        from aflow_tune.sweeps.running import run_sweep
+        from aflow_tune.sweeps.sweep import run_sweep
 
         return run_sweep(request, ray=ray, stop=stop, say=phase)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from aflow_tune.commands.eval import arrange as arranged
 from aflow_tune.errors import ExitCode
-from aflow_tune.sweeps import OBJECTIVES, PRUNERS, SAMPLERS
+from aflow_tune.sweeps import OBJECTIVES, PRUNERS, SAMPLERS, Request
 
 _EPILOG = """\
 what to try, for any key of the configuration (--space may be repeated, or names a YAML file):
@@ -117,7 +117,6 @@ def arrange(arguments: Sequence[str]) -> list[str]:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from aflow_tune.sweeps.plan import Request
     from aflow_tune.tuning import sweep_config
 
     request = Request(
