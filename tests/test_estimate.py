@@ -107,18 +107,13 @@ def test_without_a_rehearsal_limits_are_bounds(capsys, project):
     assert step["calls of a run"]["value"] == 2  # seen in the source
 
 
-@pytest.mark.parametrize(
-    ("limit", "tokens"),
-    [
-        (1000, 2 * (20 + 4 * 99)),  # both tasks; a response's last token is not computed
-        (700, 2 * (20 + 4 * 74)),  # with answers of 75 tokens both, with longer ones one
-        (430, 20 + 4 * 99),  # never both
-    ],
-)
-def test_answers_that_end_early_leave_room_for_another_task(capsys, project, limit, tokens):
-    known = ("--prompt-tokens", 20, "--calls", 1, "model.max_response_tokens=100")
-    known += ("model.max_model_len=300", f"local.micro_batch_tokens={limit}")
-    assert tokens_at_once(run(capsys, project, "inline=true", *known)) == tokens
+def test_a_micro_batch_holds_what_its_limit_allows_or_the_whole_step(capsys, project):
+    known = (project, "inline=true", "--prompt-tokens", 20, "--calls", 1)
+    known += ("model.max_response_tokens=100", "model.max_model_len=300")
+    # 2 tasks: a prompt of 20, and 4 responses of 100
+    for limit, tokens in ((1000, 2 * (20 + 4 * 100)), (500, 500), (64, 120)):
+        found = run(capsys, *known, f"local.micro_batch_tokens={limit}")
+        assert tokens_at_once(found) == tokens
 
 
 def test_what_is_given_wins_and_makes_time_and_money_known(capsys, project):
@@ -202,14 +197,13 @@ def test_rows_of_a_data_set_are_as_long_as_they_are(capsys, tmp_path, tiny):
     path = write_data_project(tmp_path, tiny, [pair(question, answer)] * 4)
     found = run(capsys, path)
     # One token a byte and one for each mark: <|im_start|>user\n...<|im_end|>\n, and the same again.
-    # Four equal rows are one path of the trie.
     row = 1 + len("user\n") + len(question) + 2 + 1 + len("assistant\n") + len(answer) + 2
-    assert tokens_at_once(found) == pytest.approx(row, abs=3)
+    assert tokens_at_once(found) == pytest.approx(4 * row, abs=4)
     assert not found["runs"][0]["notes"]
     assert not data_dir(tmp_path).exists()
-    # A row is one sample, whatever a workflow would call: 4 of 120 tokens, no two alike.
+    # A row is one sample, whatever a workflow would call.
     found = run(capsys, path, "--prompt-tokens", 100, "--response-tokens", 20, "--calls", 3)
-    assert tokens_at_once(found) == pytest.approx(4 * 120, abs=4)
+    assert tokens_at_once(found) == 4 * 120
 
 
 def test_rows_that_cannot_be_read_are_bounded_and_said(capsys, tmp_path, tiny):
@@ -219,7 +213,7 @@ def test_rows_that_cannot_be_read_are_bounded_and_said(capsys, tmp_path, tiny):
     path = write_data_project(tmp_path, model, [pair("What is 1?", "One.")] * 4)
     found = run(capsys, path)
     # A prompt of 200 and a response of 56, four times.
-    assert tokens_at_once(found) == pytest.approx(4 * 256, abs=4)
+    assert tokens_at_once(found) == 4 * 256
     assert any("the rows were not read" in note for note in found["runs"][0]["notes"])
 
 

@@ -34,7 +34,7 @@ from aflow_tune.config.validate import functions_of, leaving_no_folders
 from aflow_tune.config.validators import prepare
 from aflow_tune.errors import BadInput, Fault, RunFailed
 from aflow_tune.estimate.gpus import gpu_needs, gpus_of
-from aflow_tune.estimate.local import MicroBatch, largest_micro_batch, local_needs, local_run
+from aflow_tune.estimate.local import local_needs, local_run
 from aflow_tune.estimate.needs import GIB, Change, Estimate, Need, setting
 from aflow_tune.estimate.quantities import (
     Earlier,
@@ -43,7 +43,7 @@ from aflow_tune.estimate.quantities import (
     limits_of,
     step_quantities,
 )
-from aflow_tune.estimate.rehearsal import Groups, Rehearsal, rehearse, rows_of_a_step
+from aflow_tune.estimate.rehearsal import Seen, read_rows, rehearse
 from aflow_tune.estimate.shapes import named_model
 
 MEASURED_STEPS = 2
@@ -121,10 +121,8 @@ class _Stage:
             for at, model in enumerate(config.explorer.auxiliary_models)
         )
         self.earlier = measured or Earlier.of(Path(config.checkpoint_job_dir))
-        self.rehearsal = self._rehearsal(workflow, judge)
-        self.lengths = lengths_of(config, workflow, options.given, self.earlier, self.rehearsal)
-        self.rows = self._rows()
-        self._packed: dict[int, MicroBatch | None] = {}
+        seen = self._seen(workflow, judge)
+        self.lengths = lengths_of(config, workflow, options.given, self.earlier, seen)
 
     def _prepare(self, workflow: Any) -> None:
         """As for a run, but away from any cluster."""
@@ -151,27 +149,21 @@ class _Stage:
         with leaving_no_folders(config):
             prepare(config, workflow_func=workflow, dry=True, whole_model=False)
 
-    def _rehearsal(self, workflow: Any, judge: Any) -> Rehearsal | None:
-        given = self.options.given
-        said = given.calls is not None or given.prompt_tokens is not None
-        if not self.options.rehearse or said or self.config.mode not in _ROLLOUTS:
-            return None
-        folders = {model.name: model.folder for model in (self.policy, *self.auxiliary)}
-        found = rehearse(self.config, workflow, judge, folders)
-        if isinstance(found, str):
-            self.notes.append(f"the workflow was not rehearsed: {found}")
-            return None
-        return found
-
-    def _rows(self) -> Groups | None:
-        """What a step of `mode: train` is given, where that is known."""
+    def _seen(self, workflow: Any, judge: Any) -> Seen | None:
+        """What a rehearsal shows, or of `mode: train` its rows; None where it is not known."""
         given, config = self.options.given, self.config
-        said = given.prompt_tokens is not None or given.response_tokens is not None
-        if config.mode != "train" or config.engine != "local" or said:
-            return None
-        found = rows_of_a_step(config, self.policy.folder)
+        found: Seen | str | None = None
+        if config.mode in _ROLLOUTS:
+            if self.options.rehearse and given.calls is None and given.prompt_tokens is None:
+                folders = {model.name: model.folder for model in (self.policy, *self.auxiliary)}
+                found = rehearse(config, workflow, judge, folders)
+            note = "the workflow was not rehearsed: {}"
+        elif config.mode == "train" and config.engine == "local":
+            if given.prompt_tokens is None and given.response_tokens is None:
+                found = read_rows(config, self.policy.folder)
+            note = "the rows were not read: {}; each may be as long as the limits"
         if isinstance(found, str):
-            self.notes.append(f"the rows were not read: {found}; each may be as long as the limits")
+            self.notes.append(note.format(found))
             return None
         return found
 
@@ -215,13 +207,8 @@ class _Stage:
             return gpu_needs(
                 config, self.policy, self.auxiliary, self.lengths, gpus, limit, options.memory
             )
-        at_once = config.local.micro_batch_tokens
-        if at_once not in self._packed:
-            micro = largest_micro_batch(config, self.lengths, self.rehearsal, self.rows)
-            self._packed[at_once] = micro
         planned = "cuda" if limit and config.local.device in ("auto", "cuda") else None
-        micro = self._packed[at_once]
-        run = local_run(config, self.policy, self.auxiliary, self.lengths, micro, planned)
+        run = local_run(config, self.policy, self.auxiliary, self.lengths, planned)
         here = memory_here() if options.memory is None else options.memory
         needs = local_needs(run, here, limit or _gpu_here())
         return needs, 0 if run.device == "cpu" else 1

@@ -14,7 +14,6 @@ and prints estimate and measurement: docs/estimate.md says how far they are apar
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,10 +23,8 @@ import torch
 from aflow_tune.config.tasksets import read_taskset
 from aflow_tune.engines.local import kv_cache, llama, token_scores
 from aflow_tune.engines.local.models import pick_device, pick_dtype
-from aflow_tune.engines.local.packing import Sample, micro_batches, pack
 from aflow_tune.estimate.needs import Need, Part
 from aflow_tune.estimate.quantities import Lengths, limits_of
-from aflow_tune.estimate.rehearsal import Groups, Rehearsal
 from aflow_tune.estimate.shapes import Lora, NamedModel, kept_per_token, widest_mlp
 
 if TYPE_CHECKING:
@@ -48,30 +45,20 @@ WASTE = 1.15
 """Allowance: what the allocator takes on a CPU for each byte of a step's tensors."""
 CUDA_CONTEXT = 600 * _MB
 """Allowance: CUDA's own memory in one process."""
-_ENOUGH = 4
-"""Micro-batches' worth of samples that are packed to find the largest."""
-_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5)
-"""Of the response's length, at which a step is packed. Where answers end early another task may fit
-into a micro-batch, which then holds more than one that full answers leave half empty."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The largest packed row that the trainer computes at once (`packing.PackedRow`).
+    """What the trainer computes at once.
 
-    tokens: nodes of the trie. queries, keys: rows of all attention blocks together, padding and
-    repeated prefixes included. masks: mask elements of all blocks. scores: elements of the
-    largest block's scores for one head. scored: tokens whose log-probability counts. alone: a step
-    is this one micro-batch.
+    tokens: of all samples, shared prompts once. keys: rows that attention sees, shared prompts
+    repeated. pairs: of queries and keys. scored: tokens whose log-probability counts.
     """
 
-    tokens: int = 0
-    queries: int = 0
-    keys: int = 0
-    masks: int = 0
-    scores: int = 0
-    scored: int = 0
-    alone: bool = True
+    tokens: float = 0.0
+    keys: float = 0.0
+    pairs: float = 0.0
+    scored: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,13 +121,11 @@ def local_run(
     policy: NamedModel,
     auxiliary: Sequence[NamedModel],
     lengths: Lengths,
-    micro: MicroBatch | None,
     device: str | None = None,
 ) -> LocalRun:
     """What the sampler, the trainer and the auxiliary models of a prepared configuration hold.
 
     Args:
-        micro: the trainer's largest micro-batch; None where the mode trains nothing.
         device: 'cuda' for a machine with a GPU that is not this one; None: this machine.
     """
     place = pick_device(config.local.device) if device is None else torch.device(device)
@@ -178,7 +163,7 @@ def local_run(
         samplers.append(
             Sampler(model, itemsize, rows, prompt, length, total, rows, name=name, updated=False)
         )
-    trainer = None
+    trainer, micro = None, largest_micro_batch(config, lengths)
     if micro is not None:
         loss = _loss(config)
         trainer = Trainer(
@@ -224,86 +209,34 @@ def _reads_reference(config: AflowConfig, loss: TrinityLoss) -> bool:
     return not isinstance(penalty, DummyKLFn) and penalty.kl_coef != 0
 
 
-def largest_micro_batch(
-    config: AflowConfig, lengths: Lengths, rehearsal: Rehearsal | None, rows: Groups | None
-) -> MicroBatch | None:
-    """The largest micro-batch of a step, found by the trainer's own packing; None where the mode
+def largest_micro_batch(config: AflowConfig, lengths: Lengths) -> MicroBatch | None:
+    """The largest micro-batch of a step, as `packing.micro_batches` fills it; None where the mode
     trains nothing.
 
-    Args:
-        rows: what a step of `mode: train` is given, where that is known. Otherwise a step is
-            packed with shorter and shorter responses: rehearsed runs, or some of known lengths.
+    Runs of a task share the prompt of their first call, later calls of a run have prompts of their
+    own, and a run stays in one micro-batch; one whole task does where the loss needs its group. A
+    row of `mode: train` is a sample, or a pair.
     """
     if config.mode not in ("both", "train"):
         return None
-    whole_groups = _loss(config).per_group  # each task is a micro-batch: the longest are largest
-    found = []
-    for groups in [rows] if rows is not None else _steps(config, lengths, rehearsal):
-        found.append(_largest(groups, config.local.micro_batch_tokens, whole_groups))
-        if whole_groups or found[-1].alone:
-            break
-    return max(found, key=lambda row: row.tokens)
-
-
-def _steps(config: AflowConfig, lengths: Lengths, rehearsal: Rehearsal | None) -> Iterator[Groups]:
-    full = lengths.response.ceiling()
-    for response in sorted({math.ceil(full * share) for share in _SHARES}, reverse=True):
-        if rehearsal is None:
-            yield _invented(config, lengths, response)
-        else:
-            yield rehearsal.step(config.buffer.batch_size, response)
-
-
-def _invented(config: AflowConfig, lengths: Lengths, response: int) -> Groups:
-    """Samples of the known lengths: runs of a task share the prompt of their first call, later
-    calls of a run have prompts of their own. A row of `mode: train` is a sample, or a pair."""
-    draw = random.Random(0)
-    prompt = lengths.prompt.ceiling()
-    response = min(response, max(1, limits_of(config)[2] - prompt))
     tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
-    calls = lengths.calls.ceiling()
+    calls, prompt, most = lengths.calls.ceiling(), lengths.prompt.ceiling(), limits_of(config)[2]
     if config.mode == "train":
         tasks, calls = config.buffer.train_batch_size, 1
         repeats = 2 if config.algorithm.algorithm_type == "dpo" else 1
-
-    def ids(count: int) -> list[int]:
-        return [draw.getrandbits(30) for _ in range(count)]
-
-    groups: Groups = []
-    made = 0
-    while len(groups) < tasks and made <= _ENOUGH * config.local.micro_batch_tokens:
-        first = ids(prompt)
-        group = []
-        for run in range(repeats):
-            for call in range(calls):
-                start = first if call == 0 else ids(prompt)
-                tokens = torch.tensor(start + ids(response))
-                every = torch.ones(response, dtype=torch.bool)
-                group.append(Sample(tokens, prompt, every, run=run))
-                made += response + (0 if call == 0 and run else prompt)
-        groups.append(group)
-    return groups
-
-
-def _largest(groups: Groups, limit: int, whole_groups: bool) -> MicroBatch:
-    samples = [sample for group in groups for sample in group]
-    numbers = iter(range(len(samples)))
-    indices = [[next(numbers) for _ in group] for group in groups]
-    parts = indices if whole_groups else micro_batches(samples, indices, limit)
-    packed = [pack([samples[i] for i in part]) for part in parts]
-    rows = [row for row in packed if row is not None]
-    if not rows:
-        return MicroBatch()
-    largest = max(rows, key=lambda row: len(row.tokens_N))
-    shapes = [(*block.queries_SQ.shape, block.keys_SK.shape[1]) for block in largest.blocks]
+    response = min(lengths.response.ceiling(), max(1, most - prompt))
+    length, later = prompt + response, repeats * (calls - 1)
+    task = prompt + repeats * response + later * length
+    run = calls * min(most, lengths.longest_prompt + lengths.longest_response)
+    tokens = min(tasks * task, max(config.local.micro_batch_tokens, run))
+    if _loss(config).per_group:
+        tokens = task
+    share = tokens / task
     return MicroBatch(
-        tokens=len(largest.tokens_N),
-        queries=sum(s * q for s, q, _ in shapes),
-        keys=sum(s * k for s, _, k in shapes),
-        masks=sum(s * q * k for s, q, k in shapes),
-        scores=max(s * q * k for s, q, k in shapes),
-        scored=len(largest.scored_U),
-        alone=len(packed) == 1,
+        tokens,
+        keys=share * (prompt + (repeats + later) * length),
+        pairs=share * (prompt**2 + repeats * response * length + later * length**2),
+        scored=share * repeats * calls * response,
     )
 
 
@@ -457,11 +390,11 @@ def _trainer(run: LocalRun, t: Trainer) -> list[Part]:
     # them, and two rows of the residual stream; of an attention block, scores, probabilities and
     # their gradient (`trie_attention._BlockAttention.backward`).
     working = micro.tokens * t.itemsize * (4 * widest_mlp(shape) + 2 * shape.hidden)
-    scores = 3.0 * micro.scores * shape.heads * t.itemsize
+    scores = 3.0 * micro.pairs * shape.heads * t.itemsize
     step = [
-        Part("activations", micro_batch_bytes(t) * waste, f"{micro.tokens} tokens at once"),
+        Part("activations", micro_batch_bytes(t) * waste, f"{micro.tokens:.0f} tokens at once"),
         Part("backward pass", (working + scores) * waste),
-        Part("logits", _head(t) * waste, f"{micro.scored} scored tokens"),
+        Part("logits", _head(t) * waste, f"{micro.scored:.0f} scored tokens"),
     ]
     parts = [*trained_states(t), *step]
     if t.exports and run.device == "cpu":
@@ -502,20 +435,15 @@ def export_bytes(t: Trainer) -> float:
 
 
 def micro_batch_bytes(t: Trainer) -> float:
-    """What all layers keep of the largest packed row for the backward pass.
-
-    Attention blocks pad paths and repeat shared prefixes, so queries and keys are counted by the
-    blocks' rows; every layer makes its mask anew.
-    """
+    """What all layers keep for the backward pass. Attention repeats shared prompts, so its keys
+    are counted by rows; every layer makes its mask anew, a byte for each pair."""
     micro, shape = t.micro, t.model.shape
-    if not micro.tokens:
-        return 0.0
-    each = {"queries": micro.queries / micro.tokens, "keys": micro.keys / micro.tokens}
+    keys = micro.keys / micro.tokens
     token = sum(
-        kept_per_token(shape, block, t.itemsize, t.lora, gathered=True, **each)
+        kept_per_token(shape, block, t.itemsize, t.lora, keys=keys, gathered=True)
         for block in shape.blocks
     )
-    return micro.tokens * token + micro.masks * shape.layers
+    return micro.tokens * token + micro.pairs * shape.layers
 
 
 def _head(t: Trainer) -> float:

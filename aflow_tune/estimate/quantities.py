@@ -24,7 +24,7 @@ from aflow_tune.sections import ModelSettings
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
-    from aflow_tune.estimate.rehearsal import Rehearsal
+    from aflow_tune.estimate.rehearsal import Seen
 
 _ALIKE = 0.1
 """Share by which the tokens of two steps of the same settings may differ."""
@@ -141,32 +141,26 @@ def lengths_of(
     workflow: Callable[..., Any] | None,
     given: Given,
     earlier: Earlier,
-    rehearsal: Rehearsal | None,
+    seen: Seen | None,
 ) -> Lengths:
     """Calls of a run, and tokens of prompts and responses."""
     prompt, response, _ = limits_of(config)
     longest_prompt = given.prompt_tokens or earlier.largest("prompt_length/max")
     longest_response = given.response_tokens or earlier.largest("response_length/max")
-    calls = prompts = None
-    if rehearsal is not None:
-        calls = Number(rehearsal.calls, Known.COUNTED, rehearsal.how)
-        prompts = Number(rehearsal.prompt, Known.COUNTED, rehearsal.how)
-        longest_prompt = longest_prompt or rehearsal.longest
-    limit = "the limit model.max_{}_tokens"
+    calls = _most_calls(config, workflow)
+    prompts = Number(float(prompt), Known.BOUND, "the limit model.max_prompt_tokens")
+    responses = Number(float(response), Known.BOUND, "the limit model.max_response_tokens")
+    if seen is not None:
+        calls = Number(seen.calls, Known.COUNTED, seen.how)
+        prompts = Number(seen.prompt, Known.COUNTED, seen.how)
+        longest_prompt = longest_prompt or seen.longest_prompt
+        if seen.response is not None:
+            responses = Number(seen.response, Known.COUNTED, seen.how)
+            longest_response = longest_response or seen.longest_response
     return Lengths(
-        _best(given.calls, earlier, "rollout/calls/mean", calls or _most_calls(config, workflow)),
-        _best(
-            given.prompt_tokens,
-            earlier,
-            "prompt_length/mean",
-            prompts or Number(float(prompt), Known.BOUND, limit.format("prompt")),
-        ),
-        _best(
-            given.response_tokens,
-            earlier,
-            "response_length/mean",
-            Number(float(response), Known.BOUND, limit.format("response")),
-        ),
+        _best(given.calls, earlier, "rollout/calls/mean", calls),
+        _best(given.prompt_tokens, earlier, "prompt_length/mean", prompts),
+        _best(given.response_tokens, earlier, "response_length/mean", responses),
         float(longest_prompt or prompt),
         float(longest_response or response),
     )

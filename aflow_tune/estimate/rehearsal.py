@@ -1,4 +1,4 @@
-"""Samples as the trainer will be given them, without a model: rehearsed runs, or read rows.
+"""What runs or rows look like, without a model: rehearsed runs, or rows that are read.
 
 A rehearsal calls the workflow on a few training rows. Rows, adapter, recording and experiences are
 those of a run; only the sampler is replaced by one that answers at once with plain words, as many
@@ -16,14 +16,15 @@ Of `mode: train` the rows of the first steps are read by Trinity's reader and fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import logging
-import math
 import random
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -43,7 +44,6 @@ from aflow_tune.config.tasksets import (
 )
 from aflow_tune.engines.local.generation import Vocabulary
 from aflow_tune.engines.local.models import load_tokenizer
-from aflow_tune.engines.local.packing import Sample
 from aflow_tune.engines.local.sampling import Completion, SamplingParams, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.engines.trinity.experience_reader import (
@@ -55,7 +55,6 @@ from aflow_tune.engines.trinity.info_keys import FAILURE_KEY
 from aflow_tune.engines.trinity.rollout.arguments import adapter_arguments
 from aflow_tune.engines.trinity.rollout.inline_rollouts import InlineRollouts
 from aflow_tune.engines.trinity.rollout.sampler_host import SamplerHost
-from aflow_tune.engines.trinity.training.algorithm import _grouped, to_sample
 from aflow_tune.errors import BadInput
 from aflow_tune.find_ray import use_own
 from aflow_tune.sections import BudgetSection
@@ -65,58 +64,24 @@ MOST_RUNS = 32
 SECONDS = 20.0
 """After this a rehearsal is given up: the workflow waits for something."""
 STEPS = 8
-"""Steps of `mode: train` whose rows are read; the largest counts."""
+"""Steps of `mode: train` whose rows are read."""
 _WORDS = (
     "The answer to this question follows from the numbers that were given: first one adds what "
     "belongs together, then one takes away what does not, and the rest is shared out evenly. "
 )
 
-Groups = list[list[Sample]]
-"""Samples by task, row or pair."""
-
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """What the runs showed: `calls` of a run, tokens of a `prompt` on average and of the
-    `longest`."""
+class Seen:
+    """What runs or rows showed: `calls` of a run, tokens of a prompt on average and of the longest;
+    of a response only where it is given by the rows."""
 
-    groups: Groups
+    how: str
     calls: float
     prompt: float
-    longest: int
-    how: str
-
-    def step(self, tasks: int, response: int) -> Groups:
-        """The samples of a step of so many tasks, responses cut to `response` tokens.
-
-        A task that is taken again keeps what all prompts begin with and gets other tokens after it.
-        """
-        groups = [[_cut(sample, response) for sample in group] for group in self.groups]
-        prompts = [s.tokens_T[: s.prompt_length].tolist() for group in groups for s in group]
-        pairs = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(min(prompts), max(prompts), strict=False)
-        )
-        common = len(list(pairs))
-        more = [
-            [_shift(sample, common, number * 1_000_003) for sample in group]
-            for number in range(1, math.ceil(tasks / len(groups)))
-            for group in groups
-        ]
-        return (groups + more)[:tasks]
-
-
-def _cut(sample: Sample, response: int) -> Sample:
-    return replace(
-        sample,
-        tokens_T=sample.tokens_T[: sample.prompt_length + response],
-        action_mask_R=sample.action_mask_R[:response],
-    )
-
-
-def _shift(sample: Sample, common: int, by: int) -> Sample:
-    tokens = sample.tokens_T.clone()
-    tokens[common:] += by
-    return replace(sample, tokens_T=tokens, run=(by, sample.run))
+    longest_prompt: float
+    response: float | None = None
+    longest_response: float | None = None
 
 
 def rehearse(
@@ -124,7 +89,7 @@ def rehearse(
     workflow: Callable[..., Any] | None,
     judge: Callable[..., Any] | None,
     folders: Mapping[str, Path | None],
-) -> Rehearsal | str:
+) -> Seen | str:
     """Run the workflow on a few rows of a prepared configuration; or why that showed nothing.
 
     Args:
@@ -159,7 +124,7 @@ async def _rehearse(
     judge: Callable[..., Any] | None,
     folders: Mapping[str, Path | None],
     folder: Path,
-) -> Rehearsal | str:
+) -> Seen | str:
     config = copy.deepcopy(given)
     config.mode = "both"  # on stand-ins, who has which GPU is no question
     use_own(config)  # nor is any cluster asked
@@ -188,13 +153,8 @@ async def _rehearse(
     if not runs:
         return "every run failed with a model that answers in plain words"
     prompts = [item.prompt_length for item in good]
-    return Rehearsal(
-        _samples(good),
-        len(good) / runs,
-        sum(prompts) / len(good),
-        max(prompts),
-        f"a rehearsal of {runs} runs without a model",
-    )
+    how = f"a rehearsal of {runs} runs without a model"
+    return Seen(how, len(good) / runs, statistics.fmean(prompts), max(prompts))
 
 
 class _Rollouts(InlineRollouts):
@@ -244,9 +204,9 @@ class _StandIn:
         """Nothing to free."""
 
 
-def rows_of_a_step(config: AflowConfig, folder: Path | None) -> Groups | str:
-    """The samples of the largest of the first steps of a prepared `mode: train`; or why they are
-    not known. Nothing is fetched.
+def read_rows(config: AflowConfig, folder: Path | None) -> Seen | str:
+    """What the rows of the first steps of a prepared `mode: train` show; or why they are not
+    known. Nothing is fetched.
 
     Args:
         folder: with the model's tokenizer; None where it is not on this machine.
@@ -264,24 +224,27 @@ def rows_of_a_step(config: AflowConfig, folder: Path | None) -> Groups | str:
         with tempfile.TemporaryDirectory(prefix="aflow-rows-") as place:
             copied.checkpoint_job_dir = place
             materialise_experiences(copied)
-            found = [_samples(step) for step in asyncio.run(_read(open_experiences(copied)))]
+            rows = asyncio.run(_first_rows(open_experiences(copied)))
     except Exception as error:
         # Whatever a reader or a template raises here costs knowledge, not the estimate.
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    if not found:
+    if not rows:
         return "they are fewer than one step takes"
-    return max(found, key=lambda groups: sum(len(s.tokens_T) for group in groups for s in group))
+    prompts = [row.prompt_length for row in rows]
+    responses = [len(row.tokens) - row.prompt_length for row in rows]
+    return Seen(
+        "the rows of the first steps",
+        1.0,
+        statistics.fmean(prompts),
+        max(prompts),
+        statistics.fmean(responses),
+        max(responses),
+    )
 
 
-async def _read(reader: Experiences) -> list[list[Experience]]:
-    steps: list[list[Experience]] = []
-    while len(steps) < STEPS:
-        try:
-            steps.append(await reader.read())
-        except StopAsyncIteration:
-            break
-    return steps
-
-
-def _samples(experiences: list[Experience]) -> Groups:
-    return [[to_sample(item) for item in group] for group in _grouped(experiences)]
+async def _first_rows(reader: Experiences) -> list[Experience]:
+    rows: list[Experience] = []
+    with contextlib.suppress(StopAsyncIteration):
+        for _ in range(STEPS):
+            rows += await reader.read()
+    return rows

@@ -400,7 +400,6 @@ def kept_per_token(
     itemsize: int,
     lora: Lora | None,
     *,
-    queries: float = 1.0,
     keys: float = 1.0,
     gathered: bool = False,
 ) -> float:
@@ -421,8 +420,7 @@ def kept_per_token(
     Args:
         itemsize: bytes of an element that the layer computes in.
         lora: the adapter that is trained; None: the weights themselves.
-        queries, keys: rows of the attention problem for each token; above 1 where paths are
-            padded or a shared prefix is repeated.
+        keys: rows of them for each token; above 1 where a shared prefix is repeated.
         gathered: attention's output is brought into another order, so its copy is kept too.
     """
     full, hidden = lora is None, shape.hidden
@@ -434,7 +432,7 @@ def kept_per_token(
             norms += (q_width + kv_width) * (_FP32 + (itemsize if full else 0))
     else:  # LayerNorm: input, mean and deviation, output
         norms = 2 * (itemsize * 2 * hidden + 2 * _FP32)
-    attention = 2 * queries * q_width + 2 * keys * kv_width + (q_width if gathered else 0)
+    attention = 2 * q_width + 2 * keys * kv_width + (q_width if gathered else 0)
     # gelu by its tanh formula keeps input, half of it, tanh, 1 + tanh and the product
     mlp = 4 * block.mlp * max(1, block.active) if block.gated else 5 * block.mlp
     rows = 0.0 if lora is None else lora.rows_per_layer(shape)
