@@ -138,17 +138,10 @@ class SweepStudy:
         for name, value in notes.items():
             trial.set_user_attr(name, value)
 
-    def complete(self, number: int, value: float) -> None:
-        """A trial came to its end with this score."""
-        self._study.tell(number, value)
-
-    def prune(self, number: int) -> None:
-        """A trial was stopped because others were better."""
-        self._study.tell(number, state=TrialState.PRUNED)
-
-    def fail(self, number: int) -> None:
-        """A trial has no score."""
-        self._study.tell(number, state=TrialState.FAIL)
+    def end(self, number: int, value: float | None = None, *, pruned: bool = False) -> None:
+        """A trial came to its end with this score, was pruned, or failed."""
+        state = TrialState.PRUNED if pruned else TrialState.FAIL
+        self._study.tell(number, value, None if value is not None else state)
 
     def _begun(self) -> list[FrozenTrial]:
         # A kill between two writes leaves one without all of its settings: it never began.

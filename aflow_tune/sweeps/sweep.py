@@ -400,7 +400,7 @@ class Sweep:
         if not codes:
             self._score(trial)
         elif trial.pruned:
-            self.study.prune(trial.number)
+            self.study.end(trial.number, pruned=True)
             self.endings.append(None)
         elif not any(run.asked for run in trial.runs):
             self.left.append(trial.number)
@@ -436,13 +436,13 @@ class Sweep:
             by_seed=scores,
             budget=any(run.code == ExitCode.BUDGET for run in trial.runs),
         )
-        self.study.complete(trial.number, mean(scores))
+        self.study.end(trial.number, mean(scores))
         self.endings.append(None)
         self.say(f"trial {trial.number}: score {mean(scores):.3f} ({trial.seconds:.0f} s)")
 
     def _fail(self, number: int, reason: str, seconds: float) -> None:
         self.study.note(number, reason=reason[:_MAX_REASON], seconds=seconds)
-        self.study.fail(number)
+        self.study.end(number)
         self.endings.append(reason)
         self.say(f"trial {number}: failed: {reason}")
 
