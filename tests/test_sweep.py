@@ -387,3 +387,37 @@ def test_what_must_not_be_shown_is_in_no_file(place: Place) -> None:
     for path in (*place.folder.glob("*.json"), *place.folder.glob("*.html")):
         assert "sk-0123456789" not in path.read_text()
     assert "sk-0123456789" not in ended.text
+
+
+def test_a_killed_sweep_lets_its_runs_save(place: Place, tmp_path: Path) -> None:
+    """On Linux the kernel tells the run that whoever started it is gone."""
+    if sys.platform != "linux":
+        pytest.skip("the parent's death is only told on Linux")
+    place.stand_in(steps=2, wait=[0])
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from aflow_tune.runs.process import RunProcess\n"
+        "RunProcess(sys.argv[2:], Path(sys.argv[1]))\n"
+        "time.sleep(600)\n"
+    )
+    command = [*STAND_IN, "config.yaml", "group=tiny-sweep", "name=tiny-000"]
+    starter = RunProcess(
+        [sys.executable, "-c", code, str(tmp_path / "run.log"), *command], tmp_path / "sweep.log"
+    )
+    folder = place.run_folder(0)
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert condition(), last_words(tmp_path / "run.log") + last_words(tmp_path / "sweep.log")
+
+    def state_is(status: str) -> bool:
+        state = read_state(folder)
+        return state is not None and (state.status, state.step) == (status, 1)
+
+    until(lambda: state_is("running"))
+    os.kill(starter._process.pid, signal.SIGKILL)
+    until(lambda: state_is("interrupted"))
+    assert starter.poll() == -signal.SIGKILL
