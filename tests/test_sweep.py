@@ -25,7 +25,7 @@ from aflow_tune.config.load import load_config
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
 from aflow_tune.runs.folder import locked, read_state
 from aflow_tune.runs.listing import State, describe, find_runs
-from aflow_tune.runs.process import RunProcess
+from aflow_tune.runs.process import RunProcess, last_words
 from aflow_tune.sweeps import Request
 from aflow_tune.sweeps import sweep as sweep_module
 from aflow_tune.sweeps.plan import Plan
