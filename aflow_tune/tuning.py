@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from aflow_tune.config.validate import ValidationReport
     from aflow_tune.dry_run.numbers import DryRunResult
     from aflow_tune.running.harvesting import HarvestSummary
-    from aflow_tune.sweeps.plan import Request
-    from aflow_tune.sweeps.running import Ended
+    from aflow_tune.sweeps import Request
+    from aflow_tune.sweeps.sweep import Ended
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
@@ -251,7 +251,7 @@ def sweep_config(
     """
 
     def work(stop: Stop) -> Ended:
-        from aflow_tune.sweeps.running import run_sweep
+        from aflow_tune.sweeps.sweep import run_sweep
 
         return run_sweep(request, ray=ray, stop=stop, say=phase)
 

@@ -12,7 +12,6 @@ by the command, then run by the command for three steps; the largest memory of i
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -23,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.engines.local.models import resolve_model
-from aflow_tune.estimate.calibration import tree_bytes
+from aflow_tune.estimate.estimating import run_measured
 
 ALLOWED = 0.2
-_MEASURED_EVERY = 0.25
 
 WORKFLOW = """
 from typing import Dict
@@ -178,16 +176,9 @@ def measured_bytes(config: Path, root: Path) -> float:
     """The largest memory of the process tree of the run itself."""
     own = "cluster.ray_address=local"  # the memory of another Ray is not in our process tree
     command = [sys.executable, "-m", "aflow_tune.cli", str(config), own]
-    peak = 0.0
-    with (root / "output.txt").open("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        while process.poll() is None:
-            peak = max(peak, tree_bytes(process.pid))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_MEASURED_EVERY)
-        if process.returncode:
-            output.seek(0)
-            raise RuntimeError(f"the run exited with {process.returncode}:\n{output.read()}")
+    code, peak, output = run_measured(command, root)
+    if code:
+        raise RuntimeError(f"the run exited with {code}:\n{output}")
     return peak
 
 

@@ -11,10 +11,13 @@ import yaml
 from project import run_dir, write_project
 
 from aflow_tune.cli import main
-from aflow_tune.dry_run.answers import read_answers
+from aflow_tune.dry_run.dry_run import adapts, api_stand_ins
 from aflow_tune.dry_run.numbers import Plan, distribution, fill_of, place_of
-from aflow_tune.dry_run.script import Script
+from aflow_tune.dry_run.script import Script, demands_a_form, read_answers
 from aflow_tune.errors import BadInput
+from aflow_tune.models.prices import price_of
+from aflow_tune.models.types import Usage
+from aflow_tune.sections import ModelSettings
 
 WORKFLOW = """
 from typing import Dict
@@ -66,7 +69,7 @@ def dry(capsys, *arguments, code=0):
     return json.loads(capsys.readouterr().out)
 
 
-# --- the script ----------------------------------------------------------------------------
+# --- the script and the numbers ------------------------------------------------------------
 
 
 def test_even_runs_say_the_truth_and_odd_ones_words():
@@ -76,48 +79,37 @@ def test_even_runs_say_the_truth_and_odd_ones_words():
     assert [good.next("a"), good.next("b")] == ["5", "5"]
     assert (bad.kind, bad.next("a")) == ("words", None)
     assert script.part({"question": "why?"}, 0, 0).kind == "words"
-
-
-def test_a_benchmark_says_what_its_gold_answer_is():
-    row = {"question": "2 + 3", "answer": "2 + 3 = 5\n#### 5", "benchmark": "gsm8k"}
-    assert Script().truth(row) == (row["answer"], "the gold answer by benchmark gsm8k")
-    code = {"prompt": "def f():\n", "entry_point": "f", "canonical_solution": "    return 1\n"}
-    assert Script(benchmark="humaneval").truth({**code, "test": ""}) == (
-        "def f():\n    return 1\n",
-        "the gold answer by benchmark humaneval",
-    )
+    gold = {"question": "2 + 3", "answer": "2 + 3 = 5\n#### 5", "benchmark": "gsm8k"}
+    assert script.truth(gold) == (gold["answer"], "the gold answer by benchmark gsm8k")
     # not a row of that benchmark: its fields are left
-    assert Script(benchmark="humaneval").truth({"label": ["a", "b"]}) == (
-        "a",
-        "the row's field `label`",
-    )
+    assert Script(benchmark="humaneval").truth({"label": ["a", "b"]})[0] == "a"
 
 
 def test_answers_are_found_by_number_by_text_and_for_all(tmp_path):
-    script = read_answers(
-        lines(
-            tmp_path / "a.jsonl",
-            {"good": "zero"},
-            {"item": "What is 5?", "good": ["one", "two"], "bad": "no"},
-            {"good": "first"},
-            {"item": "*", "good": {"final": "<{answer}> {other}"}, "bad": {"final": ["x", "y"]}},
-        )
+    def script(name, *entries):
+        return Script(read_answers(lines(tmp_path / name, *entries)))
+
+    told = script(
+        "a.jsonl",
+        {"good": "zero"},
+        {"item": "What is 5?", "good": ["one", "two"], "bad": "no"},
+        {"good": "first"},
+        {"item": "*", "good": {"final": "<{answer}> {other}"}, "bad": {"final": ["x", "y"]}},
     )
-    row = {"question": "What is 5?", "answer": "5"}
-    assert script.part({"answer": "9"}, 0, 0).next("any") == "zero"
-    assert script.part({"answer": "9"}, 1, 2).next("any") == "first"
-    listed = script.part(row, 7, 0)
+    row, other = {"question": "What is 5?", "answer": "5"}, {"question": "else", "answer": "8"}
+    assert told.part({"answer": "9"}, 0, 0).next("any") == "zero"
+    assert told.part({"answer": "9"}, 1, 2).next("any") == "first"
+    listed = told.part(row, 7, 0)
     assert [listed.next("any") for _ in range(3)] == ["one", "two", "two"]
-    assert script.part(row, 7, 1).next("any") == "no"
-    other = {"question": "else", "answer": "8"}
-    by_caller = script.part(other, 8, 0)
+    assert told.part(row, 7, 1).next("any") == "no"
+    by_caller = told.part(other, 8, 0)
     assert (by_caller.kind, by_caller.next("final")) == ("good", "<8> {other}")
     assert by_caller.next("draft") is None
-    bad = script.part(other, 8, 1)
+    bad = told.part(other, 8, 1)
     assert [bad.next("final"), bad.next("draft"), bad.next("final")] == ["x", None, "y"]
     # what a line leaves out is said by default
-    assert script.part({"answer": "9"}, 0, 1).kind == "words"
-    assert read_answers(lines(tmp_path / "b.jsonl", {"bad": "no"})).part(row, 0, 0).kind == "truth"
+    assert told.part({"answer": "9"}, 0, 1).kind == "words"
+    assert script("b.jsonl", {"bad": "no"}).part(row, 0, 0).kind == "truth"
 
 
 def test_every_faulty_line_of_the_answers_is_named(tmp_path):
@@ -138,20 +130,16 @@ def test_every_faulty_line_of_the_answers_is_named(tmp_path):
         read_answers(path)
     places = [fault.where.removeprefix(str(path)) for fault in caught.value.faults]
     assert places == [":1", ":2: item", ":3: item", ":4", ":4: good", ":5: good", ":7", ":8", ":9"]
-    assert "that of line 6" in str(caught.value)
+    assert "line 6" in caught.value.faults[6].expected
     with pytest.raises(BadInput, match="several training task sets"):
         read_answers(lines(tmp_path / "b.jsonl", {"item": 0, "good": "a"}), numbered=False)
     with pytest.raises(BadInput, match="cannot be read"):
         read_answers(tmp_path / "none.jsonl")
 
 
-# --- the numbers ---------------------------------------------------------------------------
-
-
 def test_the_distribution_by_hand():
     found = distribution([1.0, 0.0, 2.0, 3.0, 4.0])
-    assert found.quartiles == (0.0, 1.0, 2.0, 3.0, 4.0)
-    assert found.mean == 2.0
+    assert (found.quartiles, found.mean) == ((0.0, 1.0, 2.0, 3.0, 4.0), 2.0)
     assert found.histogram == tuple((float(value), float(value), 1) for value in range(5))
     wide = distribution([float(value) for value in range(21)])
     assert [count for _, _, count in wide.histogram] == [2] * 9 + [3]
@@ -163,27 +151,24 @@ def test_the_distribution_by_hand():
 @pytest.mark.parametrize(
     ("changes", "played", "fills", "words"),
     [
-        ({}, 32, True, "exactly one train step"),  # 32 of 2 tasks are 64 of 4
+        ({}, 32, True, "exactly one"),  # 32 of 2 tasks are 64 of 4
         ({}, 64, True, "2 train steps"),
-        ({}, 16, False, "train_batch_size to at most 32"),
-        ({"explorer_rounds": 2, "trainer_steps": 1}, 16, True, "takes 2 steps to fill"),
-        ({"explorer_rounds": 2, "trainer_steps": 2}, 16, False, "the trainer needs 128"),
-        ({"explorer_rounds": None}, 16, True, "takes 2 steps to fill"),
-        ({"counts_calls": False}, 16, True, "all 32 experiences of its 4 tasks"),
-        ({"counts_calls": False}, 0, False, "nothing was left"),
+        ({}, 16, False, "at most 32"),
+        ({"explorer_rounds": 2, "trainer_steps": 1}, 16, True, "2 steps to fill"),
+        ({"explorer_rounds": 2, "trainer_steps": 2}, 16, False, "needs 128"),
+        ({"explorer_rounds": None}, 16, True, "2 steps to fill"),
+        ({"counts_calls": False}, 16, True, "32 experiences"),
+        ({"counts_calls": False}, 0, False, "nothing"),
     ],
 )
 def test_how_a_batch_fills(changes, played, fills, words):
-    plan = Plan(**{**vars(PLAN), **changes})
-    found = fill_of(plan, float(played))
+    found = fill_of(Plan(**{**vars(PLAN), **changes}), float(played))
     assert found.fills is fills
     assert words in found.words
 
 
 def test_the_place_of_a_traceback_is_its_innermost_frame():
-    text = (
-        'Traceback\n  File "/a.py", line 3, in f\n    g()\n  File "/b.py", line 7, in g\n    boom'
-    )
+    text = 'File "/a.py", line 3, in f\n    g()\n  File "/b.py", line 7, in g\n    boom'
     assert place_of(text) == "/b.py:7 (g)"
     assert place_of("not finished after 60 s") is None
 
@@ -198,36 +183,27 @@ def test_the_place_of_a_traceback_is_its_innermost_frame():
         ("qkv_proj", False),
         (["c_attn"], False),
         (r"model\.language_model\..*q_proj", False),
+        ("*", False),
     ],
 )
 def test_which_target_modules_the_tiny_model_has(target, known):
-    from aflow_tune.dry_run.dry_settings import adapts
-
     assert adapts(target) is known
 
 
 @pytest.mark.parametrize(
-    ("request_", "demands"),
+    ("asked", "demands"),
     [
-        ({}, False),
         ({"response_format": {"type": "text"}, "tool_choice": "auto"}, False),
         ({"response_format": {"type": "json_object"}}, True),
         ({"tool_choice": "required"}, True),
         ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, True),
     ],
 )
-def test_where_a_rows_answer_is_not_said(request_, demands):
-    from aflow_tune.dry_run.scripted_adapter import _demands_a_form
-
-    assert _demands_a_form(request_) is demands
+def test_where_a_rows_answer_is_not_said(asked, demands):
+    assert demands_a_form(asked) is demands
 
 
 def test_stand_ins_of_apis_cost_what_the_models_cost():
-    from aflow_tune.dry_run.dry_settings import api_stand_ins
-    from aflow_tune.models.prices import price_of
-    from aflow_tune.models.types import Usage
-    from aflow_tune.sections import ModelSettings
-
     # its price for a token rises with the length of the prompt
     name, usage = "claude-sonnet-4-5", Usage(1000, 500)
     models = {
@@ -445,16 +421,19 @@ def test_models_behind_an_api_are_not_called(capsys, monkeypatch, tmp_path, tiny
     assert "NO_SUCH_KEY" in capsys.readouterr().err
 
 
-def test_what_is_no_dry_run_is_refused(capsys, tmp_path, tiny_model_dir):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--answers", "a.jsonl"], "--dry-run --answers"),
+        (["--dry-run", "--stage", "grpo"], "there are no stages"),
+        (["--dry-run", "mode=bench"], "trains on rollouts"),
+        (["--dry-run", "algorithm.repeat_times=0"], "algorithm.repeat_times"),
+    ],
+)
+def test_what_is_no_dry_run_is_refused(capsys, tmp_path, tiny_model_dir, arguments, said):
     config = write_project(tmp_path, tiny_model_dir, workflow=WORKFLOW)
-    assert main([str(config), "--answers", "a.jsonl"]) == 2
-    assert "--dry-run --answers" in capsys.readouterr().err
-    assert main([str(config), "--dry-run", "--stage", "grpo"]) == 2
-    assert "there are no stages" in capsys.readouterr().err
-    assert main([str(config), "--dry-run", "mode=bench"]) == 2
-    assert "trains on rollouts" in capsys.readouterr().err
-    assert main([str(config), "--dry-run", "algorithm.repeat_times=0"]) == 2
-    assert "algorithm.repeat_times" in capsys.readouterr().err
+    assert main([str(config), *arguments]) == 2
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

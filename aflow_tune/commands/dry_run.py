@@ -75,7 +75,7 @@ def refuse_alone(options: argparse.Namespace) -> None:
 
 def run_dry(options: argparse.Namespace) -> int:
     """The action of `run --dry-run`; returns the exit code."""
-    from aflow_tune.dry_run.render import as_json, render
+    from aflow_tune.dry_run.numbers import as_json, render
     from aflow_tune.tuning import dry_run_config
 
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print

@@ -80,9 +80,8 @@ def _estimate(options: argparse.Namespace) -> int:
     from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.estimate.estimate_lengths import Given
-    from aflow_tune.estimate.estimating import EstimateOptions, estimate
-    from aflow_tune.estimate.render import as_json, overall, render
+    from aflow_tune.estimate.estimating import EstimateOptions, Given, estimate
+    from aflow_tune.estimate.needs import as_json, overall, render
 
     overrides = [*options.overrides, *(["inline=true"] if options.inline else [])]
     given = Given(

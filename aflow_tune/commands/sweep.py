@@ -10,7 +10,7 @@ from typing import Any
 
 from aflow_tune.commands.options import add_config, amount, count
 from aflow_tune.errors import ExitCode
-from aflow_tune.sweeps import OBJECTIVES, PRUNERS, SAMPLERS
+from aflow_tune.sweeps import OBJECTIVES, PRUNERS, SAMPLERS, Request
 
 _EPILOG = """\
 what to try, for any key of the configuration (--space may be repeated, or names a YAML file):
@@ -105,7 +105,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from aflow_tune.sweeps.plan import Request
     from aflow_tune.tuning import sweep_config
 
     request = Request(

@@ -3,9 +3,9 @@
 Everything between the rows and the optimiser step is what a run has: reader, adapter, workflow,
 judge, recorded calls over HTTP, Ray's actors (or one process with `--inline`), experience pipeline,
 advantages, buffer, loss, weights handed on. What stands in is the policy: a tiny random model with
-its tokenizer, whose answers are scripted (`aflow_tune.dry_run.script`); and models behind an API,
-which servers on this machine answer for unless calls were allowed. `engine: trinity` is played on
-the local engines.
+its tokenizer, whose answers are scripted (`script.py`); and models behind an API, which servers on
+this machine answer for unless calls were allowed. `engine: trinity` is played on the local engines;
+each setting that only Trinity's own engines have is named.
 
 Everything is written into a temporary folder; the run's own folder is neither read nor made. A
 running Ray is left alone, whatever names it: the actors are those of a Ray of the dry run's own.
@@ -16,13 +16,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from trinity.common.constants import SyncStyle
 
 from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.load import AflowConfig, load_config
@@ -31,61 +34,82 @@ from aflow_tune.config.quiet import end_log, log_to
 from aflow_tune.config.stages import parts_of
 from aflow_tune.config.tasksets import materialise_tasksets, total_steps, user_tasksets
 from aflow_tune.config.validate import functions_of
-from aflow_tune.dry_run.answers import read_answers
-from aflow_tune.dry_run.dry_settings import (
-    Small,
-    api_stand_ins,
-    behind_apis,
-    shrink,
-)
 from aflow_tune.dry_run.numbers import DryRunResult, Plan, by_kind, groups, read_runs
-from aflow_tune.dry_run.script import BAD, GOOD, TRUTH, TRUTH_FIELDS, WORDS, Script
-from aflow_tune.dry_run.scripted_adapter import SCRIPT_KEY
+from aflow_tune.dry_run.script import (
+    ADAPTER,
+    BAD,
+    GOOD,
+    SCRIPT_KEY,
+    TRUTH,
+    TRUTH_FIELDS,
+    WORDS,
+    Script,
+    read_answers,
+)
 from aflow_tune.engines.local.models import load_model
 from aflow_tune.engines.local.scripted import (
     CHATML,
+    PROJECTIONS,
     ScriptedSampler,
     ScriptedServer,
-    StandInTokenizer,
     tokenizer_for,
     write_stand_in,
 )
 from aflow_tune.errors import AflowTuneError, BadInput, Fault, Interrupted
+from aflow_tune.find_ray import use_own
+from aflow_tune.models.prices import price_of
+from aflow_tune.models.types import Usage
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.running.run import Run
+from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 
-ADAPTER = "aflow_tune.dry_run.scripted_adapter.ScriptedAdapter"
 MOST_RUNS = 256
 """A step of more runs is played with fewer tasks, so that a dry run stays short."""
 PLAYED_MODES = ("both", "colocate")
+LONGEST_RUN = 60.0
+"""Seconds that a run of the workflow may take where every model answers at once."""
+WIDER = 8
+"""By how much lengths grow where another tokenizer than the model's counts them. A token of a
+trained tokenizer is rarely longer than so many bytes, each of which another one may count."""
 _MOST_TEXT = 8000
+_SHORT = 1000
+
+_ELSEWHERE: dict[str, Any] = {
+    "explorer.concurrent_mode": "asynchronous",
+    "explorer.over_rollout.ratio": 0.0,
+    "explorer.over_rollout.return_partial_tasks": False,
+    "explorer.rollout_model.engine_type": "vllm",
+    "explorer.rollout_model.extra_engine_args": {},
+    "explorer.rollout_model.tool_call_parser": "hermes",
+    "model.repetition_penalty": 1.0,
+    "model.top_p": 1.0,
+    "model.top_k": -1,
+    "model.rope_scaling": None,
+    "model.rope_theta": None,
+    "data_processor.task_pipeline": None,
+    "algorithm.enable_router_replay": False,
+    "algorithm.rollout_correction": None,
+    "algorithm.optimizer.optimizer_type": "adam",
+}
+"""What only Trinity's own engines have, and what takes its place."""
 
 
 @dataclass(frozen=True)
 class DryRunOptions:
-    """What the command line adds to the configuration."""
+    """What the command line adds to the configuration. `tasks` None: a whole step, as long as it
+    has no more than `MOST_RUNS` runs. `stage` None: the first one that trains on rollouts."""
 
     answers: Path | None = None
     call_apis: bool = False
     tasks: int | None = None
-    """Tasks to play. None: a whole step, as long as it has no more than `MOST_RUNS` runs."""
     stage: str | None = None
-    """The stage to play. None: the first one that trains on rollouts."""
     inline: bool = False
 
 
 class DryRun(Run):
     """One step of a shrunken configuration on the scripted sampler."""
 
-    def __init__(
-        self,
-        config: AflowConfig,
-        workflow_func: Callable[..., Any] | None,
-        judge_func: Callable[..., Any] | None,
-        script: Script,
-    ) -> None:
-        super().__init__(config, workflow_func, judge_func)
-        self.script = script
+    script: Script
 
     def play(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
         """Make the step; returns the step reached, 1 or 0. Raises what the engine raised."""
@@ -125,9 +149,8 @@ def dry_run(
     stage, planned = _chosen(whole, options.stage)
     with _Scene(whole, planned, options) as scene:
         phase("checking")
-        scene.settle()
-        run, plan = scene.run, _plan(planned, scene, stage)
-        failure, reached = None, 0
+        scene.prepare()
+        run, failure, reached = scene.run, None, 0
         try:
             reached = run.play(phase, stop)
         except Interrupted:
@@ -143,181 +166,15 @@ def dry_run(
             raise Interrupted("stopped; a dry run leaves nothing behind")
         if failure is None and not reached:
             failure = run.books.reached() or "the trainer ended before its first step"
-        metrics = {
-            name: value
-            for line in read_metrics(run.run_dir)
-            if line.step == 1
-            for name, value in line.metrics.items()
-        }
-        result = DryRunResult(plan, read_runs(run.run_dir), metrics, 0.0, failure=failure)
+        lines = [line.metrics for line in read_metrics(run.run_dir) if line.step == 1]
+        metrics = {name: value for line in lines for name, value in line.items()}
+        result = DryRunResult(scene.plan(stage), read_runs(run.run_dir), metrics, failure=failure)
         if failure is None and not result.trained:
             result.failure = "the gradient of the step was not finite: the step changed nothing"
-        result.real, result.stood_in = scene.real(result.trained), scene.stood_in()
+        result.real, result.stood_in = [*scene.real(result.trained)], [*scene.stood_in()]
         result.warnings = [*scene.warnings, *_doubts(result, options)]
         result.seconds = time.monotonic() - started
         return result
-
-
-class _Scene:
-    """What a dry run is played with: a folder, a tiny model, servers; gone when it is left."""
-
-    def __init__(self, whole: AflowConfig, planned: AflowConfig, options: DryRunOptions) -> None:
-        self.whole = whole
-        self.planned = planned
-        self.options = options
-        self.apis = behind_apis(planned)
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Scene:
-        self.folder = Path(self._stack.enter_context(_folder()))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        end_log()
-        self._stack.close()
-
-    def settle(self) -> None:
-        """Prepare what is planned and what is played of it.
-
-        Raises:
-            BadInput: either was refused.
-        """
-        planned, options = self.planned, self.options
-        self.policy = planned.model.model_path
-        self.tokens: StandInTokenizer = tokenizer_for(self.policy)
-        self.model = self.folder / "model"
-        self.parameters = write_stand_in(self.model, self.tokens.tokenizer)
-        if not options.call_apis and self.apis:
-            models = api_stand_ins(planned.models, self._serve)
-            self.whole.models = planned.models = models
-        played = copy.deepcopy(planned)
-        workflow, judge = functions_of(self.whole)
-        self.script = self._script()
-        self.trinity = self._plan_run(workflow)
-        tasks = planned.buffer.batch_size
-        most = max(1, MOST_RUNS // planned.algorithm.repeat_times)
-        self.tasks = min(tasks, options.tasks or most)
-        small = Small(
-            self.folder,
-            self.model,
-            self.tasks,
-            self.tokens.own,
-            options.call_apis,
-            options.inline,
-        )
-        self.left_out = shrink(played, small, trinity=self.trinity)
-        self.played = played
-        self.run = DryRun(played, workflow, judge, self.script)
-        try:
-            self.run.prepare()
-        except BadInput as error:
-            if not self.trinity:
-                raise
-            title = (
-                "The local engines, which stand in for Trinity's in a dry run, cannot play this "
-                f"configuration. {error.title}"
-            )
-            raise BadInput(title, error.faults) from error
-        own = [text for text in self.run.warnings if text not in played.warnings]
-        self.warnings = [*dict.fromkeys([*planned.warnings, *own])]
-
-    def real(self, trained: bool) -> list[str]:
-        """What was as in a run; the step only if it was made."""
-        played = self.played
-        where = "in one process, without Ray" if played.inline else "as actors of a Ray of its own"
-        pipeline = [item.name for item in played.data_processor.experience_pipeline.operators]
-        operators = ", ".join(name.rpartition(".")[2] for name in pipeline)
-        given = self.tokens.own or played.explorer.rollout_model.chat_template
-        template = "the chat template" if given else "another tokenizer's chat template"
-        found = [
-            "rows, workflow function, judge and rewards, and whatever these call on their own",
-            f"adapter, runners, experience pipeline, buffer and trainer, {where}",
-            f"recorded calls over HTTP with {template} and tool calls",
-            f"operators {operators}; advantage {played.algorithm.advantage_fn}; loss "
-            f"{played.algorithm.policy_loss_fn}",
-        ]
-        if trained:
-            found.append("one optimiser step, and its weights handed to the sampler")
-        if self.options.call_apis:
-            found += [f"{_named(role, model)}: called" for role, model in self.apis.items()]
-        return found
-
-    def stood_in(self) -> list[str]:
-        """What took the place of what."""
-        found = [
-            f"{self.policy}: a random Llama of {self.parameters:,} parameters with "
-            f"{self.tokens.source}"
-            + ("" if self.tokens.own else ", since its own is not on this machine"),
-            "what it says: the script (above)",
-        ]
-        for auxiliary in self.planned.explorer.auxiliary_models:
-            name = auxiliary.name or "an auxiliary model"
-            found.append(f"{name} (auxiliary model): plain words")
-        if not self.options.call_apis:
-            found += [
-                f"{_named(role, model)}: plain words; --call-apis would call it"
-                for role, model in self.apis.items()
-            ]
-        if self.trinity:
-            found.append("vLLM and verl: the local sampler and trainer, on this machine's CPU")
-        if self.left_out:
-            found.append(f"left out: {'; '.join(self.left_out)}")
-        found.append("no evaluation on held-out rows, no export; checkpoints are thrown away")
-        return found
-
-    def _plan_run(self, workflow: Callable[..., Any] | None) -> bool:
-        """Prepare the configuration as it is, away from any cluster; whether it is Trinity's."""
-        planned = self.planned
-        if planned.engine == "trinity":
-            planned.prepared.engine = ("trinity", "as configured")
-            # A folder of the cluster's machines need not be here: `doctor` looks for it there.
-            for model in (planned.model, *planned.explorer.auxiliary_models):
-                folder = Path(str(model.model_path)).expanduser()
-                if folder.is_absolute() and not folder.exists():
-                    model.model_path = str(self.model)
-        prepare(planned, Purpose.CHECK, workflow=workflow)
-        return planned.engine == "trinity"
-
-    def _script(self) -> Script:
-        planned = self.planned
-        named = (
-            planned.graph.benchmark,
-            planned.writer.benchmark,
-            planned.rewards.benchmark,
-        )
-        benchmark = next((name for name in named if name), None)
-        training = [item for item in user_tasksets(planned) if not item[2]]
-        fields: tuple[str, ...] = TRUTH_FIELDS
-        for key, taskset, _ in training:
-            if planned.positions.given(f"{key}.format.response_key"):
-                fields = (taskset.format.response_key, *fields)
-        if self.options.answers is None:
-            return Script(benchmark=benchmark, truth_fields=fields)
-        return read_answers(
-            self.options.answers,
-            benchmark=benchmark,
-            truth_fields=fields,
-            numbered=len(training) == 1,
-        )
-
-    def _serve(self, name: str) -> str:
-        """Answer for a model behind an API; returns the address."""
-        import torch
-
-        tokenizer = copy.deepcopy(self.tokens.tokenizer)
-        tokenizer.chat_template = CHATML  # takes any roles in any order, as APIs do
-        sampler = ScriptedSampler(
-            load_model(self.model, torch.float32, torch.device("cpu")),
-            tokenizer,
-            scored=False,
-            max_model_len=2**20,
-            threads=1,
-        )
-        self._stack.callback(sampler.close)
-        server = ScriptedServer(sampler, tokenizer, name)
-        address = server.start()
-        self._stack.callback(server.stop)
-        return f"{address}/v1"
 
 
 def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
@@ -332,49 +189,16 @@ def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
     names = [name for name, _ in parts if name]
     if stage is not None and stage not in names:
         expected = f"one of {', '.join(names)}" if names else "nothing: there are no stages"
-        raise BadInput(
-            "There is no such stage.",
-            [Fault("--stage", expected, repr(stage), "name a stage, or leave --stage out")],
-        )
+        fault = Fault("--stage", expected, repr(stage), "name a stage, or leave --stage out")
+        raise BadInput("There is no such stage.", [fault])
     playable = [part for part in parts if part[1].mode in PLAYED_MODES]
-    asked = [part for part in playable if stage in (None, part[0])]
-    if asked:
-        return asked[0]
+    for part in playable:
+        if stage in (None, part[0]):
+            return part
     modes = ", ".join(dict.fromkeys(part.mode for _, part in parts))
     cure = "name such a stage with --stage" if playable else "aflow-tune validate and doctor"
-    raise BadInput(
-        "A dry run plays a run that trains on rollouts of a workflow.",
-        [Fault(whole.positions.where("mode"), "mode: both", f"mode: {modes}", cure)],
-    )
-
-
-def _plan(planned: AflowConfig, scene: _Scene, stage: str) -> Plan:
-    """What the prepared configuration asks for."""
-    algorithm, sync = planned.algorithm, planned.synchronizer
-    rounds, trainer_steps = None, 1
-    if sync.sync_style.value == "fixed":
-        rounds = (sync.explorer_sync_interval or sync.sync_interval) + sync.sync_offset
-        trainer_steps = sync.trainer_sync_interval or sync.sync_interval
-    return Plan(
-        model=scene.policy,
-        engine=planned.engine,
-        algorithm=algorithm.algorithm_type,
-        advantage=str(algorithm.advantage_fn),
-        loss=str(algorithm.policy_loss_fn),
-        tasks=planned.buffer.batch_size,
-        played=scene.tasks,
-        repeats=algorithm.repeat_times,
-        steps=total_steps(planned),
-        train_batch_size=planned.buffer.train_batch_size,
-        counts_calls=(algorithm.sample_strategy or "default") in COUNTING_STRATEGIES,
-        explorer_rounds=rounds,
-        trainer_steps=trainer_steps,
-        max_prompt=planned.model.max_prompt_tokens,
-        max_response=planned.model.max_response_tokens,
-        max_length=planned.model.max_model_len,
-        own_tokens=scene.tokens.own,
-        stage=stage,
-    )
+    fault = Fault(whole.positions.where("mode"), "mode: both", f"mode: {modes}", cure)
+    raise BadInput("A dry run plays a run that trains on rollouts of a workflow.", [fault])
 
 
 def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
@@ -392,14 +216,302 @@ def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
         )
     elif good and bad and max(good) < max(bad):
         yield "good answers earned less than bad ones"
-    found = groups(result)
-    if result.trained and found.get("mixed") == 0:
+    if result.trained and groups(result).get("mixed") == 0:
         yield "no group has two different rewards: such a step teaches nothing"
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="aflow-dry-run-", ignore_cleanup_errors=True)
+class _Scene:
+    """What a dry run is played with: a folder, a tiny model, servers; gone when it is left.
+
+    `planned` is the configuration as it is, `run` what is played of it.
+    """
+
+    def __init__(self, whole: AflowConfig, planned: AflowConfig, options: DryRunOptions) -> None:
+        self.whole, self.planned, self.options = whole, planned, options
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Scene:
+        folder = tempfile.TemporaryDirectory(prefix="aflow-dry-run-", ignore_cleanup_errors=True)
+        self.folder = Path(self._stack.enter_context(folder))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        end_log()
+        self._stack.close()
+
+    def prepare(self) -> None:
+        """Prepare what is planned and what is played of it.
+
+        Raises:
+            BadInput: either was refused.
+        """
+        planned = self.planned
+        self.policy = planned.model.model_path
+        self.tokens = tokenizer_for(self.policy)
+        self.model = self.folder / "model"
+        self.parameters = write_stand_in(self.model, self.tokens.tokenizer)
+        self.apis = {role: model for role, model in planned.models.items() if model.model}
+        if not self.options.call_apis and self.apis:
+            self.whole.models = planned.models = api_stand_ins(planned.models, self._serve)
+        played = copy.deepcopy(planned)
+        workflow, judge = functions_of(self.whole)
+        script = self._script()
+        self.trinity = planned.engine == "trinity"
+        if self.trinity:
+            planned.prepared.engine = ("trinity", "as configured")
+            # A folder of the cluster's machines need not be here: `doctor` looks for it there.
+            for model in (planned.model, *planned.explorer.auxiliary_models):
+                folder = Path(str(model.model_path)).expanduser()
+                if folder.is_absolute() and not folder.exists():
+                    model.model_path = str(self.model)
+        prepare(planned, Purpose.CHECK, workflow=workflow)
+        self.trinity = planned.engine == "trinity"
+        most = max(1, MOST_RUNS // planned.algorithm.repeat_times)
+        self.tasks = min(planned.buffer.batch_size, self.options.tasks or most)
+        self.left_out = [*self._shrink(played)]
+        self.run = DryRun(played, workflow, judge)
+        self.run.script = script
+        try:
+            self.run.prepare()
+        except BadInput as error:
+            if not self.trinity:
+                raise
+            title = (
+                "The local engines, which stand in for Trinity's in a dry run, cannot play this "
+                f"configuration. {error.title}"
+            )
+            raise BadInput(title, error.faults) from error
+        own = [text for text in self.run.warnings if text not in played.warnings]
+        self.warnings = [*dict.fromkeys([*planned.warnings, *own])]
+
+    def _shrink(self, config: AflowConfig) -> Iterator[str]:
+        """Make a configuration small, before it is prepared: the same work, a tiny model, nothing
+        kept. What decides what a run does stays: rows, workflow, judge, rewards, batch, group,
+        algorithm, advantage, operators, lengths. Yields what is left out, in words."""
+        if self.trinity:
+            yield from _without_trinitys(config)
+        yield from _writing_below(config, self.folder)
+        config.engine, config.mode = "local", "both"
+        config.local.device, config.local.dtype = "cpu", "fp32"
+        config.inline = config.inline or self.options.inline
+        # The run folder is a temporary one of this machine, and so are the servers that stand in
+        # for APIs: the nodes of a cluster would see neither.
+        use_own(config)
+        model, buffer, explorer = config.model, config.buffer, config.explorer
+        for named in (model, *explorer.auxiliary_models):
+            named.model_path, named.trust_remote_code = str(self.model), False
+        explorer.rollout_model.model_path = None  # it gets that of `model`
+        if not self.tokens.own:
+            for lengths in (model, explorer.rollout_model, *explorer.auxiliary_models):
+                for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens"):
+                    value = getattr(lengths, name)
+                    setattr(lengths, name, None if value is None else value * WIDER)
+            for _, taskset, _ in user_tasksets(config):
+                if taskset.rollout_args.max_tokens is not None:
+                    taskset.rollout_args.max_tokens *= WIDER
+        if model.lora_configs and not adapts(model.lora_configs[0].target_modules):
+            yield f"target_modules: {model.lora_configs[0].target_modules}"
+            model.lora_configs[0].target_modules = "all-linear"
+        buffer.batch_size, buffer.train_batch_size = self.tasks, 0
+        buffer.total_steps, config.trainer.total_steps = 1, None
+        if config.algorithm.sample_strategy in COUNTING_STRATEGIES:
+            config.algorithm.sample_strategy = config.algorithm.sample_strategy_args = None
+        explorer.eval_on_startup, explorer.eval_interval = False, 1
+        explorer.max_repeat_times_per_runner = None
+        buffer.explorer_input.eval_tasksets, config.quick_eval = [], None
+        if not self.options.call_apis:
+            config.budget = BudgetSection()
+            config.rollout.run_timeout = min(config.rollout.run_timeout, LONGEST_RUN)
+
+    def _script(self) -> Script:
+        planned, path = self.planned, self.options.answers
+        named = (planned.graph.benchmark, planned.writer.benchmark, planned.rewards.benchmark)
+        training = [item for item in user_tasksets(planned) if not item[2]]
+        fields: tuple[str, ...] = TRUTH_FIELDS
+        for key, taskset, _ in training:
+            if planned.positions.given(f"{key}.format.response_key"):
+                fields = (taskset.format.response_key, *fields)
+        answers = {} if path is None else read_answers(path, numbered=len(training) == 1)
+        return Script(answers, next(filter(None, named), None), fields, str(path or ""))
+
+    def _serve(self, name: str) -> str:
+        """Answer for a model behind an API; returns the address."""
+        import torch
+
+        tokenizer = copy.deepcopy(self.tokens.tokenizer)
+        tokenizer.chat_template = CHATML  # takes any roles in any order, as APIs do
+        model = load_model(self.model, torch.float32, torch.device("cpu"))
+        sampler = ScriptedSampler(model, tokenizer, scored=False, max_model_len=2**20, threads=1)
+        self._stack.callback(sampler.close)
+        server = ScriptedServer(sampler, tokenizer, name)
+        address = server.start()
+        self._stack.callback(server.stop)
+        return f"{address}/v1"
+
+    # -- what it was -----------------------------------------------------------------------
+
+    def plan(self, stage: str) -> Plan:
+        """What the prepared configuration asks for."""
+        planned = self.planned
+        algorithm, sync, model = planned.algorithm, planned.synchronizer, planned.model
+        rounds, trainer_steps = None, 1
+        if sync.sync_style.value == "fixed":
+            rounds = (sync.explorer_sync_interval or sync.sync_interval) + sync.sync_offset
+            trainer_steps = sync.trainer_sync_interval or sync.sync_interval
+        return Plan(
+            model=self.policy,
+            engine=planned.engine,
+            algorithm=algorithm.algorithm_type,
+            advantage=str(algorithm.advantage_fn),
+            loss=str(algorithm.policy_loss_fn),
+            tasks=planned.buffer.batch_size,
+            played=self.tasks,
+            repeats=algorithm.repeat_times,
+            steps=total_steps(planned),
+            train_batch_size=planned.buffer.train_batch_size,
+            counts_calls=(algorithm.sample_strategy or "default") in COUNTING_STRATEGIES,
+            explorer_rounds=rounds,
+            trainer_steps=trainer_steps,
+            max_prompt=model.max_prompt_tokens,
+            max_response=model.max_response_tokens,
+            max_length=model.max_model_len,
+            own_tokens=self.tokens.own,
+            stage=stage,
+        )
+
+    def real(self, trained: bool) -> Iterator[str]:
+        """What was as in a run; the step only if it was made."""
+        played = self.run.config
+        where = "in one process, without Ray" if played.inline else "as actors of a Ray of its own"
+        pipeline = [item.name for item in played.data_processor.experience_pipeline.operators]
+        operators = ", ".join(name.rpartition(".")[2] for name in pipeline)
+        given = self.tokens.own or played.explorer.rollout_model.chat_template
+        template = "the chat template" if given else "another tokenizer's chat template"
+        yield "rows, workflow function, judge and rewards, and whatever these call on their own"
+        yield f"adapter, runners, experience pipeline, buffer and trainer, {where}"
+        yield f"recorded calls over HTTP with {template} and tool calls"
+        yield (
+            f"operators {operators}; advantage {played.algorithm.advantage_fn}; loss "
+            f"{played.algorithm.policy_loss_fn}"
+        )
+        if trained:
+            yield "one optimiser step, and its weights handed to the sampler"
+        if self.options.call_apis:
+            yield from (f"{_named(role, model)}: called" for role, model in self.apis.items())
+
+    def stood_in(self) -> Iterator[str]:
+        """What took the place of what."""
+        own = "" if self.tokens.own else ", since its own is not on this machine"
+        yield (
+            f"{self.policy}: a random Llama of {self.parameters:,} parameters with "
+            f"{self.tokens.source}{own}"
+        )
+        yield "what it says: the script (above)"
+        for auxiliary in self.planned.explorer.auxiliary_models:
+            yield f"{auxiliary.name or 'an auxiliary model'} (auxiliary model): plain words"
+        for role, model in {} if self.options.call_apis else self.apis.items():
+            yield f"{_named(role, model)}: plain words; --call-apis would call it"
+        if self.trinity:
+            yield "vLLM and verl: the local sampler and trainer, on this machine's CPU"
+        if self.left_out:
+            yield f"left out: {'; '.join(self.left_out)}"
+        yield "no evaluation on held-out rows, no export; checkpoints are thrown away"
 
 
 def _named(role: str, model: Any) -> str:
     return f"{role} ({model.model} at {model.base_url or f'the address of {model.provider}'})"
+
+
+# -- smaller settings ----------------------------------------------------------------------
+
+
+def _without_trinitys(config: AflowConfig) -> Iterator[str]:
+    """Take out what only Trinity's vLLM and verl have; yields what was set."""
+    for key, value in _ELSEWHERE.items():
+        *parents, name = key.split(".")
+        owner: Any = config
+        for part in parents:
+            owner = getattr(owner, part)
+        found = getattr(owner, name)
+        if found != value:
+            if config.positions.given(key):
+                yield f"{key}: {found}"
+            setattr(owner, name, copy.copy(value))
+    inputs = config.buffer.explorer_input
+    for taskset in filter(None, [inputs.taskset, *inputs.tasksets]):
+        taskset.rollout_args.top_p, taskset.rollout_args.top_k = None, -1
+    if config.synchronizer.sync_style != SyncStyle.FIXED:
+        yield f"synchronizer.sync_style: {config.synchronizer.sync_style.value}"
+        config.synchronizer.sync_style = SyncStyle.FIXED
+    config.model.tinker.enable = config.model.external_model.enable = False
+    for auxiliary in config.explorer.auxiliary_models:
+        auxiliary.engine_type, auxiliary.tool_call_parser = "vllm", "hermes"
+        auxiliary.extra_engine_args = {}
+    for adapter in config.model.lora_configs or []:
+        adapter.path = adapter.exclude_modules = None
+
+
+def _writing_below(config: AflowConfig, folder: Path) -> Iterator[str]:
+    """Let everything that is written go below `folder`; yields what reports elsewhere, which is
+    left out."""
+    config.checkpoint_root_dir = str(folder / "runs")
+    config.continue_from_checkpoint = True
+    config.prepared.account_folder = None
+    config.physical_gpus = None
+    config.trainer.save_hf_checkpoint = "never"
+    monitor, pipeline = config.monitor, config.data_processor.experience_pipeline
+    if monitor.monitor_type != "tensorboard":
+        yield f"monitor {monitor.monitor_type}"
+    monitor.monitor_type, monitor.monitor_args = "tensorboard", None
+    monitor.enable_ray_timeline = False
+    pipeline.save_input, pipeline.input_save_path = False, None
+    if config.buffer.trainer_input.experience_buffer is not None:
+        yield "buffer.trainer_input.experience_buffer (a queue in memory takes its place)"
+        config.buffer.trainer_input.experience_buffer = None
+
+
+def adapts(target_modules: str | list[str] | tuple[str, ...]) -> bool:
+    """Whether `target_modules` names a layer of the tiny model, as PEFT reads it."""
+    if target_modules == "all-linear":
+        return True
+    layers = ("self_attn",) * 4 + ("mlp",) * 3
+    names = [f"model.layers.0.{at}.{name}" for at, name in zip(layers, PROJECTIONS, strict=True)]
+    endings = [target_modules] if isinstance(target_modules, str) else target_modules
+    if any(name.endswith(f".{target}") for name in names for target in endings):
+        return True
+    with contextlib.suppress(re.error):
+        return isinstance(target_modules, str) and any(
+            re.fullmatch(target_modules, name) for name in names
+        )
+    return False
+
+
+def api_stand_ins(
+    models: Mapping[str, ModelSettings], serve: Callable[[str], str]
+) -> dict[str, ModelSettings]:
+    """The same models at an address of this machine, with their own prices and without keys.
+
+    Args:
+        serve: starts a server for a model of that name, and returns its address.
+    """
+    found = dict(models)
+    for role, model in models.items():
+        if model.model is not None:
+            found[role] = replace(
+                model,
+                provider="openai",
+                base_url=serve(model.model),
+                api_key_env=None,
+                headers_env={},
+                prices=model.prices or _listed(model),
+            )
+    return found
+
+
+def _listed(model: ModelSettings) -> PriceSettings | None:
+    price = price_of(model.provider, model.base_url, model.model or "")
+    if price is None:
+        return None
+    # Listed prices may rise with the length of a prompt: those of a short one are taken.
+    read, written = price.cost(Usage(_SHORT, 0)), price.cost(Usage(0, _SHORT))
+    return PriceSettings(read * 1_000_000 / _SHORT, written * 1_000_000 / _SHORT)

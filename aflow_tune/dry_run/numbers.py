@@ -1,9 +1,8 @@
-"""The numbers of a dry run: what was played, read from its records and its metrics.
+"""What was played, read from its records and metrics, as text for a terminal and as plain data.
 
 `PlayedRun` is a line of the file that the adapter writes; `DryRunResult` holds them with the
-step's metrics and with `Plan`, what the configuration asks for. Everything shown is computed
-here; text and JSON are `render.py`'s. Rewards are those of scripted answers: they say what the
-reward does with such answers, never what a model would earn.
+step's metrics and with `Plan`, what the configuration asks for. Rewards are those of scripted
+answers: they say what the reward does with such answers, never what a model would earn.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,21 @@ from aflow_tune.report.quantities import GRADIENT_NORM, GROUP_HEALTH, LOSS
 
 PLAYED_FILE = "played.jsonl"
 BINS = 10
-COUNT = "experience_pipeline/experience_count"
+_COUNT = "experience_pipeline/experience_count"
 _LONE = "experience_pipeline/group/lone_runs"
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_BAR = 40
+_GROUPS = ("mixed", "all best", "all worst", "failed", "lone")
+_STEP = {
+    "loss": LOSS,
+    "gradient_norm": GRADIENT_NORM,
+    "advantage_min": ("critic/advantages/min",),
+    "advantage_mean": ("critic/advantages/mean",),
+    "advantage_max": ("critic/advantages/max",),
+    "train_tokens": ("perf/train_tokens",),
+    "skipped": ("actor/skipped_steps",),
+}
+"""What the trainer logs of the optimiser step, by short name."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +80,8 @@ def append_run(folder: Path, run: PlayedRun) -> None:
 def read_runs(folder: Path) -> list[PlayedRun]:
     """All whole lines, by task and run. A run that was tried again counts once, as it ended."""
     path = folder / PLAYED_FILE
-    if not path.exists():
-        return []
     found: dict[tuple[int, int], PlayedRun] = {}
-    for line in path.read_bytes().split(b"\n"):
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
         try:
             entry = json.loads(line)
         except ValueError:
@@ -120,7 +129,7 @@ class DryRunResult:
     plan: Plan
     runs: list[PlayedRun]
     metrics: dict[str, float]
-    seconds: float
+    seconds: float = 0.0
     real: list[str] = field(default_factory=list)
     stood_in: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -139,7 +148,7 @@ class DryRunResult:
     @property
     def fill(self) -> Fill:
         """How the calls of a step fill the trainer's batch."""
-        return fill_of(self.plan, self.metrics.get(COUNT, 0.0))
+        return fill_of(self.plan, self.metrics.get(_COUNT, 0.0))
 
     @property
     def first_failure(self) -> PlayedRun | None:
@@ -167,23 +176,20 @@ def fill_of(plan: Plan, played: float) -> Fill:
         return Fill(whole, None, True, words)
     wanted = plan.train_batch_size
     share = f"a step leaves {whole:g} experiences, train_batch_size is {wanted}"
-    if plan.explorer_rounds is not None:
-        there, needed = plan.explorer_rounds * whole, plan.trainer_steps * wanted
-        if there < needed:
-            return Fill(
-                whole,
-                wanted,
-                False,
-                f"{share}: it never fills, and both sides wait (the explorer stops for new "
-                f"weights after {there:g} experiences, the trainer needs {needed}); set "
-                f"buffer.train_batch_size to at most {int(there // plan.trainer_steps)}",
-            )
+    there, needed = (plan.explorer_rounds or 0) * whole, plan.trainer_steps * wanted
+    if plan.explorer_rounds is not None and there < needed:
+        words = (
+            f"{share}: it never fills, and both sides wait (the explorer stops for new weights "
+            f"after {there:g} experiences, the trainer needs {needed}); set "
+            f"buffer.train_batch_size to at most {int(there // plan.trainer_steps)}"
+        )
+        return Fill(whole, wanted, False, words)
+    words = "exactly one train step"
     if whole > wanted:
-        per = whole / wanted
-        return Fill(whole, wanted, True, f"{share}: {per:.3g} train steps a step of the explorer")
-    if whole < wanted:
-        return Fill(whole, wanted, True, f"{share}: it takes {wanted / whole:.3g} steps to fill")
-    return Fill(whole, wanted, True, f"{share}: exactly one train step")
+        words = f"{whole / wanted:.3g} train steps a step of the explorer"
+    elif whole < wanted:
+        words = f"it takes {wanted / whole:.3g} steps to fill"
+    return Fill(whole, wanted, True, f"{share}: {words}")
 
 
 @dataclass(frozen=True)
@@ -195,53 +201,38 @@ class Distribution:
     quartiles: tuple[float, float, float, float, float]
     """Least, first quartile, median, third quartile, greatest (inclusive method)."""
     histogram: tuple[tuple[float, float, int], ...]
-    """(from, to, runs) of each bin; the last one includes its end. A single value is one bin."""
+    """(from, to, runs) of each bin; the last one includes its end. Up to ten different values have
+    a bin each, of width 0."""
 
 
 def distribution(rewards: Sequence[float]) -> Distribution | None:
-    """None without rewards. Up to ten different values have a bin each, of width 0."""
+    """None without rewards."""
     if not rewards:
         return None
-    least, greatest = min(rewards), max(rewards)
+    least, greatest, counts = min(rewards), max(rewards), Counter(rewards)
+    inner = [least] * 3
     if len(rewards) > 1:
         inner = statistics.quantiles(rewards, n=4, method="inclusive")
-    else:
-        inner = [least] * 3
+    histogram = [(value, value, counts[value]) for value in sorted(counts)]
+    if len(counts) > BINS:
+        width = (greatest - least) / BINS
+        bins = Counter(min(BINS - 1, int((reward - least) / width)) for reward in rewards)
+        histogram = [(least + n * width, least + (n + 1) * width, bins[n]) for n in range(BINS)]
     quartiles = (least, inner[0], inner[1], inner[2], greatest)
-    return Distribution(len(rewards), statistics.fmean(rewards), quartiles, _histogram(rewards))
-
-
-def _histogram(rewards: Sequence[float]) -> tuple[tuple[float, float, int], ...]:
-    counts = Counter(rewards)
-    if len(counts) <= BINS:
-        return tuple((value, value, counts[value]) for value in sorted(counts))
-    least, greatest = min(rewards), max(rewards)
-    width = (greatest - least) / BINS
-    bins = Counter(min(BINS - 1, int((reward - least) / width)) for reward in rewards)
-    return tuple(
-        (least + number * width, least + (number + 1) * width, bins[number])
-        for number in range(BINS)
-    )
+    return Distribution(len(rewards), statistics.fmean(rewards), quartiles, tuple(histogram))
 
 
 def groups(result: DryRunResult) -> dict[str, int]:
     """Groups of runs by their rewards: `mixed`, `all best`, `all worst`, `failed` (no run of it
     succeeded) and `lone` (one did, and was taken out). The first three are the run filter's own."""
-    by_task: dict[int, list[PlayedRun]] = {}
-    for run in result.runs:
-        by_task.setdefault(run.task, []).append(run)
-    alive = sum(any(run.failure is None for run in group) for group in by_task.values())
+    tasks = {run.task for run in result.runs}
+    alive = len({run.task for run in result.runs if run.failure is None})
     lone = round(result.metrics.get(_LONE, 0.0))
-    found = {"failed": len(by_task) - alive, "lone": lone}
+    found = {"failed": len(tasks) - alive, "lone": lone}
     for name, key in GROUP_HEALTH.items():
         if key in result.metrics:
             found[name] = round(result.metrics[key] * (alive - lone))
     return found
-
-
-def sources(result: DryRunResult) -> dict[str, int]:
-    """How many runs said what: where their answers are from, in the order of first use."""
-    return dict(Counter(run.source for run in result.runs))
 
 
 def by_kind(result: DryRunResult) -> dict[str, dict[str, Any]]:
@@ -258,7 +249,7 @@ def by_kind(result: DryRunResult) -> dict[str, dict[str, Any]]:
     return found
 
 
-def tokens(result: DryRunResult) -> dict[str, float]:
+def _tokens(result: DryRunResult) -> dict[str, float]:
     """Tokens of the trained calls of a whole step, and the longest of the played ones."""
     calls = [call for run in result.runs if run.failure is None for call in run.calls]
     if not calls:
@@ -275,29 +266,162 @@ def tokens(result: DryRunResult) -> dict[str, float]:
     }
 
 
-def step(result: DryRunResult) -> dict[str, float]:
-    """The optimiser step: what the trainer logged of it, under short names."""
-    names = {
-        "loss": LOSS,
-        "gradient_norm": GRADIENT_NORM,
-        "advantage_min": ("critic/advantages/min",),
-        "advantage_mean": ("critic/advantages/mean",),
-        "advantage_max": ("critic/advantages/max",),
-        "train_tokens": ("perf/train_tokens",),
-        "skipped": ("actor/skipped_steps",),
-    }
-    found = {}
-    for name, keys in names.items():
-        value = next((result.metrics[key] for key in keys if key in result.metrics), None)
-        if value is not None:
-            found[name] = value
-    return found
+def _step(result: DryRunResult) -> dict[str, float]:
+    metrics = result.metrics
+    found = {name: [metrics[key] for key in keys if key in metrics] for name, keys in _STEP.items()}
+    return {name: values[0] for name, values in found.items() if values}
 
 
 def place_of(text: str) -> str | None:
     """`file:line (function)` of the innermost frame of a traceback; None where there is none."""
     frames = _PLACE.findall(text)
-    if not frames:
-        return None
-    file, line, name = frames[-1]
-    return f"{file}:{line} ({name})"
+    return "{}:{} ({})".format(*frames[-1]) if frames else None
+
+
+def as_json(result: DryRunResult) -> dict[str, Any]:
+    """Everything as plain data."""
+    spread = distribution([run.reward for run in result.runs if run.reward is not None])
+    first = result.first_failure
+    return {
+        "ok": result.good,
+        "failure": None if result.good else result.failure or verdict(result),
+        "seconds": result.seconds,
+        "plan": asdict(result.plan),
+        "answers": {
+            "sources": dict(Counter(run.source for run in result.runs)),
+            "by_kind": by_kind(result),
+        },
+        "rewards": None if spread is None else asdict(spread),
+        "groups": groups(result),
+        "batch": asdict(result.fill),
+        "tokens": _tokens(result),
+        "step": _step(result),
+        "failed_runs": dict(Counter(run.failure for run in result.runs if run.failure)),
+        "first_failure": None
+        if first is None
+        else asdict(first) | {"place": place_of(first.detail)},
+        "real": result.real,
+        "stood_in": result.stood_in,
+        "warnings": result.warnings,
+    }
+
+
+# -- as text -------------------------------------------------------------------------------
+
+
+def render(result: DryRunResult) -> str:
+    """Everything that is known, the verdict last."""
+    parts = (_head, _reward_lines, _batch_lines, _step_lines, _failure_lines)
+    lists = {"real": result.real, "stood in for": result.stood_in, "warnings": result.warnings}
+    blocks = ["\n".join(part(result)) for part in parts]
+    blocks += ["\n  - ".join([f"{title}:", *items]) for title, items in lists.items() if items]
+    return "\n\n".join(block for block in [*blocks, verdict(result)] if block)
+
+
+def verdict(result: DryRunResult) -> str:
+    """One line, or the failure with its traceback."""
+    seconds = f"({result.seconds:.0f} s)"
+    if result.good:
+        return f"dry run: a batch was filled and one optimiser step was made {seconds}"
+    if result.failure is not None:
+        first, reason = result.first_failure, result.failure
+        if first is not None and first.detail and first.detail in reason:
+            reason = reason.partition(first.detail)[0] + "  (above)"  # it is not shown twice
+    elif not result.trained:
+        reason = "no optimiser step was made"
+    else:
+        reason = f"the batch does not fill: {result.fill.words}"
+    return f"dry run: FAILED {seconds}: {reason}"
+
+
+def _head(result: DryRunResult) -> Iterator[str]:
+    plan = result.plan
+    stage = f", stage {plan.stage}" if plan.stage else ""
+    played = f"{plan.played} tasks x {plan.repeats} runs"
+    if plan.played < plan.tasks:
+        played += f" of the {plan.tasks} tasks of a step, whose sums are scaled"
+    sources = Counter(run.source for run in result.runs)
+    said = "; ".join(f"{runs} runs: {source}" for source, runs in sources.items())
+    yield f"Dry run of one step ({plan.algorithm}, engine {plan.engine}{stage}): {played}."
+    yield f"The answers are scripted: nothing here is what {plan.model} would do."
+    yield f"answers: {said or 'none was asked for'}"
+
+
+def _reward_lines(result: DryRunResult) -> Iterator[str]:
+    spread = distribution([run.reward for run in result.runs if run.reward is not None])
+    if spread is None:
+        return
+    least, first, median, third, greatest = spread.quartiles
+    yield f"rewards of {spread.count} scripted runs: mean {spread.mean:.4g}"
+    yield (
+        f"  least {least:.4g}, quartiles {first:.4g} / {median:.4g} / {third:.4g}, "
+        f"greatest {greatest:.4g}"
+    )
+    most = max(count for _, _, count in spread.histogram)
+    for start, end, count in spread.histogram:
+        label = f"{start:.4g}" if start == end else f"{start:.4g} to {end:.4g}"
+        yield f"  {label:>20} {count:6d} {'#' * round(_BAR * count / most)}".rstrip()
+    yield "  by what was said:"
+    for kind, found in by_kind(result).items():
+        mean = "none" if found["reward"] is None else f"{found['reward']:.4g}"
+        yield f"    {kind:<6} {found['runs']:6d} runs, mean reward {mean}, {found['failed']} failed"
+
+
+def _batch_lines(result: DryRunResult) -> Iterator[str]:
+    found, plan = groups(result), result.plan
+    listed = ", ".join(f"{found[name]} {name}" for name in _GROUPS if name in found)
+    yield f"groups of {plan.repeats} runs: {listed}"
+    yield f"batch: {result.fill.words}"
+    steps = "not known: the rows are not on this machine" if plan.steps is None else plan.steps
+    yield f"steps of the run: {steps}"
+
+
+def _step_lines(result: DryRunResult) -> Iterator[str]:
+    held, made, plan = _tokens(result), _step(result), result.plan
+    if held:
+        yield (
+            f"a step holds {plan.tasks} tasks, {plan.tasks * plan.repeats} runs, "
+            f"{held['calls']:.0f} calls, {held['prompt']:.0f} prompt and "
+            f"{held['response']:.0f} response tokens"
+        )
+        limits = {"prompt": plan.max_prompt, "response": plan.max_response}
+        longest = [f"longest {n} {held[f'longest_{n}']:.0f}{_of(m)}" for n, m in limits.items()]
+        yield (
+            f"  {', '.join(longest)}, longest together {held['longest']:.0f}"
+            f"{_of(plan.max_length)}; {held['truncated']:.0f} responses cut off"
+        )
+        yield (
+            "  responses are as long as the script's answers are, prompts as long as the "
+            "workflow's words with them"
+        )
+        if not plan.own_tokens:
+            yield "  counted by another tokenizer than the model's; the limits were widened for it"
+    if "gradient_norm" in made:
+        advantages = ""
+        if "advantage_min" in made:
+            advantages = (
+                f"advantages {made['advantage_min']:.4g} to {made['advantage_max']:.4g} "
+                f"(mean {made['advantage_mean']:.4g}), "
+            )
+        yield (
+            f"the optimiser step on the tiny model: {advantages}loss {made.get('loss', 0.0):.4g}, "
+            f"gradient norm {made['gradient_norm']:.4g}"
+        )
+
+
+def _failure_lines(result: DryRunResult) -> Iterator[str]:
+    first = result.first_failure
+    if first is None:
+        return
+    kinds = Counter(run.failure for run in result.runs if run.failure)
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    place = place_of(first.detail)
+    yield (
+        f"failed runs: {listed}. The first (row {first.item}, run {first.run}, "
+        f"answers {first.kind}){f' at {place}' if place else ''}:"
+    )
+    yield from (f"  {line}" for line in first.detail.splitlines())
+
+
+def _of(limit: int | None) -> str:
+    return "" if limit is None else f" of {limit}"

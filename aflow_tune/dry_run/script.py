@@ -1,4 +1,4 @@
-"""What the scripted policy says, and where each text comes from.
+"""What the scripted policy says, where each text comes from, and the adapter that has it said.
 
 A run of a dry run is of one kind, by its number in its group: even runs are meant to be good,
 odd ones bad. So every group has both kinds where both are known, and a group whose rewards are
@@ -7,28 +7,53 @@ many groups it makes mixed, no script can know.
 
 | kind | what is said |
 |---|---|
-| good, bad | the texts of the answers file (`answers.py`) |
+| good, bad | the texts of the answers file |
 | truth | what the row itself gives as its answer, as it stands, in every call of free form |
 | words | plain words that answer nothing |
 
-A good run says `good`, else the row's truth, else words; a bad one `bad`, else words.
+A good run says `good`, else the row's truth, else words; a bad one `bad`, else words. The answers
+file (`--answers`) is a JSON line an item:
+
+    {"item": 0, "good": "<answer>13</answer>", "bad": "<answer>7</answer>"}
+    {"item": "What is 5?", "good": ["a draft", "the final answer"], "bad": "No idea."}
+    {"item": "*", "good": {"first_sum": "<answer>{partial}</answer>", "second_sum": "{answer}"}}
+
+`item` is the number of a row of the training data from 0, or a text that one of its fields has
+(an id, the question), or "*" for every row without a line of its own. A line without `item` stands
+for the row of its number among such lines.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from trinity.common.experience import Experience
+
+from aflow_tune.context import RolloutContext, current_caller
+from aflow_tune.dry_run.numbers import PlayedCall, PlayedRun, append_run
+from aflow_tune.engines.local.scripted import ANSWER_FIELD
+from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
+from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY, TRACE_KEY
+from aflow_tune.engines.trinity.rollout.recording import RolloutRecorder
+from aflow_tune.errors import BadInput, Fault
 from aflow_tune.scoring.benchmarks import find
 
 GOOD, BAD, TRUTH, WORDS = "good", "bad", "truth", "words"
 TRUTH_FIELDS = ("answer", "solution", "target", "label")
 """Fields of a row that hold its answer where neither a benchmark nor the configuration says so."""
 ANY = "*"
-"""Key of the answers for every row without its own."""
+"""The item of the answers for every row without its own."""
+ADAPTER = f"{__name__}.ScriptedAdapter"
+SCRIPT_KEY = "script"
+"""Key of `workflow_args`: the `Script`."""
+_SHOWN = 20
+_FORM = 'write {"item": 0, "good": "the right answer", "bad": "a wrong one"}'
 
 Saying = str | list[str] | dict[str, str | list[str]]
 """One text for every call; a text for each call in turn, the last one staying; or either of them by
@@ -36,43 +61,27 @@ caller."""
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What a good and a bad policy say to one row; None where it is not given."""
-
-    good: Saying | None = None
-    bad: Saying | None = None
-
-
-@dataclass(frozen=True)
 class Script:
     """The scripted policy of a dry run. Travels to the workers by value.
 
-    `by_number` holds answers by the number of a row in its task set, from 0; `by_text` by a text
-    that one of the row's fields has; `anywhere` those of every other row, whose `{field}` become
-    the row's own.
+    answers: by item; what a good and a bad policy says, under `good` and `bad`. Of those for every
+    other row `{field}` becomes the row's own. benchmark: of rows that do not say it; its gold
+    answer is the truth. file: the answers file, where there is one.
     """
 
-    by_number: Mapping[int, Answers] = field(default_factory=dict)
-    by_text: Mapping[str, Answers] = field(default_factory=dict)
-    anywhere: Answers | None = None
+    answers: Mapping[int | str, Mapping[str, Saying]] = field(default_factory=dict)
     benchmark: str | None = None
-    """The benchmark of rows that do not say it, whose gold answer is the truth."""
     truth_fields: tuple[str, ...] = TRUTH_FIELDS
     file: str = ""
-    """The answers file, where there is one."""
 
     def part(self, row: Mapping[str, Any], number: int, run: int) -> Part:
         """What run `run` of the group of a row says."""
-        answers = self._answers(row, number)
-        good = run % 2 == 0
-        saying = answers.good if good else answers.bad
+        kind = GOOD if run % 2 == 0 else BAD
+        saying = self._answers(row, number).get(kind)
         if saying is not None:
-            kind = GOOD if good else BAD
             return Part(kind, saying, f"`{kind}` of {self.file}")
-        truth = self.truth(row) if good else None
-        if truth is not None:
-            return Part(TRUTH, *truth)
-        return Part(WORDS, None, "plain words")
+        truth = self.truth(row) if kind == GOOD else None
+        return Part(TRUTH, *truth) if truth else Part(WORDS, None, "plain words")
 
     def truth(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """The row's own answer as a text, and where it is from; None where it is not known."""
@@ -92,16 +101,14 @@ class Script:
                 return str(value), f"the row's field `{key}`"
         return None
 
-    def _answers(self, row: Mapping[str, Any], number: int) -> Answers:
-        if number in self.by_number:
-            return self.by_number[number]
-        if self.by_text:
-            for value in row.values():
-                if isinstance(value, str | int) and str(value) in self.by_text:
-                    return self.by_text[str(value)]
-        if self.anywhere is None:
-            return Answers()
-        return Answers(_filled(self.anywhere.good, row), _filled(self.anywhere.bad, row))
+    def _answers(self, row: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+        items: list[int | str] = [number]
+        items += [str(value) for value in row.values() if isinstance(value, str | int)]
+        for item in items:
+            if item in self.answers and item != ANY:
+                return self.answers[item]
+        anywhere = self.answers.get(ANY, {})
+        return {kind: _filled(saying, row) for kind, saying in anywhere.items()}
 
 
 class Part:
@@ -109,8 +116,7 @@ class Part:
     words where it is from."""
 
     def __init__(self, kind: str, saying: Saying | None, source: str) -> None:
-        self.kind = kind
-        self.source = source
+        self.kind, self.source = kind, source
         self._saying = saying
         self._calls: Counter[str] = Counter()
 
@@ -121,17 +127,175 @@ class Part:
             saying, counted = saying.get(caller), caller
         number = self._calls[counted]
         self._calls[counted] += 1
-        if isinstance(saying, list):
-            return saying[min(number, len(saying) - 1)] if saying else None
-        return saying
+        return saying[min(number, len(saying) - 1)] if isinstance(saying, list) else saying
 
 
-def _filled(saying: Saying | None, row: Mapping[str, Any]) -> Any:
+def _filled(saying: Any, row: Mapping[str, Any]) -> Any:
     """A saying with every `{name}` of a field replaced; other braces stay."""
     if isinstance(saying, dict):
         return {caller: _filled(inner, row) for caller, inner in saying.items()}
     if isinstance(saying, list):
         return [_filled(inner, row) for inner in saying]
-    if saying is None:
-        return None
     return re.sub(r"\{(\w+)\}", lambda found: str(row.get(found[1], found[0])), saying)
+
+
+# -- the answers file ----------------------------------------------------------------------
+
+
+def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[str, Saying]]:
+    """What a good and a bad policy says, by item.
+
+    Args:
+        numbered: whether a number names one row only: not with several task sets.
+
+    Raises:
+        BadInput: with every faulty line.
+    """
+    found: dict[int | str, dict[str, Saying]] = {}
+    places: dict[int | str, str] = {}
+    faults: list[Fault] = []
+    unnamed = 0
+    for place, entry in _entries(path):
+        wrong = [entry] if isinstance(entry, Fault) else [*_entry_faults(place, entry)]
+        if isinstance(entry, Fault) or wrong:
+            faults += wrong
+            continue
+        item = entry.get("item")
+        if item is None:
+            item, unnamed = unnamed, unnamed + 1
+        if isinstance(item, int) and not numbered:
+            expected = "a text of one of the row's fields: there are several training task sets"
+            cure = '{"item": "the question or an id", ...}'
+            faults.append(Fault(f"{place}: item", expected, "a number, or no item", cure))
+        if item in found:
+            expected = f"another item than that of line {places[item]}"
+            faults.append(Fault(place, expected, repr(item), "keep one line for an item"))
+            continue
+        places[item] = place.rpartition(":")[2]
+        found[item] = {kind: entry[kind] for kind in (GOOD, BAD) if entry.get(kind) is not None}
+    if not found and not faults:
+        faults.append(Fault(str(path), "at least one line", "none", _FORM))
+    if faults:
+        more = f" {len(faults) - _SHOWN} more faults are not shown." if len(faults) > _SHOWN else ""
+        raise BadInput(f"The answers file cannot be used.{more}", faults[:_SHOWN])
+    return found
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        fault = Fault(str(path), "a readable file of JSON lines in UTF-8", found, "check the path")
+        raise BadInput("The answers file cannot be read.", [fault]) from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            entry = json.loads(line)
+            found = f"a {type(entry).__name__}"
+        except (ValueError, RecursionError) as error:
+            entry, found = None, str(error)
+        if isinstance(entry, dict):
+            yield place, entry
+        else:
+            yield place, Fault(place, "one JSON object in a line", found, _FORM)
+
+
+def _entry_faults(place: str, entry: Mapping[str, Any]) -> Iterator[Fault]:
+    if unknown := [key for key in entry if key not in ("item", GOOD, BAD)]:
+        yield Fault(place, f"the keys item, {GOOD}, {BAD}", ", ".join(unknown), _FORM)
+    item = entry.get("item")
+    number = type(item) is int and item >= 0
+    if item is not None and not number and not (isinstance(item, str) and item):
+        expected = f'a row\'s number from 0, a text of one of its fields, or "{ANY}"'
+        yield Fault(f"{place}: item", expected, repr(item), _FORM)
+    if entry.get(GOOD) is None and entry.get(BAD) is None:
+        yield Fault(place, "`good` or `bad`", "neither", _FORM)
+    for key in (GOOD, BAD):
+        value = entry.get(key)
+        sayings = [*value.values()] if isinstance(value, dict) else [value]
+        if value is not None and not (sayings and all(map(_is_texts, sayings))):
+            expected = "a text, a list of texts (call by call), or either of them by caller"
+            cure = f'"{key}": ["first call", "second call"]'
+            yield Fault(f"{place}: {key}", expected, f"{value!r:.80}", cure)
+
+
+def _is_texts(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(text, str) for text in value)
+    return isinstance(value, str)
+
+
+# -- the adapter ---------------------------------------------------------------------------
+
+
+class ScriptedAdapter(WorkflowAdapter):
+    """The real adapter, which tells the `ScriptedSampler` what to say. Its `workflow_args` also
+    hold `script`.
+
+    Each call of the tuned model carries the answer that the run's script has for it, in a field of
+    the request that `engines/local/scripted.py` reads; it is not part of what is recorded or
+    trained. How the run ended is appended to a file, which the dry run reads.
+    """
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        script: Script = self.task.workflow_args[SCRIPT_KEY]
+        self._item = int(self.task.index.get("index", self.task.task_id))
+        self._part = script.part(self._raw_task(), self._item, self.run_index)
+
+    async def run_async(self) -> list[Experience]:
+        """One run, as `WorkflowAdapter.run_async`; its outcome is kept.
+
+        Raises:
+            OSError: it could not be written down.
+        """
+        experiences = await super().run_async()
+        last = experiences[-1]
+        failure = (last.info or {}).get(FAILURE_KEY)
+        played = PlayedRun(
+            task=int(self.task.task_id),
+            item=self._item,
+            run=self.run_index,
+            kind=self._part.kind,
+            source=self._part.source,
+            reward=None if failure else float(last.reward or 0.0),
+            failure=failure,
+            detail=str((last.info or {}).get(TRACE_KEY, "")),
+            calls=() if failure else tuple(map(_call, experiences)),
+        )
+        append_run(Path(str(self.settings.run_dir)), played)
+        return experiences
+
+    async def _call_user(
+        self, context: RolloutContext, recorder: RolloutRecorder
+    ) -> tuple[float, dict[str, float]]:
+        create = recorder._create
+
+        async def told(**kwargs: Any) -> Any:
+            answer = self._part.next(current_caller())
+            if self._part.kind == TRUTH and demands_a_form(kwargs):
+                answer = None
+            if answer is not None:
+                body = {**(kwargs.get("extra_body") or {}), ANSWER_FIELD: answer}
+                kwargs = {**kwargs, "extra_body": body}
+            return await create(**kwargs)
+
+        recorder._create = told  # type: ignore[method-assign]
+        return await super()._call_user(context, recorder)
+
+
+def demands_a_form(request: Mapping[str, Any]) -> bool:
+    """Whether the answer to a request has to be JSON or a tool call: a row's answer is not said
+    then, as no server would let a model say it there."""
+    form = request.get("response_format")
+    kind = form.get("type", "text") if isinstance(form, Mapping) else "text"
+    return kind != "text" or request.get("tool_choice") not in (None, "auto", "none")
+
+
+def _call(experience: Experience) -> PlayedCall:
+    prompt = int(experience.prompt_length)
+    response = len(experience.tokens) - prompt
+    return PlayedCall(prompt, response, experience.truncate_status is not None)

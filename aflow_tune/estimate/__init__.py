@@ -1,9 +1,7 @@
 """What a run will need, worked out before it runs: memory by role, tokens, time and money.
 
-Pure arithmetic: shapes and settings in, bytes and counts out. Nothing here reads a
-configuration or knows Trinity, torch or a GPU; `estimating.py` reads the
-settings, `commands/estimate.py` prints. Every formula names its source where it stands; what is
-an allowance and no formula says so and is one named constant.
+Every formula names its source where it stands; what is an allowance and no formula says so and is
+one named constant.
 """
 
 import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)

@@ -2,56 +2,57 @@
 
 Every stage of a chain is a run of its own and is estimated as such. Settings are prepared as for
 a run, without asking a cluster; `engine: trinity` can be estimated on a machine without a GPU.
-The arithmetic is `estimate/`'s; lengths are `estimate_lengths.py`'s; the two engines are read by
-`estimate_local.py` and `estimate_cluster.py`.
+
+What does not fit is estimated again with other settings. Each candidate has values from mild to
+harsh: first its mildest value that is enough alone; if none is, all of them together until it
+fits. A change is shown only after the whole configuration was read again with it.
+
+`--measure` runs the command itself for two steps in a folder that is removed: its metrics say what
+an estimate cannot know, its process tree how much memory it took.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from aflow_tune.config.engine import choose_engine
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.stages import parts_of
 from aflow_tune.config.validate import functions_of
-from aflow_tune.engines.local.models import can_give_back
-from aflow_tune.engines.local.packing import Sample
-from aflow_tune.errors import BadInput, Fault
-from aflow_tune.estimate.estimate_changes import changes_to_fit
-from aflow_tune.estimate.estimate_cluster import (
-    Cluster,
-    cluster_of,
-    engines_of,
-    parameters_text,
-    trainer_of,
-)
-from aflow_tune.estimate.estimate_lengths import (
+from aflow_tune.errors import BadInput, Fault, RunFailed
+from aflow_tune.estimate.gpus import gpu_needs, gpus_of
+from aflow_tune.estimate.local import local_needs, local_run
+from aflow_tune.estimate.needs import GIB, Change, Estimate, Need, setting
+from aflow_tune.estimate.quantities import (
     Earlier,
     Given,
     lengths_of,
-    speed_of,
+    limits_of,
+    step_quantities,
 )
-from aflow_tune.estimate.estimate_local import LocalModels, local_run
-from aflow_tune.estimate.estimate_models import NamedModel, named_model
-from aflow_tune.estimate.estimate_rows import rows_of_a_step
-from aflow_tune.estimate.local import leftovers, local_needs
-from aflow_tune.estimate.rollout import engine_need
-from aflow_tune.estimate.step import RoleUse, step_dollars, step_seconds, step_tokens
-from aflow_tune.estimate.training import trainer_needs
-from aflow_tune.estimate.types import GIB, Estimate, Known, Need, Number, Part
-from aflow_tune.models.prices import price_of
-from aflow_tune.models.types import Usage
-from aflow_tune.sections import ModelSettings
+from aflow_tune.estimate.rehearsal import Seen, read_rows, rehearse
+from aflow_tune.estimate.shapes import named_model
 
-Function = Callable[..., Any]
+MEASURED_STEPS = 2
+"""The first step also warms up; of a metric the mean of both counts."""
+_MEASURED_EVERY = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
+_SHOWN = 3
+_LORA = "[{lora_rank: 16, lora_alpha: 32}]"
+_ROLLOUTS = ("both", "colocate")
 
 
 @dataclass(frozen=True)
@@ -76,292 +77,140 @@ def estimate(
     Raises:
         BadInput: the configuration cannot train, or something of it cannot be estimated; every
             fault is listed.
+        RunFailed: the short run of `measure` failed.
     """
     options = options or EstimateOptions()
     config = load_config(path, overrides)
     parts, faults = parts_of(config)
     if faults:
         raise BadInput(f"The stages of {path} do not fit together.", faults)
-    workflow, judge = functions_of(config)
-    measured = _measured(path, overrides, options, parts)
+    measured = _measured(path, overrides, parts) if options.measure else None
     found: list[Estimate] = []
-    for number, (name, part) in enumerate(parts):
-        notes = _settle(part, options, workflow)
-        kept = _leftovers(part, found)
-        stage = _Stage(name, part, workflow, judge, options, measured.get(number), kept)
-        stage.notes = [*notes, *stage.notes]
+    for number in range(len(parts)):
+        stage = _Stage(config, number, options, measured)
         one = stage.estimate()
         if options.changes and one.fits is False:
-            whole = functools.partial(_whole, path, overrides, options, number, kept)
-            one.changes = changes_to_fit(stage.config, one, stage.again, whole)
+            one.changes = list(itertools.islice(_changes(path, overrides, stage, one), _SHOWN))
         found.append(one)
     return found
 
 
-def _leftovers(config: AflowConfig, before: Sequence[Estimate]) -> float:
-    """Bytes that malloc still holds of the stages that ran in the same process before.
-
-    Behind Ray every stage has processes of its own.
-    """
-    if config.engine != "local" or not config.inline:
-        return 0.0
-    return leftovers([stage.needs for stage in before], can_give_back())
-
-
-def _whole(
-    path: str | Path,
-    overrides: Sequence[str],
-    options: EstimateOptions,
-    number: int,
-    kept: float,
-    items: Sequence[str],
-) -> Estimate:
-    """The estimate of stage `number` with more overrides, from the file on."""
-    config = load_config(path, [*overrides, *items])
-    name, part = parts_of(config)[0][number]
-    workflow, judge = functions_of(config)
-    _settle(part, options, workflow)
-    return _Stage(name, part, workflow, judge, options, None, kept).estimate()
-
-
-def _measured(
-    path: str | Path,
-    overrides: Sequence[str],
-    options: EstimateOptions,
-    parts: Sequence[tuple[str, AflowConfig]],
-) -> dict[int, Earlier]:
-    if not options.measure:
-        return {}
-    from aflow_tune.estimate.calibration import calibrate
-
-    return calibrate(path, overrides, parts)
-
-
-def _settle(config: AflowConfig, options: EstimateOptions, workflow: Function | None) -> list[str]:
-    """Prepare a part, away from any cluster; what is to be said of it."""
-    notes: list[str] = []
-    if config.model.tinker.enable:
-        cure = "model.tinker.enable=false estimates the same on GPUs of your own"
-        found = "Tinker's service, which samples and trains elsewhere"
-        place = config.positions.where("model.tinker.enable")
-        raise BadInput(
-            "There is no memory of yours to estimate.",
-            [Fault(place, "engines of your own", found, cure)],
-        )
-    if config.engine == "trinity":
-        # Whether it can run on this machine is the doctor's question, not this one.
-        config.prepared.engine = ("trinity", "as configured")
-        cluster = cluster_of(config, options.gpus)
-        if cluster is not None:
-            whole = cluster.gpus % cluster.per_node == 0
-            config.cluster.node_num = cluster.gpus // cluster.per_node if whole else 1
-            config.cluster.gpu_per_node = cluster.per_node if whole else cluster.gpus
-            if options.gpus == 1 and config.mode == "both":
-                config.mode = "colocate"
-                notes.append(
-                    "mode: both needs a GPU for the sampler and one for the trainer: on --gpus 1 "
-                    "this is what mode: colocate would need"
-                )
-    prepare(config, Purpose.ESTIMATE, workflow=workflow)
-    return notes
-
-
 class _Stage:
-    """One prepared run: what is known of it, and its estimate."""
+    """One run, or one stage of a chain: prepared, and what is known of its lengths.
+
+    Raises:
+        BadInput: it cannot run, or cannot be estimated.
+    """
 
     def __init__(
         self,
-        name: str,
-        config: AflowConfig,
-        workflow: Function | None,
-        judge: Function | None,
+        whole: AflowConfig,
+        number: int,
         options: EstimateOptions,
-        measured: Earlier | None,
-        kept: float,
+        measured: Earlier | None = None,
     ) -> None:
-        self.name = name
-        self.config = config
-        self.options = options
-        self.kept = kept
-        where = config.positions.where
+        self.name, self.config = parts_of(whole)[0][number]
+        self.number, self.options = number, options
+        self.notes: list[str] = []
+        workflow, judge = functions_of(whole)
+        self._prepare(workflow)
+        config, where = self.config, self.config.positions.where
         self.policy = named_model(config.model.model_path, where("model.model_path"))
         self.auxiliary = tuple(
-            named_model(
-                str(model.model_path), where(f"explorer.auxiliary_models.{number}.model_path")
-            )
-            for number, model in enumerate(config.explorer.auxiliary_models)
+            named_model(str(model.model_path), where(f"explorer.auxiliary_models.{at}.model_path"))
+            for at, model in enumerate(config.explorer.auxiliary_models)
         )
-        self.notes: list[str] = []
         self.earlier = measured or Earlier.of(Path(config.checkpoint_job_dir))
-        self.rehearsal = self._rehearsal(workflow, judge)
-        self.lengths = lengths_of(config, workflow, options.given, self.earlier, self.rehearsal)
-        self.rows = self._rows()
+        seen = self._seen(workflow, judge)
+        self.lengths = lengths_of(config, workflow, options.given, self.earlier, seen)
 
-    def _rows(self) -> list[list[Sample]] | None:
-        """What a step of `mode: train` is given; None elsewhere, and where it is not known."""
+    def _prepare(self, workflow: Any) -> None:
+        """As for a run, but away from any cluster."""
+        config, gpus = self.config, self.options.gpus
+        if config.model.tinker.enable:
+            cure = "model.tinker.enable=false estimates the same on GPUs of your own"
+            found = "Tinker's service, which samples and trains elsewhere"
+            place = config.positions.where("model.tinker.enable")
+            fault = Fault(place, "engines of your own", found, cure)
+            raise BadInput("There is no memory of yours to estimate.", [fault])
+        if config.engine == "trinity":
+            # Whether it can run on this machine is the doctor's question, not this one.
+            config.prepared.engine = ("trinity", "as configured")
+            if cluster := gpus_of(config, gpus):
+                total, each = cluster
+                config.cluster.node_num = total // each if total % each == 0 else 1
+                config.cluster.gpu_per_node = each if total % each == 0 else total
+            if gpus == 1 and config.mode == "both":
+                config.mode = "colocate"
+                self.notes.append(
+                    "mode: both needs a GPU for the sampler and one for the trainer: on --gpus 1 "
+                    "this is what mode: colocate would need"
+                )
+        prepare(config, Purpose.ESTIMATE, workflow=workflow)
+
+    def _seen(self, workflow: Any, judge: Any) -> Seen | None:
+        """What a rehearsal shows, or of `mode: train` its rows; None where it is not known."""
         given, config = self.options.given, self.config
-        said = given.prompt_tokens is not None or given.response_tokens is not None
-        if config.mode != "train" or config.engine != "local" or said:
-            return None
-        found = rows_of_a_step(config, self.policy.folder)
+        found: Seen | str | None = None
+        if config.mode in _ROLLOUTS:
+            if self.options.rehearse and given.calls is None and given.prompt_tokens is None:
+                folders = {model.name: model.folder for model in (self.policy, *self.auxiliary)}
+                found = rehearse(config, workflow, judge, folders)
+            note = "the workflow was not rehearsed: {}"
+        elif config.mode == "train" and config.engine == "local":
+            if given.prompt_tokens is None and given.response_tokens is None:
+                found = read_rows(config, self.policy.folder)
+            note = "the rows were not read: {}; each may be as long as the limits"
         if isinstance(found, str):
-            self.notes.append(f"the rows were not read: {found}; each may be as long as the limits")
+            self.notes.append(note.format(found))
             return None
         return found
-
-    def _rehearsal(self, workflow: Function | None, judge: Function | None) -> Any:
-        given, config = self.options.given, self.config
-        said = (given.calls, given.prompt_tokens)
-        if not self.options.rehearse or any(item is not None for item in said):
-            return None
-        from aflow_tune.estimate.rehearsal import can_rehearse, rehearse
-
-        reason = can_rehearse(config)
-        folders = {model.name: model.folder for model in (self.policy, *self.auxiliary)}
-        if reason is None and None in folders.values():
-            reason = (
-                "a model's tokenizer is not on this machine; until it is, prompts count as long as "
-                "their limit (--prompt-tokens N: a nearer estimate)"
-            )
-        if reason is None and workflow is not None:
-            known = {name: folder for name, folder in folders.items() if folder is not None}
-            found = rehearse(config, workflow, judge, known)
-            if not isinstance(found, str):
-                return found
-            reason = found
-        if config.mode in ("both", "colocate"):
-            self.notes.append(f"the workflow was not rehearsed: {reason}")
-        return None
 
     def estimate(self) -> Estimate:
         """Memory, tokens, time and money."""
-        config, options = self.config, self.options
-        needs, gpus = self._needs(config)
-        model = f"{self.policy.name}, {parameters_text(self.policy.shape)}"
-        found = Estimate(self.name, config.engine, model, needs, notes=list(self.notes))
-        if self.earlier.peak is not None:
-            gib = self.earlier.peak / GIB
-            found.notes.append(f"the two measured steps took {gib:.2f} GiB, without evaluations")
-        if config.mode in ("both", "colocate"):
-            tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
-            tokens = step_tokens(tasks, repeats, self.lengths)
-            seconds = step_seconds(tokens, speed_of(options.given, self.earlier))
-            roles = list(self._roles(config, tokens["runs"]))
-            found.quantities = {
-                "calls of a run": self.lengths.calls,
-                "tokens of a prompt": self.lengths.prompt,
-                "tokens of a response": self.lengths.response,
-                **tokens,
-                **seconds,
-                **step_dollars(seconds["seconds"], gpus, options.usd_per_gpu_hour, roles),
-            }
-        return found
-
-    def again(self, changed: Callable[[AflowConfig], None]) -> Estimate:
-        """The memory with some settings of the prepared configuration changed."""
-        config = copy.deepcopy(self.config)
-        changed(config)
-        needs, _ = self._needs(config)
-        return Estimate(self.name, config.engine, "", needs)
-
-    def _needs(self, config: AflowConfig) -> tuple[list[Need], int]:
-        """The needs, and the GPUs that are paid for."""
-        if config.engine == "local":
-            return self._local(config)
-        return self._cluster(config)
-
-    def _local(self, config: AflowConfig) -> tuple[list[Need], int]:
-        options = self.options
-        planned = "cuda" if options.gpu_memory and config.local.device in ("auto", "cuda") else None
-        models = LocalModels(self.policy, self.auxiliary)
-        run = local_run(
-            config, models, self.lengths, self.rehearsal, rows=self.rows, device=planned
-        )
-        gpu = options.gpu_memory
-        if gpu is None and run.device == "cuda":
-            import torch
-
-            gpu = float(torch.cuda.get_device_properties(0).total_memory)
-        here = options.memory if options.memory is not None else memory_here()
-        needs = local_needs(run, here, gpu)
-        if self.kept:
-            part = Part("kept from the stages before", self.kept, "by malloc's arenas")
-            needs = [
-                replace(need, parts=(*need.parts, part)) if need.place == "memory" else need
-                for need in needs
-            ]
-        return needs, 0 if run.device == "cpu" else 1
-
-    def _cluster(self, config: AflowConfig) -> tuple[list[Need], int]:
-        options = self.options
-        limit = options.gpu_memory or _gpu_here()
-        engines = engines_of(config)
-        by_path = {model.name: model for model in (self.policy, *self.auxiliary)}
-        rollout_gpus = sum(settings.gpus for _, settings in engines)
-        cluster = cluster_of(config, options.gpus)
-        if cluster is None:
-            cluster = Cluster(rollout_gpus + 1, rollout_gpus + 1)
+        config, options, earlier = self.config, self.options, self.earlier
+        needs, gpus = self.needs(config)
+        shape = self.policy.shape
+        model = f"{self.policy.name}, {shape.parameters / 1e9:.2f} B parameters"
+        if shape.active_parameters != shape.parameters:
+            model += f", {shape.active_parameters / 1e9:.2f} B of them for each token"
+        found = Estimate(self.name, config.engine, model, needs, notes=[*self.notes])
+        if config.engine != "local" and gpus_of(config, options.gpus) is None:
             note = "one GPU for the trainer: give --gpus, or cluster.node_num and gpu_per_node"
-            if note not in self.notes:
-                self.notes.append(note)
-        trainer = trainer_of(config, self.policy, cluster, rollout_gpus, self.lengths)
-        needs = []
-        if trainer is not None:
-            needs += trainer_needs(self.policy.shape, trainer, limit, options.memory)
-        for path, settings in engines:
-            needs.append(engine_need(_model(by_path, path, self.policy).shape, settings, limit))
-        if config.mode == "colocate":
-            needs = _together(needs, limit)
-        return needs, cluster.gpus
-
-    def _roles(self, config: AflowConfig, runs: Number) -> list[RoleUse]:
-        """What a step asks of each model behind an API, as far as that is known."""
-        found = []
-        for role, model in config.models.items():
-            if role == "policy" or not model.model:
-                continue
-            found.append(self._role(config, role, model, runs))
+            found.notes.append(note)
+        if earlier.peak is not None:
+            gib = earlier.peak / GIB
+            found.notes.append(f"the two measured steps took {gib:.2f} GiB, without evaluations")
+        if config.mode in _ROLLOUTS:
+            found.quantities = step_quantities(
+                config, self.lengths, options.given, earlier, gpus, options.usd_per_gpu_hour
+            )
         return found
 
-    def _role(self, config: AflowConfig, role: str, model: ModelSettings, runs: Number) -> RoleUse:
-        name = model.role or role
-        spent = self.earlier.mean(f"rollout/cost/{name}/mean")
-        if spent is not None and runs.value is not None:
-            total = Number(runs.value, Known.MEASURED)
-            return RoleUse(name, total, spent, f"US dollars of a run: {self.earlier.place}")
-        price = price_of(model.provider, model.base_url, model.model or "", model.prices)
-        if price is None:
-            why = f"no price of {model.model}: give models.{role}.prices"
-            return RoleUse(name, runs, None, why)
-        free = price.cost(Usage(1_000_000, 1_000_000)) == 0
-        if free:
-            return RoleUse(name, runs, 0.0, "it costs nothing")
-        bounded = config.writer.executor == role and model.max_tokens
-        if bounded and config.writer.max_usd is not None:
-            why = "the limit writer.max_usd of a run"
-            return RoleUse(name, Number(runs.value, Known.BOUND), config.writer.max_usd, why)
-        million = price.cost(Usage(1_000_000, 0)), price.cost(Usage(0, 1_000_000))
-        why = (
-            f"calls and lengths are not known before a run; a million tokens cost "
-            f"${million[0]:.2f} in, ${million[1]:.2f} out"
-        )
-        return RoleUse(name, runs, None, why)
+    def fits_with(self, items: Sequence[tuple[str, Any]]) -> bool:
+        """Whether the memory is enough with some settings of the prepared configuration changed."""
+        config = copy.deepcopy(self.config)
+        for key, value in items:
+            _put(config, key, value)
+        try:
+            return Estimate("", config.engine, "", self.needs(config)[0]).fits is True
+        except BadInput:
+            return False
 
-
-def _model(models: dict[str, NamedModel], path: str, default: NamedModel) -> NamedModel:
-    return models.get(path, default)
-
-
-def _together(needs: list[Need], limit: float | None) -> list[Need]:
-    """Trinity's colocate mode: engine and trainer share one GPU, so their needs add up."""
-    gpu = [need for need in needs if need.place == "GPU"]
-    parts = tuple(part for need in gpu for part in need.parts)
-    refusal = next((need.refusal for need in gpu if need.refusal), None)
-    notes = tuple(note for need in gpu for note in need.notes)
-    one = Need(
-        "rollout and trainer, colocated", "GPU", parts, limit=limit, refusal=refusal, notes=notes
-    )
-    return [one, *(need for need in needs if need.place != "GPU")]
+    def needs(self, config: AflowConfig) -> tuple[list[Need], int]:
+        """The memory, and the GPUs that are paid for."""
+        options, limit = self.options, self.options.gpu_memory
+        if config.engine != "local":
+            gpus = gpus_of(config, options.gpus)
+            limit = limit or _gpu_here()
+            return gpu_needs(
+                config, self.policy, self.auxiliary, self.lengths, gpus, limit, options.memory
+            )
+        planned = "cuda" if limit and config.local.device in ("auto", "cuda") else None
+        run = local_run(config, self.policy, self.auxiliary, self.lengths, planned)
+        here = memory_here() if options.memory is None else options.memory
+        needs = local_needs(run, here, limit or _gpu_here())
+        return needs, 0 if run.device == "cpu" else 1
 
 
 def memory_here(cgroup: Path = _CGROUP) -> float:
@@ -388,3 +237,177 @@ def _gpu_here() -> float | None:
     if not torch.cuda.is_available():
         return None
     return float(torch.cuda.get_device_properties(0).total_memory)
+
+
+# -- what to change ------------------------------------------------------------------------
+
+
+def _changes(
+    path: str | Path, overrides: Sequence[str], stage: _Stage, now: Estimate
+) -> Iterator[Change]:
+    """Changes that make it fit: settings alone, or where none is enough alone, together."""
+    candidates = [*_candidates(stage.config)]
+    found = []
+    for key, values, cost in candidates:
+        enough = next((value for value in values if stage.fits_with([(key, value)])), None)
+        if enough is not None:
+            found.append(([(key, enough)], cost))
+    if not found and (items := _together(candidates, stage)):
+        costs = [cost for key, _, cost in candidates if key in dict(items)]
+        found.append((items, "; ".join(dict.fromkeys(costs))))
+    for items, cost in found:
+        settings = [setting(key, value) for key, value in items]
+        try:
+            again = load_config(path, [*overrides, *settings])
+            then = _Stage(again, stage.number, stage.options).estimate()
+        except BadInput:
+            continue
+        if then.fits is True:
+            place = (now.fullest.role, now.fullest.place)
+            same = [need for need in then.needs if (need.role, need.place) == place]
+            size = (same or then.needs)[0].size
+            yield Change(tuple(items), now.fullest.size - size, size, cost)
+
+
+def _together(
+    candidates: Sequence[tuple[str, Sequence[Any], str]], stage: _Stage
+) -> list[tuple[str, Any]]:
+    """All mild values first, then harsher ones, until it fits; then what is not needed goes."""
+    taken: dict[str, Any] = {}
+    for level in range(max((len(values) for _, values, _ in candidates), default=0)):
+        for key, values, _ in candidates:
+            if level >= len(values):
+                continue
+            taken[key] = values[level]
+            if not stage.fits_with([*taken.items()]):
+                continue
+            for needless in list(taken):
+                rest = [item for item in taken.items() if item[0] != needless]
+                if rest and stage.fits_with(rest):
+                    del taken[needless]
+            return [*taken.items()]
+    return []
+
+
+def _candidates(config: AflowConfig) -> Iterator[tuple[str, Sequence[Any], str]]:
+    """Settings with values from mild to harsh, and what is lost by them."""
+    if config.engine == "local":
+        local = config.local
+        if not config.inline and config.mode == "both":
+            cost = "no Ray: one process does everything in turns, with the same results"
+            yield "inline", (True,), cost
+        passes = _halves(local.micro_batch_tokens, 64)
+        yield "local.micro_batch_tokens", passes, "more, smaller passes: a little slower"
+        batches = _halves(local.max_batch, 4)
+        yield "local.max_batch", batches, "fewer sequences at once: slower"
+        if local.dtype in ("fp32", "float32", "auto") and not config.deterministic:
+            yield "local.dtype", ("bf16",), "less exact sums"
+    else:
+        trainer, model = config.trainer, config.explorer.rollout_model
+        longest = limits_of(config)[2]
+        passes = _halves(trainer.max_token_len_per_gpu or 2 * longest, longest)
+        yield "trainer.max_token_len_per_gpu", passes, "more, smaller passes: a little slower"
+        if model.gpu_memory_utilization < 0.95:
+            cost = "less room for whatever else is on the GPU"
+            yield "explorer.rollout_model.gpu_memory_utilization", (0.95,), cost
+        parallel = [size for size in (2, 4, 8) if size > model.tensor_parallel_size]
+        cost = "engines of several GPUs, which the trainer no longer has"
+        yield "explorer.rollout_model.tensor_parallel_size", parallel, cost
+        if trainer.trainer_strategy == "fsdp2" and not trainer.offload_policy:
+            cost = "states in the machine's memory: slower steps"
+            yield "trainer.offload_policy", (True,), cost
+    if not config.model.lora_configs:
+        yield "model.lora_configs", (_LORA,), "an adapter instead of the full weights"
+
+
+def _halves(value: int, least: int) -> list[int]:
+    """Half of it, a quarter, and so on, while not below `least`."""
+    found = []
+    while value // 2 >= least:
+        value //= 2
+        found.append(value)
+    return found
+
+
+def _put(config: AflowConfig, key: str, value: Any) -> None:
+    """Set one of the candidates in a prepared configuration."""
+    if key == "model.lora_configs":
+        from trinity.common.config import LoRAConfig
+
+        value = [LoRAConfig(lora_rank=16, lora_alpha=32)]
+    *parents, last = key.split(".")
+    at: Any = config
+    for name in parents:
+        at = getattr(at, name)
+    setattr(at, last, value)
+
+
+# -- a short run ---------------------------------------------------------------------------
+
+
+def _measured(
+    path: str | Path, overrides: Sequence[str], parts: Sequence[tuple[str, AflowConfig]]
+) -> Earlier:
+    """What two steps of the run say. Only for the local engine: what a GPU cluster does has to be
+    measured there."""
+    engine = choose_engine(parts[0][1])[0]
+    if engine != "local" or len(parts) > 1 or parts[0][1].mode != "both":
+        found = f"engine {engine}" if engine != "local" else "a chain of stages, or another mode"
+        cure = "leave --measure out; give --tokens-per-second, or measure a run of one stage"
+        expected = "one run of `mode: both` on the local engine"
+        fault = Fault("--measure", expected, found, cure)
+        raise BadInput("Only such a run can be measured.", [fault])
+    with tempfile.TemporaryDirectory(prefix="aflow-measure-") as folder:
+        short = [
+            f"checkpoint_root_dir={folder}",
+            "cluster.ray_address=local",  # the memory of another Ray is not in our process tree
+            f"buffer.total_steps={MEASURED_STEPS}",
+            "trainer.total_steps=null",
+            "buffer.explorer_input.eval_tasksets=[]",
+            "explorer.eval_on_startup=false",
+            "trainer.save_hf_checkpoint=never",
+            f"trainer.save_interval={MEASURED_STEPS}",
+        ]
+        command = [sys.executable, "-m", "aflow_tune.cli", "run", str(path), *overrides, *short]
+        print(f"measuring {MEASURED_STEPS} steps ...", file=sys.stderr, flush=True)
+        code, peak, output = run_measured(command, Path(folder))
+        if code:
+            last = "\n".join(output.splitlines()[-20:])
+            raise RunFailed(f"the short run exited with {code}:\n{last}")
+        (metrics,) = Path(folder).rglob("metrics.jsonl")
+        place = f"{MEASURED_STEPS} steps measured on this machine just now"
+        earlier = Earlier.of(metrics.parent, place)
+    earlier.peak = peak
+    return earlier
+
+
+def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]:
+    """Run a command; its exit code, the largest memory of its process tree in bytes, and what it
+    printed. Shared pages are divided among their sharers where that is known (Linux)."""
+    peak = 0.0
+    with (folder / "output.txt").open("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ}
+        )
+        try:
+            while process.poll() is None:
+                peak = max(peak, _tree_bytes(process.pid))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_MEASURED_EVERY)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # its own handler saves and takes its Ray down
+                process.wait()
+        output.seek(0)
+        return process.returncode, peak, output.read()
+
+
+def _tree_bytes(pid: int) -> float:
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                full = process.memory_full_info()
+                total += getattr(full, "pss", full.uss)
+    return total

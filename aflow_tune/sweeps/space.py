@@ -6,39 +6,47 @@
     buffer.batch_size=int:2..16              any whole number between (log:int: by its logarithm)
 
 A file in YAML says the same, `key: [values]` or `key: range`. Values stay the text that was
-written, and reach the run as `key=text`: they are read exactly once, by the configuration. Whether
-a key exists and takes a value is not known here (`checks.py`).
+written, and reach the run as `key=text`: they are read exactly once, by the configuration, which
+also says whether a key exists and takes a value (`plan.py`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.sections import canonical, display
 
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
 MOST_COMBINATIONS = 10_000
-"""Of a grid. More would not be tried anyway, and an order of all of them is kept."""
+"""Of a grid. More would not be tried anyway, and a list of all of them is kept."""
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"((?:log:|int:)*)({_NUMBER})\.\.({_NUMBER})")
-_LIKE_A_RANGE = re.compile(rf"{_NUMBER}(\.\.{_NUMBER})+")
+_LIKE_A_RANGE = re.compile(rf"(log:|int:).*|{_NUMBER}(\.\.{_NUMBER})+")
 _EXACT = 2**53
 """Above it there are whole numbers that a float cannot hold."""
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:[.\[][\w\-.\[\]]*)?")
 _EXAMPLE = "--space algorithm.optimizer.lr=log:1e-6..1e-4 --space algorithm.repeat_times=4,8"
+_TITLE = "The space of the sweep cannot be read."
+_Said = str | list[str] | BadInput
+"""Of a key: a range or a list in one text, the texts of a list, or why it is neither."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One key and what is tried for it: `choices`, or a range from `low` to `high`."""
+    """One key and what is tried for it: `choices`, or a range from `low` to `high`. `where` names
+    the item of the command line or of a file."""
 
     key: str
     where: str
@@ -56,50 +64,73 @@ class Axis:
         return int(self.high) - int(self.low) + 1 if self.whole else None
 
     @property
-    def values(self) -> tuple[str, ...] | None:
-        """Every value, where they can be counted: `count` of them."""
-        if self.choices:
-            return self.choices
-        return tuple(map(str, range(int(self.low), int(self.high) + 1))) if self.whole else None
+    def values(self) -> tuple[str, ...]:
+        """Every value, where they can be counted."""
+        return self.choices or tuple(map(str, range(int(self.low), int(self.high) + 1)))
 
     @property
     def probes(self) -> tuple[str, ...]:
         """The values that can be looked at beforehand: all of a list, both ends of a range."""
-        return self.choices or (self.text(self._end(self.low)), self.text(self._end(self.high)))
+        return self.choices or (self.text(self.low), self.text(self.high))
 
     def text(self, value: Any) -> str:
-        """A value as it stands behind `key=`."""
+        """A value of the study as it stands behind `key=`."""
         if isinstance(value, str):
             return value
         return repr(int(value) if self.whole else float(value))
 
-    def value(self, text: str) -> Any:
-        """A value of `values` as the study keeps it."""
+    def value(self, text: str) -> str | int:
+        """One of `values` as the study keeps it."""
         return text if self.choices else int(text)
 
-    def distribution(self) -> Any:
+    def distribution(self) -> BaseDistribution:
         """As Optuna has it."""
-        from optuna.distributions import (
-            CategoricalDistribution,
-            FloatDistribution,
-            IntDistribution,
-        )
+        from optuna import distributions
 
         if self.choices:
-            return CategoricalDistribution(list(self.choices))
+            return distributions.CategoricalDistribution(self.choices)
         if self.whole:
-            return IntDistribution(int(self.low), int(self.high), log=self.log)
-        return FloatDistribution(self.low, self.high, log=self.log)
+            return distributions.IntDistribution(int(self.low), int(self.high), log=self.log)
+        return distributions.FloatDistribution(self.low, self.high, log=self.log)
 
     def told(self) -> str:
         """In the form that it is written in."""
         if self.choices:
             return ",".join(self.choices)
         kinds = ("log:" if self.log else "") + ("int:" if self.whole else "")
-        return f"{kinds}{self._end(self.low)!r}..{self._end(self.high)!r}"
+        return f"{kinds}{self.text(self.low)}..{self.text(self.high)}"
 
-    def _end(self, value: float) -> float | int:
-        return int(value) if self.whole else value
+
+def settings_of(values: Mapping[str, str]) -> list[str]:
+    """Values as settings of a command."""
+    return [f"{key}={text}" for key, text in values.items()]
+
+
+def grid(axes: Sequence[Axis], seed: int) -> list[dict[str, str]]:
+    """All combinations in the order in which they are tried: shuffled, so that a part of them is
+    spread over the whole grid.
+
+    Raises:
+        BadInput: a range that cannot be counted, or more than `MOST_COMBINATIONS`.
+    """
+    faults = []
+    for axis in (axis for axis in axes if axis.count is None):
+        middle = math.sqrt(axis.low * axis.high) if axis.log else (axis.low + axis.high) / 2
+        sample = ",".join(f"{value:.3g}" for value in (axis.low, middle, axis.high))
+        expected = "values that can be counted, for --sampler grid"
+        cure = f"list them: {axis.key}={sample}, or --sampler tpe"
+        faults.append(Fault(axis.where, expected, "a range of numbers", cure))
+    count = math.prod(axis.count or 1 for axis in axes)
+    if not faults and count > MOST_COMBINATIONS:
+        expected = f"at most {MOST_COMBINATIONS} combinations"
+        faults.append(Fault("--sampler grid", expected, str(count), "--sampler tpe or random"))
+    if faults:
+        raise BadInput("There is no grid of this space.", faults)
+    keys = [axis.key for axis in axes]
+    products = itertools.product(*(axis.values for axis in axes))
+    found = [dict(zip(keys, values, strict=True)) for values in products]
+    random.Random(seed).shuffle(found)
+    return found
 
 
 def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
@@ -112,11 +143,14 @@ def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
     faults: list[Fault] = []
     for item in items:
         key, equals, text = item.partition("=")
+        found: Iterable[tuple[str, str, _Said]] = [(key.strip(), f"--space {item}", text)]
         try:
-            if equals:
-                axes.append(_axis(key.strip(), f"--space {item}", text=text))
-            else:
-                axes += _from_file(Path(item))
+            found = found if equals else _of_file(Path(item))
+            for name, where, said in found:
+                try:
+                    axes.append(_axis(name, where, said))
+                except BadInput as error:
+                    faults += error.faults
         except BadInput as error:
             faults += error.faults
     seen: dict[str, Axis] = {}
@@ -128,93 +162,87 @@ def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
     if not axes and not faults:
         faults.append(Fault("--space", "what to try", "nothing", _EXAMPLE))
     if faults:
-        raise BadInput("The space of the sweep cannot be read.", faults)
+        raise BadInput(_TITLE, faults)
     return tuple(axes)
 
 
-def combinations(axes: Sequence[Axis]) -> int | None:
-    """How many combinations of values there are; None where a range has no end of them."""
-    counts = [axis.count for axis in axes]
-    return None if None in counts else math.prod(count or 0 for count in counts)
+def _of_file(path: Path) -> Iterator[tuple[str, str, _Said]]:
+    """(key, where, what is said) of each line of a YAML file."""
+    expected, where = "key=values, or a YAML file with `key: [values]`", f"--space {path}"
+    if path.suffix not in (".yaml", ".yml"):
+        raise _unreadable(where, expected, str(path), _EXAMPLE)
+    try:
+        source = path.read_text(encoding="utf-8-sig")
+        node = yaml.compose(source, Loader=yaml.SafeLoader)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise _unreadable(where, expected, reason, "check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _unreadable(str(path), "YAML", str(error).splitlines()[0], _EXAMPLE) from None
+    if not isinstance(node, yaml.MappingNode):
+        raise _unreadable(str(path), "`key: [values]` lines", "something else", _EXAMPLE)
+    for key, value in node.value:
+        where = f"{path}:{key.start_mark.line + 1}: {key.value}"
+        yield str(key.value), where, _said(source, key.value, value, where)
 
 
-def combination(axes: Sequence[Axis], number: int) -> dict[str, str]:
-    """The combination `number` (from 0) of a grid; the last axis changes fastest."""
-    chosen: dict[str, str] = {}
-    for axis in reversed(axes):
-        values = axis.values or ()
-        number, index = divmod(number, len(values))
-        chosen[axis.key] = values[index]
-    return {axis.key: chosen[axis.key] for axis in axes}
+def _said(source: str, key: str, value: yaml.Node, where: str) -> _Said:
+    if isinstance(value, yaml.ScalarNode):
+        return str(value.value)
+    if isinstance(value, yaml.MappingNode):
+        inner = str(value.value[0][0].value) if value.value else "..."
+        cure = f"write the whole key: `{key}.{inner}: [values]`"
+        return _unreadable(where, "a list of values or a range", "keys below it", cure)
+    if all(isinstance(item, yaml.ScalarNode) or item.flow_style for item in value.value):
+        return _as_written(source, value)
+    expected = "lists within the list in brackets"
+    return _unreadable(where, expected, "blocks", "- [q_proj, v_proj]")
 
 
-def grid_order(axes: Sequence[Axis], seed: int) -> list[int]:
-    """All combinations in the order in which they are tried: shuffled, so that a part of them is
-    spread over the whole grid.
-
-    Raises:
-        BadInput: a range that cannot be counted, or more than `MOST_COMBINATIONS`.
-    """
-    faults = [
-        Fault(
-            axis.where,
-            "values that can be counted, for --sampler grid",
-            "a range of numbers",
-            f"list them: {axis.key}={_sample(axis)}, or --sampler tpe",
-        )
-        for axis in axes
-        if axis.count is None
-    ]
-    count = combinations(axes)
-    if count is not None and count > MOST_COMBINATIONS:
-        expected = f"at most {MOST_COMBINATIONS} combinations"
-        faults.append(Fault("--sampler grid", expected, str(count), "--sampler tpe or random"))
-    if faults:
-        raise BadInput("There is no grid of this space.", faults)
-    order = list(range(count or 0))
-    random.Random(seed).shuffle(order)
-    return order
+def _as_written(source: str, node: yaml.Node) -> list[str]:
+    return [source[item.start_mark.index : item.end_mark.index].strip() for item in node.value]
 
 
-def _sample(axis: Axis) -> str:
-    """Three values of a range, for a cure."""
-    middle = math.sqrt(axis.low * axis.high) if axis.log else (axis.low + axis.high) / 2
-    return ",".join(f"{value:.3g}" for value in (axis.low, middle, axis.high))
-
-
-def _axis(key: str, where: str, *, text: str = "", choices: Sequence[str] | None = None) -> Axis:
+def _axis(key: str, where: str, said: _Said) -> Axis:
+    if isinstance(said, BadInput):
+        raise said
     if not _KEY.fullmatch(key):
         raise _unreadable(where, "key=values", f"the key {key!r}", _EXAMPLE)
     key = display(canonical(key))
-    if choices is None:
-        text = text.strip()
+    if isinstance(said, str):
+        text = said.strip()
         if found := _RANGE.fullmatch(text):
             return _range(key, where, *found.groups())
-        if text.startswith(("log:", "int:")) or _LIKE_A_RANGE.fullmatch(text):
+        if _LIKE_A_RANGE.fullmatch(text):
             raise _unreadable(where, "a range such as log:1e-6..1e-4 or int:2..16", text, _EXAMPLE)
-        choices = _split(text, where)
-    if len(choices) < 2:
-        found_text = f"one value: {choices[0]}" if choices else "none"
-        cure = f"give a fixed value as a setting: {key}={choices[0] if choices else '...'}"
+        # The parts between commas; commas in quotes and brackets do not count.
+        source = f"[{text}]"
+        try:
+            said = _as_written(source, yaml.compose(source, Loader=yaml.SafeLoader))
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or str(error)
+            raise _unreadable(where, "values in YAML", problem, "quote the values") from None
+    if len(said) < 2:
+        found_text = f"one value: {said[0]}" if said else "none"
+        cure = f"give a fixed value as a setting: {key}={said[0] if said else '...'}"
         raise _unreadable(where, "two values or more, or a range LOW..HIGH", found_text, cure)
     first: dict[str | float, str] = {}
-    for choice in choices:
+    for choice in said:
         value = float(choice) if re.fullmatch(_NUMBER, choice) else choice
         if value in first:
             again = f"{choice} again" + (f", as {first[value]}" if first[value] != choice else "")
             raise _unreadable(where, "every value once", again, "remove it")
         first[value] = choice
-    return Axis(key, where, tuple(choices))
+    return Axis(key, where, tuple(said))
 
 
 def _range(key: str, where: str, kinds: str, low_text: str, high_text: str) -> Axis:
     low, high = float(low_text), float(high_text)
     whole, log, shown = "int:" in kinds, "log:" in kinds, f"{low_text}..{high_text}"
-    if low == high:
-        cure = f"give a fixed value as a setting: {key}={low_text}"
-        raise _unreadable(where, "LOW..HIGH with LOW below HIGH", shown, cure)
     if not low < high < math.inf:
         cure = f"{high_text}..{low_text}" if high < low else "choose a smaller number"
+        if low == high:
+            cure = f"give a fixed value as a setting: {key}={low_text}"
         raise _unreadable(where, "LOW..HIGH with LOW below HIGH", shown, cure)
     if whole and not (low.is_integer() and high.is_integer()):
         raise _unreadable(where, "whole numbers", shown, "int:2..16")
@@ -226,71 +254,5 @@ def _range(key: str, where: str, kinds: str, low_text: str, high_text: str) -> A
     return Axis(key, where, low=low, high=high, whole=whole, log=log)
 
 
-def _split(text: str, where: str) -> list[str]:
-    """The parts between commas, as written; commas in quotes and brackets do not count."""
-    source = f"[{text}]"
-    try:
-        node = yaml.compose(source, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or str(error)
-        raise _unreadable(where, "values in YAML", problem, "quote the values") from None
-    return _written(source, node)
-
-
-def _written(source: str, node: yaml.SequenceNode) -> list[str]:
-    return [source[item.start_mark.index : item.end_mark.index].strip() for item in node.value]
-
-
-def _from_file(path: Path) -> list[Axis]:
-    expected = "key=values, or a YAML file with `key: [values]`"
-    if path.suffix not in (".yaml", ".yml"):
-        raise _unreadable(f"--space {path}", expected, str(path), _EXAMPLE)
-    try:
-        source = path.read_text(encoding="utf-8-sig")
-        node = yaml.compose(source, Loader=yaml.SafeLoader)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise _unreadable(f"--space {path}", expected, reason, "check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _unreadable(str(path), "YAML", str(error).splitlines()[0], _EXAMPLE) from None
-    if not isinstance(node, yaml.MappingNode):
-        raise _unreadable(str(path), "`key: [values]` lines", "something else", _EXAMPLE)
-    axes: list[Axis] = []
-    faults: list[Fault] = []
-    for key, value in node.value:
-        where = f"{path}:{key.start_mark.line + 1}: {key.value}"
-        try:
-            axes.append(_file_axis(source, str(key.value), value, where))
-        except BadInput as error:
-            faults += error.faults
-    if faults:
-        raise BadInput("The space of the sweep cannot be read.", faults)
-    return axes
-
-
-def _file_axis(source: str, key: str, value: yaml.Node, where: str) -> Axis:
-    if isinstance(value, yaml.ScalarNode):
-        return _axis(key, where, text=value.value)
-    if isinstance(value, yaml.SequenceNode):
-        flow = all(isinstance(i, yaml.ScalarNode) or i.flow_style for i in value.value)
-        if flow:
-            return _axis(key, where, choices=_written(source, value))
-        raise _unreadable(
-            where, "lists within the list in brackets", "blocks", "- [q_proj, v_proj]"
-        )
-    cure = f"write the whole key: `{key}.{_first(value)}: [values]`"
-    raise _unreadable(where, "a list of values or a range", "keys below it", cure)
-
-
-def _first(node: yaml.Node) -> str:
-    pairs: Sequence[Any] = node.value if isinstance(node, yaml.MappingNode) else ()
-    return str(pairs[0][0].value) if pairs else "..."
-
-
 def _unreadable(where: str, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput("The space of the sweep cannot be read.", [Fault(where, expected, found, cure)])
-
-
-def settings_of(values: Mapping[str, str]) -> list[str]:
-    """Values as settings of a command."""
-    return [f"{key}={text}" for key, text in values.items()]
+    return BadInput(_TITLE, [Fault(where, expected, found, cure)])

@@ -6,8 +6,8 @@ maximised.
 
 Samplers are made anew for every trial from the sweep's seed and the trial's number: one that was
 made once would begin its random numbers again after a resume, and draw the same settings twice.
-A grid is our own order of combinations, each handed over as a fixed trial, because Optuna's
-`GridSampler` stops a loop of Optuna's own that is not there (`Study.stop` raises).
+A grid's combinations are handed over as fixed trials, because Optuna's `GridSampler` stops a loop
+of Optuna's own that is not there (`Study.stop` raises).
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from __future__ import annotations
 import random
 import sqlite3
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import optuna
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
 from aflow_tune.errors import RunFailed
-from aflow_tune.sweeps import STUDY_FILE
-from aflow_tune.sweeps.space import Axis, combination, grid_order
+from aflow_tune.sweeps.plan import STUDY_FILE, Plan
+from aflow_tune.sweeps.space import grid
 
 _NAME = "sweep"
 _WAIT_SECONDS = 60
@@ -31,15 +35,18 @@ _MEDIAN_AFTER = 3
 """Trials that must be complete before the median of so few says anything."""
 _MOST_RANDOM = 10
 """TPE draws as many at random before it models anything; fewer where there are few trials."""
+_STATES = {
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """A trial as the study keeps it.
-
-    `state`: running, complete, pruned or failed. `value` is what was told, or of a pruned trial
-    the last report. `reported`: mean score by training step. `notes`: what `note` was given.
-    """
+    """A trial as the study keeps it. `value` is what was told. `reported`: mean score by training
+    step. `notes`: what `note` was given."""
 
     number: int
     state: str
@@ -50,46 +57,33 @@ class TrialRecord:
 
 
 class SweepStudy:
-    """The study in a sweep's folder; made if it is not there.
+    """The study in a sweep's folder; made if it is not there."""
 
-    Args:
-        trials: how many there will be, for TPE's random beginning.
-        first_report: the training step of the first evaluation: halving begins there.
-        together: whether trials run side by side, so that TPE must not draw the same twice.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        axes: Sequence[Axis],
-        *,
-        sampler: str,
-        pruner: str,
-        seed: int,
-        trials: int,
-        first_report: int,
-        together: bool,
-    ) -> None:
-        import optuna
-
+    def __init__(self, plan: Plan) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna = optuna
-        self._axes = {axis.key: axis for axis in axes}
-        self._distributions = {axis.key: axis.distribution() for axis in axes}
-        self._sampler, self._seed = sampler, seed
-        self._trials, self._together = trials, together
-        self._order = grid_order(axes, seed) if sampler == "grid" else []
-        folder.mkdir(parents=True, exist_ok=True)
-        with _calm():
-            self._storage = optuna.storages.RDBStorage(
-                "sqlite:///study", engine_kwargs={"creator": lambda: _connect(folder / STUDY_FILE)}
+        self._plan = plan
+        self._axes = {axis.key: axis for axis in plan.axes}
+        request = plan.request
+        self._grid = grid(plan.axes, request.seed) if request.sampler == "grid" else None
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        # In place of an address, in which some characters of a path would mean something else.
+        engine = {
+            "creator": lambda: sqlite3.connect(
+                plan.folder / STUDY_FILE, timeout=_WAIT_SECONDS, check_same_thread=False
             )
+        }
+        pruners = {
+            "none": optuna.pruners.NopPruner(),
+            "median": optuna.pruners.MedianPruner(n_startup_trials=_MEDIAN_AFTER),
+            "halving": optuna.pruners.SuccessiveHalvingPruner(plan.first_report, 2),
+        }
+        with _calm():
+            self._storage = optuna.storages.RDBStorage("sqlite:///study", engine_kwargs=engine)
             self._study = optuna.create_study(
                 study_name=_NAME,
                 storage=self._storage,
                 direction="maximize",
-                sampler=self._sampler_of(0),
-                pruner=_pruner(optuna, pruner, first_report),
+                pruner=pruners[request.prune],
                 load_if_exists=True,
             )
 
@@ -100,25 +94,17 @@ class SweepStudy:
 
     def records(self) -> list[TrialRecord]:
         """All trials that were begun, by number."""
-        states = self._optuna.trial.TrialState
-        words = {
-            states.RUNNING: "running",
-            states.COMPLETE: "complete",
-            states.PRUNED: "pruned",
-            states.FAIL: "failed",
-        }
         return [
             TrialRecord(
                 trial.number,
-                words[trial.state],
-                {key: axis.text(trial.params[key]) for key, axis in self._axes.items()},
+                _STATES[trial.state],
+                self._texts(trial),
                 trial.value,
                 dict(sorted(trial.intermediate_values.items())),
                 dict(trial.user_attrs),
             )
-            for trial in self._study.get_trials(deepcopy=False)
-            # A kill between two writes leaves one without all of its settings: it never began.
-            if trial.state in words and self._axes.keys() <= trial.params.keys()
+            for trial in self._begun()
+            if trial.state in _STATES
         ]
 
     def next(self) -> TrialRecord | None:
@@ -127,34 +113,18 @@ class SweepStudy:
         What was handed over and not begun by a command that was killed comes first.
         """
         trials = self._study.get_trials(deepcopy=False)
-        waiting = any(t.state == self._optuna.trial.TrialState.WAITING for t in trials)
-        number = len(trials)
         with _calm():
-            if self._sampler == "grid" and not waiting:
-                left = self._not_tried(trials)
+            if self._grid is not None and all(t.state != TrialState.WAITING for t in trials):
+                tried = {tuple(self._texts(trial).values()) for trial in self._begun()}
+                left = next((v for v in self._grid if tuple(v.values()) not in tried), None)
                 if left is None:
                     return None
                 self._study.enqueue_trial(
                     {key: self._axes[key].value(text) for key, text in left.items()}
                 )
-            self._study.sampler = self._sampler_of(number)
-            trial = self._study.ask(self._distributions)
-        texts = {key: axis.text(trial.params[key]) for key, axis in self._axes.items()}
-        return TrialRecord(trial.number, "running", texts)
-
-    def _not_tried(self, trials: Sequence[Any]) -> dict[str, str] | None:
-        """The next combination of the grid that no trial has."""
-        axes = list(self._axes.values())
-        tried = {
-            tuple(axis.text(trial.params[axis.key]) for axis in axes)
-            for trial in trials
-            if self._axes.keys() <= trial.params.keys()
-        }
-        for index in self._order:
-            found = combination(axes, index)
-            if tuple(found.values()) not in tried:
-                return found
-        return None
+            self._study.sampler = self._sampler(len(trials))
+            trial = self._study.ask({key: a.distribution() for key, a in self._axes.items()})
+        return TrialRecord(trial.number, "running", self._texts(trial))
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Record a trial's score at a training step; whether it is to be pruned."""
@@ -168,75 +138,62 @@ class SweepStudy:
         for name, value in notes.items():
             trial.set_user_attr(name, value)
 
-    def complete(self, number: int, value: float) -> None:
-        """A trial came to its end with this score."""
-        self._study.tell(number, value)
+    def end(self, number: int, value: float | None = None, *, pruned: bool = False) -> None:
+        """A trial came to its end with this score, was pruned, or failed."""
+        state = TrialState.PRUNED if pruned else TrialState.FAIL
+        self._study.tell(number, value, None if value is not None else state)
 
-    def prune(self, number: int) -> None:
-        """A trial was stopped because others were better."""
-        self._study.tell(number, state=self._optuna.trial.TrialState.PRUNED)
+    def _begun(self) -> list[FrozenTrial]:
+        # A kill between two writes leaves one without all of its settings: it never began.
+        trials = self._study.get_trials(deepcopy=False)
+        return [trial for trial in trials if self._axes.keys() <= trial.params.keys()]
 
-    def fail(self, number: int) -> None:
-        """A trial has no score."""
-        self._study.tell(number, state=self._optuna.trial.TrialState.FAIL)
+    def _texts(self, trial: FrozenTrial | optuna.Trial) -> dict[str, str]:
+        return {key: axis.text(trial.params[key]) for key, axis in self._axes.items()}
 
-    def _trial(self, number: int) -> Any:
+    def _trial(self, number: int) -> optuna.Trial:
         study_id = self._storage.get_study_id_from_name(_NAME)
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-        return self._optuna.trial.Trial(self._study, trial_id)
+        return optuna.Trial(self._study, trial_id)
 
-    def _sampler_of(self, number: int) -> Any:
-        samplers = self._optuna.samplers
-        seed = random.Random(f"{self._seed} {number}").getrandbits(32)
-        if self._sampler != "tpe":  # of a grid nothing is drawn
-            return samplers.RandomSampler(seed=seed)
-        startup = min(_MOST_RANDOM, max(2, self._trials // 3))
-        return samplers.TPESampler(
-            seed=seed, n_startup_trials=startup, constant_liar=self._together
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
+        request = self._plan.request
+        seed = random.Random(f"{request.seed} {number}").getrandbits(32)
+        if request.sampler != "tpe":  # of a grid nothing is drawn
+            return optuna.samplers.RandomSampler(seed=seed)
+        startup = min(_MOST_RANDOM, max(2, self._plan.trials // 3))
+        return optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=startup, constant_liar=request.parallel > 1
         )
-
-
-def _pruner(optuna: Any, name: str, first_report: int) -> Any:
-    if name == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=_MEDIAN_AFTER)
-    if name == "halving":
-        return optuna.pruners.SuccessiveHalvingPruner(
-            min_resource=max(1, first_report), reduction_factor=2
-        )
-    return optuna.pruners.NopPruner()
 
 
 @contextmanager
-def readable(folder: Path) -> Iterator[None]:
-    """Tell in words that the study of a sweep cannot be read or written, such as on a full disk.
+def opened(plan: Plan) -> Iterator[SweepStudy]:
+    """The study for the block; where it cannot be read or written, such as on a full disk, that is
+    told in words.
 
     Raises:
         RunFailed: it cannot.
     """
-    from optuna.exceptions import StorageInternalError
-    from sqlalchemy.exc import SQLAlchemyError
-
+    study = None
     try:
-        yield
+        study = SweepStudy(plan)
+        yield study
     except (StorageInternalError, SQLAlchemyError, sqlite3.Error) as error:
         cause = error.__cause__ or error
         said = str(getattr(cause, "orig", None) or cause).splitlines()[0]
         raise RunFailed(
-            f"the record of the sweep, {folder / STUDY_FILE}, cannot be read or written: {said}. "
-            "The runs are whole; the same command goes on once it can."
+            f"the record of the sweep, {plan.folder / STUDY_FILE}, cannot be read or written: "
+            f"{said}. The runs are whole; the same command goes on once it can."
         ) from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    # In place of an address, in which some characters of a path would mean something else.
-    return sqlite3.connect(path, timeout=_WAIT_SECONDS, check_same_thread=False)
+    finally:
+        if study is not None:
+            study.close()
 
 
 @contextmanager
 def _calm() -> Iterator[None]:
     """Without Optuna's notes that a part of it may change in a later version."""
-    from optuna.exceptions import ExperimentalWarning
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         yield

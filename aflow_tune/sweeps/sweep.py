@@ -1,33 +1,43 @@
-"""The sweep while it runs: which trial is next, what its runs have come to, how it ends.
+"""A sweep while it runs: which trial is next, what its runs have come to, how it ends.
 
-A trial has one run for each seed, and a run is a process of its own that this one starts, looks at
-twice a second and may ask to stop. A run that ends well is scored from its folder; one that fails
-costs its trial and no more; one that was killed, or stopped by somebody else, leaves its trial
-unfinished: the same command goes on with it, before anything new is begun.
-
-What is to be tried and what is pruned is the study's matter (`study.py`), how a process is
-started that of whoever gives the starter: on this machine, or through Ray.
+A trial has one run for each seed, and a run is a process of its own (or an actor in a Ray cluster)
+that this one starts, looks at twice a second and may ask to stop. A run that ends well is scored
+from its folder; one that fails costs its trial and no more; one that was killed, or stopped by
+somebody else, leaves its trial unfinished: the same command goes on with it, before anything new is
+begun. Table and page are written after every trial and at the end, however that comes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 from aflow_tune.errors import (
     AlreadyFinished,
+    BadInput,
     BudgetReached,
     ExitCode,
     Interrupted,
     RunFailed,
 )
-from aflow_tune.report.statistics import mean
-from aflow_tune.runs.folder import is_locked
-from aflow_tune.sweeps.plan import Plan
-from aflow_tune.sweeps.scores import Outcome, cost, outcome, reports, signature, together
+from aflow_tune.report.best import ranked, scores_of
+from aflow_tune.report.evaluation import load_evaluations
+from aflow_tune.report.metrics import FILE_NAME, read_metrics
+from aflow_tune.report.quantities import finished_evaluations
+from aflow_tune.report.statistics import Interval, mean, mean_interval
+from aflow_tune.runs.folder import CHAIN_FILE, RunState, is_locked, locked, read_stages, read_state
+from aflow_tune.runs.listing import describe
+from aflow_tune.runs.process import RunProcess, last_words, own_program
+from aflow_tune.sweeps import Request
+from aflow_tune.sweeps.plan import Plan, check_same, make_plan
 from aflow_tune.sweeps.space import settings_of
-from aflow_tune.sweeps.study import SweepStudy, TrialRecord
-from aflow_tune.sweeps.trial import Run, Starter, Trial
+from aflow_tune.sweeps.study import SweepStudy, TrialRecord, opened
+from aflow_tune.sweeps.table import write
 
 POLL_SECONDS = 0.5
 FIRST_FAILURES = 3
@@ -35,29 +45,204 @@ FIRST_FAILURES = 3
 _LAST_SECONDS = 10.0
 """How long runs have to end after they were told to stop at once."""
 _MAX_REASON = 600
+_WELL = (ExitCode.DONE, ExitCode.ALREADY_FINISHED, ExitCode.BUDGET)
+"""A run that reached a limit of its `budget` counts with what it came to within it."""
+
+
+class Process(Protocol):
+    """A run that was started."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def stop(self) -> None:
+        """Ask it to save and stop; a second time: to stop at once."""
+
+
+Start = Callable[[Sequence[str], Path], Process]
+"""Starts `aflow-tune` with these arguments, what it prints appended to a file."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A sweep whose trials have all ended: its table as text, and the content of `sweep.json`."""
+
+    text: str
+    content: dict[str, Any]
+
+
+def run_sweep(
+    request: Request,
+    *,
+    ray: str | None = None,
+    stop: Callable[[], bool],
+    say: Callable[[str], None] = print,
+) -> Ended:
+    """Run, or go on with, the sweep that is asked for.
+
+    Args:
+        ray: the address of the Ray that runs are started through, in place of the
+            configuration's, or `none`: processes of this machine.
+        stop: asked twice a second whether to save and stop.
+        say: told in words what is going on.
+
+    Raises:
+        BadInput: it was refused; nothing was started.
+        Interrupted: asked to stop, or runs were killed; the same command goes on.
+        BudgetReached: `--timeout` is over; the same command goes on.
+        RunFailed: the first three trials failed, or none has a score.
+        AlreadyFinished: there was nothing left to do.
+    """
+    from aflow_tune.cluster.sweep_ray import cluster_for, ray_starter
+
+    if ray not in (None, "none"):
+        setting = f"cluster.ray_address={ray}"
+        request = replace(request, overrides=(*request.overrides, setting))
+    plan = make_plan(request, say)
+    for warning in plan.warnings:
+        say(f"warning: {warning}")
+    with locked(plan.folder), contextlib.ExitStack() as stack:
+        cluster = None if ray == "none" else cluster_for(plan.config)
+        start: Start = _start_here
+        if cluster is not None:
+            joined = ray_starter(plan.config, cluster, plan.folder, request.parallel)
+            start = stack.enter_context(joined).start
+        return carry_out(plan, start, stop=stop, say=say)
+
+
+def _start_here(arguments: Sequence[str], output: Path) -> Process:
+    return RunProcess([*own_program(), *arguments], output)
+
+
+def carry_out(
+    plan: Plan, start: Start, *, stop: Callable[[], bool], say: Callable[[str], None] = print
+) -> Ended:
+    """Run the trials of a plan whose folder is held. Where it ends with an error, the table as it
+    stands is written and said first. Raises as `run_sweep`."""
+    check_same(plan)
+    say(f"sweep folder: {plan.folder}")
+    with opened(plan) as study:
+        try:
+            Sweep(plan, study, start, stop, say).run()
+        except BaseException:
+            with contextlib.suppress(Exception):  # what ended it matters more
+                say(f"\n{write(plan, study.records())[0]}\n")
+            raise
+        return Ended(*write(plan, study.records(), at_the_end=True))
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a trial.
+
+    `code` is None until it has ended; `asked`: it was told to stop; `held`: an earlier process is
+    still at work in its folder. `scores`: by step, as last read when its metrics were as `seen`.
+    """
+
+    folder: Path
+    arguments: list[str]
+    output: Path
+    process: Process | None = None
+    code: int | None = None
+    asked: bool = False
+    held: bool = False
+    started: float = 0.0
+    seen: tuple[int, int] = (0, 0)
+    scores: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def going(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.code is None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it may be started."""
+        return self.process is None and self.code is None and not self.held
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed by itself; killed by a signal is not failed."""
+        ended = self.code is not None and self.code > 0
+        return ended and self.code not in (*_WELL, ExitCode.INTERRUPTED) and not self.asked
+
+    def look(self) -> float:
+        """Notice its end; the seconds that it took if it is noticed now, else 0."""
+        if self.process is None or self.code is not None:
+            return 0.0
+        self.code = self.process.poll()
+        return 0.0 if self.code is None else time.monotonic() - self.started
+
+    def ask(self, *, again: bool) -> None:
+        """Ask it to save and stop; `again`: to stop at once."""
+        if self.going and self.process is not None and (again or not self.asked):
+            self.asked = True
+            self.process.stop()
+
+    def state(self) -> RunState | None:
+        """What its folder says."""
+        try:
+            return read_state(self.folder)
+        except BadInput:
+            return None
+
+    def reason(self) -> str:
+        """Why it failed: in its own words, or the last that it printed."""
+        state = self.state()
+        said = state.error if state is not None and state.status == "failed" else None
+        return f"{said or last_words(self.output) or f'exit code {self.code}'} ({self.output})"
+
+
+@dataclass(eq=False)
+class Trial:
+    """A trial under way. `seconds`: of its runs together, in earlier commands too."""
+
+    record: TrialRecord
+    runs: list[Run]
+    reported: set[int]
+    seconds: float
+    pruned: bool
+    failed: str | None = None
+
+    @property
+    def number(self) -> int:
+        """Its number in the study."""
+        return self.record.number
+
+    @property
+    def ending(self) -> bool:
+        """Whether nothing more of it is to be begun."""
+        return self.pruned or self.failed is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is going on, and nothing more will be begun."""
+        if any(run.going or run.held for run in self.runs):
+            return False
+        return self.ending or all(run.code is not None for run in self.runs)
+
+    def look(self) -> None:
+        """Notice the ends of its runs."""
+        self.seconds += sum(run.look() for run in self.runs)
+
+    def ask(self, *, again: bool = False) -> None:
+        """Ask its runs to save and stop."""
+        for run in self.runs:
+            run.ask(again=again)
 
 
 class Sweep:
-    """One command of a sweep.
-
-    Args:
-        stop: asked twice a second whether to save and stop.
-        say: told in words what is going on.
-        changed: called when a trial has ended, to write down how things stand.
-    """
+    """One command of a sweep."""
 
     def __init__(
         self,
         plan: Plan,
         study: SweepStudy,
-        starter: Starter,
-        *,
+        start: Start,
         stop: Callable[[], bool],
-        say: Callable[[str], None] = print,
-        changed: Callable[[], object] = lambda: None,
+        say: Callable[[str], None],
     ) -> None:
-        self.plan, self.study, self.starter = plan, study, starter
-        self.stop, self.say, self.changed = stop, say, changed
+        self.plan, self.study, self.start, self.stop, self.say = plan, study, start, stop, say
         self.trials: list[Trial] = []
         self.endings: list[str | None] = []
         """Of the trials that ended in this command, in their order: why it failed, or None."""
@@ -66,26 +251,19 @@ class Sweep:
         self._given_up = False
 
     def run(self) -> None:
-        """Run until every trial has ended.
-
-        Raises:
-            Interrupted: asked to stop, or runs were killed; the same command goes on.
-            BudgetReached: `--timeout` is over; the same command goes on.
-            RunFailed: the first three trials failed, or none has a score.
-            AlreadyFinished: there was nothing left to do.
-        """
+        """Run until every trial has ended. Raises as `run_sweep`, but for BadInput."""
         begun = self._resume()
         limit = self.plan.request.timeout
-        deadline = None if limit is None else time.monotonic() + limit
+        deadline = float("inf") if limit is None else time.monotonic() + limit
         try:
             while True:
                 self._look()
-                if self.stop():
+                late = time.monotonic() > deadline
+                if late or self.stop():
                     self._stop_all()
+                    if late:
+                        raise BudgetReached(f"--timeout is over; {self._how_to_go_on()}")
                     raise Interrupted(f"stopped; {self._how_to_go_on()}")
-                if deadline is not None and time.monotonic() > deadline:
-                    self._stop_all()
-                    raise BudgetReached(f"--timeout is over; {self._how_to_go_on()}")
                 begun += self._fill(begun)
                 if reason := self._hopeless():
                     raise RunFailed(reason)
@@ -120,31 +298,28 @@ class Sweep:
     def _fill(self, begun: int) -> int:
         """Start runs while there is room; how many trials were begun."""
         new = 0
-        while self._room() > 0 and not self._hopeless():
+        while self._room() and not self._hopeless():
             live = [trial for trial in self.trials if not trial.ending]
-            waiting = [run for trial in live for run in trial.runs if run.waiting]
-            if waiting:
-                self._start(waiting[0])
+            waiting = next((run for trial in live for run in trial.runs if run.waiting), None)
+            if waiting is not None:
+                self._start(waiting)
                 continue
             record = self.study.next() if begun + new < self.plan.trials else None
             if record is None:
                 break
             new += 1
-            self._begin(record)
+            self.say(f"trial {record.number}: {' '.join(settings_of(record.values))}")
+            refused = self.plan.refusal(record.number, record.values)
+            if refused is None:
+                self.trials.append(self._trial(record))
+            else:
+                self._fail(record.number, str(refused), 0.0)
+                write(self.plan, self.study.records())
         return new
 
-    def _room(self) -> int:
+    def _room(self) -> bool:
         busy = sum(run.going or run.held for trial in self.trials for run in trial.runs)
-        return self.plan.request.parallel - busy
-
-    def _begin(self, record: TrialRecord) -> None:
-        self.say(f"trial {record.number}: {' '.join(settings_of(record.values))}")
-        refused = self.plan.refusal(record.number, record.values)
-        if refused is not None:
-            self._fail(record.number, str(refused), 0.0)
-            self.changed()
-            return
-        self.trials.append(self._trial(record))
+        return busy < self.plan.request.parallel
 
     def _trial(self, record: TrialRecord) -> Trial:
         runs = []
@@ -153,11 +328,14 @@ class Sweep:
             settings = self.plan.settings(record.number, seed, record.values)
             output = self.plan.folder / "output" / f"{name}.log"
             run = Run(self.plan.folder / name, [str(self.plan.request.config), *settings], output)
-            run.note_earlier_end()
+            # It may have reached its target in an earlier command. Of a chain of stages only its
+            # own command can say so.
+            state = run.state()
+            if state is not None and state.status == "finished":
+                run.code = int(ExitCode.DONE)
             runs.append(run)
         seconds = float(record.notes.get("seconds", 0.0))
-        pruned = bool(record.notes.get("pruned"))
-        return Trial(record, runs, set(record.reported), seconds, pruned)
+        return Trial(record, runs, set(record.reported), seconds, bool(record.notes.get("pruned")))
 
     def _start(self, run: Run) -> None:
         if is_locked(run.folder):
@@ -165,7 +343,7 @@ class Sweep:
             self.say(f"waiting for the run in {run.folder}, which is still going on")
             run.held = True
             return
-        run.start(self.starter)
+        run.process, run.started = self.start(run.arguments, run.output), time.monotonic()
 
     # -- what has become of it -------------------------------------------------------------
 
@@ -183,16 +361,18 @@ class Sweep:
             if trial.over:
                 self.trials.remove(trial)
                 self._settle(trial)
-                self.changed()
+                write(self.plan, self.study.records())
 
     def _report(self, trial: Trial) -> None:
         """Tell the study the scores that all runs of a trial have by now; prune if it says so."""
-        if self.plan.is_chain or trial.ending:
+        if self.plan.config.stages or trial.ending:
             return
         for run in trial.runs:
-            seen = signature(run.folder)
-            if seen != run.seen:
-                run.seen, run.scores = seen, reports(run.folder)
+            with contextlib.suppress(OSError):
+                status = (run.folder / FILE_NAME).stat()
+                seen = (status.st_size, status.st_mtime_ns)
+                if seen != run.seen:
+                    run.seen, run.scores = seen, reports(run.folder)
         common = set.intersection(*(set(run.scores) for run in trial.runs))
         for step in sorted(common - trial.reported):
             score = mean([run.scores[step] for run in trial.runs])
@@ -211,50 +391,58 @@ class Sweep:
         if trial.failed is not None:
             self._fail(trial.number, trial.failed, trial.seconds)
             return
-        usd, about = cost(run.folder for run in trial.runs if run.folder.is_dir())
+        infos = [describe(run.folder) for run in trial.runs if run.folder.is_dir()]
+        known = [info.usd for info in infos if info.usd is not None]
+        about = bool(known) and (len(known) < len(infos) or any(info.about for info in infos))
+        usd = sum(known) if known else None
         self.study.note(trial.number, seconds=trial.seconds, usd=usd, about=about)
-        if all(run.well for run in trial.runs):
+        codes = [run.code for run in trial.runs if run.code not in _WELL]
+        if not codes:
             self._score(trial)
         elif trial.pruned:
-            self.study.prune(trial.number)
+            self.study.end(trial.number, pruned=True)
             self.endings.append(None)
         elif not any(run.asked for run in trial.runs):
             self.left.append(trial.number)
             self.endings.append("its run was stopped or killed")
-            codes = ", ".join(str(run.code) for run in trial.runs if not run.well)
-            self.say(f"trial {trial.number}: stopped or killed by somebody else ({codes})")
+            said = ", ".join(map(str, codes))
+            self.say(f"trial {trial.number}: stopped or killed by somebody else ({said})")
 
     def _score(self, trial: Trial) -> None:
-        found: list[Outcome] = []
+        """The mean over its runs, one for each seed; the interval is Student's t over them, or of
+        one run that over held-out tasks."""
+        scores = []
+        step, interval = None, None
         for run in trial.runs:
             try:
-                scored = outcome(run.folder, self.plan.request.objective)
+                found = outcome(run.folder, self.plan.request.objective)
             except (OSError, ValueError) as error:  # BadInput is a ValueError
                 reason = f"its records cannot be read: {error}"
                 self._fail(trial.number, reason, trial.seconds)
                 return
-            if scored is None:
+            if found is None:
                 reason = f"{run.folder} holds no held-out evaluation with a score"
                 self._fail(trial.number, reason, trial.seconds)
                 return
-            found.append(scored)
-        whole = together(found)
-        interval = whole.interval
+            score, step, interval = found
+            scores.append(score)
+        if len(scores) > 1:
+            step, interval = None, mean_interval(scores)
         self.study.note(
             trial.number,
-            step=whole.step,
+            step=step,
             low=interval and interval.low,
             high=interval and interval.high,
-            by_seed=[each.score for each in found],
+            by_seed=scores,
             budget=any(run.code == ExitCode.BUDGET for run in trial.runs),
         )
-        self.study.complete(trial.number, whole.score)
+        self.study.end(trial.number, mean(scores))
         self.endings.append(None)
-        self.say(f"trial {trial.number}: score {whole.score:.3f} ({trial.seconds:.0f} s)")
+        self.say(f"trial {trial.number}: score {mean(scores):.3f} ({trial.seconds:.0f} s)")
 
     def _fail(self, number: int, reason: str, seconds: float) -> None:
         self.study.note(number, reason=reason[:_MAX_REASON], seconds=seconds)
-        self.study.fail(number)
+        self.study.end(number)
         self.endings.append(reason)
         self.say(f"trial {number}: failed: {reason}")
 
@@ -279,23 +467,21 @@ class Sweep:
             return
         self.say(f"stopping {len(going)} runs after the step under way; their state is saved")
         try:
-            for trial in self.trials:
-                trial.ask()
-            self._wait(going, None)
+            self._ask_and_wait(float("inf"))
         except KeyboardInterrupt:
             self._given_up = True
-            for trial in self.trials:
-                trial.ask(again=True)
-            self._wait(going, time.monotonic() + _LAST_SECONDS)
+            self._ask_and_wait(time.monotonic() + _LAST_SECONDS, again=True)
             raise
         finally:
             for trial in self.trials:
                 self.study.note(trial.number, seconds=trial.seconds)
         self._look()
 
-    def _wait(self, going: list[Run], deadline: float | None) -> None:
-        while any(run.going for run in going):
-            if deadline is not None and time.monotonic() > deadline:
+    def _ask_and_wait(self, deadline: float, *, again: bool = False) -> None:
+        for trial in self.trials:
+            trial.ask(again=again)
+        while any(run.going for trial in self.trials for run in trial.runs):
+            if time.monotonic() > deadline:
                 return
             for trial in self.trials:
                 trial.look()
@@ -307,3 +493,55 @@ class Sweep:
             f"{ended} of {self.plan.trials} trials have ended, the state of the others is saved "
             f"in {self.plan.folder}. The same command goes on."
         )
+
+
+# -- scores --------------------------------------------------------------------------------
+
+
+def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | None:
+    """The best or last score of a run that has ended, its step and interval; None if it has none.
+
+    Scores are the run's own, as `report/best.py` ranks them. Of a chain the last stage counts that
+    was evaluated. There is no interval where there are several task sets.
+
+    Raises:
+        ValueError: a record file is damaged; file and line are named.
+    """
+    folders: Iterator[Path] = iter([run])
+    if (run / CHAIN_FILE).is_file():
+        folders = (run / stage["name"] for stage in reversed(read_stages(run)))
+    for folder in folders:
+        if found := _by_step(scores_of(folder)):
+            # The earliest of equals.
+            step = max(found) if objective == "last" else max(found, key=lambda s: (found[s], -s))
+            of_sets = load_evaluations(folder).values()
+            evaluations = [steps[step] for steps in of_sets if step in steps]
+            one = evaluations[0].interval() if len(evaluations) == 1 else None
+            return found[step], step, one
+    return None
+
+
+def reports(run: Path) -> dict[int, float]:
+    """The score at every step after the first whose evaluation is finished, while a run goes on.
+
+    Empty where the records cannot be read now.
+    """
+    try:
+        finished: dict[str, set[int]] = defaultdict(set)
+        for line in read_metrics(run):
+            for name in finished_evaluations(line.metrics):
+                finished[name].add(line.step)
+        scores = {
+            step: {name: score for name, score in of.items() if step in finished[name]}
+            for step, of in scores_of(run).items()
+        }
+    except (OSError, ValueError):
+        return {}
+    return {step: score for step, score in _by_step(scores).items() if step > 0}
+
+
+def _by_step(scores: dict[int, dict[str, float]]) -> dict[int, float]:
+    """Mean score by step, of the steps that were evaluated on most task sets. The evaluation
+    before training does not count, unless it is the only one: most trials have the same."""
+    there = [step for step, of in scores.items() if of]
+    return dict(ranked(scores, [step for step in there if step > 0] or there))

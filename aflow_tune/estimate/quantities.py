@@ -1,0 +1,301 @@
+"""One training step as numbers: calls, tokens, seconds, US dollars, and how well each is known.
+
+Of lengths and calls the best that is known counts, in this order: what the user said, what an
+earlier run in the same folder measured, what a rehearsal of the workflow showed, the limits of
+the configuration, which are upper bounds and called so. A product is known as well as its worst
+factor. A speed is never assumed: without one that was measured or given, the time is unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aflow_tune.data.fields import most_calls
+from aflow_tune.models.prices import price_of
+from aflow_tune.models.types import Usage
+from aflow_tune.report.metrics import MetricsLine, read_metrics, series
+from aflow_tune.sections import ModelSettings
+
+if TYPE_CHECKING:
+    from aflow_tune.config.load import AflowConfig
+    from aflow_tune.estimate.rehearsal import Seen
+
+_ALIKE = 0.1
+"""Share by which the tokens of two steps of the same settings may differ."""
+
+
+class Known(StrEnum):
+    """How well a number is known, the worst first."""
+
+    UNKNOWN = "unknown"
+    BOUND = "upper bound"
+    """The settings allow no more; the run may stay far below."""
+    GIVEN = "given"
+    """Said by the user."""
+    MEASURED = "measured"
+    """Taken from an earlier run of the same folder, or from a calibration just now."""
+    COUNTED = "counted"
+    """Follows from the settings and the data alone."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A quantity. `value` is None only if unknown; `how` says where it is from, or how to make it
+    known."""
+
+    value: float | None
+    known: Known
+    how: str = ""
+
+    def ceiling(self) -> int:
+        """As a count of at least one, rounded up; one where it is unknown."""
+        return 1 if self.value is None else max(1, math.ceil(self.value))
+
+
+_NO_SPEED = Number(
+    None,
+    Known.UNKNOWN,
+    "no speed is known: give --tokens-per-second and --train-tokens-per-second, add --measure "
+    "(local engine), or run a few steps first: their metrics are read from the run's folder",
+)
+
+
+def worst(*numbers: Number) -> Known:
+    """The standing of what is computed from all of them."""
+    return min((number.known for number in numbers), key=list(Known).index)
+
+
+def computed(how: str, function: Callable[..., float], *numbers: Number) -> Number:
+    """`function` of the values; unknown if one of them is."""
+    for number in numbers:
+        if number.value is None:
+            return Number(None, Known.UNKNOWN, number.how)
+    return Number(function(*(number.value for number in numbers)), worst(*numbers), how)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user said on the command line; None: nothing."""
+
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    calls: int | None = None
+    tokens_per_second: float | None = None
+    train_tokens_per_second: float | None = None
+
+
+@dataclass
+class Earlier:
+    """What the metrics of an earlier run say; empty where there is none. `peak`: bytes that its
+    process tree took at most, where that was measured."""
+
+    lines: list[MetricsLine] = field(default_factory=list)
+    place: str = ""
+    peak: float | None = None
+
+    @classmethod
+    def of(cls, folder: Path, place: str = "") -> Earlier:
+        """The metrics of the run in `folder`."""
+        return cls(read_metrics(folder), place or f"metrics of {folder}")
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a metric's last ten steps; None if it was never logged."""
+        values = [value for _, value in series(self.lines, name)][-10:]
+        return sum(values) / len(values) if values else None
+
+    def largest(self, name: str) -> float | None:
+        """The largest value of a metric."""
+        return max((value for _, value in series(self.lines, name)), default=None)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Calls of a run, mean tokens of a call's prompt and response, and the longest of each."""
+
+    calls: Number
+    prompt: Number
+    response: Number
+    longest_prompt: float
+    longest_response: float
+
+
+def limits_of(config: AflowConfig) -> tuple[int, int, int]:
+    """Tokens of a prompt, of a response and of both together that a call may have at most."""
+    model = config.model
+    together = model.max_model_len or (
+        (model.max_prompt_tokens or 0) + (model.max_response_tokens or 0)
+    )
+    response = model.max_response_tokens or together
+    prompt = min(model.max_prompt_tokens or together, max(1, together - 1))
+    return prompt, min(response, together), together
+
+
+def lengths_of(
+    config: AflowConfig,
+    workflow: Callable[..., Any] | None,
+    given: Given,
+    earlier: Earlier,
+    seen: Seen | None,
+) -> Lengths:
+    """Calls of a run, and tokens of prompts and responses."""
+    prompt, response, _ = limits_of(config)
+    longest_prompt = given.prompt_tokens or earlier.largest("prompt_length/max")
+    longest_response = given.response_tokens or earlier.largest("response_length/max")
+    calls = _most_calls(config, workflow)
+    prompts = Number(float(prompt), Known.BOUND, "the limit model.max_prompt_tokens")
+    responses = Number(float(response), Known.BOUND, "the limit model.max_response_tokens")
+    if seen is not None:
+        calls = Number(seen.calls, Known.COUNTED, seen.how)
+        prompts = Number(seen.prompt, Known.COUNTED, seen.how)
+        longest_prompt = longest_prompt or seen.longest_prompt
+        if seen.response is not None:
+            responses = Number(seen.response, Known.COUNTED, seen.how)
+            longest_response = longest_response or seen.longest_response
+    return Lengths(
+        _best(given.calls, earlier, "rollout/calls/mean", calls),
+        _best(given.prompt_tokens, earlier, "prompt_length/mean", prompts),
+        _best(given.response_tokens, earlier, "response_length/mean", responses),
+        float(longest_prompt or prompt),
+        float(longest_response or response),
+    )
+
+
+def _best(given: float | None, earlier: Earlier, metric: str, otherwise: Number) -> Number:
+    return _first(given, earlier, earlier.mean(metric), otherwise)
+
+
+def _first(
+    given: float | None, earlier: Earlier, measured: float | None, otherwise: Number
+) -> Number:
+    if given is not None:
+        return Number(float(given), Known.GIVEN, "command line")
+    return otherwise if measured is None else Number(measured, Known.MEASURED, earlier.place)
+
+
+def _most_calls(config: AflowConfig, workflow: Callable[..., Any] | None) -> Number:
+    if config.writer.executor:
+        turns = float(config.writer.turns)
+        return Number(turns, Known.BOUND, "writer.turns: the policy writes")
+    if config.graph.path:
+        return Number(float(config.graph.max_calls), Known.BOUND, "the limit graph.max_calls")
+    seen = most_calls(workflow) if workflow is not None else None
+    if seen is not None:
+        return Number(float(max(1, seen)), Known.BOUND, "calls in the workflow's source")
+    how = "the workflow hands its model on: give --calls, or the number of a run's calls"
+    return Number(None, Known.UNKNOWN, how)
+
+
+def step_quantities(
+    config: AflowConfig,
+    lengths: Lengths,
+    given: Given,
+    earlier: Earlier,
+    gpus: int,
+    usd_per_gpu_hour: float | None,
+) -> dict[str, Number]:
+    """Everything that is counted of a training step, by name."""
+    tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
+    runs = Number(float(tasks * repeats), Known.COUNTED, f"{tasks} tasks x {repeats} runs")
+    calls = computed("runs x calls of a run", operator.mul, runs, lengths.calls)
+    how = "calls x tokens of a prompt, shared ones included"
+    read = computed(how, operator.mul, calls, lengths.prompt)
+    new = computed("calls x tokens of a response", operator.mul, calls, lengths.response)
+    train = computed("what the trainer is given", operator.add, new, read)
+    seconds = _seconds(new, train, given, earlier)
+    dollars = {"usd for GPUs": _gpu_dollars(seconds["seconds"], gpus, usd_per_gpu_hour)}
+    dollars |= {f"usd for {name}": number for name, number in _api_dollars(config, earlier, runs)}
+    if all(number.value is not None for number in dollars.values()):
+        total = computed("all of these", lambda *known: sum(known), *dollars.values())
+    else:
+        total = Number(None, Known.UNKNOWN, "some of these are unknown")
+    return {
+        "calls of a run": lengths.calls,
+        "tokens of a prompt": lengths.prompt,
+        "tokens of a response": lengths.response,
+        "runs": runs,
+        "calls": calls,
+        "prompt tokens": read,
+        "response tokens": new,
+        "train tokens": train,
+        **seconds,
+        **dollars,
+        "usd": total,
+    }
+
+
+def _seconds(new: Number, train: Number, given: Given, earlier: Earlier) -> dict[str, Number]:
+    """Seconds of sampling, of training and of the step, one after the other.
+
+    A step that was measured counts as such only if it had as many tokens as this one: the settings
+    may have changed since. Otherwise its speeds do.
+    """
+    tokens, time = earlier.mean("perf/train_tokens"), earlier.mean("time/step")
+    waited = earlier.mean("explorer/time/wait_explore_step")
+    asked = given.tokens_per_second or given.train_tokens_per_second
+    alike = tokens and train.value is not None and abs(train.value - tokens) <= _ALIKE * tokens
+    if waited and time and alike and not asked:
+        step = waited + time + (earlier.mean("time/sync_weight") or 0.0)
+        return {"seconds": Number(step, Known.MEASURED, earlier.place)}
+    measured = tokens / time if tokens and time else None
+    speeds = (
+        _best(given.tokens_per_second, earlier, "rollout/tokens_per_second", _NO_SPEED),
+        _first(given.train_tokens_per_second, earlier, measured, _NO_SPEED),
+    )
+    sampling, training = (
+        computed(f"{speed.value or 0:,.0f} a second", operator.truediv, count, speed)
+        for count, speed in zip((new, train), speeds, strict=True)
+    )
+    return {
+        "seconds sampling": sampling,
+        "seconds training": training,
+        "seconds": computed("taking turns", operator.add, sampling, training),
+    }
+
+
+def _gpu_dollars(seconds: Number, gpus: int, usd_per_gpu_hour: float | None) -> Number:
+    if usd_per_gpu_hour is not None:
+        rate = Number(gpus * usd_per_gpu_hour / 3600, Known.GIVEN)
+        return computed(f"{gpus} GPUs x the step's time", operator.mul, seconds, rate)
+    if gpus:
+        return Number(None, Known.UNKNOWN, "give --usd-per-gpu-hour")
+    return Number(0.0, Known.COUNTED, "no GPU")
+
+
+def _api_dollars(
+    config: AflowConfig, earlier: Earlier, runs: Number
+) -> Iterator[tuple[str, Number]]:
+    """US dollars of each model behind an API, as far as they are known before a run."""
+    for role, model in config.models.items():
+        if role != "policy" and model.model:
+            name = model.role or role
+            spent = earlier.mean(f"rollout/cost/{name}/mean")
+            if spent is not None:
+                how = f"US dollars of a run: {earlier.place}"
+                yield name, Number((runs.value or 0.0) * spent, Known.MEASURED, how)
+            else:
+                yield name, _listed_dollars(config, role, model, runs)
+
+
+def _listed_dollars(config: AflowConfig, role: str, model: ModelSettings, runs: Number) -> Number:
+    price = price_of(model.provider, model.base_url, model.model or "", model.prices)
+    if price is None:
+        why = f"no price of {model.model}: give models.{role}.prices"
+        return Number(None, Known.UNKNOWN, why)
+    read, written = price.cost(Usage(1_000_000, 0)), price.cost(Usage(0, 1_000_000))
+    if price.cost(Usage(1_000_000, 1_000_000)) == 0:
+        return Number(0.0, runs.known, "it costs nothing")
+    most = config.writer.max_usd
+    if config.writer.executor == role and model.max_tokens and most is not None:
+        why = "the limit writer.max_usd of a run"
+        return Number((runs.value or 0.0) * most, Known.BOUND, why)
+    why = (
+        "calls and lengths are not known before a run; a million tokens cost "
+        f"${read:.2f} in, ${written:.2f} out"
+    )
+    return Number(None, Known.UNKNOWN, why)
