@@ -15,9 +15,8 @@ from fake_run import TASKSET, write_step
 
 from aflow_tune.report.evaluation import load_evaluations
 from aflow_tune.report.metrics import append_metrics
-from aflow_tune.report.records import EvalRecord, append_record
-from aflow_tune.report.rollouts import Rollout, append_rollout
-from aflow_tune.report.writer_records import WriterRecords, WriterRun, load_writer, read_run
+from aflow_tune.report.records import EvalRecord, Rollout, append_record, append_rollout
+from aflow_tune.report.writer import WriterRecords, WriterRun, load_writer, read_run
 
 HEAD = """\
 class Workflow:

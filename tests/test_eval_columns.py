@@ -10,7 +10,7 @@ from fake_run import write_evaluation
 from aflow_tune.commands.eval import arrange
 from aflow_tune.errors import BadInput
 from aflow_tune.evaluation.columns import Wanted, make_plan
-from aflow_tune.report.best import best_step
+from aflow_tune.report.evaluation import best_step
 
 
 def make_run(folder: Path, steps: tuple[int, ...] = (5, 10, 20)) -> Path:

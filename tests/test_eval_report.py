@@ -10,10 +10,15 @@ import pytest
 from fake_run import TASKSET, write_evaluation
 
 from aflow_tune.files import drop_torn_line
-from aflow_tune.report.answers import MOST_CHARACTERS, answer_key
 from aflow_tune.report.charts import Estimate, interval_chart
 from aflow_tune.report.evaluation import load_evaluations
-from aflow_tune.report.records import EvalRecord, append_record, read_records
+from aflow_tune.report.records import (
+    MOST_CHARACTERS,
+    EvalRecord,
+    answer_key,
+    append_record,
+    read_records,
+)
 from aflow_tune.report.statistics import (
     Interval,
     pass_at_k,

@@ -26,7 +26,7 @@ from harvest_project import (
 
 from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput, BudgetReached, Interrupted, RunFailed
-from aflow_tune.report.rollouts import Rollout, append_rollout
+from aflow_tune.report.records import Rollout, append_rollout
 from aflow_tune.tuning import harvest_config
 from aflow_tune.writer.form import as_text, read_written
 

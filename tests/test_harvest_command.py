@@ -21,7 +21,7 @@ from harvest_project import ALWAYS, folder, pairs, sums, write_project
 from aflow_tune.cli import main
 from aflow_tune.config.load import load_config
 from aflow_tune.errors import ExitCode
-from aflow_tune.report.rollouts import Rollout, append_rollout
+from aflow_tune.report.records import Rollout, append_rollout
 
 # isort: split
 from trinity.buffer.reader.file_reader import FileReader

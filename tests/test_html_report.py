@@ -23,9 +23,9 @@ from aflow_tune.report.charts import (
     step_ticks,
 )
 from aflow_tune.report.html import summary_text, write_report
+from aflow_tune.report.page import MOST_CHARACTERS, plain_text
 from aflow_tune.report.records import read_records, record_path
 from aflow_tune.report.statistics import Interval
-from aflow_tune.report.transcripts import MOST_CHARACTERS, plain_text
 
 _VOID = {"meta", "br", "link", "input", "img"}
 

@@ -13,6 +13,7 @@ import torch
 from fake_run import write_step
 
 from aflow_tune.report.metrics import (
+    LineTail,
     append_metrics,
     parse_line,
     read_metrics,
@@ -29,7 +30,6 @@ from aflow_tune.report.quantities import (
     training_speed,
     workflow_metrics,
 )
-from aflow_tune.report.tail import LineTail
 
 
 def test_only_numbers_are_kept_and_what_is_not_finite_is_null(tmp_path: Path) -> None:

@@ -13,8 +13,15 @@ from fake_run import TASKSET, write_evaluation, write_fake_run, write_step
 from rich.console import Console
 
 from aflow_tune.report.metrics import append_metrics, rewind_metrics
-from aflow_tune.report.panel import Panel, _clock, _sparkline
-from aflow_tune.report.progress import Progress, RunFollower, StepState, read_progress
+from aflow_tune.report.panel import (
+    Panel,
+    Progress,
+    RunFollower,
+    StepState,
+    _clock,
+    _sparkline,
+    read_progress,
+)
 
 
 def _lines(output: io.StringIO) -> list[str]:

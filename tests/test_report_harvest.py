@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.report.harvest import COUNTS_FILE, harvest_rows
-from aflow_tune.report.html import write_report
+from aflow_tune.report.html import COUNTS_FILE, harvest_rows, write_report
 
 COUNTS = {
     "problems": 4,

@@ -28,13 +28,18 @@ from writer_samples import text as reply
 
 from aflow_tune.report.evaluation import load_evaluations
 from aflow_tune.report.html import summary_text
-from aflow_tune.report.rollouts import Rollout, append_rollout, read_rollouts, rollout_path
+from aflow_tune.report.records import Rollout, append_rollout, read_rollouts, rollout_path
 from aflow_tune.report.statistics import wilson_interval
-from aflow_tune.report.writer_audit import (
+from aflow_tune.report.writer import (
+    WriterRecords,
+    WriterRun,
     audit_writer,
+    count,
+    load_writer,
+    read_run,
+    steps_told,
+    writer_summary,
 )
-from aflow_tune.report.writer_numbers import count, steps_told, writer_summary
-from aflow_tune.report.writer_records import WriterRecords, WriterRun, load_writer, read_run
 from aflow_tune.report.writer_section import summary_lines, writer_section
 
 SECTION = "Workflows that the policy wrote"

@@ -18,7 +18,9 @@ from test_html_report import _page
 
 from aflow_tune.report.evaluation import load_evaluations
 from aflow_tune.report.html import summary_text
-from aflow_tune.report.writer_audit import (
+from aflow_tune.report.writer import (
+    WriterRecords,
+    WriterRun,
     audit_writer,
     earning_fallbacks,
     failing_calls,
@@ -28,7 +30,6 @@ from aflow_tune.report.writer_audit import (
     one_structure,
     unrewarded_runs,
 )
-from aflow_tune.report.writer_records import WriterRecords, WriterRun
 
 SINGLE, VOTING, _ = GRAPHS
 

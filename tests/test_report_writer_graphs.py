@@ -12,11 +12,17 @@ from fake_writer import (
     refused,
 )
 
-from aflow_tune.report.graph_drawing import MOST_NODES, draw
-from aflow_tune.report.writer_graphs import best_and_worst, by_type, structures
-from aflow_tune.report.writer_prompts import marked, prompt_changes
-from aflow_tune.report.writer_records import WriterRecords, WriterRun
-from aflow_tune.report.writer_section import writer_section
+from aflow_tune.report.writer import WriterRecords, WriterRun
+from aflow_tune.report.writer_section import (
+    MOST_NODES,
+    best_and_worst,
+    by_type,
+    draw,
+    marked,
+    prompt_changes,
+    structures,
+    writer_section,
+)
 
 SINGLE, VOTING, PROGRAM = GRAPHS
 

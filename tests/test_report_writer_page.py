@@ -24,8 +24,7 @@ from test_html_report import _HOSTILE, _Page, _page
 
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import append_metrics
-from aflow_tune.report.panel import Panel
-from aflow_tune.report.progress import read_progress
+from aflow_tune.report.panel import Panel, read_progress
 
 SECTION = "Workflows that the policy wrote"
 _, VOTING, _ = GRAPHS

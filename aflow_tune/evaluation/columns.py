@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aflow_tune.engines.local.saved_weights import kind_of
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.report.best import best_step
+from aflow_tune.report.evaluation import best_step
 from aflow_tune.runs.folder import STEP_PREFIX, checkpoints
 from aflow_tune.types import Checkpoint
 

@@ -9,8 +9,7 @@ from typing import Any
 from aflow_tune.evaluation.results import Cell, Result
 from aflow_tune.evaluation.table import rows
 from aflow_tune.report.charts import Estimate, interval_chart
-from aflow_tune.report.page import render, write_page
-from aflow_tune.report.transcripts import pairs, plain_text
+from aflow_tune.report.page import pairs, plain_text, render, write_page
 
 PAGE_NAME = "eval.html"
 _TEMPLATE = "eval.html.jinja"

@@ -200,7 +200,7 @@ class BenchRun(Run):
             raise RunFailed(f"not evaluated to the end: {', '.join(missing)}")
         for name, step in wanted:
             evaluation = found[name][step]
-            if evaluation.failed_runs == len(evaluation.records):
+            if evaluation.failed_rollouts == len(evaluation.records):
                 reason = evaluation.records[0].reason or "no reason was given"
                 raise RunFailed(f"every run of {name} at step {step} failed: {reason}")
 

@@ -46,8 +46,8 @@ from aflow_tune.harvest.trials import Journal, Lesson, Trial
 from aflow_tune.harvest.trying import Trying
 from aflow_tune.models.books import client_for
 from aflow_tune.operators.prompts import use_prompts
-from aflow_tune.report.harvest import COUNTS_FILE
-from aflow_tune.report.rollouts import read_rollouts
+from aflow_tune.report.html import COUNTS_FILE
+from aflow_tune.report.records import read_rollouts
 from aflow_tune.running.stopping import until_stopped
 from aflow_tune.sandbox import use_policy
 from aflow_tune.writer.templates import Template

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aflow_tune.report.best import ranked, scores_of
-from aflow_tune.report.evaluation import load_evaluations
+from aflow_tune.report.evaluation import load_evaluations, ranked, scores_of
 from aflow_tune.report.metrics import FILE_NAME, read_metrics
 from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.report.statistics import Interval, mean, mean_interval

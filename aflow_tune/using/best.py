@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.report.evaluation import load_evaluations
-from aflow_tune.report.rollouts import read_rollouts
+from aflow_tune.report.records import read_rollouts
 from aflow_tune.report.statistics import mean
-from aflow_tune.report.writer_records import KEPT, WriterRun, read_run
+from aflow_tune.report.writer import KEPT, WriterRun, read_run
 from aflow_tune.writer.types import Level
 
 Text = tuple[str, tuple[tuple[str, str], ...]]

@@ -34,7 +34,7 @@ from aflow_tune.graph.aflow_template import AFLOW_NAMES
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.save import save_round
 from aflow_tune.operators import Operator, load_operators
-from aflow_tune.report.best import best_step
+from aflow_tune.report.evaluation import best_step
 from aflow_tune.runs.folder import checkpoints
 from aflow_tune.using.best import Best, Use, best_of, uses_in
 

@@ -56,8 +56,7 @@ from aflow_tune.engines.trinity.rollout.run_thread import RunThread
 from aflow_tune.models.books import Books
 from aflow_tune.models.cache import ResponseCache
 from aflow_tune.operators.prompts import use_prompts
-from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
-from aflow_tune.report.rollouts import Rollout, append_rollout
+from aflow_tune.report.records import MAX_REASON, EvalRecord, Rollout, append_record, append_rollout
 from aflow_tune.sandbox.policy import use_policy
 from aflow_tune.shipping.arrival import settle
 from aflow_tune.trace import Trace

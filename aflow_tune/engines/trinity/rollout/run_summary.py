@@ -8,7 +8,7 @@ from trinity.common.experience import Experience
 
 from aflow_tune.context import RunContext
 from aflow_tune.engines.trinity.rollout.recording import RecordedCall
-from aflow_tune.report.answers import answer_key
+from aflow_tune.report.records import answer_key
 from aflow_tune.trace import OperatorCall, Trace
 
 
