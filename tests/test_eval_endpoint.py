@@ -312,4 +312,4 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(
         assert len(server.requests) == 5
         result = json.loads(again.stdout)
         assert result["columns"][0]["tasksets"]["held_out"]["runs"] == 10
-        assert "5 of 10 runs are there" in again.stderr
+        assert "5 of 10 rollouts are there" in again.stderr

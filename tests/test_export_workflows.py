@@ -16,7 +16,7 @@ from writer_servers import executor, policy, write_config
 from aflow_tune.cli import main
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.report.records import EvalRecord, Rollout, append_record, append_rollout
-from aflow_tune.using.best import best_of, uses_in
+from aflow_tune.using.export import best_of, uses_in
 
 ONCE = """\
 class Workflow:

@@ -24,9 +24,8 @@ from writer_servers import EVIL, GOOD, executor, policy, write_config
 
 from aflow_tune.cli import main
 from aflow_tune.errors import RunFailed
-from aflow_tune.using.guard import is_loopback, own_hosts
 from aflow_tune.using.inferring import open_trained
-from aflow_tune.using.server import MAX_BODY_BYTES, Bounds, SolveServer
+from aflow_tune.using.server import MAX_BODY_BYTES, Bounds, SolveServer, is_loopback, own_hosts
 from aflow_tune.using.solved import Problem, Solved
 
 QUESTION = {"problem": "What is 17 * 23?", "type": "math"}

@@ -156,7 +156,7 @@ class BenchRun(Run):
         for taskset in config.buffer.explorer_input.eval_tasksets:
             of_set, samples = {taskset.name: tasks[taskset.name]}, taskset.repeat_times
             batch = Batch(None, [], arguments, self.run_dir / FOLDER, step)
-            left = batch.runs_left(of_set, samples, again=False)
+            left = batch.rollouts_left(of_set, samples, again=False)
             if left:
                 phase("loading the model")
                 batch.model = await models.take(config, weights)
@@ -164,7 +164,7 @@ class BenchRun(Run):
                 phase(f"evaluating on {taskset.name}")
                 await batch.run(of_set, left, samples, config.local.max_batch, lambda: None)
                 made += len(left)
-            if not batch.runs_left(of_set, samples, again=False):
+            if not batch.rollouts_left(of_set, samples, again=False):
                 self._done.add((taskset.name, step))
         if made:
             self._log(step)
