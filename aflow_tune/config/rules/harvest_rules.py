@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from aflow_tune.config.schema_names import nearest
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.harvest.candidates import read_templates
-from aflow_tune.harvest.harvest import SOURCES
+from aflow_tune.harvest.candidates import SOURCES, read_templates
 from aflow_tune.shipping.arrival import travelled
 from aflow_tune.trace import POLICY
 from aflow_tune.writer.templates import TEMPLATES, Template
