@@ -17,16 +17,7 @@ from aflow_tune.report.audit import Finding, audit_evaluation
 from aflow_tune.report.evaluation import Comparison, Evaluation, compare
 from aflow_tune.report.records import EvalRecord
 from aflow_tune.report.statistics import Interval, mean, standard_deviation
-from aflow_tune.report.usage import (
-    CallerUse,
-    Cost,
-    Price,
-    Usage,
-    callers,
-    cost,
-    per_solved,
-    usage,
-)
+from aflow_tune.report.usage import CallerUse, Cost, Price, Usage, callers, cost, per_solved, usage
 from aflow_tune.scoring.agent_reward import efficiency, target_tools, timing, tool_accuracy
 from aflow_tune.sections import AgentRewardSection
 

@@ -19,13 +19,7 @@ from aflow_tune.report.evaluation import Evaluation, Evaluations
 from aflow_tune.report.metrics import MetricsLine, series
 from aflow_tune.report.quantities import GROUP_HEALTH, REWARD, mean_gpu_use
 from aflow_tune.report.records import EvalRecord
-from aflow_tune.report.statistics import (
-    CONFIDENCE,
-    mean,
-    paired_difference,
-    rise,
-    wilson_interval,
-)
+from aflow_tune.report.statistics import CONFIDENCE, mean, paired_difference, rise, wilson_interval
 
 DOMINANT_SHARE = 0.5
 """One answer dominates if it certainly (Wilson, 95%) ends more than this share of the items."""

@@ -87,10 +87,7 @@ class _Frame:
         return " ".join(f"{self.x(at)},{self.y(value)}" for at, value in points)
 
     def svg(
-        self,
-        title: str,
-        drawing: Sequence[str],
-        places: Sequence[tuple[float, str]] | None = None,
+        self, title: str, drawing: Sequence[str], places: Sequence[tuple[float, str]] | None = None
     ) -> str:
         """The drawing between its axes; `places` are named on the lower one, else steps are."""
         if places is None:

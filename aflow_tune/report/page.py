@@ -80,12 +80,7 @@ def plain_text(value: Any) -> str:
 
 def _side(record: EvalRecord) -> dict[str, Any]:
     calls = [_call(call) for call in record.transcript if isinstance(call, Mapping)]
-    return {
-        "step": record.step,
-        "score": record.score,
-        "failure": record.failure,
-        "calls": calls,
-    }
+    return {"step": record.step, "score": record.score, "failure": record.failure, "calls": calls}
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

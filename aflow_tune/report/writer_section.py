@@ -268,11 +268,7 @@ def writer_charts(records: WriterRecords) -> list[Chart]:
         ),
         by_name("Operators used", "share of the graphs that name it", lambda n: n.operators),
         one("Graph length", "calls in the source: mean, smallest to largest", lambda n: n.nodes),
-        one(
-            "Distinct structures",
-            "among the valid graphs of a step",
-            lambda n: len(n.structures),
-        ),
+        one("Distinct structures", "among the valid graphs of a step", lambda n: len(n.structures)),
         one(
             "Most frequent structure",
             "its share of the valid graphs of a step",

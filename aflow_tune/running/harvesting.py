@@ -39,12 +39,7 @@ from aflow_tune.engines.trinity.readers import read_all
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
 from aflow_tune.evaluation.evaluating import LocalModels
 from aflow_tune.files import as_line, write_json, write_whole
-from aflow_tune.harvest.candidates import (
-    Candidate,
-    Problem,
-    past_candidates,
-    template_candidates,
-)
+from aflow_tune.harvest.candidates import Candidate, Problem, past_candidates, template_candidates
 from aflow_tune.harvest.harvest import Harvest, Journal, Lesson, Trial
 from aflow_tune.models.books import client_for
 from aflow_tune.operators.prompts import use_prompts

@@ -24,13 +24,7 @@ from typing import Any
 from aflow_tune.config.load import load_config
 from aflow_tune.engines.local.manifest import CheckpointError
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.evaluation.trained import (
-    RESOLVED,
-    Found,
-    config_source,
-    stage_folders,
-    trained_run,
-)
+from aflow_tune.evaluation.trained import RESOLVED, Found, config_source, stage_folders, trained_run
 from aflow_tune.files import write_json
 from aflow_tune.graph.aflow_template import AFLOW_NAMES
 from aflow_tune.graph.graph import Graph

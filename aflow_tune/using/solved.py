@@ -162,11 +162,7 @@ class Solved:
                 "mermaid": self.mermaid,
                 "svg": self.svg,
             },
-            "ran": {
-                "code": self.ran_code,
-                "prompts": dict(self.ran_prompts),
-                "svg": self.ran_svg,
-            },
+            "ran": {"code": self.ran_code, "prompts": dict(self.ran_prompts), "svg": self.ran_svg},
             "usd": self.usd,
             "tokens": self.tokens,
             "policy_tokens": self.policy_tokens,
