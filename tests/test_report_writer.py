@@ -85,7 +85,7 @@ def test_fields_of_another_type_count_as_absent() -> None:
         run = read({**dict.fromkeys(names, value), "valid": True}, reward=value)
         assert run.level in (None, 3)
         numbers = count([run])
-        assert numbers.runs == 1
+        assert numbers.rollouts == 1
     run = read({"valid": False})
     assert (run.level, run.structure, run.nodes, run.score, run.usd, run.tokens) == (None,) * 6
 
@@ -168,7 +168,7 @@ def eight_runs() -> list[WriterRollout]:
 
 def test_numbers_by_hand() -> None:
     numbers = count(eight_runs())
-    assert numbers.runs == 8
+    assert numbers.rollouts == 8
     # By task: 1, 1, 0, 0 are valid.
     assert numbers.valid.mean == 0.5
     assert (numbers.valid.low, numbers.valid.high) == wilson_interval(2, 4)
@@ -339,17 +339,17 @@ def test_structures_and_their_types() -> None:
     assert shown[0].operators == "1 Custom, 1 ScEnsemble"
     assert "solve: Custom" in shown[0].drawing.svg
     rows = by_type(records.latest, shown)
-    assert [(row.problem_type, row.graphs, row.distinct, row.most) for row in rows] == [
+    assert [(row["problem_type"], row["graphs"], row["distinct"], row["most"]) for row in rows] == [
         ("math", 3, 1, "S1"),
         ("qa", 3, 2, "S2"),
     ]
-    assert rows[1].shares == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert rows[1]["shares"] == pytest.approx([1 / 3, 2 / 3])
     section = writer_section(records)
-    assert section.types_sentence.startswith("Types differ")
-    assert "math: S1, qa: S2" in section.types_sentence
+    assert section["types_sentence"].startswith("Types differ")
+    assert "math: S1, qa: S2" in section["types_sentence"]
     alike = [read(record(problem_type=kind)) for kind in ("math", "code", "qa")]
     section = writer_section(WriterRecords({}, {"set": {0: alike}}))
-    assert section.types_sentence == "All types have the same most frequent structure, S1."
+    assert section["types_sentence"] == "All types have the same most frequent structure, S1."
 
 
 def test_best_and_worst_by_mean_reward() -> None:
@@ -363,16 +363,21 @@ def test_best_and_worst_by_mean_reward() -> None:
     ]
     best, worst, bad = best_and_worst(WriterRecords({1: runs}, {}))
     # SINGLE was used once with a reward: too few. Means: VOTING 8, PROGRAM 5.5.
-    assert (best.title, best.uses, best.reward, best.run.reward) == ("Best graph", 3, 8.0, 9.0)
-    assert best.run.structure == VOTING
-    assert (worst.uses, worst.reward, worst.run.reward) == (3, 5.5, 2.0)
-    assert worst.run.structure == PROGRAM
-    assert (bad.title, bad.uses, bad.reward) == ("Worst refused graph", 3, -8.5)
-    assert "solve: Solver" in bad.drawing.svg
+    assert (best["title"], best["uses"], best["reward"], best["rollout"].reward) == (
+        "Best graph",
+        3,
+        8.0,
+        9.0,
+    )
+    assert best["rollout"].structure == VOTING
+    assert (worst["uses"], worst["reward"], worst["rollout"].reward) == (3, 5.5, 2.0)
+    assert worst["rollout"].structure == PROGRAM
+    assert (bad["title"], bad["uses"], bad["reward"]) == ("Worst refused graph", 3, -8.5)
+    assert "solve: Solver" in bad["drawing"].svg
     # Where nothing was used often, all are looked at; what cannot be read only if alone.
     few = [read(record(SINGLE), reward=1.0), read(refused(UNREADABLE), reward=-10.0)]
     best, bad = best_and_worst(WriterRecords({1: few}, {}))
-    assert (best.uses, bad.drawing.why_not) == (1, "No graph could be read.")
+    assert (best["uses"], bad["drawing"].why_not) == (1, "No graph could be read.")
     assert best_and_worst(WriterRecords({1: [read(record(), reward=None)]}, {})) == []
 
 
@@ -394,12 +399,12 @@ def test_how_prompts_changed() -> None:
         3: [run(3, solve="New."), run(3, vote="Choose.")],
     }
     changes = prompt_changes(training)
-    assert [change.instance for change in changes] == ["solve", "vote"]
     solve, vote = changes
-    assert (solve.before.step, solve.before.runs, solve.before.of) == (1, 2, 3)
-    assert solve.before.pieces == (("del", "Old."),)
-    assert (solve.after.step, solve.after.runs, solve.after.of) == (3, 1, 1)
-    assert (solve.same, vote.same) == (False, True)
+    assert (solve["instance"], vote["instance"]) == ("solve", "vote")
+    assert solve["before"] == {"step": 1, "text": "Old.", "count": 2, "of": 3}
+    assert solve["pieces"][0] == [("del", "Old.")]
+    assert (solve["after"]["step"], solve["after"]["count"], solve["after"]["of"]) == (3, 1, 1)
+    assert (solve["same"], vote["same"]) == (False, True)
 
 
 def test_drawings() -> None:

@@ -13,7 +13,6 @@ import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -223,41 +222,26 @@ def harvest_rows(run_dir: Path) -> list[tuple[str, str]]:
     return rows
 
 
-@dataclass(frozen=True)
-class StageLine:
-    """One stage of a chain as it is shown. `link` is relative to the chain's folder, None before
-    it ran; `scores` has a task set, its items, and the mean score of its first and (None where
-    there was one evaluation only) its last evaluation."""
-
-    name: str
-    mode: str
-    status: str
-    steps: str
-    seconds: str
-    model: str
-    scores: Sequence[tuple[str, int, str, str | None]]
-    link: str | None
-
-
-def read_chain(folder: Path) -> list[StageLine]:
-    """The stages of the chain in `folder`, in their order."""
+def read_chain(folder: Path) -> list[dict[str, Any]]:
+    """The stages of the chain in `folder` as they are shown, in their order. `link` is relative
+    to the folder, None before the stage ran; `scores` has a task set, its items, and the mean
+    score of its first and (None where there was one evaluation only) its last evaluation."""
     lines = []
     for entry in _stages(folder):
         place, target = folder / entry["name"], int(entry.get("target") or 0)
         model, seconds = Path(str(entry.get("model") or "")), int(float(entry.get("seconds") or 0))
         if model.is_absolute() and model.is_relative_to(folder.resolve()):
             model = model.relative_to(folder.resolve())  # one that an earlier stage left
+        reported = (place / REPORT_NAME).exists()
         lines.append(
-            StageLine(
-                name=entry["name"],
-                mode=entry["mode"],
-                status=entry["status"],
-                steps=f"{steps_done(read_metrics(place))} of {target}" if target else "",
-                seconds=f"{seconds // 60}:{seconds % 60:02d}" if entry.get("seconds") else "",
-                model=str(model) if entry.get("model") else "",
-                scores=_scores(place),
-                link=f"{entry['name']}/{REPORT_NAME}" if (place / REPORT_NAME).exists() else None,
-            )
+            {
+                **{key: entry[key] for key in ("name", "mode", "status")},
+                "steps": f"{steps_done(read_metrics(place))} of {target}" if target else "",
+                "seconds": f"{seconds // 60}:{seconds % 60:02d}" if entry.get("seconds") else "",
+                "model": str(model) if entry.get("model") else "",
+                "scores": _scores(place),
+                "link": f"{entry['name']}/{REPORT_NAME}" if reported else None,
+            }
         )
     return lines
 
@@ -296,9 +280,10 @@ def chain_summary(folder: Path, report: Path) -> str:
     for line in read_chain(folder):
         scores = ", ".join(
             f"{name} {before}" + (f" -> {after}" if after else "")
-            for name, _, before, after in line.scores
+            for name, _, before, after in line["scores"]
         )
-        rows.append((line.name, line.mode, line.status, line.steps or "-", scores or "-"))
+        names = [line["name"], line["mode"], line["status"]]
+        rows.append((*names, line["steps"] or "-", scores or "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -216,7 +216,7 @@ class RunFollower:
         state.evaluated_now, state.evaluated_of = 0, None
         totals: Counter[str] = Counter()
         for failures in self._failures.values():
-            totals.update(failures)  # type: ignore[arg-type]
+            totals.update(failures)
         state.failures = dict(totals)
         for (name, step), scores in sorted(self._scores.items()):
             points = state.held_out.setdefault(name, [])

@@ -94,8 +94,8 @@ def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
     for caller, calls in by_caller.items():
         own = _usage(rollouts[caller], calls)
         share = own.tokens / total if total and own.tokens is not None else None
-        of_operator = outcomes.get(caller.rpartition("/")[2], {})
-        found.append(CallerUse(caller, own, share, dict(of_operator)))
+        of_operator = dict(outcomes.get(caller.rpartition("/")[2], ()))
+        found.append(CallerUse(caller, own, share, of_operator))
     found.sort(key=lambda use: (-(use.usage.tokens or 0), use.caller))
     calling = {caller.rpartition("/")[2] for caller in by_caller}
     silent = [

@@ -329,29 +329,6 @@ class Structure:
     drawing: Drawing
 
 
-@dataclass(frozen=True)
-class TypeRow:
-    """The structures of one problem type's valid graphs. `shares` are in the order of the
-    structures shown; `most` names the most frequent, "" if it is not among those."""
-
-    problem_type: str
-    graphs: int
-    distinct: int
-    shares: tuple[float, ...]
-    most: str
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One graph with the use of it that is shown; `reward` is the mean over its uses."""
-
-    title: str
-    uses: int
-    reward: float
-    rollout: WriterRollout
-    drawing: Drawing
-
-
 def draw(code: str, operators: Collection[str] = (), name: str = "graph") -> Drawing:
     """Draw the graph of this code.
 
@@ -427,37 +404,40 @@ def structures(records: WriterRecords, most: int = _MOST_STRUCTURES) -> list[Str
     return found
 
 
-def by_type(rollouts: Rollouts, shown: Sequence[Structure]) -> list[TypeRow]:
-    """Which structures the valid graphs of each problem type have; the most frequent types."""
+def by_type(rollouts: Rollouts, shown: Sequence[Structure]) -> list[dict[str, Any]]:
+    """Which structures the valid graphs of each problem type have; the most frequent types.
+
+    `shares` are in the order of the structures shown; `most` names the most frequent, "" if it
+    is not among those."""
     types: dict[str, Counter[str]] = defaultdict(Counter)
     for rollout in with_graphs(rollouts):
         types[rollout.problem_type][structure_of(rollout)] += 1
     names = {structure.key: structure.name for structure in shown}
     most = sorted(types.items(), key=lambda item: (-item[1].total(), item[0]))[:_MOST_TYPES]
     return [
-        TypeRow(
-            problem_type=name or "not said",
-            graphs=counts.total(),
-            distinct=len(counts),
-            shares=tuple(counts[structure.key] / counts.total() for structure in shown),
-            most=names.get(counts.most_common(1)[0][0], ""),
-        )
+        {
+            "problem_type": name or "not said",
+            "graphs": counts.total(),
+            "distinct": len(counts),
+            "shares": [counts[structure.key] / counts.total() for structure in shown],
+            "most": names.get(counts.most_common(1)[0][0], ""),
+        }
         for name, counts in most
     ]
 
 
-def _types_sentence(types: Sequence[TypeRow]) -> str:
+def _types_sentence(types: Sequence[Mapping[str, Any]]) -> str:
     """Whether kinds of task get different graphs, judged by their most frequent structure."""
     if len(types) < 2:
         return ""
-    most = {row.most for row in types}
+    most = {row["most"] for row in types}
     if len(most) == 1 and "" not in most:
-        return f"All types have the same most frequent structure, {types[0].most}."
-    told = ", ".join(f"{row.problem_type}: {row.most or 'another'}" for row in types)
+        return f"All types have the same most frequent structure, {types[0]['most']}."
+    told = ", ".join(f"{row['problem_type']}: {row['most'] or 'another'}" for row in types)
     return f"Types differ in their most frequent structure ({told})."
 
 
-def best_and_worst(records: WriterRecords) -> list[Shown]:
+def best_and_worst(records: WriterRecords) -> list[dict[str, Any]]:
     """The best and the worst valid graph and the worst refused one, by the mean reward of their
     uses in training (in the newest evaluations where there was no training). What could not even
     be read is shown where nothing else was refused.
@@ -490,12 +470,13 @@ def _by_code(rollouts: Rollouts) -> list[list[WriterRollout]]:
     return often or list(graphs.values())
 
 
-def _shown(title: str, name: str, uses: Rollouts, highest: bool = False) -> Shown:
+def _shown(title: str, name: str, uses: Rollouts, highest: bool = False) -> dict[str, Any]:
     """With its most telling use: that of the highest or lowest reward, the latest of equals."""
     sign = 1 if highest else -1
     rollout = max(uses, key=lambda use: (sign * _reward(use), use.step))
     drawing = draw(rollout.code, rollout.operators, f"{name}-graph")
-    return Shown(title, len(uses), _mean_reward(uses), rollout, drawing)
+    told = {"title": title, "uses": len(uses), "reward": _mean_reward(uses)}
+    return {**told, "rollout": rollout, "drawing": drawing}
 
 
 def _mean_reward(uses: Rollouts) -> float:
@@ -512,36 +493,14 @@ Mark = Literal["", "del", "ins"]
 Pieces = list[tuple[Mark, str]]
 
 
-@dataclass(frozen=True)
-class PromptSide:
-    """The prompt of one step, which `count` of the `of` rollouts that wrote one wrote."""
-
-    step: int
-    text: str
-    count: int
-    of: int
-
-
-@dataclass(frozen=True)
-class Change:
-    """One instance's prompt in the first and in the last step that have one, in pieces."""
-
-    instance: str
-    before: PromptSide
-    after: PromptSide
-    pieces: tuple[Pieces, Pieces]
-
-    @property
-    def same(self) -> bool:
-        return self.before.text == self.after.text
-
-
-def prompt_changes(training: Mapping[int, Rollouts], most: int = _MOST_INSTANCES) -> list[Change]:
+def prompt_changes(
+    training: Mapping[int, Rollouts], most: int = _MOST_INSTANCES
+) -> list[dict[str, Any]]:
     """How prompts changed: of the most frequent operator instances that were written in at least
     two steps, the text that most rollouts of the first and of the last such step wrote (the first
-    of them where no text was written twice)."""
+    of them where no text was written twice): `count` of the `of` rollouts that wrote one."""
     used = Counter(name for of in training.values() for rollout in of for name in rollout.prompts)
-    found: list[Change] = []
+    found: list[dict[str, Any]] = []
     for name, _ in used.most_common():
         texts = {
             step: Counter(r.prompts[name] for r in rollouts if name in r.prompts)
@@ -550,14 +509,17 @@ def prompt_changes(training: Mapping[int, Rollouts], most: int = _MOST_INSTANCES
         steps = [step for step, counts in texts.items() if counts]
         if len(steps) < 2 or len(found) == most:
             continue
-        before, after = (_side(step, texts[step]) for step in (steps[0], steps[-1]))
-        found.append(Change(name, before, after, marked(before.text, after.text)))
+        sides = []
+        for step in (steps[0], steps[-1]):
+            text, number = texts[step].most_common(1)[0]
+            text = text[:MOST_CHARACTERS]
+            sides.append({"step": step, "text": text, "count": number, "of": texts[step].total()})
+        before, after = sides
+        pieces = marked(before["text"], after["text"])
+        same = before["text"] == after["text"]
+        change = {"instance": name, "before": before, "after": after}
+        found.append({**change, "pieces": pieces, "same": same})
     return found
-
-
-def _side(step: int, counts: Counter[str]) -> PromptSide:
-    text, number = counts.most_common(1)[0]
-    return PromptSide(step, text[:MOST_CHARACTERS], number, counts.total())
 
 
 def marked(before: str, after: str) -> tuple[Pieces, Pieces]:

@@ -1,7 +1,7 @@
 """What a run has come to, for a sweep: its held-out score by step, with interval and cost.
 
 The score is the run's own: the mean of `report.score` in its evaluation records, as
-`report/best.py` ranks it. The evaluation before the first training step does not count, unless it
+`report/evaluation.py` ranks it. The evaluation before the first training step does not count, unless it
 is the only one: it would be the same for most trials. Of a chain the last stage counts that was
 evaluated.
 """
