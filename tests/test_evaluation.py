@@ -87,8 +87,8 @@ def test_failures_are_left_out_counted_as_zero_beside_it_and_said(tmp_path: Path
     write_evaluation(tmp_path, 0, [0.0, 0.0, 1.0, None])
     write_evaluation(tmp_path, 8, [1.0, 1.0, 1.0, 1.0])
     comparison = first_and_last(tmp_path)[TASKSET]
-    assert comparison.mean_before == pytest.approx(1 / 3)
-    assert comparison.mean_after == 1.0
+    assert comparison.primary.mean_before == pytest.approx(1 / 3)
+    assert comparison.primary.mean_after == 1.0
     assert (comparison.difference.count, comparison.left_out) == (3, 1)
     assert comparison.failed_as_zero is not None
     assert comparison.failed_as_zero.mean_before == 0.25

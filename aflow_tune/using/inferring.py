@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -118,6 +118,7 @@ def open_trained(
     )
 
 
+@dataclass
 class Inferer:
     """A policy with its executor, loaded while the context is open.
 
@@ -131,24 +132,18 @@ class Inferer:
     `seconds` bounds the solving of one problem: `rollout.run_timeout`, unless it is set.
     """
 
-    def __init__(
-        self,
-        config: AflowConfig,
-        weights: Path | None,
-        *,
-        workflow: WriterWorkflow,
-        title: str,
-        endpoint: str | None = None,
-        served_model: str | None = None,
-        key_variable: str | None = None,
-        sampling: Mapping[str, float],
-    ) -> None:
-        self.config, self.weights, self.workflow, self.title = config, weights, workflow, title
-        self._endpoint, self._served_model = endpoint, served_model
-        self._key_variable = key_variable
-        self.sampling = dict(sampling)
-        self.seconds: float = config.rollout.run_timeout
-        self._books = Books("", BudgetSection(), config.models)
+    config: AflowConfig
+    weights: Path | None
+    workflow: WriterWorkflow
+    title: str
+    sampling: dict[str, float]
+    endpoint: str | None = None
+    served_model: str | None = None
+    key_variable: str | None = None
+
+    def __post_init__(self) -> None:
+        self.seconds: float = self.config.rollout.run_timeout
+        self._books = Books("", BudgetSection(), self.config.models)
         self._stack = contextlib.AsyncExitStack()
         self._policy: RecordingClient | None = None
         self._auxiliary: dict[str, Any] = {}
@@ -163,7 +158,7 @@ class Inferer:
         """Changes with whatever decides results beside the problem, as far as it is seen here."""
         config = self.config
         weights = None if self.weights is None else fingerprint(self.weights)
-        policy = (self._endpoint and base_url(self._endpoint), self._served_model)
+        policy = (self.endpoint and base_url(self.endpoint), self.served_model)
         auxiliary = [model.model_path for model in config.explorer.auxiliary_models]
         settings = (config.writer, sorted(config.models.items()), config.prompts, config.operators)
         parts = (config.model.model_path, weights, policy, self.sampling, config.seed)
@@ -186,7 +181,7 @@ class Inferer:
             for folder in folders
             if folder and Path(str(folder)).is_absolute() and len(str(folder)) > 1
         }
-        urls = [self._endpoint, *(settings.base_url for settings in config.models.values())]
+        urls = [self.endpoint, *(settings.base_url for settings in config.models.values())]
         for url in filter(None, urls):
             for part in (base_url(url), url.rstrip("/"), urlsplit(url).netloc.rpartition("@")[2]):
                 names[part] = "(an address)"
@@ -201,11 +196,11 @@ class Inferer:
         await self._stack.__aenter__()
         try:
             local = await self._stack.enter_async_context(LocalModels())
-            if self._endpoint is None:
+            if self.endpoint is None:
                 policy = await local.take(self.config, self.weights)
             else:
                 policy = endpoint_model(
-                    self.config, self._endpoint, self._served_model or "", self._key_variable
+                    self.config, self.endpoint, self.served_model or "", self.key_variable
                 )
             self._policy = await recording_client(policy)
             self._auxiliary = await self._stack.enter_async_context(
