@@ -9,19 +9,83 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from eval_project import Run, numbers
 from graph_samples import own_form, simple
-from project import run_dir
+from project import run_dir, write_project
 from scripted_server import Reply, ScriptedServer
 
 from aflow_tune.cli import main
 from aflow_tune.report.records import read_records
 
-pytest_plugins = ("eval_fixtures",)
+WORKFLOW = """
+from typing import Dict
+
+from agentscope.model import TrinityChatModel
+
+from aflow_tune import caller, record_metrics
+
+
+async def ask_once(task: Dict, model: TrinityChatModel) -> float:
+    with caller("ask"):
+        reply = await model([{"role": "user", "content": task["question"]}])
+    text = "".join(block["text"] for block in reply.content if block["type"] == "text")
+    if text == "crash":
+        raise LookupError("no such planet")
+    right = float(task["answer"] in text)
+    record_metrics(right=right)
+    return right
+
+
+async def always_wrong(task: Dict, model: TrinityChatModel) -> float:
+    await model([{"role": "user", "content": task["question"]}])
+    record_metrics(right=0.0)
+    return 0.0
+"""
+
+
+def numbers(request: dict[str, Any]) -> Reply:
+    """`tuned` answers every question right, `small` the even ones."""
+    number = int("".join(c for c in request["messages"][-1]["content"] if c.isdigit()))
+    right = request["model"] == "tuned" or number % 2 == 0
+    return Reply(f"<answer>{number if right else 0}</answer>")
+
+
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer(numbers) as running:
+        yield running
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A project of ten held-out tasks; its model is on no disk."""
+    path = write_project(tmp_path, Path("nobody/no-such-model"), workflow=WORKFLOW)
+    rows = [json.dumps({"question": f"What is {n}?", "answer": str(n)}) for n in range(100, 110)]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(rows) + "\n")
+    text = path.read_text().replace("flow.py:two_calls", "flow.py:ask_once")
+    path.write_text(text.replace("score: letters", "score: right"))
+    return path
+
+
+@pytest.fixture
+def evaluate(server: ScriptedServer, config: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command on the server; its exit code and what it printed as JSON."""
+
+    def run(*arguments: str, models: tuple[str, ...] = ("small",)) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        endpoint = ["--endpoint", server.url, "--model", *models]
+        code = main(["eval", str(config), *arguments, *endpoint, "--json"])
+        printed = capsys.readouterr().out
+        return code, json.loads(printed) if printed else {}
+
+    return run
 
 
 def test_two_models_of_an_endpoint_are_measured_and_compared(
@@ -242,9 +306,6 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(
         result = json.loads(again.stdout)
         assert result["columns"][0]["tasksets"]["held_out"]["runs"] == 10
         assert "5 of 10 rollouts are there" in again.stderr
-
-
-pytest_plugins = ("eval_fixtures",)
 
 
 def test_a_budget_of_calls_ends_an_evaluation_and_a_higher_one_goes_on(

@@ -130,7 +130,7 @@ def write_eval_page(path: Path, result: Result) -> Path:
 
     facts, score = dict(result.facts), str(result.facts.get("score"))
     shown = {k: v for k, v in facts.items() if k not in ("tasks", "written", "score")}
-    shown |= {"runs a task": result.samples, "solved from": f"{result.solved_at:g}"}
+    shown |= {"rollouts a task": result.samples, "solved from": f"{result.solved_at:g}"}
     text = render(
         "eval.html.jinja",
         title=f"Evaluation: {Path(str(facts.get('config'))).stem}",

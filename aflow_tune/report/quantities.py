@@ -20,7 +20,7 @@ GROUP_HEALTH = {
     "all best": "experience_pipeline/group/frac_all_best",
     "all worst": "experience_pipeline/group/frac_all_worst",
 }
-"""Shares of task groups by their runs' rewards. Only a mixed group has a gradient."""
+"""Shares of task groups by their rollouts' rewards. Only a mixed group has a gradient."""
 
 LOSS = ("actor/final_loss", "actor/pg_loss", "actor/loss")
 KL = ("actor/ppo_kl", "actor/kl_loss", "actor/kl")
@@ -37,9 +37,9 @@ WRITER_METRICS = "writer/"
 """How the names of what the writer's workflow records about its graphs begin; they have a section
 of the report of their own."""
 VALID_GRAPHS = f"rollout/{WRITER_METRICS}valid/mean"
-"""Share of the runs of a step whose policy wrote a valid graph."""
+"""Share of the rollouts of a step whose policy wrote a valid graph."""
 TRACE_METRICS = ("operator/", "sandbox/", "cost/", "unpriced_calls/")
-"""How the names of what a run's trace counts begin; not recorded by the workflow itself."""
+"""How the names of what a rollout's trace counts begin; not recorded by the workflow itself."""
 GPU_ROLE = "gpus"
 """The role under which the sampler of GPU use writes."""
 GPU_USE, GPU_SECONDS = "gpu/use", "gpu/seconds"
@@ -61,7 +61,7 @@ def is_training(line: MetricsLine) -> bool:
 
 
 def failure_counts(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Failed runs of one step by kind; kinds that did not happen are absent."""
+    """Failed rollouts of one step by kind; kinds that did not happen are absent."""
     counts: dict[str, float] = {}
     for name, value in metrics.items():
         if name.startswith(_FAILURE) and value > 0:
@@ -82,8 +82,8 @@ def finished_evaluations(metrics: Mapping[str, float]) -> dict[str, int]:
 def sampling_speed(metrics: Mapping[str, float]) -> float | None:
     """Sampled tokens a second of a rollout; from its tokens and its time if not logged itself.
 
-    Tokens of a run / calls of a run x calls of the step / seconds: exact where every call has
-    one choice and no run failed.
+    Tokens of a rollout / calls of a rollout x calls of the step / seconds: exact where every call has
+    one choice and none failed.
     """
     logged = metrics.get("rollout/tokens_per_second", metrics.get("explorer/tokens_per_second"))
     if logged is not None:
