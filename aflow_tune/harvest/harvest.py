@@ -174,7 +174,7 @@ class Harvest:
     settings: HarvestSection
     trials: Journal[Trial]
     lessons: Journal[Lesson]
-    auxiliary: Mapping[str, Any]
+    auxiliary: dict[str, Any]
     rewards: RewardsSection
     teacher: ModelClient | None
     seconds: float

@@ -91,7 +91,7 @@ class _Read:
         }
         totals: Counter[str] = Counter()
         for found in by_step.values():
-            totals.update(found)  # type: ignore[arg-type]
+            totals.update(found)
         return dict(totals.most_common())
 
     @property

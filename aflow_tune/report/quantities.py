@@ -82,8 +82,8 @@ def finished_evaluations(metrics: Mapping[str, float]) -> dict[str, int]:
 def sampling_speed(metrics: Mapping[str, float]) -> float | None:
     """Sampled tokens a second of a rollout; from its tokens and its time if not logged itself.
 
-    Tokens of a rollout / calls of a rollout x calls of the step / seconds: exact where every call has
-    one choice and none failed.
+    Its tokens / its calls x calls of the step / seconds: exact where every call has one choice and
+    no rollout failed.
     """
     logged = metrics.get("rollout/tokens_per_second", metrics.get("explorer/tokens_per_second"))
     if logged is not None:

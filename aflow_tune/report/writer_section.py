@@ -64,14 +64,17 @@ _MOST_KINDS, _MOST_STRUCTURES, _MOST_TYPES, _MOST_CURVES, _MOST_INSTANCES = 8, 6
 _MOST_WIDTH = 2_000.0
 """Pixels of a drawing."""
 
+
+def _share(level: Level) -> Callable[[Numbers], str]:
+    return lambda numbers: f"{numbers.levels[level]:.0%}"
+
+
 _ROWS: Mapping[str, Callable[[Numbers], str]] = {
     "rollouts": lambda n: str(n.rollouts),
     "valid graphs": lambda n: n.valid.text(),
-    "answered by the graph as written": lambda n: f"{n.levels[Level.CLEAN]:.0%}",
+    "answered by the graph as written": _share(Level.CLEAN),
     **{
-        f"answered by fallback {level.value}: {LEVEL_NAMES[level]}": (
-            lambda n, level=level: f"{n.levels[level]:.0%}"
-        )
+        f"answered by fallback {level.value}: {LEVEL_NAMES[level]}": _share(level)
         for level in Level
         if level != Level.CLEAN
     },
@@ -170,7 +173,7 @@ def _refusals(phases: Sequence[Phase]) -> list[dict[str, Any]]:
     """The most frequent kinds over all phases, with their shares and an example."""
     totals: Counter[str] = Counter()
     for phase in phases:
-        totals.update(phase.numbers.refusals)  # type: ignore[arg-type]
+        totals.update(phase.numbers.refusals)
     return [
         {
             "kind": kind,
@@ -224,12 +227,12 @@ def writer_charts(records: WriterRecords) -> list[Chart]:
         """A curve for each of the most frequent names; a step without one has a share of 0."""
         totals: Counter[str] = Counter()
         for numbers in training.values():
-            totals.update(shares(numbers))  # type: ignore[arg-type]
+            totals.update(shares(numbers))
         most = sorted(totals, key=lambda name: (-totals[name], name))[:_MOST_CURVES]
         curves = [
             Curve(
                 plain_text(name),
-                _points(training, lambda n, name=name: shares(n).get(name, 0.0)),
+                [Point(step, shares(n).get(name, 0.0)) for step, n in training.items()],
                 colour,
             )
             for colour, name in enumerate(most)
@@ -238,7 +241,9 @@ def writer_charts(records: WriterRecords) -> list[Chart]:
 
     levels = [
         Curve(
-            name, _points(training, lambda n, level=level: n.levels[level]), _LEVEL_COLOURS[level]
+            name,
+            [Point(step, n.levels[level]) for step, n in training.items()],
+            _LEVEL_COLOURS[level],
         )
         for level, name in LEVEL_NAMES.items()
     ]
@@ -509,7 +514,7 @@ def prompt_changes(
         steps = [step for step, counts in texts.items() if counts]
         if len(steps) < 2 or len(found) == most:
             continue
-        sides = []
+        sides: list[dict[str, Any]] = []
         for step in (steps[0], steps[-1]):
             text, number = texts[step].most_common(1)[0]
             text = text[:MOST_CHARACTERS]

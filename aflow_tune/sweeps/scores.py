@@ -1,9 +1,9 @@
 """What a run has come to, for a sweep: its held-out score by step, with interval and cost.
 
 The score is the run's own: the mean of `report.score` in its evaluation records, as
-`report/evaluation.py` ranks it. The evaluation before the first training step does not count, unless it
-is the only one: it would be the same for most trials. Of a chain the last stage counts that was
-evaluated.
+`report/evaluation.py` ranks it. The evaluation before the first training step does not count,
+unless it is the only one: it would be the same for most trials. Of a chain the last stage counts
+that was evaluated.
 """
 
 from __future__ import annotations

@@ -173,8 +173,11 @@ def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int],
     for number, line in enumerate(lines, 1):
         entry = _object(line) or {}
         row, sample = entry.get("row"), entry.get("sample")
-        counted = isinstance(row, int) and isinstance(sample, int)
-        if not counted or entry.get("key") != keys.get(row, "no such row"):
+        if (
+            not isinstance(row, int)
+            or not isinstance(sample, int)
+            or entry.get("key") != keys.get(row, "no such row")
+        ):
             expected = "results of these problems by this model with these settings"
             cure = "name a new file, or remove this one"
             fault = Fault(f"{out}:{number}", expected, "something else", cure)

@@ -139,7 +139,7 @@ class Solved:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, in the order in which it is read."""
-        found = {
+        found: dict[str, Any] = {
             "problem": self.problem.text,
             "type": self.problem.type,
             "entry_point": self.problem.entry_point,
