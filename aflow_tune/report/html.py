@@ -163,7 +163,12 @@ def write_report(
         plain=plain_text,
         changes=changes,
         settings=sorted(settings.items()),
-        instructions=_instructions(run_dir),
+        merged=_there(run_dir / "export" / "merged"),
+        adapter=_there(run_dir / "export" / "adapter"),
+        monitor=_there(run_dir / "monitor"),
+        resumable=any(run_dir.glob("global_step_*")),
+        python=repr,
+        shell=shlex.quote,
     )
     return write_page(run_dir / REPORT_NAME, text)
 
@@ -188,7 +193,7 @@ def summary_text(run_dir: Path, report: Path) -> str:
         ("model", _there(run_dir / "export" / "merged")),
         ("adapter", _there(run_dir / "export" / "adapter")),
         ("checkpoint", _newest_checkpoint(run_dir)),
-        ("curves", f"tensorboard --logdir {_quoted(run_dir / 'monitor')}"),
+        ("curves", f"tensorboard --logdir {shlex.quote(str(run_dir / 'monitor'))}"),
     ]
     shown = [f"{label + ':':<12}{text}" for label, text in places if text]
     return "\n".join([*sentences, "", *shown])
@@ -336,35 +341,6 @@ def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
     return [(name, found) for name, found in paired if found is not None][:_MOST_ROWS]
 
 
-def _instructions(run_dir: Path) -> list[tuple[str, str]]:
-    """How to use, continue and look at what the run folder holds: sentences with commands."""
-    found = []
-    merged, adapter = run_dir / "export" / "merged", run_dir / "export" / "adapter"
-    if merged.is_dir():
-        found.append(
-            (
-                "Use the tuned model: a Hugging Face folder, adapter merged in. Any framework "
-                "loads it, and a configuration takes it as its model.",
-                f"AutoModelForCausalLM.from_pretrained({str(merged)!r})\n"
-                f"aflow-tune CONFIG.yaml name=next model.model_path={_quoted(merged)}",
-            )
-        )
-    if adapter.is_dir():
-        text = "The adapter alone, as a PEFT folder over the model that was tuned."
-        found.append((text, f"PeftModel.from_pretrained(base_model, {str(adapter)!r})"))
-    if any(run_dir.glob("global_step_*")):
-        found.append(
-            (
-                "Go on: the command of this run resumes it from its newest checkpoint if it was "
-                "interrupted, and trains further with a higher target.",
-                "aflow-tune CONFIG.yaml buffer.total_steps=MORE",
-            )
-        )
-    if (run_dir / "monitor").is_dir():
-        found.append(("All curves.", f"tensorboard --logdir {_quoted(run_dir / 'monitor')}"))
-    return found
-
-
 def _newest_checkpoint(run_dir: Path) -> str:
     steps = {path.name.removeprefix("global_step_"): path for path in run_dir.glob("global_step_*")}
     saved = {int(step): path for step, path in steps.items() if step.isdigit()}
@@ -373,7 +349,3 @@ def _newest_checkpoint(run_dir: Path) -> str:
 
 def _there(path: Path) -> str:
     return str(path) if path.exists() else ""
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
