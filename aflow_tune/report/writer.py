@@ -400,6 +400,7 @@ def audit_writer(records: WriterRecords, evaluations: Evaluations) -> list[Findi
     uses = [
         use
         for name, steps in records.held_out.items()
+        if name in evaluations
         for record in evaluations[name][max(steps)].records
         for use in record.operators
     ]
