@@ -99,8 +99,8 @@ def run_seed(seed: int, inline: bool, root: Path) -> Outcome:
     change = comparison.difference
     return Outcome(
         seed=seed,
-        before=comparison.mean_before,
-        after=comparison.mean_after,
+        before=comparison.primary.mean_before,
+        after=comparison.primary.mean_after,
         difference=change.mean,
         low=change.low,
         high=change.high,

@@ -25,7 +25,7 @@ from typing import Any
 from learn import run_command
 
 from aflow_tune.report.evaluation import Evaluation, load_evaluations, pair
-from aflow_tune.report.rollouts import read_rollouts
+from aflow_tune.report.records import read_rollouts
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "writer_local.yaml"

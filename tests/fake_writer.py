@@ -15,9 +15,8 @@ from fake_run import TASKSET, write_step
 
 from aflow_tune.report.evaluation import load_evaluations
 from aflow_tune.report.metrics import append_metrics
-from aflow_tune.report.records import EvalRecord, append_record
-from aflow_tune.report.rollouts import Rollout, append_rollout
-from aflow_tune.report.writer_records import WriterRecords, WriterRun, load_writer, read_run
+from aflow_tune.report.records import EvalRecord, Rollout, append_record, append_rollout
+from aflow_tune.report.writer import WriterRecords, WriterRollout, load_writer, read_rollout
 
 HEAD = """\
 class Workflow:
@@ -176,9 +175,9 @@ def evaluated(
     )
 
 
-def read(kept: Any, step: int = 1, item: int = 0, reward: Any = 0.5) -> WriterRun:
+def read(kept: Any, step: int = 1, item: int = 0, reward: Any = 0.5) -> WriterRollout:
     """A record as it is read."""
-    run = read_run({"writer": kept}, step, ("set", item), reward)
+    run = read_rollout({"writer": kept}, step, ("set", item), reward)
     assert run is not None
     return run
 

@@ -14,7 +14,6 @@ from aflow_tune.report.audit import (
     DOMINANT_ITEMS,
     RECENT_STEPS,
     audit_run,
-    describe,
     groups_without_variance,
     one_answer_dominates,
     reward_without_score,
@@ -22,7 +21,7 @@ from aflow_tune.report.audit import (
 )
 from aflow_tune.report.evaluation import load_evaluations
 from aflow_tune.report.html import summary_text, write_report
-from aflow_tune.report.metrics import MetricsLine, append_metrics, read_metrics
+from aflow_tune.report.metrics import MetricsLine, read_metrics
 from aflow_tune.report.records import EvalRecord
 
 RISING = [0.1, 0.12, 0.11, 0.13, 0.5, 0.52, 0.49, 0.51]
@@ -55,25 +54,6 @@ def test_a_rising_reward_with_a_falling_score_is_told(tmp_path: Path) -> None:
         "From step 0 to 8 the training reward rose by 0.390 while the held-out score on held_out "
         "fell by 0.500 (40 paired items)."
     )
-
-
-@pytest.mark.parametrize(
-    ("rewards", "before", "after"),
-    [
-        (RISING, BAD, GOOD),
-        (RISING, GOOD, GOOD),
-        (RISING, GOOD, [*GOOD[1:], 0.0]),
-        (FLAT, GOOD, BAD),
-        (RISING[::-1], GOOD, BAD),
-        (RISING[:3], GOOD, BAD),
-    ],
-    ids=["both rise", "score stays", "score falls by chance", "reward flat", "both fall", "short"],
-)
-def test_nothing_is_told_where_reward_and_score_agree(
-    tmp_path: Path, rewards: list[float], before: list[float], after: list[float]
-) -> None:
-    run_dir = run_with(tmp_path / "run", rewards, (0, before), (len(rewards), after))
-    assert check_reward(run_dir) is None
 
 
 def test_the_fall_is_measured_from_the_best_evaluation(tmp_path: Path) -> None:
@@ -115,16 +95,13 @@ def test_answers_that_differ_or_are_few_are_not_told(answers: list[str | None]) 
     assert one_answer_dominates(records(answers), "held_out") is None
 
 
-def test_the_runs_of_one_item_count_once() -> None:
-    runs = [replace(record, run=run) for record in records(["1", "2"]) for run in range(40)]
-    assert one_answer_dominates(runs, "held_out") is None
-
-
 def test_rewards_for_empty_outputs_are_told() -> None:
     rewards = [1.0] * 5 + [1.0] * 5 + [0.0] * 10
     found = unearned_rewards(records([""] * 5 + ["x"] * 15, rewards), "held_out")
     assert found is not None
-    assert "5 of 10 rewarded runs did nothing to earn it: 5 with an empty output." in found.found
+    assert (
+        "5 of 10 rewarded rollouts did nothing to earn it: 5 with an empty output." in found.found
+    )
 
 
 def test_rewards_from_handled_exceptions_are_told() -> None:
@@ -136,15 +113,8 @@ def test_rewards_from_handled_exceptions_are_told() -> None:
     ]
     found = unearned_rewards([*crashed, *unread, *made[4:]], "held_out")
     assert found is not None
-    assert "4 of 10 rewarded runs" in found.found
+    assert "4 of 10 rewarded rollouts" in found.found
     assert "4 whose programs or operators all failed" in found.found
-
-
-def test_unearned_rewards_do_not_depend_on_the_scale() -> None:
-    low_for_empty = records([""] * 10 + ["x"] * 10, [-10.0] * 10 + [6.0] * 10)
-    assert unearned_rewards(low_for_empty, "held_out") is None
-    paid_for_empty = records([""] * 10 + ["x"] * 10, [6.0] * 10 + [-10.0] * 5 + [6.0] * 5)
-    assert unearned_rewards(paid_for_empty, "held_out") is not None
 
 
 @pytest.mark.parametrize(
@@ -159,12 +129,6 @@ def test_unearned_rewards_do_not_depend_on_the_scale() -> None:
 )
 def test_earned_rewards_are_not_told(answers: list[str], rewards: list[float]) -> None:
     assert unearned_rewards(records(answers, rewards), "held_out") is None
-
-
-def test_a_program_that_failed_once_and_then_ran_is_no_exception() -> None:
-    made = records(["x"] * 10, [1.0] * 5 + [0.0] * 5)
-    metrics = {"sandbox/failed": 1.0, "sandbox/finished": 1.0}
-    assert unearned_rewards([replace(r, metrics=metrics) for r in made], "held_out") is None
 
 
 def health(mixed: float, best: float, worst: float, steps: int = RECENT_STEPS) -> list[MetricsLine]:
@@ -187,18 +151,6 @@ def test_groups_without_variance_are_told_with_their_reason() -> None:
     assert "50% solve their task in every run and 50% never" in both.found
 
 
-def test_groups_with_variance_or_few_steps_are_not_told() -> None:
-    assert groups_without_variance(health(0.25, 0.5, 0.25)) is None
-    assert groups_without_variance(health(0.0, 1.0, 0.0, steps=RECENT_STEPS - 1)) is None
-    assert groups_without_variance([]) is None
-
-
-def test_only_the_last_steps_of_the_groups_count() -> None:
-    lines = [*health(0.0, 1.0, 0.0)]
-    later = [replace(line, step=line.step + 10) for line in health(0.8, 0.1, 0.1)]
-    assert groups_without_variance([*lines, *later]) is None
-
-
 def test_a_healthy_run_passes_and_says_what_was_looked_for(tmp_path: Path) -> None:
     run_dir = write_fake_run(tmp_path / "run")
     assert audit_run(read_metrics(run_dir), load_evaluations(run_dir)) == []
@@ -207,17 +159,3 @@ def test_a_healthy_run_passes_and_says_what_was_looked_for(tmp_path: Path) -> No
     page = (run_dir / "report.html").read_text()
     assert "Nothing was found." in page
     assert all(check in page for check in CHECKS)
-
-
-def test_findings_stand_in_the_report_and_at_the_end(tmp_path: Path) -> None:
-    run_dir = run_with(tmp_path / "run", RISING, (0, GOOD), (8, BAD))
-    for step in range(4, 9):
-        append_metrics(run_dir, "explorer", step, {"experience_pipeline/group/frac_mixed": 0.0})
-    found = audit_run(read_metrics(run_dir), load_evaluations(run_dir))
-    assert [finding.check for finding in found] == [CHECKS[3], CHECKS[0]]
-    text = summary_text(run_dir, write_report(run_dir))
-    page = (run_dir / "report.html").read_text()
-    for finding in found:
-        assert f"Audit: {finding}" in text
-        assert finding.found in page
-    assert describe(found) == [f"Audit: {finding}" for finding in found]

@@ -9,7 +9,7 @@ from fake_run import write_evaluation
 
 from aflow_tune.errors import BadInput
 from aflow_tune.evaluation.columns import Wanted, make_plan
-from aflow_tune.report.best import best_step
+from aflow_tune.report.evaluation import best_step
 
 
 def make_run(folder: Path, steps: tuple[int, ...] = (5, 10, 20)) -> Path:
@@ -36,16 +36,6 @@ def test_the_base_model_comes_first_and_the_newest_checkpoint_joins_it(tmp_path:
     assert names(Wanted(), run_dir) == ["base", "step 20 (last)"]
     assert names(Wanted(checkpoints=["base"]), run_dir) == ["base"]
     assert pairs(Wanted(), run_dir) == [("base", "step 20 (last)")]
-
-
-def test_names_of_one_checkpoint_are_one_column(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
-    folder = str(run_dir / "global_step_20")
-    wanted = Wanted(checkpoints=["best", "last", "20", "10", folder, "base"])
-    assert names(wanted, run_dir) == ["base", "step 10 (best)", "step 20 (last)"]
-    plan = make_plan(wanted, run_dir)
-    assert [column.side.step for column in plan.columns] == [0, 10, 20]
-    assert plan.columns[1].side.weights == (run_dir / "global_step_10").resolve()
 
 
 def test_the_best_step_has_a_checkpoint_and_the_highest_score(tmp_path: Path) -> None:
@@ -94,23 +84,6 @@ def test_settings_make_a_grid_with_pairs_of_equal_settings(tmp_path: Path) -> No
         for file in ("a.yaml", "b.yaml")
         for limit in (8, 16)
     ]
-
-
-def test_models_of_an_endpoint_are_columns(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run")
-    wanted = Wanted(served_models=["small", "tuned"])
-    plan = make_plan(wanted, run_dir)
-    assert [(c.name, c.side.served_model) for c in plan.columns] == [
-        ("base", "small"),
-        ("tuned", "tuned"),
-    ]
-    compared = Wanted(served_models=["small", "tuned"], compare=("small", "tuned"))
-    assert pairs(compared, run_dir) == [("base", "tuned")]
-
-
-def test_equal_names_of_different_things_are_numbered(tmp_path: Path) -> None:
-    wanted = Wanted(compare=("workflow:a.py:solve", "workflow:b.py:solve"))
-    assert names(wanted, tmp_path) == ["base", "base, solve", "base, solve #2"]
 
 
 @pytest.mark.parametrize(

@@ -86,17 +86,6 @@ def test_every_form_of_the_same_weights_scores_the_same(trained: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_varied_settings_and_a_second_workflow_share_the_loaded_model(trained: Path) -> None:
-    result = evaluate(
-        trained, *("--checkpoint", "base", "--vary", "max_tokens=1,4", "--samples", "2")
-    )
-    drawn = [column["tasksets"]["held_out"]["tokens"]["tokens"] for column in result["columns"]]
-    # Four tasks, two runs, two calls each.
-    assert drawn[0] == 16
-    assert 16 < drawn[1] <= 64
-
-
-@pytest.mark.slow
 def test_the_base_model_is_itself_again_after_full_weights(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -111,17 +100,6 @@ def test_the_base_model_is_itself_again_after_full_weights(
     assert cells["base"] == cells["base, two_calls"] != cells["step 1"]
     own = run_dir(tmp_path) / "evaluations" / "held_out" / "step_1.jsonl"
     assert comparable(records_of(config, "step-1", 1)) == comparable(read_records(own))
-
-
-@pytest.mark.slow
-def test_the_best_step_is_the_one_that_the_run_scored_best(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = evaluate(trained, "--compare", "base", "best", "--limit", "2")
-    assert [column["name"] for column in result["columns"]] == ["base", "step 2 (best)"]
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "held-out score (letters)" in printed
-    assert "base -> step 2 (best):" in printed
 
 
 def test_a_damaged_checkpoint_and_a_strange_adapter_are_refused(
@@ -142,19 +120,3 @@ def test_a_damaged_checkpoint_and_a_strange_adapter_are_refused(
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(BadInput, match="alpha_pattern"):
         read_weights(adapter)
-
-
-def test_rank_stabilised_adapters_are_scaled_as_peft_scales_them(
-    trained: Path, tmp_path: Path
-) -> None:
-    from aflow_tune.engines.local.saved_weights import read_weights
-
-    adapter = shutil.copytree(run_dir(trained.parent) / "export" / "adapter", tmp_path / "adapter")
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    settings["use_rslora"] = True
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    state, spec = read_weights(adapter)
-    assert spec is not None
-    assert spec.scaling == pytest.approx(8 / 4**0.5)
-    assert all(name.startswith("lora.model.layers.") for name in state)
-    assert sum(name.endswith(".A") for name in state) == sum(name.endswith(".B") for name in state)

@@ -10,11 +10,10 @@ from typing import Any
 
 import openai
 import pytest
-from agentscope.message import Msg
 from agentscope.model import TrinityChatModel
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 
-from aflow_tune import WorkflowOutput, caller, record_metrics
+from aflow_tune import caller, record_metrics
 from aflow_tune.models.client import BaseClient
 from aflow_tune.models.spend import Call
 from aflow_tune.models.types import Ask, Usage
@@ -82,34 +81,6 @@ def test_calls_and_answer_are_kept(server: ScriptedServer, tmp_path: Path) -> No
     assert record.run == 0
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("\\boxed{7}", "7"),
-        (Msg("solver", "it is <answer>8</answer>", "assistant"), "8"),
-        ("", ""),
-        (None, "four"),
-        ({"no": "text"}, "four"),
-    ],
-)
-def test_a_returned_response_is_the_answer(
-    server: ScriptedServer, tmp_path: Path, response: Any, expected: str
-) -> None:
-    async def workflow(task: dict, model: TrinityChatModel) -> WorkflowOutput:
-        await model(ask("2 + 2?"))
-        return WorkflowOutput(reward=1.0, response=response)
-
-    assert record_of(server, tmp_path, workflow).answer == expected
-
-
-def test_an_answer_of_tool_calls_only_is_not_empty(server: ScriptedServer, tmp_path: Path) -> None:
-    async def workflow(task: dict, model: TrinityChatModel) -> float:
-        await model(ask("tools"))
-        return 1.0
-
-    assert record_of(server, tmp_path, workflow).answer == 'search({"q": "x"}) open({})'
-
-
 def test_the_trace_becomes_metrics_but_never_over_the_users(
     server: ScriptedServer, tmp_path: Path
 ) -> None:
@@ -135,17 +106,6 @@ def test_the_trace_becomes_metrics_but_never_over_the_users(
     assert record.operators == [
         {"operator": "Custom", "instance": "solve", "outcome": "ok", "attempts": 2}
     ]
-
-
-def test_a_failed_run_keeps_its_trace(server: ScriptedServer, tmp_path: Path) -> None:
-    async def workflow(task: dict, model: TrinityChatModel) -> float:
-        await model(ask("2 + 2?"))
-        note(ProgramRun(level="bubblewrap", outcome="failed"))
-        raise LookupError("no such planet")
-
-    record = record_of(server, tmp_path, workflow)
-    assert (record.failure, record.score) == ("raised", None)
-    assert others_metrics(record) == {"sandbox/failed": 1.0}
 
 
 def test_runs_do_not_share_a_trace_and_may_start_at_any_number(

@@ -17,9 +17,12 @@ from aflow_tune.config.load import load_config
 from aflow_tune.gpus import use
 from aflow_tune.gpus.devices import snapshot
 from aflow_tune.gpus.use import UseLog
-from aflow_tune.report.gpu_use import facts, low_use, mean_use, peak_memory, use_by_step
+from aflow_tune.report.audit import low_gpu_use as low_use
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import append_metrics, read_metrics
+from aflow_tune.report.quantities import gpu_facts as facts
+from aflow_tune.report.quantities import mean_gpu_use as mean_use
+from aflow_tune.report.quantities import peak_memory, use_by_step
 
 __all__ = ["children", "machine"]
 

@@ -25,8 +25,16 @@ from harvest_project import (
 )
 
 from aflow_tune.config.load import load_config
-from aflow_tune.errors import BadInput, BudgetReached, Interrupted, RunFailed
-from aflow_tune.report.rollouts import Rollout, append_rollout
+from aflow_tune.errors import BadInput, BudgetReached, Interrupted
+from aflow_tune.harvest.candidates import (
+    Problem,
+    past_candidates,
+    read_templates,
+    template_candidates,
+)
+from aflow_tune.harvest.harvest import Journal, Trial, TrialEnding, canonical, choose
+from aflow_tune.operators import OPERATORS
+from aflow_tune.report.records import Rollout, append_rollout
 from aflow_tune.tuning import harvest_config
 from aflow_tune.writer.form import as_text, read_written
 
@@ -88,37 +96,6 @@ def test_only_what_ran_clean_and_answered_rightly_is_kept_the_cheapest_first(
     assert counts["executor"]["tokens"] == 110 * len(executor.requests)
 
 
-def test_a_cap_brings_in_the_second_best(tmp_path: Path, executor: FaultyServer) -> None:
-    path = write_project(
-        tmp_path, executor.openai_url, templates=["even", "always"], change=changed(harvest={})
-    )
-    write_rows(tmp_path / "train.jsonl", rows(range(0, 16, 2)))  # all even
-    free, _ = harvest(path, "harvest.per_structure=null")
-    assert Counter(row["name"] for row in free) == {"even": 8}
-    capped, counts = harvest(path, "harvest.per_structure=0.5")
-    assert Counter(row["name"] for row in capped) == {"even": 4, "always": 4}
-    assert (counts["share_in_force"], counts["dropped_for_balance"]) == (0.5, 0)
-    assert len(set(counts["kept_by_structure"])) == 2
-
-
-def test_several_pairs_of_a_problem(tmp_path: Path, executor: FaultyServer) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["even", "always"])
-    kept, _ = harvest(path, "harvest.per_problem=2", "harvest.limit=4")
-    assert len({row["problem"] for row in kept}) == 4
-    assert len(kept) == 4 + sum(row["name"] == "even" for row in kept)
-
-
-def test_a_limit_draws_problems_by_the_seed(tmp_path: Path, executor: FaultyServer) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["always"], problems=30)
-    drawn = {
-        seed: [row["problem"] for row in harvest(path, f"seed={seed}", "harvest.limit=5")[0]]
-        for seed in (1, 2)
-    }
-    again = [row["problem"] for row in harvest(path, "seed=1", "harvest.limit=5")[0]]
-    assert again == drawn[1] != drawn[2]
-    assert len(again) == 5
-
-
 def test_problems_that_are_held_out_too_are_dropped(tmp_path: Path, executor: FaultyServer) -> None:
     path = write_project(tmp_path, executor.openai_url, templates=["always"])
     tale = "Tom has a basket of red apples and picks more in the garden behind the old house. "
@@ -132,13 +109,6 @@ def test_problems_that_are_held_out_too_are_dropped(tmp_path: Path, executor: Fa
     asked = "".join(str(request.body) for request in executor.requests)
     assert "2 + 10" not in asked
     assert "Tom" not in asked
-
-
-def test_rows_that_occur_twice_are_tried_once(tmp_path: Path, executor: FaultyServer) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["always"])
-    write_rows(tmp_path / "train.jsonl", [*rows(range(2)), *rows(range(2))])
-    kept, counts = harvest(path)
-    assert (len(kept), counts["problems"], len(executor.requests)) == (2, 2, 4)
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
@@ -190,22 +160,6 @@ def test_a_teacher_is_asked_with_the_policys_own_prompt(
     assert (asked, len(teacher.requests), again) == (6, 7, kept)
     files = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     assert b"not-to-be-found-anywhere" not in files
-
-
-def test_several_tries_of_a_teacher_have_different_seeds(
-    tmp_path: Path, executor: FaultyServer
-) -> None:
-    with FaultyServer(lambda n, r: Step(text=as_text({"solve": "ALWAYS"}, ALWAYS))) as teacher:
-        change = changed(
-            harvest={"sources": ["teacher"], "teacher": "teacher", "teacher_tries": 3},
-            models={"teacher": {"model": "strong", "base_url": teacher.openai_url}},
-        )
-        path = write_project(tmp_path, executor.openai_url, change=change, problems=2)
-        _, counts = harvest(path)
-    assert len({request.body["seed"] for request in teacher.requests}) == 6
-    # Equal answers are one candidate, run once.
-    assert (counts["teacher_answers"], counts["candidates"]) == (6, {"teacher": 2})
-    assert len(executor.requests) == 4
 
 
 def test_the_best_rollouts_of_an_earlier_run_are_tried_again(
@@ -278,25 +232,6 @@ def test_what_failed_for_want_of_an_answer_is_tried_again(
     assert (len(kept), counts["untried"]) == (8, 0)
 
 
-def test_a_scorer_that_crashes_is_no_wrong_answer(tmp_path: Path, executor: FaultyServer) -> None:
-    (tmp_path / "score.py").write_text(
-        "def score(row, answer):\n"
-        "    number = int(row['question'].split()[2])\n"
-        "    if number == 2:\n"
-        "        raise LookupError('no such planet')\n"
-        "    return 0.75 if number % 2 else 0.25\n"
-    )
-
-    def change(content: dict[str, Any]) -> None:
-        del content["writer"]["benchmark"]
-        content["writer"] |= {"score": f"{tmp_path}/score.py:score", "problem_type": "math"}
-
-    path = write_project(tmp_path, executor.openai_url, templates=["always"], change=change)
-    kept, counts = harvest(path, "harvest.min_score=0.5")
-    assert [row["score"] for row in kept] == [0.75] * 4
-    assert (counts["unscored"], counts["wrong"]) == (1, 3)
-
-
 def test_a_budget_ends_it_and_the_same_command_goes_on(
     tmp_path: Path, executor: FaultyServer
 ) -> None:
@@ -333,28 +268,6 @@ def test_stopping_keeps_what_was_tried(tmp_path: Path, executor: FaultyServer) -
     assert (len(kept), len(executor.requests)) == (8, 5 + 12)
 
 
-def test_nothing_kept_is_a_failure_with_a_cure(tmp_path: Path, executor: FaultyServer) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["wrong", "refused"])
-    with pytest.raises(RunFailed, match=r"8 refused, 8 wrong") as caught:
-        harvest(path)
-    assert "do: " in str(caught.value)
-    assert not (folder(tmp_path) / "sft.jsonl").exists()
-    assert json.loads((folder(tmp_path) / "harvest.json").read_text())["wrong"] == 8
-    with pytest.raises(RunFailed, match="is the executor running"):
-        harvest(path, "models.executor.base_url=http://127.0.0.1:9/v1", "harvest.limit=2")
-
-
-def test_a_mix_tells_the_benchmark_of_its_sources(tmp_path: Path, executor: FaultyServer) -> None:
-    def change(content: dict[str, Any]) -> None:
-        del content["writer"]["benchmark"]
-        content["mix"] = {"train": {"ratio": 1.0, "benchmark": "gsm8k"}}
-        del content["buffer"]["explorer_input"]["eval_tasksets"]
-
-    path = write_project(tmp_path, executor.openai_url, templates=["always"], change=change)
-    kept, _ = harvest(path)
-    assert len(kept) == 8
-
-
 def test_every_fault_at_once(tmp_path: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         content["writer"]["executor"] = None
@@ -386,3 +299,184 @@ def test_every_fault_at_once(tmp_path: Path) -> None:
         "buffer.explorer_input.taskset.path",
     }
     assert not (tmp_path / "runs").exists()
+
+
+CODE = """class Workflow:
+    def __init__(self, name, llm_config, dataset):
+        self.llm = create_llm_instance(llm_config)
+        self.solve = operator.Custom(self.llm)
+
+    async def __call__(self, problem):
+        return (await self.solve(input=problem))["response"]
+"""
+
+
+def problem(key: str, text: str, kind: Any = "math") -> Problem:
+    return Problem(key, text, kind, {"question": text})
+
+
+def note(text: str, structure: str = "Custom", **changed: Any) -> dict[str, Any]:
+    """A record as a run of the writer keeps it."""
+    return {
+        "problem": text,
+        "prompts": {"solve": "Add."},
+        "code": CODE,
+        "structure": structure,
+        "level": 0,
+        "score": 1.0,
+        **changed,
+    }
+
+
+def test_templates_of_a_folder(tmp_path: Path) -> None:
+    indented = "".join(f"  {line}\n" for line in CODE.splitlines())
+    text = f"problem_types: [qa]\nprompts: {{solve: Look it up.}}\ngraph_code: |\n{indented}"
+    (tmp_path / "look.yaml").write_text(text)
+    found = read_templates(tmp_path, "harvest.templates")
+    assert [(item.name, item.problem_types, item.operators) for item in found] == [
+        ("look", ("qa",), ("Custom",))
+    ]
+    assert found[0].code == CODE
+    assert template_candidates(problem("p", "2 + 2"), found, OPERATORS) == []
+    assert len(template_candidates(problem("p", "Who?", "qa"), found, OPERATORS)) == 1
+
+
+def test_every_fault_of_a_folder_of_templates_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("problem_types: [mathematics]\nprompts: [solve]\n")
+    (tmp_path / "b.yaml").write_text("just: {a, b: [")
+    (tmp_path / "c.yaml").write_text("- a list")
+    with pytest.raises(BadInput) as caught:
+        read_templates(tmp_path, "harvest.templates")
+    places = [fault.where.rpartition("/")[2] for fault in caught.value.faults]
+    expected = ["a.yaml: problem_types", "a.yaml: prompts", "a.yaml: graph_code", "b.yaml"]
+    assert places == [*expected, "c.yaml"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=r"no \.yaml file there"):
+        read_templates(tmp_path / "empty", "harvest.templates")
+
+
+def past(folder: Path, notes: list[tuple[float, dict[str, Any]]]) -> Path:
+    """A run folder whose rollouts kept these notes, by their rewards."""
+    for number, (reward, kept) in enumerate(notes):
+        append_rollout(folder, Rollout(1, number, 0, reward, kept={"writer": kept}))
+    return folder
+
+
+def test_the_best_rollout_of_each_structure(tmp_path: Path) -> None:
+    first = [(3.0, note("2 + 2", prompts={"solve": "Add them."})), (8.0, note("2 + 2"))]
+    second = [(5.0, note("2 + 2", structure="Custom Custom")), (9.0, note("1 + 1"))]
+    folders = [past(tmp_path / "first", first), past(tmp_path / "second", second)]
+    found, strangers = past_candidates(folders, [problem("p", "2 + 2")], 1.0)
+    assert [(item.name, read_written(item.text).prompts) for item in found["p"]] == [
+        ("first", {"solve": "Add."}),
+        ("second", {"solve": "Add."}),
+    ]
+    assert strangers == 1
+
+
+def test_fallbacks_wrong_answers_and_torn_notes_of_runs_are_no_candidates(tmp_path: Path) -> None:
+    bad = [
+        note("2 + 2", level=1),
+        note("2 + 2", score=0.4),
+        note("2 + 2", score=None),
+        note("2 + 2", code=None),
+        note("2 + 2", prompts={"solve": 3}),
+        {"problem": "2 + 2", "level": 0, "score": 1.0},
+    ]
+    folder = past(tmp_path, [(9.0, item) for item in bad])
+    assert past_candidates([folder], [problem("p", "2 + 2")], 1.0) == ({}, 0)
+
+
+def test_the_canonical_form_of_what_a_teacher_says() -> None:
+    said = f"Here it is:\n```python\n{CODE}```\nGood luck!"
+    text = canonical(said)
+    assert read_written(text).code.strip() == CODE.strip()
+    assert canonical(text) == text
+    assert canonical("no graph at all") == "no graph at all"
+
+
+def test_a_journal_gives_back_what_was_kept_and_drops_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "trials" / "one.jsonl"
+    first = Trial("p", "text \ud800 ü", TrialEnding.SCORED, structure="Custom", score=1.0)
+    second = Trial("q", "text", TrialEnding.REFUSED, refusals=("syntax",))
+    journal = Journal(path, Trial)
+    journal.add(first)
+    journal.add(second)
+    with path.open("ab") as file:
+        file.write(b'{"problem": "r", "tex')
+    again = Journal(path, Trial)
+    assert list(again.entries.values()) == [first, second]
+    again.add(Trial("r", "text", TrialEnding.FAILED, reason="boom"))
+    third = Journal(path, Trial)
+    assert [item.problem for item in third.entries.values()] == ["p", "q", "r"]
+
+
+def scored(problem: str, structure: str, text: str, reward: float) -> Trial:
+    ending = TrialEnding.SCORED
+    return Trial(problem, text, ending, structure=structure, score=1.0, reward=reward)
+
+
+def solved(table: dict[str, dict[str, float]]) -> list[Trial]:
+    """From problem to structure to reward."""
+    return [
+        scored(problem, structure, f"graph {structure}", reward)
+        for problem, of_problem in table.items()
+        for structure, reward in of_problem.items()
+    ]
+
+
+def by_problem(pairs: list[Trial]) -> dict[str, str | None]:
+    return {item.problem: item.structure for item in pairs}
+
+
+def test_a_crowded_structure_hands_over_the_problems_that_lose_least() -> None:
+    # A wins all four; at most half may be A's. B costs 0.5, 4.0, 0.1 and 3.0 of reward.
+    table = {
+        "p": {"A": 9.0, "B": 8.5},
+        "q": {"A": 9.0, "B": 5.0},
+        "r": {"A": 9.0, "B": 8.9},
+        "s": {"A": 9.0, "B": 6.0},
+    }
+    chosen = choose(solved(table), per_structure=0.5, seed=0)
+    assert by_problem(chosen[0]) == {"p": "B", "q": "A", "r": "B", "s": "A"}
+    assert chosen[1:] == (0, 0.5)
+
+
+def test_what_nobody_can_take_over_is_dropped_lowest_reward_first() -> None:
+    # Only A solves p to s; B solves t and u. Of A two may stay beside two of B.
+    table = {name: {"A": reward} for name, reward in zip("pqrs", (4.0, 7.0, 6.0, 5.0), strict=True)}
+    chosen = choose(solved({**table, "t": {"B": 1.0}, "u": {"B": 1.0}}), per_structure=0.5, seed=0)
+    assert by_problem(chosen[0]) == {"q": "A", "r": "A", "t": "B", "u": "B"}
+    assert chosen[1] == 2
+
+
+def test_a_cap_that_so_few_structures_cannot_keep_becomes_equal_shares() -> None:
+    one = choose(solved({name: {"A": 1.0} for name in "pqr"}), per_structure=0.25, seed=0)
+    assert len(one[0]) == 3
+    assert one[1:] == (0, 1.0)
+    two = {"p": {"A": 2.0}, "q": {"A": 1.0}, "r": {"B": 1.0}}
+    both = choose(solved(two), per_structure=0.25, seed=0)
+    assert by_problem(both[0]) == {"p": "A", "r": "B"}
+    assert both[1:] == (1, 0.5)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.4, 0.5, 0.75])
+def test_no_structure_exceeds_its_share(share: float) -> None:
+    # Structure number s solves problem p where p is divisible by s; lower numbers pay more.
+    table = {
+        f"p{number}": {str(s): 10.0 - s for s in (1, 2, 3, 5) if number % s == 0}
+        for number in range(1, 61)
+    }
+    chosen = choose(solved(table), per_structure=share, seed=0)
+    counts = Counter(item.structure for item in chosen[0])
+    assert len(chosen[0]) + chosen[1] == 60
+    assert max(counts.values()) <= share * len(chosen[0])
+    assert all(table[item.problem][item.structure] == item.reward for item in chosen[0])
+
+
+def test_the_seed_decides_between_equals_and_nothing_else() -> None:
+    table = {f"p{number}": {"A": 1.0, "B": 1.0} for number in range(40)}
+    first = choose(solved(table), seed=1)[0]
+    assert set(first) == set(choose(list(reversed(solved(table))), seed=1)[0])
+    assert {item.structure for item in first} == {"A", "B"}
+    assert first != choose(solved(table), seed=2)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -11,22 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from faulty_server import FaultyServer, Step
-from harvest_project import ALWAYS, folder, pairs, sums, write_project
+from harvest_project import folder, pairs, sums, write_project
 
 from aflow_tune.cli import main
-from aflow_tune.config.load import load_config
 from aflow_tune.errors import ExitCode
-from aflow_tune.report.rollouts import Rollout, append_rollout
 
 # isort: split
-from trinity.buffer.reader.file_reader import FileReader
-from trinity.common.config import ExperienceBufferConfig, FormatConfig
-from trinity.common.constants import PromptType
 
 
 @pytest.fixture
@@ -52,14 +45,6 @@ def test_the_command_prints_what_became_of_the_graphs(
     assert not (folder(tmp_path) / "sft.jsonl").exists()
 
 
-def test_json(tmp_path: Path, executor: FaultyServer, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["always"])
-    assert main(["harvest", str(path), "--source", "templates", "--json"]) == ExitCode.DONE
-    counts = json.loads(capsys.readouterr().out)
-    assert (counts["kept"], counts["kept_by_source"]) == (8, {"templates": 8})
-    assert counts["pairs"] == str(folder(tmp_path) / "sft.jsonl")
-
-
 def test_nothing_solved_ends_with_a_cure(
     tmp_path: Path, executor: FaultyServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,21 +67,6 @@ def test_bad_input(
     assert main(["harvest", str(tmp_path / "empty.yaml")]) == ExitCode.BAD_INPUT
     assert "writer.executor" in capsys.readouterr().err
     assert not executor.requests
-
-
-def test_runs_are_a_source_beside_the_others(
-    tmp_path: Path, executor: FaultyServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["even"])
-    assert main(["harvest", str(path), "--runs", str(tmp_path)]) == ExitCode.BAD_INPUT
-    assert "no rollouts there" in capsys.readouterr().err
-    record = {"problem": "What is 1 + 10?", "prompts": {"solve": "ALWAYS"}, "code": ALWAYS}
-    record |= {"structure": "two", "level": 0, "score": 1.0}
-    run = tmp_path / "runs" / "tests" / "first"
-    append_rollout(run, Rollout(1, 0, 0, 8.0, kept={"writer": record}))
-    assert main(["harvest", str(path), "--runs", str(run), "--json"]) == ExitCode.DONE
-    counts = json.loads(capsys.readouterr().out)
-    assert counts["kept_by_source"] == {"templates": 4, "runs": 1}
 
 
 def started(path: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -136,51 +106,6 @@ def test_killed_or_stopped_it_goes_on_where_it_was(
     assert [row["problem"] for row in pairs(folder(tmp_path) / "sft.jsonl")] == [
         f"What is {n} + 10?" for n in (0, 2, 4, 6)
     ]
-
-
-def test_two_commands_at_once_do_not_share_a_folder(
-    tmp_path: Path, executor: FaultyServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from aflow_tune.runs.folder import locked
-
-    path = write_project(tmp_path, executor.openai_url)
-    with locked(folder(tmp_path)):
-        assert main(["harvest", str(path)]) == ExitCode.BAD_INPUT
-    assert "Another command is using this run folder." in capsys.readouterr().err
-
-
-def test_trinitys_own_reader_makes_experiences_of_the_pairs(
-    tmp_path: Path, executor: FaultyServer, tiny_model_dir: Path
-) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["always"], problems=3)
-    out = tmp_path / "data" / "train.jsonl"
-    assert main(["harvest", str(path), "--out", str(out)]) == ExitCode.DONE
-    reader = FileReader(
-        ExperienceBufferConfig(
-            name="pairs",
-            path=str(out.parent),
-            split="train",
-            storage_type="file",
-            schema_type="sft",
-            batch_size=3,
-            tokenizer_path=str(tiny_model_dir),
-            format=FormatConfig(prompt_type=PromptType.MESSAGES, messages_key="messages"),
-        )
-    )
-    experiences = asyncio.run(reader.read())
-    assert len(experiences) == 3
-    for experience, row in zip(experiences, pairs(out), strict=True):
-        # The tiny model's tokenizer has a token for each byte, and three special ones.
-        answer = bytes(_byte(token) for token in experience.tokens[experience.prompt_length :])
-        assert answer.startswith(row["messages"][-1]["content"].encode())
-        assert experience.messages == row["messages"]
-
-
-def _byte(token: Any) -> int:
-    from tiny import tiny_tokenizer
-
-    text = tiny_tokenizer().decode([int(token)])
-    return text.encode()[0] if text else 0
 
 
 CHAIN = """
@@ -248,13 +173,3 @@ def test_a_stage_harvests_with_a_local_executor_and_the_next_learns_from_it(
     content = yaml.safe_load((chain / "warm_up" / "resolved.yaml").read_text())
     assert content["mode"] == "harvest"
     assert main([str(path)]) == ExitCode.ALREADY_FINISHED
-
-
-def test_a_prepared_configuration_says_what_it_is(tmp_path: Path) -> None:
-    from aflow_tune.config.validate import prepare_harvest
-
-    path = write_project(tmp_path, "http://127.0.0.1:9/v1")
-    config = load_config(path)
-    _, where = prepare_harvest(config)
-    assert (config.mode, where) == ("harvest", folder(tmp_path))
-    assert not where.exists()

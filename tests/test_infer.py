@@ -1,23 +1,28 @@
-"""Asking what was trained: the command, the batch, and `Inferer` from Python."""
+"""Asking a trained policy: what a solved problem is, in one and in many."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripted_server import ScriptedServer
 from writer_servers import PROMPT, executor, policy, write_config
 
 from aflow_tune.cli import main
+from aflow_tune.config.changes import save_resolved
+from aflow_tune.config.load import load_config
+from aflow_tune.engines.local.trainer import LocalTrainer, TrainerSettings
+from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.errors import BadInput
-from aflow_tune.using.inferring import benchmark_row, open_trained
-from aflow_tune.using.solved import Problem, Solved
-from aflow_tune.writer.types import Level
+from aflow_tune.evaluation.trained import find_weights
+from aflow_tune.using.inferring import benchmark_row
+from aflow_tune.using.solved import Problem
 
 Ask = Callable[..., Any]
 
@@ -98,45 +103,8 @@ def test_a_clean_run_with_its_reward_by_hand(
     assert executor_call["model"] == "frozen"
 
 
-def test_the_policy_is_sampled_as_held_out_tasks_are(
-    infer: Ask, servers: tuple[ScriptedServer, ScriptedServer]
-) -> None:
-    infer("What is 1 + 1?")
-    infer("What is 1 + 1?", "--temperature", "0")
-    first, second = servers[0].requests
-    assert (first["temperature"], second["temperature"]) == (0.25, 0.0)
-    assert first["max_tokens"] == 24
-    assert first["seed"] == second["seed"]
-
-
-def test_without_a_truth_nothing_is_rewarded(infer: Ask) -> None:
-    code, got = infer("What is 17 * 23?")
-    assert code == 0
-    assert not {"truth", "score", "reward", "parts"} & set(got)
-
-
-def test_the_names_of_data_sets_are_taken_too(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["--problem", "17 * 23?", "--problem-type", "math", "--ground-truth", "391", "--json"]
-    assert main(["infer", *options, *asked]) == 0
-    assert json.loads(capsys.readouterr().out)["score"] == 1.0
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"problem": "17 * 23?", "problem_type": "math", "ground_truth": "391"}\n')
-    assert main(["infer", *options, "--batch", str(file), "--type", "qa"]) == 0
-    assert json.loads(capsys.readouterr().out)["score"] == 1.0
-
-
-def test_a_wrong_answer_scores_0(infer: Ask) -> None:
-    code, got = infer("What is 17 * 23?", "--truth", "392")
-    assert code == 0
-    assert got["score"] == 0.0
-    assert got["parts"]["correctness"] == 0.0
-
-
 @pytest.mark.parametrize(
-    ("problem", "level", "endings"),
-    [("rubbish", 3, [3]), ("raises", 2, [0, 2])],
+    ("problem", "level", "endings"), [("rubbish", 3, [3]), ("raises", 2, [0, 2])]
 )
 def test_fallbacks_are_said_plainly(
     infer: Ask, problem: str, level: int, endings: list[int]
@@ -184,45 +152,6 @@ def test_no_answer_of_the_executor_is_exit_code_1_and_no_reward(
     assert "no call of the executor was answered" in got["score_reason"]
 
 
-def test_a_policy_that_cannot_be_asked(infer: Ask, options: list[str]) -> None:
-    code, got = infer("refuse: 17 * 23?")
-    assert code == 1
-    assert got is None
-
-
-def test_the_text_form(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["infer", *options, "--type", "math", "--truth", "391", "--problem"]
-    assert main([*asked, "What is 17 * 23?"]) == 0
-    text = capsys.readouterr().out
-    for part in (
-        "workflow: read as hybrid; passed the check; at worst 1 model call and",
-        "    class Workflow:", "  solve:", f"    {PROMPT}", "    flowchart TD",
-        "answer (the workflow as it was written):", "    The answer is 391",
-        "model calls 1", "reward ", "correctness 1.00",
-    ):  # fmt: skip
-        assert part in text
-    picture = tmp_path / "graph.svg"
-    assert main([*asked, "rubbish", "--svg", str(picture)]) == 0
-    text = capsys.readouterr().out
-    assert "refused: " in text
-    assert "what ran instead: fallback 3" in text
-    assert not picture.exists()  # there was no code to draw
-    assert main([*asked, "17?", "--svg", str(picture)]) == 0
-    assert picture.read_text().startswith("<svg")
-    assert "flowchart" not in capsys.readouterr().out
-
-
-def test_samples_draw_different_numbers(
-    infer: Ask, servers: tuple[ScriptedServer, ScriptedServer]
-) -> None:
-    code, got = infer("What is 17 * 23?", "--samples", "3")
-    assert code == 0
-    assert len(got) == 3
-    assert len({request["seed"] for request in servers[0].requests}) == 3
-
-
 def test_a_batch_goes_on_where_it_was_stopped(
     options: list[str],
     servers: tuple[ScriptedServer, ScriptedServer],
@@ -264,16 +193,6 @@ def test_a_batch_goes_on_where_it_was_stopped(
     assert "something else" in capsys.readouterr().err
 
 
-def test_a_batch_prints_a_line_a_result(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"problem": "What is 17 * 23?"}\n\n{"problem": "And 3 * 4?", "type": "qa"}\n')
-    assert main(["infer", *options, "--batch", str(file), "--type", "math"]) == 0
-    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {(entry["row"], entry["type"]) for entry in entries} == {(1, "math"), (2, "qa")}
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -296,26 +215,6 @@ def test_input_that_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_faulty_rows_are_named_with_their_lines(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"problem": "2?", "type": "poem"}\n[1]\n{"type": "math"}\n')
-    assert main(["infer", *options, "--batch", str(file)]) == 2
-    said = capsys.readouterr().err
-    for line in (1, 2, 3):
-        assert f"rows.jsonl:{line}" in said
-
-
-def test_folders_with_nothing_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["infer", "--problem", "2?", "--type", "math", "--checkpoint"]
-    assert main([*command, str(tmp_path)]) == 2
-    assert "a run folder with checkpoints" in capsys.readouterr().err
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert main([*command, str(tmp_path)]) == 2
-    assert "--config my.yaml" in capsys.readouterr().err
-
-
 def test_a_model_that_writes_no_workflows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,53 +225,6 @@ def test_a_model_that_writes_no_workflows(
         command[4] = server.url
         assert main([*command, "--problem", "2?", "--type", "math"]) == 2
     assert "not trained to write workflows" in capsys.readouterr().err
-
-
-def test_from_python_many_at_once(
-    servers: tuple[ScriptedServer, ScriptedServer], tmp_path: Path
-) -> None:
-    config = write_config(tmp_path, servers[1].url)
-
-    async def ask() -> list[Solved]:
-        async with open_trained(
-            None, config=config, endpoint=servers[0].url, served_model="tuned"
-        ) as inferer:
-            problems = [Problem(f"What is {n}?", "math") for n in range(8)]
-            return await asyncio.gather(*map(inferer.solve, problems))
-
-    found = asyncio.run(ask())
-    assert [solved.level for solved in found] == [Level.CLEAN] * 8
-    assert [solved.problem.text for solved in found] == [f"What is {n}?" for n in range(8)]
-    assert [solved.model_calls for solved in found] == [1] * 8
-
-
-def test_a_problem_that_is_given_up_asks_no_more(
-    servers: tuple[ScriptedServer, ScriptedServer], tmp_path: Path
-) -> None:
-    config = write_config(tmp_path, servers[1].url)
-
-    async def ask() -> None:
-        opened = open_trained(None, config=config, endpoint=servers[0].url, served_model="tuned")
-        async with opened as inferer:
-            inferer.seconds = 8.0  # the policy has to be asked by then
-            with pytest.raises(TimeoutError):
-                await inferer.solve(Problem("slow?", "math"))
-            deadline = time.monotonic() + 60
-            while not servers[0].cancelled and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-
-    asyncio.run(ask())
-    assert servers[0].cancelled == 1
-    assert not servers[1].requests
-
-
-def test_an_answer_that_does_not_come_in_time(
-    options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    limit = ("--set", "rollout.run_timeout=1")
-    command = ["infer", *options, *limit, "--problem", "slow?", "--type", "math"]
-    assert main(command) == 1
-    assert "not solved within 1 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -397,9 +249,113 @@ def test_the_rule_that_scores_a_truth(
     assert fields.items() <= row.items()
 
 
-def test_what_a_problem_may_be() -> None:
-    with pytest.raises(BadInput) as refused:
-        Problem.of({"problem": 3, "type": "poem", "entry_point": "a b", "truth": []}, "here")
-    assert [fault.where for fault in refused.value.faults] == [
-        "here: problem", "here: type", "here: entry_point", "here: truth",
-    ]  # fmt: skip
+SAME = ("--set", "deterministic=true", "--temperature", "0")
+"""Fp32, no batching effects, the likeliest token: equal weights write equal texts."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    """A run folder with two checkpoints of an adapter and its exports."""
+    root = tmp_path_factory.mktemp("infer_local")
+    folder = root / "run"
+    folder.mkdir()
+    config = load_config(write_config(root, "http://127.0.0.1:9", tiny_model_dir))
+    # Its task sets are gone and its paths go out from the YAML: asking needs no more than that.
+    (root / "score.py").write_text("def score(row, answer):\n    return 1.0\n")
+    config.writer.benchmark, config.writer.score = None, "score.py:score"
+    (root / "short.txt").write_text("Write a workflow: {problem}")
+    config.writer.prompt = "short.txt"
+    save_resolved(config, [], folder / "resolved.yaml")
+    for step in (1, 2):
+        settings = TrainerSettings(lora=LoraSpec(4, 8), seed=step)
+        trainer = LocalTrainer(tiny_model_dir, replace(settings))
+        assert trainer.peft is not None
+        with torch.no_grad():  # B is zero at first, which would change nothing
+            for name, parameter in trainer.peft.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.2 * step)
+        trainer.save(folder / f"global_step_{step}")
+    trainer.export_peft(folder / "export" / "adapter")
+    trainer.export_merged(folder / "export" / "merged")
+    return folder
+
+
+@pytest.fixture
+def ask(run: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What a checkpoint writes, and the whole result. The executor is scripted."""
+
+    def infer(*checkpoint: str) -> dict[str, Any]:
+        capsys.readouterr()
+        with ScriptedServer(executor) as server:
+            address = ("--set", f"models.executor.base_url={server.url}/v1")
+            problem = ("--type", "qa", "--problem", "Where?", "--truth", "The answer is 391")
+            assert main(["infer", *checkpoint, *address, *SAME, *problem, "--json"]) == 0
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return result
+
+    return infer
+
+
+@pytest.mark.slow
+def test_every_form_of_the_same_weights_writes_the_same(run: Path, ask: Any) -> None:
+    newest = ask("--checkpoint", str(run))
+    text = newest["workflow"]["text"]
+    assert text
+    assert newest["level"] == 3  # random weights write no workflow
+    assert newest["answer"] == "The answer is 391"
+    assert newest["score"] == 1.0
+    assert newest["policy_tokens"] > len("Write a workflow: Where?")
+    for folder in ("global_step_2", "export/adapter", "export/merged"):
+        assert ask("--checkpoint", str(run / folder))["workflow"]["text"] == text
+    others = [ask("--checkpoint", str(run / "global_step_1"))]
+    others.append(ask("--config", str(run / "resolved.yaml")))
+    texts = {text, *(other["workflow"]["text"] for other in others)}
+    assert len(texts) == 3  # another step, and the base model, write something else
+
+
+@pytest.mark.slow
+def test_an_executor_on_this_machine(
+    run: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The local recipe's form: policy and frozen executor are both sampled here."""
+    text = (run / "resolved.yaml").read_text()
+    config = tmp_path / "two.yaml"
+    here = run.parent
+    text = text.replace("score.py:score", f"{here}/score.py:score")
+    config.write_text(text.replace("short.txt", f"{here}/short.txt"))
+    local = (
+        "explorer.auxiliary_models=[{name: frozen, max_prompt_tokens: 900, "
+        f"max_response_tokens: 8, max_model_len: 1024, model_path: {tiny_model_dir}}}]"
+    )
+    options = ["--config", str(config), "--set", local, "--set", "writer.executor=frozen"]
+    arguments = ["--checkpoint", str(run), *options, "--type", "math", "--problem", "1 + 1?"]
+    code = main(["infer", *arguments, "--json"])
+    got = json.loads(capsys.readouterr().out)
+    assert code == (0 if got["answered"] else 1)  # random weights may say nothing
+    asked = [call for call in got["calls"] if call["kind"] == "model"]
+    assert {call["role"] for call in asked} == {"policy", "executor"}
+    assert all(call["failure"] is None for call in asked)
+    assert got["model_calls"] >= 1
+    assert got["tokens"] > 0
+
+
+def test_what_a_folder_means(run: Path, tmp_path: Path) -> None:
+    assert find_weights(run).name == "run/global_step_2"
+    assert find_weights(run / "global_step_1").name == "run/global_step_1"
+    assert find_weights(run / "export" / "adapter").name == "run/export/adapter"
+    elsewhere = shutil.copytree(run / "export" / "adapter", tmp_path / "mine")
+    assert (find_weights(elsewhere).run_dir, find_weights(elsewhere).name) == (None, "mine")
+
+    # A chain of stages: the last one that trained, whatever the clock says.
+    chain = tmp_path / "chain"
+    for name in ("sft", "grpo"):
+        shutil.copytree(run, chain / name)
+    (chain / "evaluation").mkdir()
+    stages = [{"name": name} for name in ("warm_up", "sft", "grpo", "evaluation")]
+    (chain / "chain.json").write_text(json.dumps({"stages": stages}))
+    assert find_weights(chain).name == "grpo/global_step_2"
+    shutil.rmtree(chain / "grpo" / "global_step_2")
+    assert find_weights(chain).name == "grpo/global_step_1"
+    (chain / "chain.json").write_text("[]")
+    with pytest.raises(BadInput, match="chain"):
+        find_weights(chain)

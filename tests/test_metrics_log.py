@@ -1,10 +1,11 @@
-"""`metrics.jsonl`: writing, reading, rewinding, following; and the quantities read from it."""
+"""What a run logs: metrics, records, and the names they are read by."""
 
 from __future__ import annotations
 
 import json
 import math
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 from fake_run import write_step
 
 from aflow_tune.report.metrics import (
+    LineTail,
     append_metrics,
-    parse_line,
     read_metrics,
     rewind_metrics,
     scalar,
@@ -29,7 +30,7 @@ from aflow_tune.report.quantities import (
     training_speed,
     workflow_metrics,
 )
-from aflow_tune.report.tail import LineTail
+from aflow_tune.report.records import EvalRecord, append_record, read_records, record_path
 
 
 def test_only_numbers_are_kept_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
@@ -59,18 +60,6 @@ def test_only_numbers_are_kept_and_what_is_not_finite_is_null(tmp_path: Path) ->
     assert math.isnan(scalar(float("nan")) or 0.0)
 
 
-def test_later_lines_win_and_roles_are_merged(tmp_path: Path) -> None:
-    append_metrics(tmp_path, "trainer", 2, {"a": 3})
-    append_metrics(tmp_path, "trainer", 1, {"a": 1, "b": 5})
-    append_metrics(tmp_path, "explorer", 1, {"c": 7})
-    append_metrics(tmp_path, "trainer", 1, {"a": 2})
-    lines = read_metrics(tmp_path)
-    assert series(lines, "a") == [(1, 2.0), (2, 3.0)]
-    assert series(lines, "b") == [(1, 5.0)]
-    assert series(lines, "c") == [(1, 7.0)]
-    assert series(lines, "missing") == []
-
-
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     append_metrics(tmp_path, "trainer", 1, {"a": 1})
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -78,13 +67,6 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     assert [line.step for line in read_metrics(tmp_path)] == [1]
     append_metrics(tmp_path, "trainer", 2, {"a": 2})
     assert series(read_metrics(tmp_path), "a") == [(1, 1.0), (2, 2.0)]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "3", '{"step": 1}', '{"time": 1, "role": "x", "step"', "\xff"]
-)
-def test_what_is_no_line_is_none(text: str) -> None:
-    assert parse_line(text) is None
 
 
 def _append_many(arguments: tuple[Path, str]) -> None:
@@ -131,16 +113,6 @@ def test_a_tail_gives_whole_new_lines_and_notices_a_new_file(tmp_path: Path) -> 
     assert tail.read() == ([], True)
 
 
-def test_a_tail_may_begin_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old\n")
-    tail = LineTail(path, at_end=True)
-    assert tail.read() == ([], False)
-    with path.open("ab") as file:
-        file.write(b"new\n")
-    assert tail.read() == ([b"new"], False)
-
-
 def test_speeds_are_taken_as_logged_or_computed(tmp_path: Path) -> None:
     write_step(tmp_path, 1)
     lines = read_metrics(tmp_path)
@@ -163,3 +135,40 @@ def test_names_are_read_as_trinity_writes_them(tmp_path: Path) -> None:
     assert finished_evaluations({"eval/a/b/finished_task_count": 3.0, "eval/a/x/mean@1": 1.0}) == {
         "a/b": 3
     }
+
+
+RECORD = EvalRecord(
+    step=4, taskset="held_out", item=7, run=1, score=1.0, reward=0.5, metrics={"right": 1.0}
+)
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "\u2028 \x85 \x1c", "\ud83d alone", "\x00", "数学"])
+def test_a_record_is_one_line_whatever_it_holds(tmp_path: Path, text: str) -> None:
+    call = {"caller": "a", "messages": [], "response": text, "tokens": 1}
+    record = replace(RECORD, transcript=[call])
+    append_record(tmp_path, record)
+    append_record(tmp_path, RECORD)
+    path = record_path(tmp_path, "held_out", 4)
+    assert path.read_bytes().count(b"\n") == 2
+    assert read_records(path) == [record, RECORD]
+
+
+def test_a_torn_last_line_is_passed_over_and_another_damaged_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "step_4.jsonl"
+    line = RECORD.to_line()
+    path.write_bytes(line + line[:-9])
+    assert read_records(path) == [RECORD]
+    path.write_bytes(line + line[:-9] + b"\n" + line)
+    with pytest.raises(ValueError, match=r"step_4\.jsonl:2 is damaged"):
+        read_records(path)
+    path.write_bytes(b"")
+    assert read_records(path) == []
+
+
+def test_newer_keys_are_passed_over_and_missing_ones_are_an_error() -> None:
+    line = RECORD.to_line().replace(b'"step": 4', b'"step": 4, "colour": "red"')
+    assert EvalRecord.from_line(line) == RECORD
+    with pytest.raises(ValueError, match="taskset"):
+        EvalRecord.from_line(b'{"step": 4}')
+    with pytest.raises(ValueError, match="object"):
+        EvalRecord.from_line(b"[]")

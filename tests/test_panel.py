@@ -12,9 +12,7 @@ import pytest
 from fake_run import TASKSET, write_evaluation, write_fake_run, write_step
 from rich.console import Console
 
-from aflow_tune.report.metrics import append_metrics, rewind_metrics
-from aflow_tune.report.panel import Panel, _clock, _sparkline
-from aflow_tune.report.progress import Progress, RunFollower, StepState, read_progress
+from aflow_tune.report.panel import Panel, Progress, RunFollower, StepState, read_progress
 
 
 def _lines(output: io.StringIO) -> list[str]:
@@ -42,26 +40,6 @@ def test_an_evaluation_under_way_is_counted_but_has_no_score_yet(tmp_path: Path)
     assert left_over.evaluated_now == 0
     first = RunFollower(tmp_path, 8, sizes={"other": 5}).update()
     assert first.evaluated_of == 4
-
-
-def test_a_follower_forgets_what_was_rewound(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        write_step(tmp_path, step, raised=1.0)
-    follower = RunFollower(tmp_path, 8)
-    assert follower.update().failures == {"raised": 3.0}
-    rewind_metrics(tmp_path, 1)
-    progress = follower.update()
-    assert (progress.step, progress.failures) == (1, {"raised": 1.0})
-
-
-def test_an_evaluation_done_again_replaces_the_first(tmp_path: Path) -> None:
-    write_evaluation(tmp_path, 0, [0.0] * 4)
-    follower = RunFollower(tmp_path, 8)
-    assert follower.update().held_out == {TASKSET: [(0, 0.0)]}
-    (tmp_path / "evaluations" / TASKSET / "step_0.jsonl").unlink()
-    follower.update()
-    write_evaluation(tmp_path, 0, [1.0] * 4)
-    assert follower.update().held_out == {TASKSET: [(0, 1.0)]}
 
 
 def test_the_time_left_comes_from_the_latest_steps() -> None:
@@ -134,36 +112,6 @@ def test_the_live_panel_shows_the_state(tmp_path: Path, width: int) -> None:
     assert text.rstrip().endswith(("╯", "\x1b[?25h"))
 
 
-def test_the_phase_of_the_split_is_read_from_the_files(tmp_path: Path) -> None:
-    panel = Panel(tmp_path, 4, Console(file=io.StringIO()))
-    panel.phase("rolling out and training")
-    assert panel._now(read_progress(tmp_path, 4)) == "rolling out step 1"
-    append_metrics(tmp_path, "explorer", 1, {"rollout/reward/mean": 0.5})
-    assert panel._now(read_progress(tmp_path, 4)) == "training on step 1"
-    append_metrics(tmp_path, "trainer", 1, {"actor/grad_norm": 0.5})
-    assert panel._now(read_progress(tmp_path, 4)) == "rolling out step 2"
-    write_evaluation(tmp_path, 1, [1.0] * 3, finished=False)
-    panel._follower = RunFollower(tmp_path, 4, sizes={TASKSET: 9})
-    assert panel._now(panel._follower.update()) == "evaluating: 3 of 9 items"
-
-
-def test_no_colour_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    output = io.StringIO()
-    with Panel(tmp_path, 4, Console(file=output, force_terminal=True, width=70)) as panel:
-        write_step(tmp_path, 1, raised=1.0)
-        panel._update()
-    assert "\x1b[33m" not in output.getvalue()
-
-
-def test_a_notebook_gets_plain_lines(tmp_path: Path) -> None:
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, force_jupyter=False)
-    console.is_jupyter = True
-    with Panel(tmp_path, 4, console) as panel:
-        assert panel.live is None
-
-
 def test_warnings_of_the_logs_are_shown_from_now_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.mkdir()
@@ -202,17 +150,6 @@ def test_neither_broken_files_nor_a_closed_terminal_harm_the_run(
         panel._update()
 
 
-def test_what_the_run_raises_goes_through(tmp_path: Path) -> None:
-    output = io.StringIO()
-    with (
-        pytest.raises(RuntimeError, match="the run's own"),
-        Panel(tmp_path, 4, Console(file=output)) as panel,
-    ):
-        raise RuntimeError("the run's own")
-    assert panel._phase == "stopped"
-    assert "done" not in output.getvalue()
-
-
 def test_looking_costs_what_is_new_not_what_is_there(tmp_path: Path) -> None:
     write_fake_run(tmp_path / "run")
     follower = RunFollower(tmp_path / "run", 6)
@@ -223,10 +160,3 @@ def test_looking_costs_what_is_new_not_what_is_there(tmp_path: Path) -> None:
     path.write_bytes(b"x" * before.st_size)
     write_step(tmp_path / "run", 7)
     assert follower.update().step == 7
-
-
-def test_small_pieces() -> None:
-    assert [_clock(s) for s in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]
-    assert _sparkline({1: 0.0, 2: 1.0, 3: 0.5}) == "▁█▅"
-    assert _sparkline({1: 1.0}) == ""
-    assert _sparkline({1: 1.0, 2: 1.0}) == "▁▁"

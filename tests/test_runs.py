@@ -19,7 +19,7 @@ from sandbox_outside import open_folder
 from aflow_tune import cli
 from aflow_tune.commands.runs import arrange, one_line
 from aflow_tune.errors import BadInput
-from aflow_tune.report.best import ranked
+from aflow_tune.report.evaluation import ranked
 from aflow_tune.report.metrics import append_metrics
 from aflow_tune.runs.clean import carry_out, plan
 from aflow_tune.runs.folder import is_locked, locked, read_state, write_json

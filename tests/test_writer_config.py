@@ -264,7 +264,7 @@ def test_a_sound_section_is_valid(project: Path) -> None:  # noqa: F811
 
 
 def test_identity_of_an_evaluation_follows_the_settings(tmp_path: Path) -> None:
-    from aflow_tune.evaluation.sources import _sources_of
+    from aflow_tune.evaluation.columns import _sources_of
 
     found: list[Any] = []
     for section in (

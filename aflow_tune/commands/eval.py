@@ -125,12 +125,9 @@ def _run(options: argparse.Namespace) -> int:
     from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.evaluation.columns import Wanted
-    from aflow_tune.evaluation.evaluate import JSON_NAME, evaluate
-    from aflow_tune.evaluation.page import PAGE_NAME
-    from aflow_tune.evaluation.progress import EvalProgress
-    from aflow_tune.evaluation.sources import Request
-    from aflow_tune.evaluation.text import print_result
+    from aflow_tune.evaluation.columns import Request, Wanted
+    from aflow_tune.evaluation.evaluate import JSON_NAME, EvalProgress, evaluate
+    from aflow_tune.evaluation.page import PAGE_NAME, print_result
 
     request = Request(
         config=options.config,

@@ -113,7 +113,7 @@ def _measured(run_dir: Path) -> dict[str, Measured]:
     """Numbers by caller, from the newest evaluation of every task set of a run."""
     from aflow_tune.graph.measure import measure
     from aflow_tune.report.evaluation import load_evaluations
-    from aflow_tune.report.traces import traces_of
+    from aflow_tune.report.records import traces_of
 
     try:
         evaluations = load_evaluations(run_dir)

@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) -> int:
-    from aflow_tune.using.text import solved_text
+    from aflow_tune.using.solved import solved_text
 
     async with inferer:
         tasks = [inferer.solve(problem, sample) for sample in range(options.samples)]

@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     _check(options)
     from aflow_tune.config.quiet import quiet
-    from aflow_tune.using.guard import token_for
+    from aflow_tune.using.server import token_for
 
     token = token_for(options.host, options.token_env)
     quiet()

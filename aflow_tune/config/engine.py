@@ -27,10 +27,9 @@ from aflow_tune.gpus.devices import Device, NvmlUnavailable, snapshot
 from aflow_tune.gpus.freeing import pid_faults
 from aflow_tune.gpus.processes import look
 from aflow_tune.gpus.use import UseLog
-from aflow_tune.report.gpu_use import ROLE
-from aflow_tune.report.metrics import FILE_NAME, append_metrics, parse_line
+from aflow_tune.report.metrics import FILE_NAME, LineTail, append_metrics, parse_line
+from aflow_tune.report.quantities import GPU_ROLE as ROLE
 from aflow_tune.report.quantities import is_training
-from aflow_tune.report.tail import LineTail
 
 _KEY = "physical_gpus"
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"

@@ -34,8 +34,7 @@ from aflow_tune.data.fields import task_reads
 from aflow_tune.data.rows import Table
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.harvest.candidates import read_templates
-from aflow_tune.harvest.harvest import SOURCES
+from aflow_tune.harvest.candidates import SOURCES, read_templates
 from aflow_tune.sections import WriterSection
 from aflow_tune.shipping import travelled
 from aflow_tune.trace import POLICY

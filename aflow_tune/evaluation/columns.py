@@ -1,21 +1,43 @@
-"""What an evaluation compares: one column for each pair of weights and workflow, and settings.
+"""What an evaluation compares: one column for each pair of weights and workflow, and settings;
+and what each column is measured from.
 
 Names of the command line become columns here, and every name that leads nowhere is refused
-together with what there is. The base model is always the first column. Loading anything is left
-to `evaluating.py`.
+together with what there is. The base model is always the first column. A column's identity is
+everything that its records depend on and that can be seen from here; its folder is named after
+it, so that records are taken up again exactly where they still hold. What a function does beyond
+its own files, such as a server that it asks, is not seen.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import hashlib
+import inspect
 import itertools
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from aflow_tune.engines.local.saved_weights import kind_of
+import yaml
+
+from aflow_tune.cluster.sent_function import user_modules
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.prepare import Purpose, prepare
+from aflow_tune.config.validate import resolve_functions
+from aflow_tune.contract.plugins import resolve
+from aflow_tune.contract.signature import check_functions
+from aflow_tune.engines.local.saved_weights import fingerprint, kind_of
+from aflow_tune.engines.trinity.rollout.endpoint import base_url
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.report.best import best_step
+from aflow_tune.evaluation.trained import load_trained
+from aflow_tune.files import write_json
+from aflow_tune.report.evaluation import best_step
 from aflow_tune.runs.folder import STEP_PREFIX, checkpoints
 from aflow_tune.types import Checkpoint
 
@@ -23,14 +45,19 @@ BASE = "base"
 WORKFLOW_PREFIX = "workflow:"
 GRAPH_FILE = "graph.py"
 """A folder with this file is an operator graph."""
-SAMPLING_KEYS = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": int}
-"""What `--vary` takes, with the type of its values."""
-_RANGES = {
-    "temperature": (0.0, 100.0, "0 or more"),
-    "top_p": (1e-9, 1.0, "above 0, at most 1"),
-    "top_k": (0, 10**9, "0 (off) or more"),
-    "max_tokens": (1, 10**9, "1 or more"),
+_VARIED: Mapping[str, tuple[type, float, float, str]] = {
+    "temperature": (float, 0.0, 100.0, "0 or more"),
+    "top_p": (float, 1e-9, 1.0, "above 0, at most 1"),
+    "top_k": (int, 0, 10**9, "0 (off) or more"),
+    "max_tokens": (int, 1, 10**9, "1 or more"),
 }
+"""What `--vary` takes: type, lowest, highest, and these in words."""
+_BY_CONTENT = ("graph", "score", "operators", "clients")
+"""Fields of functions that are objects: what is in them counts, not how it is written."""
+_AUXILIARY = ("model_path", "name", "temperature", "top_p", "max_response_tokens", "chat_template")
+"""What decides the answers of an auxiliary model."""
+
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -70,11 +97,9 @@ class Column:
     @property
     def name(self) -> str:
         """What the column is called in every table."""
-        told = [self.side.name]
-        if self.prompts is not None:
-            told.append(self.prompts.name)
-        told += [f"{key}={value:g}" for key, value in self.sampling]
-        return ", ".join(told)
+        prompts = [] if self.prompts is None else [self.prompts.name]
+        varied = [f"{key}={value:g}" for key, value in self.sampling]
+        return ", ".join([self.side.name, *prompts, *varied])
 
 
 @dataclass(frozen=True)
@@ -87,14 +112,33 @@ class Plan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asked for, as it was written."""
+    """The columns that the command line asked for, as it was written. `served_models` are names
+    at an endpoint, the base model's first; empty without an endpoint."""
 
     checkpoints: Sequence[str] = ()
     compare: tuple[str, str] | None = None
     vary: Sequence[str] = ()
     prompts: Sequence[Path] = ()
     served_models: Sequence[str] = ()
-    """Names of models at an endpoint, the base model's first; empty without an endpoint."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for. `out` None is `eval` in the run folder; `again`: rollouts
+    that failed in an earlier command are made again; `cache`: where answers of executors and
+    judges are kept for the next evaluation, None: nowhere."""
+
+    config: Path
+    overrides: Sequence[str] = ()
+    wanted: Wanted = field(default_factory=Wanted)
+    samples: int = 1
+    limit: int | None = None
+    endpoint: str | None = None
+    key_variable: str | None = None
+    out: Path | None = None
+    solved_at: float = 1.0
+    again: bool = False
+    cache: Path | None = None
 
 
 def make_plan(wanted: Wanted, run_dir: Path) -> Plan:
@@ -108,16 +152,13 @@ def make_plan(wanted: Wanted, run_dir: Path) -> Plan:
     """
     faults: list[Fault] = []
     sides = _Sides(run_dir, wanted.served_models, faults)
-    base = sides.base()
-    chosen = [base]
-    if wanted.served_models:
-        chosen += [sides.served(name) for name in wanted.served_models[1:]]
-    for name in wanted.checkpoints:
-        chosen.append(sides.find(name, "--checkpoint"))
-    compared = tuple(sides.find(name, "--compare") for name in wanted.compare or ())
+    chosen = [sides.base]
+    chosen += [Side(name, served_model=name) for name in wanted.served_models[1:]]
+    chosen += [sides.find(name, "--checkpoint") for name in wanted.checkpoints]
+    compared = [sides.find(name, "--compare") for name in wanted.compare or ()]
     chosen += compared
-    if not wanted.checkpoints and not compared and not wanted.served_models:
-        chosen += sides.newest()
+    if not (wanted.checkpoints or compared or wanted.served_models) and sides.saved:
+        chosen.append(_of_run(sides.saved[-1], "last"))
     grid = _settings(wanted, faults)
     if faults:
         raise BadInput("The evaluation cannot be started.", faults)
@@ -128,35 +169,32 @@ def make_plan(wanted: Wanted, run_dir: Path) -> Plan:
             name = f"{side.name} #{namesakes + 1}" if namesakes else side.name
             distinct[side.key] = replace(side, name=name)
     columns = tuple(replace(one, side=side) for side in distinct.values() for one in grid)
-    pairs = _pairs(columns, [distinct[side.key] for side in compared])
-    return Plan(columns, pairs)
+    return Plan(columns, _pairs(columns, [side.key for side in compared]))
 
 
 def _pairs(
-    columns: Sequence[Column], compared: Sequence[Side]
+    columns: Sequence[Column], compared: Sequence[tuple[object, ...]]
 ) -> tuple[tuple[Column, Column], ...]:
     """Each column against the base model with the same settings, or, where it is that itself,
-    against the first column; and the two sides that were named."""
-    first = columns[0]
+    against the first column; and before them the two sides that were named, by their keys."""
+    base = columns[0].side.key
     at = {(column.side.key, column.settings): column for column in columns}
     pairs = []
-    if compared and compared[0].key != first.side.key and compared[0].key != compared[1].key:
+    if compared and compared[0] not in (base, compared[1]):
         pairs += [
-            (column, at[compared[1].key, column.settings])
+            (column, at[compared[1], column.settings])
             for column in columns
-            if column.side.key == compared[0].key
+            if column.side.key == compared[0]
         ]
     for column in columns[1:]:
-        reference = at[first.side.key, column.settings]
-        pairs.append((first if reference is column else reference, column))
+        reference = at[base, column.settings]
+        pairs.append((columns[0] if reference is column else reference, column))
     return tuple(pairs)
 
 
 def _settings(wanted: Wanted, faults: list[Fault]) -> list[Column]:
     """Columns without a side yet: every combination of prompts and varied values."""
-    varied: list[list[tuple[str, float]]] = []
-    for text in wanted.vary:
-        varied.append(_varied(text, faults))
+    varied = [_varied(text, faults) for text in wanted.vary]
     names = [values[0][0] for values in varied if values]
     if len(set(names)) < len(names):
         where = f"--vary {' '.join(wanted.vary)}"
@@ -165,10 +203,9 @@ def _settings(wanted: Wanted, faults: list[Fault]) -> list[Column]:
         if not path.is_file():
             cure = "name a YAML file of prompts by operator"
             faults.append(Fault(f"--prompts {path}", "a file", "no such file", cure))
-    nobody = Side("")
     files: list[Path | None] = [*wanted.prompts] or [None]
     return [
-        Column(nobody, values, prompts)
+        Column(Side(""), values, prompts)
         for prompts in files
         for values in itertools.product(*varied)
     ]
@@ -177,21 +214,20 @@ def _settings(wanted: Wanted, faults: list[Fault]) -> list[Column]:
 def _varied(text: str, faults: list[Fault]) -> list[tuple[str, float]]:
     where = f"--vary {text}"
     key, equals, listed = text.partition("=")
-    if not equals or key not in SAMPLING_KEYS:
-        expected = f"KEY=V1,V2,... with KEY one of {', '.join(SAMPLING_KEYS)}"
+    if not equals or key not in _VARIED:
+        expected = f"KEY=V1,V2,... with KEY one of {', '.join(_VARIED)}"
         faults.append(Fault(where, expected, repr(text), "--vary temperature=0.2,0.7,1.0"))
         return []
-    low, high, expected = _RANGES[key]
+    kind, low, high, expected = _VARIED[key]
     values = []
     for part in listed.split(","):
         try:
-            value = SAMPLING_KEYS[key](part)
+            value = kind(part)
             if not low <= value <= high:
                 raise ValueError
+            values.append((key, value))
         except ValueError:
             faults.append(Fault(where, f"numbers {expected}", repr(part), f"--vary {key}=..."))
-            continue
-        values.append((key, value))
     return list(dict.fromkeys(values))
 
 
@@ -199,46 +235,33 @@ class _Sides:
     """Finds the side that a name of the command line means."""
 
     def __init__(self, run_dir: Path, served: Sequence[str], faults: list[Fault]) -> None:
-        self.run_dir = run_dir
-        self.served_models = list(served)
-        self.faults = faults
+        self.run_dir, self.served, self.faults = run_dir, served, faults
+        self.base = Side(BASE, served_model=served[0] if served else None)
         self.saved = checkpoints(run_dir) if run_dir.is_dir() else []
-
-    def base(self) -> Side:
-        """The base model, or the first model of the endpoint."""
-        return Side(BASE, served_model=self.served_models[0] if self.served_models else None)
-
-    def served(self, name: str) -> Side:
-        """Another model of the endpoint."""
-        return Side(name, served_model=name)
-
-    def newest(self) -> list[Side]:
-        """The newest checkpoint, if there is one."""
-        return [_of_run(self.saved[-1], "last")] if self.saved else []
 
     def find(self, name: str, option: str) -> Side:
         """The side called `name`; what is wrong with it is added to the faults."""
-        if name == BASE:
-            return self.base()
-        served = self.served_models[0] if self.served_models else None
+        base = self.base
+        if name in (BASE, base.served_model):
+            return base
         if name.startswith(WORKFLOW_PREFIX):
             spec = name.removeprefix(WORKFLOW_PREFIX)
             label = spec.rpartition(":")[2] or spec
-            return Side(f"{BASE}, {label}", workflow=spec, served_model=served)
+            return replace(base, name=f"{BASE}, {label}", workflow=spec)
         if name.endswith((".yaml", ".yml")):
             if not Path(name).is_file():
                 self._miss(option, name, "no such file")
-            return Side(Path(name).stem, config=Path(name), served_model=served)
+            return replace(base, name=Path(name).stem, config=Path(name))
         if (Path(name) / GRAPH_FILE).is_file():
             folder = Path(name).resolve()
-            return Side(f"{BASE}, {folder.name}", graph=folder, served_model=served)
-        if self.served_models:
-            if name in self.served_models:
-                return self.base() if name == served else self.served(name)
+            return replace(base, name=f"{BASE}, {folder.name}", graph=folder)
+        if name in self.served:
+            return Side(name, served_model=name)
+        if self.served:
             cure = "serve the weights there, and name the model: --model BASE TUNED"
             fault = Fault(f"{option} {name}", "a model named by --model", "weights on disk", cure)
             self.faults.append(fault)
-            return self.base()
+            return base
         return self._saved(name, option)
 
     def _saved(self, name: str, option: str) -> Side:
@@ -248,44 +271,232 @@ class _Sides:
             return _of_run(self.saved[-1], "last")
         if name == "best" and self.saved:
             step = best_step(self.run_dir, list(by_step))
-            if step is not None:
-                return _of_run(by_step[step], "best")
-            self._miss(option, name, "no checkpoint of the run was evaluated")
-            return self.base()
+            if step is None:
+                return self._miss(option, name, "no checkpoint of the run was evaluated")
+            return _of_run(by_step[step], "best")
         if name.isdigit() and int(name) in by_step:
             return _of_run(by_step[int(name)])
         folder = Path(name).expanduser()
-        if folder.is_dir():
-            return self._folder(folder, option)
-        self._miss(option, name, "no such checkpoint")
-        return self.base()
-
-    def _folder(self, folder: Path, option: str) -> Side:
+        if not folder.is_dir():
+            return self._miss(option, name, "no such checkpoint")
         path = folder.resolve()
         if kind_of(path) is None:
             of_run = checkpoints(path)
-            if of_run:
-                return replace(_of_run(of_run[-1]), name=f"{path.name}, step {of_run[-1].step}")
-            self._miss(option, str(folder), "a folder without weights")
-            return self.base()
+            if not of_run:
+                return self._miss(option, str(folder), "a folder without weights")
+            return replace(_of_run(of_run[-1]), name=f"{path.name}, step {of_run[-1].step}")
         if path.parent == self.run_dir.resolve() and re.fullmatch(rf"{STEP_PREFIX}\d+", path.name):
             return _of_run(Checkpoint(int(path.name.removeprefix(STEP_PREFIX)), path))
         return Side("/".join(path.parts[-2:]), weights=path)
 
-    def _miss(self, option: str, name: str, found: str) -> None:
-        if self.saved:
-            steps = ", ".join(str(checkpoint.step) for checkpoint in self.saved)
+    def _miss(self, option: str, name: str, found: str) -> Side:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in self.saved)
+        there = f"base (no checkpoint is in {self.run_dir})"
+        if steps:
             there = f"base, last, best, a step ({steps})"
-        else:
-            there = f"base (no checkpoint is in {self.run_dir})"
         expected = (
             f"{there}, a folder with weights or an operator graph, workflow:FILE.py:FUNCTION, "
             "or a YAML"
         )
-        cure = f"{option} last" if self.saved else "train first, or name a folder with weights"
+        cure = f"{option} last" if steps else "train first, or name a folder with weights"
         self.faults.append(Fault(f"{option} {name}", expected, found, cure))
+        return self.base
 
 
 def _of_run(checkpoint: Checkpoint, name: str = "") -> Side:
     label = f"step {checkpoint.step}" + (f" ({name})" if name else "")
     return Side(label, weights=checkpoint.path.resolve(), step=checkpoint.step)
+
+
+@dataclass
+class Source:
+    """A configuration with its functions and tasks. Several columns may share one."""
+
+    config: AflowConfig
+    workflow: Function
+    judge: Function | None
+    tasks: dict[str, Sequence[Any]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def functions(self) -> dict[str, Any]:
+        """Digests of the user's code, as it is now."""
+        return {
+            "workflow": _sources_of(self.workflow),
+            "judge": _sources_of(self.judge) if self.judge else None,
+        }
+
+
+def make_sources(
+    plan: Plan, untouched: AflowConfig, first: Source, request: Request
+) -> dict[Column, Source]:
+    """What every column is measured from; each configuration and function is loaded once.
+
+    Raises:
+        BadInput: a workflow or configuration that a column names cannot be used.
+    """
+    made: dict[tuple[Any, ...], Source] = {(None, None, None): first}
+    found = {}
+    for column in plan.columns:
+        side = column.side
+        key = (side.workflow, side.config, side.graph)
+        if key not in made and side.config is not None:
+            made[key] = _other_config(side.config, untouched, request)
+        elif key not in made:
+            if side.graph is None:
+                workflow: Function = resolve(side.workflow or "", request.config.parent)
+            else:  # with the settings of the configuration's own graph
+                config = copy.deepcopy(untouched)
+                config.workflow, config.writer.executor = None, None
+                config.graph.path = str(side.graph)
+                workflow = resolve_functions(config)[0]
+            check_functions(workflow, first.judge)
+            made[key] = replace(first, workflow=workflow)
+        found[column] = made[key]
+    return found
+
+
+def _other_config(path: Path, untouched: AflowConfig, request: Request) -> Source:
+    """Another configuration on the held-out tasks of the first one."""
+    config = load_trained(path)
+    workflow, judge = resolve_functions(config)
+    check_functions(workflow, judge)
+    tasksets = copy.deepcopy(untouched.buffer.explorer_input.eval_tasksets)
+    for taskset in tasksets:
+        own = request.config.parent / str(taskset.path)
+        if not Path(str(taskset.path)).exists() and own.exists():
+            taskset.path = str(own)
+    config.buffer.explorer_input.eval_tasksets = tasksets
+    config.report.score = untouched.report.score
+    local_model = request.endpoint is None
+    prepare(config, Purpose.EVALUATE, workflow=workflow, judge=judge, local_model=local_model)
+    return Source(config, workflow, judge)
+
+
+def column_folder(out: Path, column: Column, source: Source, request: Request) -> Path:
+    """Where the column's records are: named after all that decides them, which it also holds."""
+    text = json.dumps(_identity(column, source, request), sort_keys=True, default=str)
+    slug = re.sub(r"[^A-Za-z0-9.=_-]+", "-", column.name).strip("-")[:60] or "column"
+    folder = out / "columns" / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    if not (folder / "column.json").exists():
+        write_json(folder / "column.json", json.loads(text))
+    return folder
+
+
+def _identity(column: Column, source: Source, request: Request) -> dict[str, Any]:
+    config, side = source.config, column.side
+    model = config.explorer.rollout_model
+    sizes = ("max_model_len", "max_prompt_tokens", "max_response_tokens", "enable_thinking")
+    local = {"dtype": config.local.dtype, "deterministic": config.deterministic}
+    return {
+        "model": side.served_model or config.model.model_path,
+        "endpoint": base_url(request.endpoint) if request.endpoint else None,
+        "local": None if request.endpoint else local,
+        "weights": [str(side.weights), fingerprint(side.weights)] if side.weights else None,
+        "model_settings": {name: getattr(model, name) for name in sizes},
+        "chat_template": model.chat_template,
+        "sampling": dict(column.sampling),
+        **source.functions,
+        "prompts": _digest(column.prompts.read_bytes()) if column.prompts else None,
+        "run_prompts": config.prompts,
+        "system_prompt": config.rollout.system_prompt,
+        "run_timeout": config.rollout.run_timeout,
+        "rewards": repr(config.rewards),
+        "sandbox": config.sandbox,
+        "models": repr(sorted(config.models.items())),
+        "score": config.report.score,
+        "seed": config.seed,
+        "auxiliary": [
+            [getattr(auxiliary, name) for name in _AUXILIARY]
+            for auxiliary in config.explorer.auxiliary_models
+        ],
+        "tasks": {
+            name: [
+                _digest(json.dumps([t.raw_task for t in tasks], default=str).encode()),
+                repr(tasks[0].rollout_args) if tasks else "",
+            ]
+            for name, tasks in source.tasks.items()
+        },
+    }
+
+
+def _sources_of(function: Function) -> dict[str, str]:
+    """Digests of the files that a function of the user's consists of, by module; an operator
+    graph is its own text, a writer its settings."""
+    if dataclasses.is_dataclass(function) and type(function).__module__.startswith("aflow_tune."):
+        settings = [
+            (item.name, repr(getattr(function, item.name)))
+            for item in dataclasses.fields(function)
+            if item.name not in _BY_CONTENT
+        ]
+        flow = as_graph(function)
+        texts = () if flow is None else ("sources", "prompts", "instructions")
+        content = [sorted(getattr(flow.graph, name).items()) for name in texts]
+        named = sorted(getattr(function, "operators", ()))
+        found = {"graph": _digest(repr([content, named, settings]).encode())}
+        for number, part in enumerate(getattr(function, "carries", ())):
+            found |= {f"{number}/{name}": digest for name, digest in _sources_of(part).items()}
+        return found
+    plain = inspect.unwrap(getattr(function, "func", function))
+    names = {*user_modules([function]), getattr(plain, "__module__", "")}
+    found = {"": getattr(plain, "__qualname__", type(plain).__name__)}
+    for name in sorted(names):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and Path(file).is_file():
+            found[name] = _digest(Path(file).read_bytes())
+    return found
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def with_prompts(
+    workflow: Function, path: Path | None, config: AflowConfig
+) -> tuple[Function, Mapping[str, Any]]:
+    """The workflow, and the configuration's prompts, with those of a YAML file on top.
+
+    The file has the form of the configuration's prompts: texts by operator, by
+    `Operator.instance` or, for an operator graph, by the name of a constant of its prompt file.
+    They may stand under a key `prompts:`.
+
+    Raises:
+        BadInput: the file is no YAML mapping, or a prompt fits no operator or graph.
+    """
+    if path is None:
+        return workflow, config.prompts
+    prompts = _read_prompts(path)
+    graph = as_graph(workflow)
+    if graph is not None:
+        changed = dataclasses.replace(graph, graph=graph.graph.with_prompts(prompts))
+        return changed, config.prompts
+    from aflow_tune.operators import OPERATORS, check_prompts, load_operators
+
+    known = {**OPERATORS, **load_operators(config.operators, config.positions.base)}
+    check_prompts(prompts, str(path), known)
+    merged = dict(config.prompts)
+    for key, texts in prompts.items():
+        both = isinstance(texts, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = {**merged[key], **texts} if both else texts
+    return workflow, merged
+
+
+def as_graph(workflow: Function) -> Any:
+    """`workflow` if it is an operator graph, else None; the graph room, which is not needed for
+    anything else, is not imported to find out."""
+    return workflow if type(workflow).__module__ == "aflow_tune.graph.workflow" else None
+
+
+def _read_prompts(path: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and set(content) == {"prompts"}:
+            content = content["prompts"]
+        if isinstance(content, dict) and content:
+            return content
+        found = f"a {type(content).__name__}" if content else "nothing"
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        found = " ".join(str(error).split())
+    expected = "a YAML mapping of operators to texts, such as `Review: {main: ...}`"
+    cure = "write the prompts by operator or by Operator.instance"
+    fault = Fault(f"--prompts {path}", expected, found, cure)
+    raise BadInput("The prompts cannot be used.", [fault])

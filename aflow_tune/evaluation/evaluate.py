@@ -1,7 +1,7 @@
 """One evaluation from a command line to its result: what follows what.
 
 Every column keeps its records in a folder of its own, named after everything that decides them
-(`sources.py`). The same command therefore goes on where it was stopped, and another one that
+(`columns.py`). The same command therefore goes on where it was stopped, and another one that
 shares a column measures only what is new.
 """
 
@@ -12,7 +12,7 @@ import contextlib
 import copy
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,16 @@ from aflow_tune.contract.signature import check_functions
 from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
 from aflow_tune.engines.trinity.rollout.endpoint import base_url, check_endpoint
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
-from aflow_tune.evaluation.columns import Column, Plan, make_plan
+from aflow_tune.evaluation.columns import (
+    Column,
+    Plan,
+    Request,
+    Source,
+    column_folder,
+    make_plan,
+    make_sources,
+    with_prompts,
+)
 from aflow_tune.evaluation.evaluating import (
     Batch,
     LocalModels,
@@ -39,10 +48,7 @@ from aflow_tune.evaluation.evaluating import (
     rows_by_item,
 )
 from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page
-from aflow_tune.evaluation.progress import EvalProgress
-from aflow_tune.evaluation.prompts import with_prompts
-from aflow_tune.evaluation.results import Result, build
-from aflow_tune.evaluation.sources import Request, Source, column_folder, make_sources
+from aflow_tune.evaluation.results import Cell, Result, compare_columns
 from aflow_tune.evaluation.trained import load_trained
 from aflow_tune.files import write_json
 from aflow_tune.models.prices import price_of
@@ -56,6 +62,64 @@ from aflow_tune.trace import POLICY
 JSON_NAME = "eval.json"
 OUT_NAME = "eval"
 """The folder below the run folder that an evaluation is kept in if none is named."""
+_LINE_SECONDS = 15.0
+"""How often a log is told how far a column is."""
+
+
+class EvalProgress:
+    """How far an evaluation is: a bar for each column on a terminal, a line now and then
+    elsewhere. Use as a context manager.
+
+    Args:
+        console: a rich console; where the result goes elsewhere, that of standard error.
+    """
+
+    def __init__(self, console: Any) -> None:
+        self.console = console
+        self._bars: Any = None
+
+    def __enter__(self) -> EvalProgress:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+            parts = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bars = Progress(*parts, console=self.console)
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def column(self, name: str, total: int, done: int) -> Iterator[Callable[[], None]]:
+        """While a column is measured; the function given is called after each rollout.
+
+        `done` of the `total` rollouts have a record from an earlier command.
+        """
+        if done:
+            self.say(f"{name}: {done} of {total} rollouts are there from an earlier command")
+        started = said = time.monotonic()
+        count, bar = done, None
+        if self._bars is not None and done < total:
+            bar = self._bars.add_task(name.replace("[", "\\["), total=total, completed=done)
+
+        def advance() -> None:
+            nonlocal count, said
+            count += 1
+            if bar is not None:
+                self._bars.advance(bar)
+            elif count < total and time.monotonic() - said > _LINE_SECONDS:
+                said = time.monotonic()
+                self.say(f"{name}: {count} of {total} rollouts")
+
+        yield advance
+        if done < total:
+            self.say(f"{name}: {total - done} rollouts in {time.monotonic() - started:.1f} s")
 
 
 def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
@@ -73,13 +137,13 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
     check_functions(workflow, judge)
     local_model = request.endpoint is None
     prepare(config, Purpose.EVALUATE, workflow=workflow, judge=judge, local_model=local_model)
-    run_dir = Path(config.get_checkpoint_job_dir())
+    run_dir = Path(config.checkpoint_job_dir)
     plan = make_plan(request.wanted, run_dir)
     if request.endpoint is not None:
         names = [column.side.served_model for column in plan.columns]
         served = list(dict.fromkeys(name for name in names if name))
         check_endpoint(request.endpoint, served, request.key_variable)
-        check_served(config, [_served(name, request.endpoint, config.models) for name in served])
+        check_served(config, [_served(name, request.endpoint, config) for name in served])
     sources = make_sources(plan, untouched, Source(config, workflow, judge), request)
     for column in plan.columns:
         source = sources[column]
@@ -91,113 +155,92 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
         log_to(out / "log")
         for warning in config.warnings:
             progress.say(f"warning: {warning}")
-        asyncio.run(_Evaluation(request, plan, sources, out, progress).run())
-        result = _result(request, plan, sources, out, config)
+        asyncio.run(_measure_all(request, plan, sources, out, progress))
+        result = _result(request, plan, sources, out)
         write_json(out / JSON_NAME, result.to_json())
         write_eval_page(out / PAGE_NAME, result)
     return result, out
 
 
-class _Evaluation:
-    """The measuring of a plan's columns, those with the same model after each other."""
+async def _measure_all(
+    request: Request,
+    plan: Plan,
+    sources: Mapping[Column, Source],
+    out: Path,
+    progress: EvalProgress,
+) -> None:
+    """Make every rollout that has no record yet, columns with the same model after each other."""
+    kept = (
+        f"; every rollout that was finished is kept in {out}. The same command goes on from there."
+    )
+    limit = sources[plan.columns[0]].config.budget.wall_seconds
+    models = [(column.side.weights, column.side.config) for column in plan.columns]
+    ordered = sorted(plan.columns, key=lambda c: models.index((c.side.weights, c.side.config)))
+    _cancel_on_signals()
+    try:
+        async with asyncio.timeout(limit), LocalModels() as local:
+            for source in {id(source.config): source for source in sources.values()}.values():
+                materialise_tasksets(source.config, out)
+                spend_of(source.config).start()
+                tasks = await read_tasks(source.config)
+                for other in sources.values():
+                    if other.config is source.config:
+                        other.tasks = dict(tasks)
+            for column in ordered:
+                await _measure(column, sources[column], request, out, progress, local)
+    except BudgetReached as error:
+        raise BudgetReached(f"{error}{kept}") from None
+    except TimeoutError:
+        raise BudgetReached(f"budget.wall_seconds ({limit:g}) reached{kept}") from None
+    except asyncio.CancelledError:
+        raise Interrupted(f"stopped{kept}") from None
 
-    def __init__(
-        self,
-        request: Request,
-        plan: Plan,
-        sources: Mapping[Column, Source],
-        out: Path,
-        progress: EvalProgress,
-    ) -> None:
-        self.request = request
-        self.plan = plan
-        self.sources = sources
-        self.out = out
-        self.progress = progress
 
-    async def run(self) -> None:
-        """Make every run that has no record yet."""
-        limit = self.sources[self.plan.columns[0]].config.budget.wall_seconds
-        try:
-            async with asyncio.timeout(limit):
-                with _signals_cancel():
-                    await self._all()
-        except BudgetReached as error:
-            raise BudgetReached(self._kept(str(error))) from None
-        except TimeoutError:
-            raise BudgetReached(self._kept(f"budget.wall_seconds ({limit:g}) reached")) from None
-        except asyncio.CancelledError:
-            raise Interrupted(self._kept("stopped")) from None
-
-    async def _all(self) -> None:
-        for source in {id(source.config): source for source in self.sources.values()}.values():
-            materialise_tasksets(source.config, self.out)
-            spend_of(source.config).start()
-            tasks = await read_tasks(source.config)
-            for other in self.sources.values():
-                if other.config is source.config:
-                    other.tasks = dict(tasks)
-        async with LocalModels() as local:
-            for column in sorted(self.plan.columns, key=self._model_order):
-                await self._measure(column, local)
-
-    def _model_order(self, column: Column) -> tuple[int, int]:
-        """Columns that need the same weights stand together; the base model comes first."""
-        keys = [(other.side.weights, other.side.config) for other in self.plan.columns]
-        return keys.index((column.side.weights, column.side.config)), self.plan.columns.index(
-            column
-        )
-
-    async def _measure(self, column: Column, local: LocalModels) -> None:
-        source = self.sources[column]
-        tasks = limited(source.tasks, self.request.limit)
-        config, samples = source.config, self.request.samples
-        folder = column_folder(self.out, column, source, self.request)
-        workflow, prompts = with_prompts(source.workflow, column.prompts, config)
-        books, served = spend_of(config), column.side.served_model
-        if self.request.endpoint is not None and served is not None:
-            policy = _served(served, self.request.endpoint, config.models)
-            books = replace(books, models={**books.models, POLICY: policy})
-        batch = Batch(
-            model=None,
-            auxiliary=[],
-            arguments={
-                **adapter_arguments(config, workflow, source.judge, books, folder / FOLDER),
-                "prompts": prompts,
-                "cache": None if self.request.cache is None else str(self.request.cache),
-            },
-            folder=folder / FOLDER,
-            step=column.side.step,
-            sampling=dict(column.sampling),
-        )
-        total = samples * sum(map(len, tasks.values()))
-        left = batch.runs_left(tasks, samples, again=self.request.again)
-        with self.progress.column(column.name, total, total - len(left)) as advance:
-            if not left:
-                return
-            if self.request.endpoint is None:
-                batch.model = await local.take(config, column.side.weights)
-            else:
-                batch.model = endpoint_model(
-                    config,
-                    self.request.endpoint,
-                    column.side.served_model or "",
-                    self.request.key_variable,
-                )
-            batch.auxiliary = await local.auxiliary(config)
-            await batch.run(tasks, left, samples, config.local.max_batch, advance)
-        missing = batch.runs_left(tasks, samples, again=False)
-        if missing:
-            raise RunFailed(
-                f"{len(missing)} runs of {column.name} left no record in {folder}: "
-                "is the disk full?"
+async def _measure(
+    column: Column,
+    source: Source,
+    request: Request,
+    out: Path,
+    progress: EvalProgress,
+    local: LocalModels,
+) -> None:
+    tasks = limited(source.tasks, request.limit)
+    config, samples = source.config, request.samples
+    folder = column_folder(out, column, source, request)
+    workflow, prompts = with_prompts(source.workflow, column.prompts, config)
+    books, served = spend_of(config), column.side.served_model
+    if request.endpoint is not None and served is not None:
+        policy = _served(served, request.endpoint, config)
+        books = replace(books, models={**books.models, POLICY: policy})
+    batch = Batch(
+        model=None,
+        auxiliary=[],
+        arguments={
+            **adapter_arguments(config, workflow, source.judge, books, folder / FOLDER),
+            "prompts": prompts,
+            "cache": None if request.cache is None else str(request.cache),
+        },
+        folder=folder / FOLDER,
+        step=column.side.step,
+        sampling=dict(column.sampling),
+    )
+    total = samples * sum(map(len, tasks.values()))
+    left = batch.rollouts_left(tasks, samples, again=request.again)
+    with progress.column(column.name, total, total - len(left)) as advance:
+        if not left:
+            return
+        if request.endpoint is None:
+            batch.model = await local.take(config, column.side.weights)
+        else:
+            batch.model = endpoint_model(
+                config, request.endpoint, served or "", request.key_variable
             )
-
-    def _kept(self, reason: str) -> str:
-        return (
-            f"{reason}; every run that was finished is kept in {self.out}. The same command goes "
-            "on from there."
-        )
+        batch.auxiliary = await local.auxiliary(config)
+        await batch.run(tasks, left, samples, config.local.max_batch, advance)
+    missing = len(batch.rollouts_left(tasks, samples, again=False))
+    if missing:
+        told = f"{missing} rollouts of {column.name} left no record in {folder}"
+        raise RunFailed(f"{told}: is the disk full?")
 
 
 def limited(tasks: TaskSets, limit: int | None) -> dict[str, Sequence[Any]]:
@@ -205,83 +248,60 @@ def limited(tasks: TaskSets, limit: int | None) -> dict[str, Sequence[Any]]:
     return {name: of_set[:limit] for name, of_set in tasks.items()}
 
 
-def _result(
-    request: Request,
-    plan: Plan,
-    sources: Mapping[Column, Source],
-    out: Path,
-    config: AflowConfig,
-) -> Result:
+def _result(request: Request, plan: Plan, sources: Mapping[Column, Source], out: Path) -> Result:
+    """What the records of the plan's columns come to."""
     first = sources[plan.columns[0]]
+    config, samples, solved_at = first.config, request.samples, request.solved_at
     tasks = limited(first.tasks, request.limit)
-    rows = {name: rows_by_item(of_set) for name, of_set in tasks.items()}
-    evaluations = {
-        column: _evaluations(
-            column_folder(out, column, sources[column], request), column, rows, request.samples
-        )
-        for column in plan.columns
-    }
+    cells: dict[str, list[Cell]] = {name: [] for name in tasks}
+    for column in plan.columns:
+        found = load_evaluations(column_folder(out, column, sources[column], request))
+        price = _price(column, request, config)
+        for name, of_set in tasks.items():
+            rows = rows_by_item(of_set)
+            measured: Evaluation = found[name][column.side.step]
+            # Earlier commands may have measured more.
+            records = [r for r in measured.records if r.item in rows and r.run < samples]
+            evaluation = replace(measured, records=tuple(records))
+            cells[name].append(Cell(column, evaluation, rows, price, samples, solved_at))
+    executor = config.writer.executor
+    written = f"written by the policy, run by {executor}" if executor else None
     facts = {
         "config": str(request.config),
-        "workflow": config.workflow or config.graph.path or _writer_name(config),
+        "workflow": config.workflow or config.graph.path or written,
         "model": plan.columns[0].side.served_model or config.model.model_path,
         "endpoint": request.endpoint,
         "score": config.report.score,
         "seed": config.seed,
-        "tasks": {name: len(of_set) for name, of_set in rows.items()},
+        "tasks": {name: len(of_set) for name, of_set in tasks.items()},
         "written": time.strftime("%Y-%m-%d %H:%M"),
     }
-    return build(
-        plan,
-        evaluations,
-        rows,
-        {column: _price(column, request, config.models) for column in plan.columns},
-        facts=facts,
-        samples=request.samples,
-        solved_at=request.solved_at,
-        warnings=config.warnings,
-    )
+    differences = compare_columns(plan, cells)
+    warnings = tuple(config.warnings)
+    return Result(facts, samples, solved_at, plan.columns, cells, differences, warnings)
 
 
-def _writer_name(config: AflowConfig) -> str | None:
-    executor = config.writer.executor
-    return f"written by the policy, run by {executor}" if executor else None
-
-
-def _evaluations(
-    folder: Path, column: Column, rows: Mapping[str, Mapping[int, Any]], samples: int
-) -> dict[str, Evaluation]:
-    """The column's records on these rows; earlier commands may have measured more."""
-    found = load_evaluations(folder)
-    evaluations = {}
-    for name, items in rows.items():
-        evaluation = found[name][column.side.step]
-        records = tuple(r for r in evaluation.records if r.item in items and r.run < samples)
-        evaluations[name] = replace(evaluation, records=records)
-    return evaluations
-
-
-def _price(column: Column, request: Request, models: Mapping[str, ModelSettings]) -> Price | None:
+def _price(column: Column, request: Request, config: AflowConfig) -> Price | None:
     """What a call of an endpoint's model costs: as configured for `policy`, else as listed."""
     if request.endpoint is None or column.side.served_model is None:
         return None
-    served = _served(column.side.served_model, request.endpoint, models)
+    served = _served(column.side.served_model, request.endpoint, config)
     price = price_of(served.provider, served.base_url, served.model or "", served.prices)
     if price is None:
         return None
     return lambda prompt, drawn: price.cost(Usage(prompt, drawn))
 
 
-def _served(name: str, endpoint: str, models: Mapping[str, ModelSettings]) -> ModelSettings:
-    """An endpoint's model as the books know it: with the prices that `policy` is given."""
-    policy = models.get(POLICY)
+def _served(name: str, endpoint: str, config: AflowConfig) -> ModelSettings:
+    """An endpoint's model as the budget knows it: with the prices that `policy` is given."""
+    policy = config.models.get(POLICY)
     prices = policy.prices if policy else None
     return ModelSettings(model=name, base_url=base_url(endpoint), prices=prices)
 
 
-@contextlib.contextmanager
-def _signals_cancel() -> Iterator[None]:
-    """Ctrl-C and SIGTERM cancel the current task; a second one ends the process at once."""
+def _cancel_on_signals() -> None:
+    """Ctrl-C and SIGTERM cancel the current task; a second one ends the process at once. Only the
+    main thread has signals: elsewhere nothing is changed."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     numbers = (signal.SIGINT, signal.SIGTERM)
 
@@ -291,14 +311,6 @@ def _signals_cancel() -> Iterator[None]:
         if task is not None:
             task.cancel()
 
-    added = []
-    for number in numbers:
-        # Only the main thread has signals; in a notebook's thread the interpreter handles them.
-        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+    with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+        for number in numbers:
             loop.add_signal_handler(number, stop)
-            added.append(number)
-    try:
-        yield
-    finally:
-        for number in added:
-            loop.remove_signal_handler(number)

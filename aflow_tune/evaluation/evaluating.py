@@ -2,11 +2,8 @@
 
 The workflow runs in the same adapter as in a run, gets the same recording model, and leaves the
 same records, so an evaluation made here and one made by a run can be compared. Seeds depend on
-task set, task, run and what is asked, never on the weights: two evaluations of one task set draw
-the same random numbers.
-
-Which models, workflows and settings are evaluated, and what comes of it, is decided above, in
-`aflow_tune.evaluation`.
+task set, task, rollout and what is asked, never on the weights: two evaluations of one task set
+draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ if TYPE_CHECKING:
 
 TaskSets = Mapping[str, Sequence[Task]]
 """Tasks by the name of their task set, in the order of its rows."""
-RunKey = tuple[str, int, int]
-"""Task set, number of the task in it, and run: which run of an evaluation is meant."""
+RolloutKey = tuple[str, int, int]
+"""Task set, number of the task in it, and number among the task's rollouts."""
 
 
 class LocalModels:
@@ -49,9 +46,8 @@ class LocalModels:
     """
 
     def __init__(self) -> None:
-        self._host: SamplerHost | None = None
-        self._model: InlineModel | None = None
-        self._path: str | None = None
+        self._model: tuple[SamplerHost, InlineModel] | None = None
+        self._key: str | None = None
         self._pristine = True
         self._auxiliary: dict[str, tuple[SamplerHost, InlineModel]] = {}
 
@@ -74,10 +70,14 @@ class LocalModels:
         if weights is not None and kind_of(weights) is Kind.MODEL:
             model_config = replace(model_config, model_path=str(weights))
             weights = None
-        await self._load(model_config, need_pristine=weights is None)
-        assert self._host is not None
-        assert self._model is not None
-        sampler = self._host.sampler
+        # Full weights put over a base model cannot be taken back: it is loaded anew.
+        key = repr(model_config)
+        if self._model is None or self._key != key or not (self._pristine or weights):
+            await self._release()
+            self._model = await _load(model_config)
+            self._key, self._pristine = key, True
+        host, model = self._model
+        sampler = host.sampler
         if weights is None:
             await asyncio.to_thread(sampler.update_weights, {}, 0)
         else:
@@ -86,7 +86,7 @@ class LocalModels:
                 raise RunFailed(f"{weights} holds no weights")
             self._pristine = sampler.lora is not None
             await asyncio.to_thread(sampler.update_weights, state, sampler.version + 1)
-        return self._model
+        return model
 
     @contextlib.asynccontextmanager
     async def auxiliary_chat_models(self, config: AflowConfig) -> AsyncIterator[dict[str, Any]]:
@@ -104,26 +104,19 @@ class LocalModels:
         for model_config in config.explorer.auxiliary_models:
             key = repr(model_config)
             if key not in self._auxiliary:
-                host = await asyncio.to_thread(SamplerHost.from_model_config, model_config)
-                self._auxiliary[key] = host, InlineModel(host, model_config)
+                self._auxiliary[key] = await _load(model_config)
             found.append(self._auxiliary[key][1])
         return found
 
-    async def _load(self, config: InferenceModelConfig, need_pristine: bool) -> None:
-        """Load the base model, unless it is there. Full weights that were put over it cannot
-        be taken back, only loaded anew."""
-        key = repr(config)
-        if self._path == key and (self._pristine or not need_pristine):
-            return
-        await self._release()
-        self._host = await asyncio.to_thread(SamplerHost.from_model_config, config)
-        self._model = InlineModel(self._host, config)
-        self._path, self._pristine = key, True
-
     async def _release(self) -> None:
-        host, self._host, self._model, self._path = self._host, None, None, None
-        if host is not None:
-            await asyncio.to_thread(host.close)
+        loaded, self._model = self._model, None
+        if loaded is not None:
+            await asyncio.to_thread(loaded[0].close)
+
+
+async def _load(config: InferenceModelConfig) -> tuple[SamplerHost, InlineModel]:
+    host = await asyncio.to_thread(SamplerHost.from_model_config, config)
+    return host, InlineModel(host, config)
 
 
 def endpoint_model(
@@ -138,10 +131,8 @@ def endpoint_model(
 
 async def read_tasks(config: AflowConfig) -> dict[str, list[Task]]:
     """All tasks of every held-out task set."""
-    return {
-        taskset.name: await read_all(taskset)
-        for taskset in config.buffer.explorer_input.eval_tasksets
-    }
+    tasksets = config.buffer.explorer_input.eval_tasksets
+    return {taskset.name: await read_all(taskset) for taskset in tasksets}
 
 
 @dataclass
@@ -159,84 +150,74 @@ class Batch:
     step: int = 0
     sampling: Mapping[str, float] = field(default_factory=dict)
 
-    def runs_left(self, tasks: TaskSets, samples: int, *, again: bool) -> list[RunKey]:
-        """The runs that have no record yet.
-
-        `again`: runs whose record says that they failed count as left.
-        """
+    def rollouts_left(self, tasks: TaskSets, samples: int, *, again: bool) -> list[RolloutKey]:
+        """The rollouts that have no record yet; with `again` also those that failed."""
         left = []
         for name, of_set in tasks.items():
             path = record_path(self.folder, name, self.step)
             drop_torn_line(path)
-            latest = {}
-            for record in read_records(path) if path.exists() else ():
-                latest[record.item, record.run] = record
+            records = read_records(path) if path.exists() else []
+            failures = {(record.item, record.run): record.failure for record in records}
             done = {
                 key
-                for key, record in latest.items()
-                if not (record.failure == Failure.BUDGET_REACHED or (again and record.failure))
+                for key, failure in failures.items()
+                if failure != Failure.BUDGET_REACHED and not (again and failure)
             }
             left += [
-                (name, number, run)
+                (name, number, rollout)
                 for number, task in enumerate(of_set)
-                for run in range(samples)
-                if (_item(task, number), run) not in done
+                for rollout in range(samples)
+                if (_item(task, number), rollout) not in done
             ]
         return left
 
     async def run(
         self,
         tasks: TaskSets,
-        left: list[RunKey],
+        left: list[RolloutKey],
         samples: int,
         at_once: int,
         done: Callable[[], None],
     ) -> None:
-        """Make the runs of `left`, at most `at_once` together; `done` is called after each.
+        """Make the rollouts of `left`, at most `at_once` together; `done` is called after each.
 
         Raises:
-            BudgetReached: a limit on money, tokens or calls was reached; runs under way ended.
+            BudgetReached: a limit on money, tokens or calls was reached; those under way ended.
             RunFailed: something outside of the user's functions failed.
         """
         slots = asyncio.Semaphore(at_once)
         books = self.arguments["books"]
 
-        async def one(name: str, number: int, run: int) -> None:
+        async def one(name: str, number: int, rollout: int) -> None:
             async with slots:
                 if books.reached():
                     return
-                task = self._task(tasks[name][number], f"{self.step}/{name}", number, run, samples)
-                workflow = task.to_workflow(
-                    self.model.clone_with_isolated_history(), self.auxiliary
+                given = tasks[name][number]
+                # A task of its own for each rollout, numbered as a run's evaluation numbers it.
+                task = replace(
+                    given,
+                    batch_id=f"{self.step}/{name}",
+                    task_id=number,
+                    repeat_times=samples,
+                    workflow_args={**given.workflow_args, **self.arguments, "first_run": rollout},
+                    rollout_args=replace(given.rollout_args, n=samples, **self.sampling),
+                    raw_task=copy.deepcopy(given.raw_task),
                 )
-                await workflow.run_async()
+                model = self.model.clone_with_isolated_history()
+                await task.to_workflow(model, self.auxiliary).run_async()
             done()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for name, number, run in left:
-                    group.create_task(one(name, number, run))
+                for key in left:
+                    group.create_task(one(*key))
         except* Exception as errors:
             first = errors.exceptions[0]
-            raise RunFailed(f"the evaluation met an error: {type(first).__name__}: {first}") from (
-                first
-            )
+            told = f"the evaluation met an error: {type(first).__name__}: {first}"
+            raise RunFailed(told) from first
         reason = books.reached()
         if reason is not None:
             raise BudgetReached(reason)
-
-    def _task(self, task: Task, batch_id: str, number: int, run: int, samples: int) -> Task:
-        """A task object of its own for one run, numbered as a run's evaluation numbers it."""
-        arguments = {**task.workflow_args, **self.arguments}
-        return replace(
-            task,
-            batch_id=batch_id,
-            task_id=number,
-            repeat_times=samples,
-            workflow_args={**arguments, "first_run": run},
-            rollout_args=replace(task.rollout_args, n=samples, **self.sampling),
-            raw_task=copy.deepcopy(task.raw_task),
-        )
 
 
 def rows_by_item(tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:

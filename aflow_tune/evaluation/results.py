@@ -1,7 +1,7 @@
 """What an evaluation found: a cell for each column on each task set, and the comparisons.
 
 Computed from the records by `aflow_tune.report`; nothing is measured here. `to_json` is what
-`eval.json` holds; the text and the page are made from the same objects.
+`eval.json` holds (its keys call a rollout a run); terminal and page are made from the same objects.
 """
 
 from __future__ import annotations
@@ -9,56 +9,101 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
-from aflow_tune.evaluation.agents import AgentMeasure, measure_agents
 from aflow_tune.evaluation.columns import Column, Plan
 from aflow_tune.report.audit import Finding, audit_evaluation
 from aflow_tune.report.evaluation import Comparison, Evaluation, compare
-from aflow_tune.report.statistics import Interval
-from aflow_tune.report.usage import (
-    CallerUse,
-    Cost,
-    Price,
-    Usage,
-    callers,
-    cost,
-    per_solved,
-    usage,
-)
+from aflow_tune.report.records import EvalRecord
+from aflow_tune.report.statistics import Interval, mean, standard_deviation
+from aflow_tune.report.usage import CallerUse, Cost, Price, Usage, callers, cost, per_solved, usage
+from aflow_tune.scoring.agent_reward import efficiency, target_tools, timing, tool_accuracy
+from aflow_tune.sections import AgentRewardSection
 
 VERSION = 1
 """Of the form of `eval.json`."""
 
 
 @dataclass(frozen=True)
+class AgentMeasure:
+    """Over the rollouts that could be measured. `std` is None for fewer than two of them."""
+
+    mean: float | None
+    std: float | None
+    count: int
+
+
+@dataclass(frozen=True)
 class Cell:
-    """One column on one task set."""
+    """One column on one task set.
+
+    `price` is what the tokens of the column's model cost, `rows` those of the task set by item,
+    `samples` the rollouts of each, `solved_at` the score from which on one has solved its task.
+    """
 
     column: Column
     evaluation: Evaluation
-    score: Interval | None
-    pass_at: Mapping[int, Interval | None]
-    """pass@k over scored runs."""
-    pass_at_all: Mapping[int, Interval | None]
-    """The same with failed runs as unsolved; empty where no run failed."""
-    solved: int
-    usage: Usage
-    cost: Cost
-    callers: Sequence[CallerUse]
-    measures: Mapping[str, Interval | None]
-    """Reward and every recorded metric, over items."""
-    agents: Mapping[str, AgentMeasure]
-    findings: Sequence[Finding]
+    rows: Mapping[int, Mapping[str, Any]]
+    price: Price | None
+    samples: int
+    solved_at: float
+
+    @property
+    def score(self) -> Interval | None:
+        return self.evaluation.interval()
+
+    @cached_property
+    def pass_at(self) -> dict[int, Interval | None]:
+        """pass@k over scored rollouts."""
+        levels = pass_levels(self.samples)
+        return {k: self.evaluation.pass_at(k, self.solved_at) for k in levels}
+
+    @cached_property
+    def pass_at_all(self) -> dict[int, Interval | None]:
+        """The same with failed rollouts as unsolved; empty where none failed."""
+        levels = pass_levels(self.samples) if self.evaluation.failed_rollouts else []
+        at = self.solved_at
+        return {k: self.evaluation.pass_at(k, at, failed_as_unsolved=True) for k in levels}
+
+    @property
+    def solved(self) -> int:
+        return self.evaluation.solved_rollouts(self.solved_at)
+
+    @cached_property
+    def usage(self) -> Usage:
+        return usage(self.evaluation.records)
+
+    @cached_property
+    def cost(self) -> Cost:
+        return cost(self.evaluation.records, self.price)
+
+    @cached_property
+    def callers(self) -> list[CallerUse]:
+        return callers(self.evaluation.records)
+
+    @cached_property
+    def measures(self) -> dict[str, Interval | None]:
+        """Reward and every recorded metric, over items."""
+        names = self.evaluation.metric_names()
+        return {name: self.evaluation.metric_interval(name) for name in names}
+
+    @cached_property
+    def agents(self) -> dict[str, AgentMeasure]:
+        return measure_agents(self.evaluation.records, self.rows, self.solved_at)
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        return audit_evaluation(self.evaluation, f" ({self.column.name})")
 
     @property
     def tokens_per_solved(self) -> float | None:
-        """Tokens of all runs, prompts included, for each solved one."""
+        """Tokens of all rollouts, prompts included, for each solved one."""
         return per_solved(self.usage.total_tokens, self.solved)
 
     @property
     def cost_per_solved(self) -> float | None:
-        """US dollars of all runs for each solved one; None where a price is unknown."""
+        """US dollars of all rollouts for each solved one; None where a price is unknown."""
         return per_solved(self.cost.total, self.solved)
 
     def to_json(self) -> dict[str, Any]:
@@ -67,13 +112,13 @@ class Cell:
         return {
             "items": evaluation.items,
             "runs": len(evaluation.records),
-            "score": _interval(self.score),
-            "pass_at": {str(k): _interval(value) for k, value in self.pass_at.items()},
+            "score": _plain(self.score),
+            "pass_at": {str(k): _plain(value) for k, value in self.pass_at.items()},
             "pass_at_failed_as_unsolved": {
-                str(k): _interval(value) for k, value in self.pass_at_all.items()
+                str(k): _plain(value) for k, value in self.pass_at_all.items()
             },
             "solved_runs": self.solved,
-            "failed_runs": evaluation.failed_runs,
+            "failed_runs": evaluation.failed_rollouts,
             "failures": evaluation.failures,
             "tokens": {
                 **asdict(self.usage),
@@ -87,7 +132,7 @@ class Cell:
                 "unknown_roles": list(self.cost.unknown),
             },
             "callers": [asdict(use) for use in self.callers],
-            "measures": {name: _interval(value) for name, value in self.measures.items()},
+            "measures": {name: _plain(value) for name, value in self.measures.items()},
             "agents": {name: asdict(value) for name, value in self.agents.items()},
             "warnings": [asdict(finding) for finding in self.findings],
         }
@@ -116,14 +161,7 @@ class Difference:
             "sentences": self.sentences(),
         }
         if self.comparison is not None:
-            primary = self.comparison.primary
-            found |= {
-                "mean_before": primary.mean_before,
-                "mean_after": primary.mean_after,
-                "difference": _interval(primary.difference),
-                "p_value": primary.p_value,
-                "better": primary.better,
-                "worse": primary.worse,
+            found |= asdict(self.comparison.primary) | {
                 "direction": self.comparison.direction,
                 "items_left_out": self.comparison.left_out,
             }
@@ -132,30 +170,27 @@ class Difference:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that was measured. `facts` says with what, in the order in which it is shown."""
+    """Everything that was measured. `facts` says with what, in the order in which it is shown;
+    `cells` are by task set, in the order of the columns."""
 
     facts: Mapping[str, Any]
     samples: int
     solved_at: float
     columns: Sequence[Column]
     cells: Mapping[str, Sequence[Cell]]
-    """By task set, in the order of the columns."""
     differences: Sequence[Difference]
     warnings: Sequence[str] = field(default_factory=tuple)
 
     def why_nothing(self) -> str | None:
-        """Where not one run could be scored: how many there are, and what most of them met."""
-        records = [
-            record
-            for cells in self.cells.values()
-            for cell in cells
-            for record in cell.evaluation.records
-        ]
+        """Where nothing could be scored: how many rollouts there are, and what most of them met."""
+        every = [cell for cells in self.cells.values() for cell in cells]
+        records = [record for cell in every for record in cell.evaluation.records]
         if not records or any(record.score is not None for record in records):
             return None
         met = Counter((record.failure or "unscored", record.reason) for record in records)
         (failure, reason), _ = met.most_common(1)[0]
-        return f"none of {len(records)} runs could be scored; {failure}: {reason or 'no reason'}"
+        why = f"{failure}: {reason or 'no reason'}"
+        return f"none of {len(records)} rollouts could be scored; {why}"
 
     def to_json(self) -> dict[str, Any]:
         """The whole result as plain JSON values."""
@@ -168,14 +203,14 @@ class Result:
             "columns": [
                 {
                     "name": column.name,
-                    "weights": str(column.side.weights) if column.side.weights else None,
+                    "weights": _path(column.side.weights),
                     "step": column.side.step,
                     "workflow": column.side.workflow,
-                    "graph": str(column.side.graph) if column.side.graph else None,
-                    "config": str(column.side.config) if column.side.config else None,
+                    "graph": _path(column.side.graph),
+                    "config": _path(column.side.config),
                     "model": column.side.served_model,
                     "sampling": dict(column.sampling),
-                    "prompts": str(column.prompts) if column.prompts else None,
+                    "prompts": _path(column.prompts),
                     "tasksets": {
                         name: cells[index].to_json() for name, cells in self.cells.items()
                     },
@@ -186,41 +221,14 @@ class Result:
         }
 
 
-def build(
-    plan: Plan,
-    evaluations: Mapping[Column, Mapping[str, Evaluation]],
-    rows: Mapping[str, Mapping[int, Mapping[str, Any]]],
-    prices: Mapping[Column, Price | None],
-    *,
-    facts: Mapping[str, Any],
-    samples: int,
-    solved_at: float,
-    warnings: Sequence[str] = (),
-) -> Result:
-    """The result of a plan.
-
-    Args:
-        evaluations: of every column, by task set.
-        rows: of every task set, by item.
-        prices: what the tokens of a column's model cost.
-        solved_at: the score from which on a run has solved its task.
-    """
-    tasksets = list(rows)
-    cells = {
-        name: [
-            _cell(column, evaluations[column][name], rows[name], prices[column], samples, solved_at)
-            for column in plan.columns
-        ]
-        for name in tasksets
-    }
-    differences = [
-        Difference(
-            name, before, after, compare(evaluations[before][name], evaluations[after][name])
-        )
-        for name in tasksets
+def compare_columns(plan: Plan, cells: Mapping[str, Sequence[Cell]]) -> list[Difference]:
+    """The plan's comparisons on every task set."""
+    return [
+        Difference(name, before, after, compare(of[before], of[after]))
+        for name, row in cells.items()
+        for of in [{cell.column: cell.evaluation for cell in row}]
         for before, after in plan.pairs
     ]
-    return Result(facts, samples, solved_at, plan.columns, cells, differences, tuple(warnings))
 
 
 def pass_levels(samples: int) -> list[int]:
@@ -229,33 +237,53 @@ def pass_levels(samples: int) -> list[int]:
     return sorted(levels | {samples})
 
 
-def _cell(
-    column: Column,
-    evaluation: Evaluation,
-    rows: Mapping[int, Mapping[str, Any]],
-    price: Price | None,
-    samples: int,
-    solved_at: float,
-) -> Cell:
-    levels = pass_levels(samples)
-    failed = evaluation.failed_runs > 0
-    return Cell(
-        column=column,
-        evaluation=evaluation,
-        score=evaluation.interval(),
-        pass_at={k: evaluation.pass_at(k, solved_at) for k in levels},
-        pass_at_all={
-            k: evaluation.pass_at(k, solved_at, failed_as_unsolved=True) for k in levels if failed
-        },
-        solved=evaluation.solved_runs(solved_at),
-        usage=usage(evaluation.records),
-        cost=cost(evaluation.records, price),
-        callers=callers(evaluation.records),
-        measures={name: evaluation.metric_interval(name) for name in evaluation.metric_names()},
-        agents=measure_agents(evaluation.records, rows, solved_at),
-        findings=audit_evaluation(evaluation, f" ({column.name})"),
-    )
+def measure_agents(
+    records: Sequence[EvalRecord], rows: Mapping[int, Mapping[str, Any]], solved_at: float
+) -> dict[str, AgentMeasure]:
+    """The five measures of tool-using agents over the rollouts on rows that have `target_tools`
+    (a list of names, perhaps empty); empty without any.
+
+    - tool_selection_accuracy: F1 of the tools that were called against `target_tools`; where
+      none was wanted, 1 if none was called, else 0.5.
+    - plan_success_rate: 1 for a rollout that called every tool of `target_tools`.
+    - step_efficiency: `optimal_steps` (default 5) against the steps taken, at most 1. A step is
+      one answer of the model.
+    - timing_precision: 1 if a tool was called and one was wanted, or neither; else 0. Never
+      seconds.
+    - end_to_end_success: 1 for a score of at least `solved_at`.
+
+    Parts that the agent reward pays for are computed by its own functions. A rollout that failed
+    counts in none of them, as it has no score either; `count` says how many were measured.
+    """
+    names = ("tool_selection_accuracy", "plan_success_rate", "step_efficiency")
+    values: dict[str, list[float]] = {
+        name: [] for name in (*names, "timing_precision", "end_to_end_success")
+    }
+    for record in records:
+        row = rows.get(record.item, {})
+        if row.get("target_tools") is None or record.failure is not None:
+            continue
+        wanted = target_tools(row["target_tools"])
+        called = [str(tool.get("name")) for call in record.calls for tool in call.get("tools", ())]
+        steps = sum(not call.get("failed") for call in record.calls)
+        optimal = int(row.get("optimal_steps") or AgentRewardSection().optimal_steps)
+        values["tool_selection_accuracy"].append(tool_accuracy(called, wanted))
+        values["plan_success_rate"].append(float(set(wanted) <= set(called)))
+        values["step_efficiency"].append(efficiency(steps, optimal))
+        values["timing_precision"].append(timing(called, wanted))
+        if record.score is not None:
+            values["end_to_end_success"].append(float(record.score >= solved_at))
+    if not any(values.values()):
+        return {}
+    return {
+        name: AgentMeasure(mean(found) if found else None, standard_deviation(found), len(found))
+        for name, found in values.items()
+    }
 
 
-def _interval(interval: Interval | None) -> dict[str, Any] | None:
+def _plain(interval: Interval | None) -> dict[str, Any] | None:
     return None if interval is None else asdict(interval)
+
+
+def _path(path: object) -> str | None:
+    return None if path is None else str(path)

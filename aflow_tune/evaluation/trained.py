@@ -3,20 +3,15 @@
 A folder is a run (its newest checkpoint), the folder of a chain of stages (its last stage that
 trained), a checkpoint `global_step_N`, or an exported adapter or model. The configuration is the
 `resolved.yaml` of the run that the folder belongs to, or a file that is named. Nothing of the
-task sets is read: whoever asks brings the problem.
-
-Loading the weights is left to `evaluating.LocalModels`.
+task sets is read: whoever asks brings the problem. `evaluating.LocalModels` loads the weights.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from trinity.common.config import GenerationConfig
 
 from aflow_tune.config.load import load_config
 from aflow_tune.config.prepare import Purpose, prepare
@@ -30,9 +25,7 @@ if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
 RESOLVED = "resolved.yaml"
-EXPORT = "export"
 _PLACES = ("checkpoint_root_dir=", "project=", "group=", "name=", "stages")
-_SAMPLED_BY = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
@@ -41,8 +34,6 @@ class Found:
 
     weights: Path
     run_dir: Path | None
-    step: int | None = None
-    """Of a checkpoint; None for other kinds."""
 
     @property
     def name(self) -> str:
@@ -60,51 +51,31 @@ def find_weights(folder: Path) -> Found:
     """
     path = folder.expanduser().resolve()
     if kind_of(path) is not None:
-        return Found(path, _run_of(path), _step_of(path))
-    run_dir = find_run(path)
-    saved = checkpoints(run_dir) if run_dir is not None else []
-    if run_dir is None or not saved:
+        above = path.parent.parent if path.parent.name == "export" else path.parent
+        return Found(path, above if (above / RESOLVED).is_file() else None)
+    run_dir, saved = trained_run(path)
+    if run_dir is None:
         found = "a folder without weights" if path.is_dir() else "no such folder"
         expected = f"a run folder with checkpoints, a {STEP_PREFIX}N, an adapter or a model"
         cure = "name the folder that training printed as its run folder"
-        raise BadInput(
-            "There is nothing trained here.", [Fault(str(folder), expected, found, cure)]
-        )
-    return of_checkpoint(run_dir, saved[-1])
+        fault = Fault(str(folder), expected, found, cure)
+        raise BadInput("There is nothing trained here.", [fault])
+    return Found(saved[-1].path, run_dir)
 
 
-def of_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> Found:
-    """A checkpoint of a run."""
-    return Found(checkpoint.path, run_dir, checkpoint.step)
-
-
-def find_run(folder: Path) -> Path | None:
-    """The run folder with checkpoints that `folder` is, or, for a chain of stages, holds.
-
-    Of a chain it is the last stage that trained. None where no run has checkpoints.
-    """
-    if checkpoints(folder):
-        return folder
-    trained = [inner for inner in stage_folders(folder) if checkpoints(inner)]
-    return trained[-1] if trained else None
+def trained_run(folder: Path) -> tuple[Path | None, list[Checkpoint]]:
+    """The run folder with checkpoints that `folder` is, or, for a chain of stages, that of the
+    last stage that trained, and its checkpoints; None where no run has any."""
+    for run_dir in [folder, *reversed(stage_folders(folder))]:
+        saved = checkpoints(run_dir)
+        if saved:
+            return run_dir, saved
+    return None, []
 
 
 def stage_folders(folder: Path) -> list[Path]:
     """The run folders of a chain's stages, in their order; empty for any other folder."""
     return [folder / stage["name"] for stage in read_stages(folder)]
-
-
-def _run_of(weights: Path) -> Path | None:
-    """The run folder that a folder with weights lies in."""
-    candidates = [weights.parent]
-    if weights.parent.name == EXPORT:
-        candidates = [weights.parent.parent]
-    return next((path for path in candidates if (path / RESOLVED).is_file()), None)
-
-
-def _step_of(weights: Path) -> int | None:
-    match = re.fullmatch(rf"{STEP_PREFIX}(\d+)", weights.name)
-    return int(match[1]) if match else None
 
 
 def config_source(found: Found | None, named: Path | None) -> Path:
@@ -115,17 +86,13 @@ def config_source(found: Found | None, named: Path | None) -> Path:
     """
     if named is not None:
         return named
-    if found is not None and found.run_dir is not None:
-        file = found.run_dir / RESOLVED
-        if file.is_file():
-            return file
+    if found is not None and found.run_dir is not None and (found.run_dir / RESOLVED).is_file():
+        return found.run_dir / RESOLVED
     where = "--config" if found is None else str(found.weights)
     expected = f"a configuration: {RESOLVED} of the run that the weights come from"
-    found_text = "none was named" if found is None else "weights that lie in no run folder"
-    raise BadInput(
-        "It is not known how to ask this model.",
-        [Fault(where, expected, found_text, "name it: --config my.yaml")],
-    )
+    got = "none was named" if found is None else "weights that lie in no run folder"
+    fault = Fault(where, expected, got, "name it: --config my.yaml")
+    raise BadInput("It is not known how to ask this model.", [fault])
 
 
 def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
@@ -140,7 +107,7 @@ def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
     config = load_config(path, overrides)
     if not config.stages:
         return config
-    run_dir = find_run(chain_folder(config))
+    run_dir, _ = trained_run(chain_folder(config))
     if run_dir is not None:
         own = [item for item in overrides if not item.startswith(_PLACES)]
         return load_config(run_dir / RESOLVED, own)
@@ -163,23 +130,15 @@ def make_ready(
     Raises:
         BadInput: with every fault of the models.
     """
-    sets = config.buffer.explorer_input.eval_tasksets
-    held_out = sets[0].rollout_args if sets else None
+    inputs = config.buffer.explorer_input
+    held_out = inputs.eval_tasksets[0].rollout_args if inputs.eval_tasksets else None
     if weights is not None and kind_of(weights) is Kind.MODEL:
-        config.model.model_path = str(weights)
-        config.explorer.rollout_model.model_path = str(weights)
+        config.model.model_path = config.explorer.rollout_model.model_path = str(weights)
     prepare(config, Purpose.ASK, local_model=local_model)
-    return _sampling(config, held_out)
-
-
-def _sampling(config: AflowConfig, given: GenerationConfig | None) -> dict[str, float]:
-    settings: dict[str, float] = {}
-    for name in _SAMPLED_BY:
-        own = getattr(given, name, None)
-        value = getattr(config.model, name) if own is None else own
-        if value is not None:
-            settings[name] = value
-    most = getattr(given, "max_tokens", None) or config.model.max_response_tokens
-    if most is not None:
-        settings["max_tokens"] = most
-    return settings
+    sampling = {}
+    for name in ("temperature", "top_p", "top_k"):
+        own = getattr(held_out, name, None)
+        sampling[name] = getattr(config.model, name) if own is None else own
+    most = getattr(held_out, "max_tokens", None) or config.model.max_response_tokens
+    sampling["max_tokens"] = most
+    return {name: value for name, value in sampling.items() if value is not None}

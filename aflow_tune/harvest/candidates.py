@@ -2,10 +2,9 @@
 
 A template fits every problem of its types. What a run wrote belongs to the problem that it was
 written for; of each structure the best is taken, and it is tried again like any other: its
-reward may have been luck. Whoever solved a problem in an earlier run is found by the problem's
-text, so rollouts of problems that are not in the training task set fall away.
-
-Asking a teacher is done while the harvest runs (`harvest.py`); files of runs are read above.
+reward may have been luck. Who solved a problem in an earlier run is found by the problem's text,
+so rollouts of problems that are not in the training task set fall away. A teacher is asked while
+the harvest runs (`harvest.py`).
 """
 
 from __future__ import annotations
@@ -15,22 +14,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.harvest.harvest import Candidate, Problem
+from aflow_tune.report.records import read_rollouts
 from aflow_tune.writer.form import as_text
 from aflow_tune.writer.record import MAX_PROBLEM
 from aflow_tune.writer.templates import Template
-from aflow_tune.writer.types import PROBLEM_TYPES, Level
+from aflow_tune.writer.types import PROBLEM_TYPES, Level, ProblemType
+
+SOURCES = ("templates", "teacher", "runs")
 
 
 @dataclass(frozen=True)
-class PastRun:
-    """What a run of the writer kept about one rollout, as it stands in its file."""
+class Problem:
+    """One problem of the training task set. `key` is the same whenever the row is the same;
+    `entry_point` is the function to write, for problems of code."""
 
-    run: str
-    """Name of the run."""
-    reward: float
-    kept: Mapping[str, Any]
+    key: str
+    text: str
+    problem_type: ProblemType
+    row: Mapping[str, Any]
+    entry_point: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A graph that might solve a problem. `source` is one of SOURCES, `name` which template,
+    teacher or run it is from."""
+
+    source: str
+    name: str
+    text: str
 
 
 def template_candidates(
@@ -54,8 +69,6 @@ def read_templates(folder: Path, where: str) -> list[Template]:
     Raises:
         BadInput: with every file that is no template.
     """
-    import yaml
-
     files = sorted(folder.glob("*.yaml")) if folder.is_dir() else []
     if not files:
         found = "no .yaml file there" if folder.is_dir() else "no such folder"
@@ -80,69 +93,75 @@ def read_templates(folder: Path, where: str) -> list[Template]:
     return found_templates
 
 
+def _faults_of(held: Any, where: str) -> list[Fault]:
+    """What keeps the content of a file from being a template."""
+    if not isinstance(held, Mapping):
+        cure = "write problem_types, prompts and graph_code"
+        return [Fault(where, "an object", f"{held!r:.80}", cure)]
+    types, prompts, code = held.get("problem_types"), held.get("prompts") or {}, "graph_code"
+    known = isinstance(types, list) and bool(types) and {*map(str, types)} <= {*PROBLEM_TYPES}
+    faults = []
+    if not known:
+        expected, cure = f"a list of {', '.join(PROBLEM_TYPES)}", "problem_types: [math]"
+        faults.append(Fault(f"{where}: problem_types", expected, f"{types!r:.80}", cure))
+    if not _are_texts(prompts):
+        expected, cure = "an object from instances to texts", "prompts: {solve: Solve the problem.}"
+        faults.append(Fault(f"{where}: prompts", expected, f"{prompts!r:.80}", cure))
+    if not isinstance(held.get(code), str):
+        cure = "graph_code: |, with the class indented below it"
+        found = f"{held.get(code)!r:.80}"
+        faults.append(Fault(f"{where}: {code}", "Python: `class Workflow`", found, cure))
+    return faults
+
+
 def past_candidates(
-    past: Iterable[PastRun], problems: Sequence[Problem], min_score: float
+    folders: Iterable[Path], problems: Sequence[Problem], min_score: float
 ) -> tuple[dict[str, list[Candidate]], int]:
-    """The best rollouts by problem, and how many belonged to none of the problems.
+    """The best rollouts of these runs by problem, and how many belonged to none of the problems.
 
     The best are those that ran as they were written and scored enough: of each structure the one
-    with the highest reward, highest first.
+    with the highest reward, highest first. Other workflows' rollouts are passed over.
     """
     by_text: dict[str, list[str]] = {}
     for problem in problems:  # long ones may begin alike; which it was, trying it will tell
         by_text.setdefault(problem.text[:MAX_PROBLEM], []).append(problem.key)
+    past = [
+        (rollout.reward, folder.name, kept)
+        for folder in folders
+        for rollout in read_rollouts(folder)
+        if isinstance(kept := rollout.kept.get("writer"), Mapping) and rollout.reward is not None
+    ]
     found: dict[str, list[Candidate]] = {}
     strangers = 0
     taken: set[tuple[str, str]] = set()
-    for item in sorted(past, key=lambda item: -item.reward):
-        kept = item.kept
+    for _, name, kept in sorted(past, key=lambda item: -item[0]):
         if not _is_good(kept, min_score):
             continue
         keys = by_text.get(kept["problem"], [])
         strangers += not keys
-        text = as_text(kept["prompts"], kept["code"])
         for key in keys:
             place = key, str(kept.get("structure"))
             if place not in taken:
                 taken.add(place)
-                found.setdefault(key, []).append(Candidate("runs", item.run, text))
+                text = as_text(kept["prompts"], kept["code"])
+                found.setdefault(key, []).append(Candidate("runs", name, text))
     return found, strangers
 
 
 def _is_good(kept: Mapping[str, Any], min_score: float) -> bool:
     """Whether a rollout's notes are whole and tell of a graph that solved its problem."""
-    score, prompts = kept.get("score"), kept.get("prompts")
+    score = kept.get("score")
     return (
         kept.get("level") == Level.CLEAN
         and isinstance(score, int | float)
         and score >= min_score
         and isinstance(kept.get("problem"), str)
         and isinstance(kept.get("code"), str)
-        and isinstance(prompts, Mapping)
-        and all(isinstance(text, str) for text in prompts.values())
+        and _are_texts(kept.get("prompts"))
     )
 
 
-def _faults_of(held: Any, where: str) -> list[Fault]:
-    """What keeps the content of a file from being a template."""
-    if not isinstance(held, Mapping):
-        cure = "write problem_types, prompts and graph_code"
-        return [Fault(where, "an object", f"{held!r:.80}", cure)]
-    faults = []
-    types = held.get("problem_types")
-    if not isinstance(types, list) or not types or not set(map(str, types)) <= {*PROBLEM_TYPES}:
-        expected = f"a list of {', '.join(PROBLEM_TYPES)}"
-        cure = "problem_types: [math]"
-        faults.append(Fault(f"{where}: problem_types", expected, f"{types!r:.80}", cure))
-    prompts = held.get("prompts") or {}
-    if not isinstance(prompts, Mapping) or not all(
+def _are_texts(prompts: Any) -> bool:
+    return isinstance(prompts, Mapping) and all(
         isinstance(name, str) and isinstance(text, str) for name, text in prompts.items()
-    ):
-        cure = "prompts: {solve: Solve the problem.}"
-        expected = "an object from instances to texts"
-        faults.append(Fault(f"{where}: prompts", expected, f"{prompts!r:.80}", cure))
-    if not isinstance(held.get("graph_code"), str):
-        found = f"{held.get('graph_code')!r:.80}"
-        cure = "graph_code: |, with the class indented below it"
-        faults.append(Fault(f"{where}: graph_code", "Python: `class Workflow`", found, cure))
-    return faults
+    )

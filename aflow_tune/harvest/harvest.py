@@ -2,123 +2,190 @@
 
 A policy that never writes a graph that runs learns nothing from rewards, so it first learns from
 examples. Each problem gets candidates (`candidates.py`, and a teacher who is asked with the very
-prompt of the policy); each candidate is checked, executed and scored exactly as the policy's own
-graphs are; of those that solved their problem `balance.py` chooses the pairs.
+prompt of the policy); each candidate is checked, executed and scored by the workflow that
+training runs, with the graph in the place of the policy's answer, so that what is harvested is
+judged by the very rules that will be trained on. Of those that solved their problem `choose`
+takes the pairs.
 
-Left to others: which problems there are and whether one of them is held out, the models, and
-files (`running/harvesting.py`).
+A harvest costs calls of models, so nothing that was answered or executed is done twice: journals
+on disk are read when the same harvest begins again. What failed for reasons that pass, such as a
+server that did not answer, is not in them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import json
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from aflow_tune.harvest.balance import Solved, choose
-from aflow_tune.harvest.trials import Journal, Lesson, Trial, TrialEnding, text_key
-from aflow_tune.models.types import ModelClient, ModelError
-from aflow_tune.sections import HarvestSection
+from aflow_tune.context import RolloutContext
+from aflow_tune.errors import AflowTuneError
+from aflow_tune.files import append_line, as_line, drop_torn_line
+from aflow_tune.graph.run import GraphEnding
+from aflow_tune.harvest.candidates import Candidate, Problem
+from aflow_tune.models.types import Message, ModelClient, ModelError, Reply
+from aflow_tune.scoring.rewards import Unscored
+from aflow_tune.sections import HarvestSection, RewardsSection
+from aflow_tune.trace import POLICY, Trace
+from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import Unreadable, as_text, read_written
-from aflow_tune.writer.types import ProblemType
+from aflow_tune.writer.types import Level
+from aflow_tune.writer.workflow import CALLER, ExecutorFailed, WriterWorkflow
 
-SOURCES = ("templates", "teacher", "runs")
 EXAMPLES = 3
 """Reasons of failed trials that are kept for the summary."""
+MAX_REASON, MAX_ANSWER = 300, 200
+"""Characters that a journal keeps."""
 
-Messages = Sequence[Mapping[str, Any]]
+
+class TrialEnding(StrEnum):
+    """What became of a graph on one problem. The value is its word in files."""
+
+    REFUSED = "refused"
+    """The check refused it; it was not run."""
+    FAILED = "failed"
+    """It did not run to an answer as it was written."""
+    UNSCORED = "unscored"
+    """Its answer could not be scored, which says nothing about it."""
+    SCORED = "scored"
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One problem of the training task set."""
+class Trial:
+    """One graph on one problem, which is named by its key.
 
-    key: str
-    """The same whenever the row is the same."""
+    `text` is the graph in its canonical form, of a refused one the text as it came; `refusals`
+    are words of what was refused, each once. `score` (0 to 1) and `reward` (the five-part reward
+    of a clean rollout) are there for the ending SCORED; `usd` is None where a price is not known.
+    """
+
+    problem: str
     text: str
-    problem_type: ProblemType
-    row: Mapping[str, Any]
-    entry_point: str | None = None
-    """The function to write, for problems of code."""
+    ending: TrialEnding
+    reason: str = ""
+    refusals: tuple[str, ...] = ()
+    structure: str | None = None
+    score: float | None = None
+    reward: float | None = None
+    answer: str = ""
+    model_calls: int = 0
+    tokens: int = 0
+    usd: float | None = 0.0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Fields as a file holds them become what they are. Raises ValueError, TypeError."""
+        object.__setattr__(self, "ending", TrialEnding(self.ending))
+        object.__setattr__(self, "refusals", tuple(self.refusals))
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What was tried."""
+        return self.problem, text_key(self.text)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A graph that might solve a problem."""
+class Lesson:
+    """One answer of the teacher to what `question_key` names; `number`: which of the tries."""
 
-    source: str
-    """One of SOURCES."""
-    name: str
-    """Which template, teacher or run it is from."""
+    question: str
+    number: int
     text: str
+    tokens: int = 0
+    usd: float | None = 0.0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What was asked."""
+        return self.question, str(self.number)
+
+
+E = TypeVar("E", Trial, Lesson)
+
+
+class Journal(Generic[E]):
+    """The entries of one kind, by key, in a file that grows. One process at a time."""
+
+    def __init__(self, path: Path, kind: type[E]) -> None:
+        self.path = path
+        self.entries: dict[tuple[str, str], E] = {}
+        drop_torn_line(path)
+        known = {item.name for item in fields(kind)}
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                held = json.loads(line)
+                entry = kind(**{name: value for name, value in held.items() if name in known})
+                self.entries[entry.key] = entry
+            except (ValueError, TypeError, AttributeError):
+                continue  # damaged, or of another version: it is tried again
+
+    def add(self, entry: E) -> None:
+        """Keep an entry, on disk first. Raises OSError if it could not be written."""
+        append_line(self.path, as_line(asdict(entry)))
+        self.entries[entry.key] = entry
 
 
 class Untried(Exception):
     """A trial came to nothing for a reason that may pass: it is made again the next time."""
 
 
-TryGraph = Callable[[Problem, str], Awaitable[Trial]]
-"""Check, execute and score a graph on a problem. Raises Untried and BudgetReached."""
+class _Recited:
+    """A policy that writes one given text. It costs nothing and is in no budget."""
+
+    role = POLICY
+    model = "harvest"
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    async def complete(self, messages: Sequence[Message], **_: Any) -> Reply:
+        """The text, whatever is asked."""
+        return Reply(self._text, self.model, cost=0.0)
 
 
 @dataclass
-class Harvested:
-    """The rows for supervised training, and what became of all candidates."""
-
-    rows: list[dict[str, Any]]
-    counts: dict[str, Any]
-
-
-@dataclass
-class _Found:
-    """What is known about the candidates so far, by problem and text."""
-
-    candidates: dict[tuple[str, str], Candidate] = field(default_factory=dict)
-    trials: dict[tuple[str, str], Trial] = field(default_factory=dict)
-    untried: Counter[str] = field(default_factory=Counter)
-    unanswered: Counter[str] = field(default_factory=Counter)
-
-
 class Harvest:
     """One harvest.
 
     Args:
+        workflow: whose prompt, operators, limits, executor and scoring apply.
         problems: in the order in which their pairs are written.
         candidates: of a problem, from templates and runs.
-        messages: what the policy is asked about a problem.
-        try_graph: see `TryGraph`.
+        trials, lessons: what was tried with the very same settings, and what the same teacher
+            answered.
+        auxiliary: auxiliary models by name, as the workflow takes them.
         teacher: who is asked for graphs too; None: nobody.
+        seconds: that one trial may take, scoring included.
         seed: of the teacher's samples, and of the choice between equals.
         at_once: problems under way at the same time.
     """
 
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        candidates: Callable[[Problem], Sequence[Candidate]],
-        messages: Callable[[Problem], Messages],
-        try_graph: TryGraph,
-        settings: HarvestSection,
-        *,
-        trials: Journal[Trial],
-        lessons: Journal[Lesson],
-        teacher: ModelClient | None = None,
-        seed: int = 0,
-        at_once: int = 8,
-    ) -> None:
-        self.problems = problems
-        self.settings = settings
-        self._candidates = candidates
-        self._messages = messages
-        self._try_graph = try_graph
-        self._trials, self._lessons = trials, lessons
-        self._teacher = teacher
-        self._seed = seed
-        self._at_once = at_once
-        self._found = _Found()
+    workflow: WriterWorkflow
+    problems: Sequence[Problem]
+    candidates: Callable[[Problem], Sequence[Candidate]]
+    settings: HarvestSection
+    trials: Journal[Trial]
+    lessons: Journal[Lesson]
+    auxiliary: dict[str, Any]
+    rewards: RewardsSection
+    teacher: ModelClient | None
+    seconds: float
+    seed: int
+    at_once: int
+
+    def __post_init__(self) -> None:
+        self._tried: dict[tuple[str, str], Candidate] = {}
+        self._found: dict[tuple[str, str], Trial] = {}
+        self._untried: Counter[str] = Counter()
+        self._unanswered: Counter[str] = Counter()
 
     async def run(self, advance: Callable[[], None]) -> None:
         """Try every candidate on its problem; `advance` is called after each problem.
@@ -126,15 +193,15 @@ class Harvest:
         Raises:
             BudgetReached: a limit was reached. What was tried by then is kept.
         """
-        slots = asyncio.Semaphore(self._at_once)
+        slots = asyncio.Semaphore(self.at_once)
 
         async def one(problem: Problem) -> None:
             async with slots:
-                for candidate in self._candidates(problem):
+                for candidate in self.candidates(problem):
                     await self._try(problem, candidate)
-                if self._teacher is not None:
+                if self.teacher is not None:
                     for number in range(self.settings.teacher_tries):
-                        await self._learn(problem, number, self._teacher)
+                        await self._learn(problem, number, self.teacher)
             advance()
 
         try:
@@ -145,136 +212,296 @@ class Harvest:
             # The first one stopped all others; a group of its own would hide its kind.
             raise errors.exceptions[0] from None
 
-    def result(self) -> Harvested:
-        """The rows of what was tried, and the counts."""
+    def result(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The rows for supervised training, and what became of all candidates."""
+        order = {problem.key: number for number, problem in enumerate(self.problems)}
+        trials = sorted(self._found.values(), key=lambda trial: order[trial.problem])
         solved = [
-            Solved(trial.problem, trial.structure or "", trial.text, trial.reward or 0.0)
-            for trial in self._in_order()
-            if self._solves(trial)
+            trial
+            for trial in trials
+            if trial.score is not None and trial.score >= self.settings.min_score
         ]
-        chosen = choose(
+        pairs, dropped, share = choose(
             solved,
             per_problem=self.settings.per_problem,
             per_structure=self.settings.per_structure,
-            seed=self._seed,
+            seed=self.seed,
         )
         problems = {problem.key: problem for problem in self.problems}
-        rows = [self._row(problems[pair.problem], pair) for pair in chosen.pairs]
-        counts = self._counts() | {
+        rows = [self._row(problems[pair.problem], pair) for pair in pairs]
+        counts = self._counts(trials, solved) | {
             "kept": len(rows),
             "kept_by_source": dict(Counter(row["source"] for row in rows)),
             "kept_by_structure": dict(Counter(row["structure"] for row in rows)),
-            "dropped_for_balance": chosen.dropped,
-            "share_in_force": chosen.share,
+            "dropped_for_balance": dropped,
+            "share_in_force": share,
         }
-        return Harvested(rows, counts)
+        return rows, counts
+
+    def _messages(self, problem: Problem) -> list[dict[str, str]]:
+        """What the policy is asked about a problem."""
+        return self.workflow.messages(
+            problem.text,
+            problem.problem_type,
+            problem.entry_point,
+            answer_form=self.workflow.answer_form_of(problem.row),
+        )
 
     async def _try(self, problem: Problem, candidate: Candidate) -> None:
         text = canonical(candidate.text)
         key = problem.key, text_key(text)
-        if key in self._found.candidates:
+        if key in self._tried:
             return  # another source had the same
-        self._found.candidates[key] = candidate
-        trial = self._trials.entries.get(key)
+        self._tried[key] = candidate
+        trial = self.trials.entries.get(key)
         if trial is None:
             try:
-                trial = await self._try_graph(problem, text)
+                trial = await self.try_graph(problem, text)
             except Untried as error:
-                self._found.untried[str(error)] += 1
+                self._untried[str(error)] += 1
                 return
             if trial.ending is not TrialEnding.REFUSED:  # which costs nothing to find again
-                self._trials.add(trial)
-        self._found.trials[key] = trial
+                self.trials.add(trial)
+        self._found[key] = trial
 
     async def _learn(self, problem: Problem, number: int, teacher: ModelClient) -> None:
         """Ask the teacher, unless it has answered, and try what it wrote."""
         messages = self._messages(problem)
         asked = question_key(messages)
-        lesson = self._lessons.entries.get((asked, str(number)))
+        lesson = self.lessons.entries.get((asked, str(number)))
         if lesson is None:
-            seed = int(text_key(f"{self._seed}|{asked}|{number}")[:7], 16)
+            seed = int(text_key(f"{self.seed}|{asked}|{number}")[:7], 16)
             try:
                 reply = await teacher.complete(messages, seed=seed)
             except ModelError as error:
-                self._found.unanswered[error.failure.value] += 1
+                self._unanswered[error.failure.value] += 1
                 return
             usage = reply.usage
             tokens = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
             lesson = Lesson(asked, number, reply.text, tokens, reply.cost)
-            self._lessons.add(lesson)
+            self.lessons.add(lesson)
         await self._try(problem, Candidate("teacher", teacher.model, lesson.text))
 
-    def _in_order(self) -> list[Trial]:
-        order = {problem.key: number for number, problem in enumerate(self.problems)}
-        return sorted(self._found.trials.values(), key=lambda trial: order[trial.problem])
+    async def try_graph(self, problem: Problem, text: str) -> Trial:
+        """One graph on one problem: checked, executed and scored. What the check refuses is not
+        run: its fallback would cost calls and could be no pair.
 
-    def _row(self, problem: Problem, pair: Solved) -> dict[str, Any]:
-        key = problem.key, text_key(pair.text)
-        candidate = self._found.candidates[key]
+        Raises:
+            Untried: the frozen models did not answer, or not in time.
+            BudgetReached, SandboxUnavailable, BadInput: as the workflow.
+        """
+        workflow = dataclasses.replace(self.workflow, turns=1, fallbacks=False)
+        verdict = check_written(
+            text,
+            operators=workflow.operators,
+            problem_type=problem.problem_type,
+            limits=workflow.check,
+        )
+        if not verdict.ok:
+            kinds = tuple(dict.fromkeys(refusal.kind.value for refusal in verdict.refusals))
+            reason = str(verdict.refusals[0])[:MAX_REASON] if verdict.refusals else ""
+            return Trial(problem.key, text, TrialEnding.REFUSED, reason, kinds)
+        context = RolloutContext(rewards=self.rewards)
+        reward, unscored = None, ""
+        try:
+            async with asyncio.timeout(self.seconds):
+                with context.activate(), Trace().activate():
+                    reward = await workflow(dict(problem.row), _Recited(text), self.auxiliary)
+        except ExecutorFailed as error:
+            raise Untried(str(error).partition(";")[0][:MAX_REASON]) from None
+        except Unscored as error:
+            unscored = str(error)
+        except TimeoutError:
+            unscored = f"no result in {self.seconds:g} s"
+        except AflowTuneError:
+            raise
+        except Exception as error:  # of a scorer of the user's
+            unscored = f"{type(error).__name__}: {error}"
+        kept = context.kept.get(CALLER, {})
+        if kept.get("outcome") == GraphEnding.TIMED_OUT:
+            raise Untried(
+                f"the graph had no answer in time (writer.timeout: {workflow.seconds:g} s): a "
+                "slow executor, or too much at once (local.max_batch)"
+            )
+        clean = kept.get("level") == Level.CLEAN and kept.get("ending") == GraphEnding.ANSWERED
+        if kept and not clean:
+            ending, reason = TrialEnding.FAILED, str(kept["reason"])
+        elif unscored or reward is None:
+            ending, reason = TrialEnding.UNSCORED, unscored
+        else:
+            ending, reason = TrialEnding.SCORED, ""
+        scored = ending is TrialEnding.SCORED
+        return Trial(
+            problem.key,
+            text,
+            ending,
+            reason=reason[:MAX_REASON],
+            structure=kept.get("structure"),
+            score=float(kept["score"]) if scored else None,
+            reward=reward if scored else None,
+            answer=str(kept.get("answer") or "")[:MAX_ANSWER],
+            model_calls=int(kept.get("calls") or 0),
+            tokens=int(kept.get("tokens") or 0),
+            usd=kept.get("usd", 0.0),
+            seconds=float(kept.get("seconds") or 0.0),
+        )
+
+    def _row(self, problem: Problem, pair: Trial) -> dict[str, Any]:
+        candidate = self._tried[pair.key]
         answer = {"role": "assistant", "content": pair.text}
         return {
-            "messages": [*map(dict, self._messages(problem)), answer],
+            "messages": [*self._messages(problem), answer],
             "problem": problem.text,
             "problem_type": problem.problem_type,
             "source": candidate.source,
             "name": candidate.name,
-            "structure": pair.structure,
-            "score": self._found.trials[key].score,
-            "reward": pair.reward,
+            "structure": pair.structure or "",
+            "score": pair.score,
+            "reward": pair.reward or 0.0,
         }
 
-    def _counts(self) -> dict[str, Any]:
-        found, trials = self._found, self._in_order()
-        refused = [trial for trial in trials if trial.ending is TrialEnding.REFUSED]
-        failed = [trial for trial in trials if trial.ending is TrialEnding.FAILED]
-        scored = [trial for trial in trials if trial.ending is TrialEnding.SCORED]
-        solved = [trial for trial in scored if self._solves(trial)]
-        lessons = self._lessons_used()
+    def _counts(self, trials: Sequence[Trial], solved: Sequence[Trial]) -> dict[str, Any]:
+        endings = Counter(trial.ending for trial in trials)
+        failed = [trial.reason for trial in trials if trial.ending is TrialEnding.FAILED]
+        lessons = []
+        if self.teacher is not None:
+            asked = {question_key(self._messages(problem)) for problem in self.problems}
+            tries = self.settings.teacher_tries
+            every = self.lessons.entries.values()
+            lessons = [item for item in every if item.question in asked and item.number < tries]
         return {
             "problems": len(self.problems),
-            "candidates": dict(Counter(item.source for item in found.candidates.values())),
-            "refused": len(refused),
-            "refused_by_kind": dict(Counter(kind for trial in refused for kind in trial.refusals)),
+            "candidates": dict(Counter(item.source for item in self._tried.values())),
+            "refused": endings[TrialEnding.REFUSED],
+            "refused_by_kind": dict(Counter(kind for trial in trials for kind in trial.refusals)),
             "failed": len(failed),
-            "failed_examples": list(dict.fromkeys(trial.reason for trial in failed))[:EXAMPLES],
-            "unscored": sum(trial.ending is TrialEnding.UNSCORED for trial in trials),
-            "wrong": len(scored) - len(solved),
+            "failed_examples": list(dict.fromkeys(failed))[:EXAMPLES],
+            "unscored": endings[TrialEnding.UNSCORED],
+            "wrong": endings[TrialEnding.SCORED] - len(solved),
             "solved": len(solved),
             "solved_problems": len({trial.problem for trial in solved}),
-            "untried": sum(found.untried.values()),
-            "untried_by_reason": dict(found.untried),
+            "untried": self._untried.total(),
+            "untried_by_reason": dict(self._untried),
             "teacher_answers": len(lessons),
-            "teacher_failures": dict(found.unanswered),
+            "teacher_failures": dict(self._unanswered),
             "executor": _spent(trials) | {"calls": sum(trial.model_calls for trial in trials)},
             "teacher": _spent(lessons),
         }
 
-    def _solves(self, trial: Trial) -> bool:
-        score = trial.score
-        return (
-            trial.ending is TrialEnding.SCORED
-            and score is not None
-            and score >= self.settings.min_score
+
+def choose(
+    solved: Sequence[Trial], *, per_problem: int = 1, per_structure: float | None = None, seed: int
+) -> tuple[list[Trial], int, float | None]:
+    """Which of the graphs that solved their problems become training pairs.
+
+    Of each problem the cheapest and simplest wins, that is the one with the highest reward. Left
+    at that, one graph would win nearly everywhere, and the policy would learn to recite it. So a
+    cap on each structure's share moves problems to another graph that solved them too, those
+    first for which it costs the least reward; what is still too much is dropped, the lowest
+    rewards first.
+
+    Args:
+        solved: in the order of the problems.
+        per_problem: most pairs of one problem, each of another structure.
+        per_structure: most of one structure among all pairs, as a share above 0. With fewer than
+            1 / share structures it cannot be kept: then all get equal shares.
+        seed: decides between equal rewards.
+
+    Returns:
+        The pairs in the order of their problems, how many the cap dropped, and the share in force.
+    """
+    order = {problem: at for at, problem in enumerate(dict.fromkeys(s.problem for s in solved))}
+    # By problem, the best graph of each structure, best structure first.
+    best: dict[str, dict[str, Trial]] = defaultdict(dict)
+    for item in sorted(solved, key=lambda item: _rank(item, seed)):
+        best[item.problem].setdefault(item.structure or "", item)
+    kept = {problem: list(of.values())[:per_problem] for problem, of in best.items()}
+    share = None
+    dropped = 0
+    if per_structure is not None and solved:
+        share = max(per_structure, 1 / len({item.structure for item in solved}))
+        _move(kept, best, share)
+        dropped = _trim(kept, share, seed)
+    pairs = [item for problem in sorted(kept, key=order.__getitem__) for item in kept[problem]]
+    return pairs, dropped, share
+
+
+def _move(kept: dict[str, list[Trial]], best: dict[str, dict[str, Trial]], share: float) -> None:
+    """Give problems of crowded structures to others with room, at the least loss of reward."""
+    most = _most(share, sum(map(len, kept.values())))
+    counts = Counter(item.structure or "" for items in kept.values() for item in items)
+    for crowded in [name for name, count in counts.most_common() if count > most]:
+        moves = sorted(
+            (_reward(item) - _reward(other), problem, target)
+            for problem, items in kept.items()
+            for item in items
+            if item.structure == crowded
+            for target, other in best[problem].items()
+            if target not in {held.structure for held in items}
         )
+        for _, problem, target in moves:
+            if counts[crowded] <= most:
+                break
+            held = {item.structure for item in kept[problem]}
+            if counts[target] >= most or crowded not in held or target in held:
+                continue
+            kept[problem] = [
+                best[problem][target] if item.structure == crowded else item
+                for item in kept[problem]
+            ]
+            counts[crowded] -= 1
+            counts[target] += 1
 
-    def _lessons_used(self) -> list[Lesson]:
-        if self._teacher is None:
-            return []
-        asked = {question_key(self._messages(problem)) for problem in self.problems}
-        return [
-            lesson
-            for lesson in self._lessons.entries.values()
-            if lesson.question in asked and lesson.number < self.settings.teacher_tries
-        ]
+
+def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
+    """Drop what is above the share of all that then remain; returns how many."""
+    by_structure: dict[str | None, list[Trial]] = defaultdict(list)
+    for items in kept.values():
+        for item in items:
+            by_structure[item.structure].append(item)
+    counts = [len(items) for items in by_structure.values()]
+    # With at most `most` of each, so many remain; the share of `most` in it falls as it grows.
+    fitting = [
+        most
+        for most in range(1, max(counts) + 1)
+        if most <= _most(share, sum(min(count, most) for count in counts))
+    ]
+    most = max(fitting, default=1)
+    dropped = 0
+    for items in by_structure.values():
+        for item in sorted(items, key=lambda item: _rank(item, seed))[most:]:
+            kept[item.problem].remove(item)
+            dropped += 1
+    return dropped
 
 
-def question_key(messages: Messages) -> str:
+def _most(share: float, total: int) -> int:
+    return math.floor(share * total + 1e-9)
+
+
+def _rank(item: Trial, seed: int) -> tuple[float, bytes]:
+    """The highest reward first; equals in an order by chance that is the same whenever the
+    harvest is repeated."""
+    text = f"{seed}|{item.problem}|{item.text}"
+    return -_reward(item), hashlib.sha256(text.encode(errors="replace")).digest()
+
+
+def _reward(item: Trial) -> float:
+    return item.reward or 0.0
+
+
+def text_key(text: str) -> str:
+    """Short name of a graph's text."""
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+
+
+def question_key(messages: Sequence[Mapping[str, Any]]) -> str:
     """Short name of what a teacher is asked."""
     return text_key(json.dumps([dict(message) for message in messages], sort_keys=True))
 
 
 def canonical(text: str) -> str:
-    """A graph in the hybrid form, as its pair will hold it; what is none stays as it is."""
+    """A graph in the hybrid form, as its pair will hold it; what is no graph stays as it is."""
     try:
         written = read_written(text)
     except Unreadable:

@@ -1,8 +1,8 @@
 """What a rising reward may hide: warnings about a run, from its metrics and its records.
 
-Each check is a function of numbers that a run leaves on disk, and answers with warnings or with
-nothing. A check warns only where chance is an unlikely reason, and says what it counted: a
-warning is a place to look at, not a verdict. Thresholds are the constants below.
+Each check is a function of numbers that a run leaves on disk, and answers with a warning or with
+nothing. It warns only where chance is an unlikely reason, and says what it counted: a warning is
+a place to look at, not a verdict. Thresholds are the constants below.
 
 What is not covered: a reward that pays for the wrong thing in training and on the held-out tasks
 alike, which no comparison of the two can show.
@@ -11,29 +11,24 @@ alike, which no comparison of the two can show.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aflow_tune.report.evaluation import Evaluation
+from aflow_tune.gpus.use import LOW_USE
+from aflow_tune.report.evaluation import Evaluation, Evaluations
 from aflow_tune.report.metrics import MetricsLine, series
-from aflow_tune.report.quantities import GROUP_HEALTH, REWARD
+from aflow_tune.report.quantities import GROUP_HEALTH, REWARD, mean_gpu_use
 from aflow_tune.report.records import EvalRecord
-from aflow_tune.report.statistics import (
-    CONFIDENCE,
-    mean,
-    paired_difference,
-    rise,
-    wilson_interval,
-)
+from aflow_tune.report.statistics import CONFIDENCE, mean, paired_difference, rise, wilson_interval
 
 DOMINANT_SHARE = 0.5
 """One answer dominates if it certainly (Wilson, 95%) ends more than this share of the items."""
 DOMINANT_ITEMS = 20
 """Fewer items are not judged: equal answers happen."""
 UNEARNED_SHARE = 0.05
-"""Share of the rewarded runs that may have an empty answer or nothing but failed steps."""
-UNEARNED_RUNS = 3
-"""Fewer such runs are not judged."""
+"""Share of the rewarded rollouts that may have an empty answer or nothing but failed steps."""
+UNEARNED_ROLLOUTS = 3
+"""Fewer such rollouts are not judged."""
 MIXED_SHARE = 0.1
 """Below this share of groups with different rewards hardly anything is learned."""
 RECENT_STEPS = 5
@@ -46,16 +41,17 @@ CHECKS = (
     "groups without variance",
 )
 """What is looked for, in words."""
+GPU_CHECK = "use of the GPUs"
 
 _FAILED_USES = ("unreadable", "program_failed", "model_failed", "sandbox_unavailable", "raised")
 """Outcomes of operators that gave nothing to go on with."""
-_GOOD_ENDING = "finished"
+_GOOD_ENDING = "sandbox/finished"
 """The ending of a program that ran to its end."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding: which of `CHECKS`, a sentence of what was counted, and what to do."""
+    """One finding: which check, a sentence of what was counted, and what to do."""
 
     check: str
     found: str
@@ -65,32 +61,23 @@ class Finding:
         return f"{self.found} {self.cure}"
 
 
-def audit_run(
-    lines: Sequence[MetricsLine], evaluations: Mapping[str, Mapping[int, Evaluation]]
-) -> list[Finding]:
+def audit_run(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Finding]:
     """All warnings about a run of training."""
-    found = [warning] if (warning := groups_without_variance(lines)) else []
+    found = [groups_without_variance(lines)]
     for steps in evaluations.values():
         whole = [evaluation for evaluation in steps.values() if evaluation.whole]
-        if not whole:
-            continue
-        if warning := reward_without_score(lines, whole):
-            found.append(warning)
-        found += audit_evaluation(whole[-1], f" at step {whole[-1].step}")
-    return found
+        if whole:
+            found.append(reward_without_score(lines, whole))
+            found += audit_evaluation(whole[-1], f" at step {whole[-1].step}")
+    return [finding for finding in [*found, low_gpu_use(lines)] if finding is not None]
 
 
 def audit_evaluation(evaluation: Evaluation, place: str = "") -> list[Finding]:
     """Warnings that the records of one evaluation give. `place` is put behind the task set."""
     where = f"{evaluation.taskset}{place}"
-    return [
-        warning
-        for warning in (
-            one_answer_dominates(evaluation.records, where),
-            unearned_rewards(evaluation.records, where),
-        )
-        if warning is not None
-    ]
+    checks = (one_answer_dominates, unearned_rewards)
+    found = [check(evaluation.records, where) for check in checks]
+    return [finding for finding in found if finding is not None]
 
 
 def reward_without_score(
@@ -104,36 +91,32 @@ def reward_without_score(
     above the first half.
     """
     *earlier, last = evaluations
-    scored = [e for e in earlier if e.scores().keys() & last.scores().keys()]
+    after = last.scores()
+    scored = [(e.step, scores) for e in earlier if (scores := e.scores()).keys() & after.keys()]
     if not scored:
         return None
-    best = max(scored, key=lambda e: mean(list(e.scores().values())))
-    after = last.scores()
-    items = sorted(best.scores().keys() & after.keys())
+    step, before = max(scored, key=lambda pair: mean(list(pair[1].values())))
+    items = sorted(before.keys() & after.keys())
     confidence = 1 - (1 - CONFIDENCE) / len(scored)
     change = paired_difference(
-        [best.scores()[item] for item in items], [after[item] for item in items], confidence
+        [before[item] for item in items], [after[item] for item in items], confidence
     )
-    if change.high is None or change.high >= 0:
-        return None
-    between = [
-        value for step, value in series(list(lines), REWARD) if best.step < step <= last.step
-    ]
-    reward = rise(between)
-    if reward is None or reward.low is None or reward.low <= 0:
+    reward = rise([value for at, value in series(lines, REWARD) if step < at <= last.step])
+    falls = change.high is not None and change.high < 0
+    if not falls or reward is None or reward.low is None or reward.low <= 0:
         return None
     return Finding(
         CHECKS[0],
-        f"From step {best.step} to {last.step} the training reward rose by {reward.mean:.3f} "
+        f"From step {step} to {last.step} the training reward rose by {reward.mean:.3f} "
         f"while the held-out score on {last.taskset} fell by {-change.mean:.3f} "
         f"({change.count} paired items).",
         "Read transcripts of both steps: the reward may pay for something else than the task, "
-        f"or the training tasks are learned by heart. The weights of step {best.step} are better.",
+        f"or the training tasks are learned by heart. The weights of step {step} are better.",
     )
 
 
 def one_answer_dominates(records: Sequence[EvalRecord], where: str) -> Finding | None:
-    """Most items end with the same answer. An item counts for the answer of its first run."""
+    """Most items end with the same answer. An item counts for that of its first rollout."""
     answers: dict[int, str] = {}
     for record in records:
         if record.answer:
@@ -141,8 +124,7 @@ def one_answer_dominates(records: Sequence[EvalRecord], where: str) -> Finding |
     if len(answers) < DOMINANT_ITEMS:
         return None
     answer, count = Counter(answers.values()).most_common(1)[0]
-    low, _ = wilson_interval(count, len(answers))
-    if low <= DOMINANT_SHARE:
+    if wilson_interval(count, len(answers))[0] <= DOMINANT_SHARE:
         return None
     return Finding(
         CHECKS[1],
@@ -153,11 +135,11 @@ def one_answer_dominates(records: Sequence[EvalRecord], where: str) -> Finding |
 
 
 def unearned_rewards(records: Sequence[EvalRecord], where: str) -> Finding | None:
-    """Runs with an empty answer, or in which nothing but failures happened, are rewarded.
+    """Rollouts with an empty answer, or in which nothing but failures happened, are rewarded.
 
-    A run is rewarded if its reward is above the lowest of all and not below their mean, so that
-    the scale does not matter. Nothing but failures: programs or operators were run, and not one
-    of a kind ended well; such a reward comes from the handling of an exception.
+    A rollout is rewarded if its reward is above the lowest of all and not below their mean, so
+    that the scale does not matter. Nothing but failures: programs or operators were run, and not
+    one of a kind ended well; such a reward comes from the handling of an exception.
     """
     rewards = [record.reward for record in records if record.reward is not None]
     if not rewards:
@@ -168,48 +150,61 @@ def unearned_rewards(records: Sequence[EvalRecord], where: str) -> Finding | Non
         for record in records
         if record.reward is not None and record.reward > lowest and record.reward >= average
     ]
-    empty = [record for record in rewarded if record.answer == ""]
-    broken = [record for record in rewarded if record.answer != "" and _only_failures(record)]
-    count = len(empty) + len(broken)
-    if count < UNEARNED_RUNS or count < UNEARNED_SHARE * len(rewarded):
+    empty = sum(record.answer == "" for record in rewarded)
+    broken = sum(record.answer != "" and _only_failures(record) for record in rewarded)
+    count = empty + broken
+    if count < UNEARNED_ROLLOUTS or count < UNEARNED_SHARE * len(rewarded):
         return None
-    parts = []
-    if empty:
-        parts.append(f"{len(empty)} with an empty output")
-    if broken:
-        parts.append(f"{len(broken)} whose programs or operators all failed")
+    parts = [f"{empty} with an empty output"] if empty else []
+    parts += [f"{broken} whose programs or operators all failed"] if broken else []
     return Finding(
         CHECKS[2],
-        f"On {where} {count} of {len(rewarded)} rewarded runs did nothing to earn it: "
+        f"On {where} {count} of {len(rewarded)} rewarded rollouts did nothing to earn it: "
         f"{' and '.join(parts)}.",
-        "Let the reward of such a run be the lowest, or raise: a run that raises has no reward.",
+        "Let the reward of such a rollout be the lowest, or raise: one that raises has no reward.",
     )
 
 
 def groups_without_variance(lines: Sequence[MetricsLine]) -> Finding | None:
-    """In the last steps hardly any group of runs has two different rewards."""
-    shares = {name: series(list(lines), key) for name, key in GROUP_HEALTH.items()}
-    mixed = [value for _, value in shares["mixed"][-RECENT_STEPS:]]
-    if len(mixed) < RECENT_STEPS or mean(mixed) >= MIXED_SHARE:
+    """In the last steps hardly any group of rollouts has two different rewards."""
+    recent = {
+        name: [value for _, value in series(lines, key)[-RECENT_STEPS:]]
+        for name, key in GROUP_HEALTH.items()
+    }
+    if len(recent["mixed"]) < RECENT_STEPS or mean(recent["mixed"]) >= MIXED_SHARE:
         return None
-    best, worst = (
-        mean([value for _, value in shares[name][-RECENT_STEPS:]] or [0.0])
-        for name in ("all best", "all worst")
-    )
+    best, worst = (mean(recent[name] or [0.0]) for name in ("all best", "all worst"))
     if best >= 2 * worst:
-        why = f"{best:.0%} of them solve their task in every run"
+        why = f"{best:.0%} of them solve their task in every rollout"
         cure = "The tasks are too easy by now: add harder ones, or stop here."
     elif worst >= 2 * best:
-        why = f"{worst:.0%} of them fail their task in every run"
+        why = f"{worst:.0%} of them fail their task in every rollout"
         cure = "The tasks are too hard: add easier ones, pay for parts, or raise repeat_times."
     else:
-        why = f"{best:.0%} solve their task in every run and {worst:.0%} never"
+        why = f"{best:.0%} solve their task in every rollout and {worst:.0%} never"
         cure = "Add tasks of middling difficulty, pay for parts, or raise repeat_times."
     return Finding(
         CHECKS[3],
-        f"In the last {RECENT_STEPS} steps only {mean(mixed):.0%} of the groups had runs with "
-        f"different rewards ({why}); the others teach nothing.",
+        f"In the last {RECENT_STEPS} steps only {mean(recent['mixed']):.0%} of the groups had "
+        f"rollouts with different rewards ({why}); the others teach nothing.",
         cure,
+    )
+
+
+def low_gpu_use(lines: Sequence[MetricsLine]) -> Finding | None:
+    """The GPUs idled for most of the run."""
+    measured = mean_gpu_use(lines)
+    if measured is None or measured[0] >= LOW_USE:
+        return None
+    share, seconds = measured
+    over = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return Finding(
+        GPU_CHECK,
+        f"The GPUs of this run were in use {share:.0%} of the time (over {over}).",
+        "The curve of GPU use beside `Seconds a step` shows what it waited for: rolling out "
+        "(raise explorer.runner_per_model or buffer.batch_size; slow tools, models behind an API), "
+        "evaluating (quick_eval, explorer.eval_interval), or one side waiting for the other "
+        "(synchronizer.sync_style, the split of GPUs).",
     )
 
 
@@ -221,11 +216,7 @@ def describe(warnings: Sequence[Finding], checks: Sequence[str] = CHECKS) -> lis
 
 
 def _only_failures(record: EvalRecord) -> bool:
-    endings = {
-        name.removeprefix("sandbox/")
-        for name, count in record.metrics.items()
-        if name.startswith("sandbox/") and count > 0
-    }
+    endings = {n for n, count in record.metrics.items() if n.startswith("sandbox/") and count > 0}
     if endings and _GOOD_ENDING not in endings:
         return True
     outcomes = [use.get("outcome") for use in record.operators]

@@ -3,6 +3,9 @@
 Drawn by hand rather than by a plotting library: a chart is a few hundred bytes a curve, its
 colours are the page's CSS variables, every point tells its value under the pointer, and nothing
 has to be imported. Labels are escaped here, so a chart may go into a page as it is.
+
+The titles of charts are read out in place of the drawing. Colours are 0 to 5, variables of the
+page.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 9.0, 9.0, 24.0
 _MOST_DOTS = 60
 _ROW = 26.0
 
+Bounds = tuple[float, float]
+
 
 @dataclass(frozen=True)
 class Point:
@@ -32,20 +37,42 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart, in the order of steps. `colour`: 0 to 5, a variable of the page."""
+    """One line of a chart, in the order of steps."""
 
     label: str
     points: Sequence[Point]
     colour: int = 0
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """One row of an interval chart; `interval` is None where nothing was measured."""
+
+    label: str
+    interval: Interval | None
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A value at a place of any axis; `label` is told under the pointer."""
+
+    at: float
+    value: float
+    label: str
+    low: float | None = None
+    high: float | None = None
+    colour: int = 0
+
+
 class _Frame:
     """Maps steps and values to the drawing, and draws axes and grid."""
 
-    def __init__(self, steps: tuple[float, float], values: tuple[float, float]) -> None:
+    def __init__(self, steps: Bounds, values: Sequence[float]) -> None:
         self.first, self.last = steps
-        self.ticks = nice_ticks(*values)
-        self.low, self.high = min(values[0], self.ticks[0]), max(values[1], self.ticks[-1])
+        low, high = min(values), max(values)
+        self.ticks = nice_ticks(low, high)
+        self.low, self.high = min(low, self.ticks[0]), max(high, self.ticks[-1])
 
     def x(self, step: float) -> str:
         span = self.last - self.first
@@ -56,74 +83,54 @@ class _Frame:
         share = (value - self.low) / (self.high - self.low)
         return f"{_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM):.1f}"
 
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        return " ".join(f"{self.x(at)},{self.y(value)}" for at, value in points)
+
     def svg(
-        self,
-        title: str,
-        drawing: Sequence[str],
-        places: Sequence[tuple[float, str]] | None = None,
+        self, title: str, drawing: Sequence[str], places: Sequence[tuple[float, str]] | None = None
     ) -> str:
         """The drawing between its axes; `places` are named on the lower one, else steps are."""
         if places is None:
             places = [(at, str(at)) for at in step_ticks(int(self.first), int(self.last))]
         right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-        parts = [
-            f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(title)}">'
-        ]
+        parts = []
         for tick in self.ticks:
             y = self.y(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT:g}" x2="{right:g}" y1="{y}" y2="{y}"/>')
-            parts.append(
-                f'<text class="tick" x="{_LEFT - 6:g}" y="{y}" dy="0.35em" '
-                f'text-anchor="end">{number(tick)}</text>'
-            )
+            parts.append(_line("grid", f"{_LEFT:g}", f"{right:g}", y, y))
+            parts.append(_text(f"{_LEFT - 6:g}", y, number(tick), "end", ' dy="0.35em"'))
         for at, name in places:
-            parts.append(
-                f'<text class="tick" x="{self.x(at)}" y="{bottom + 17:g}" '
-                f'text-anchor="middle">{escape(name)}</text>'
-            )
-        parts += drawing
-        parts.append(
-            f'<line class="axis" x1="{_LEFT:g}" x2="{right:g}" y1="{bottom:g}" y2="{bottom:g}"/>'
-            "</svg>"
-        )
-        return "".join(parts)
+            parts.append(_text(self.x(at), f"{bottom + 17:g}", name))
+        axis = _line("axis", f"{_LEFT:g}", f"{right:g}", f"{bottom:g}", f"{bottom:g}")
+        return _svg(title, _HEIGHT, [*parts, *drawing, axis])
 
 
 def line_chart(
-    title: str,
-    curves: Sequence[Curve],
-    steps: tuple[int, int],
-    bounds: tuple[float, float] | None = None,
+    title: str, curves: Sequence[Curve], steps: tuple[int, int], bounds: Bounds | None = None
 ) -> str:
     """Lines over steps, each with a band where its points have bounds.
 
     Args:
-        title: read out in place of the drawing.
         curves: at least one, with at least one point.
         steps: first and last step of the axis; charts of one page share it.
         bounds: values that the axis shows at least.
     """
-    shown = [
-        value
-        for curve in curves
-        for point in curve.points
-        for value in (point.value, point.low, point.high)
-        if value is not None
-    ]
-    frame = _Frame(steps, (min([*shown, *(bounds or ())]), max([*shown, *(bounds or ())])))
+    points = [point for curve in curves for point in curve.points]
+    shown = [value for p in points for value in (p.value, p.low, p.high) if value is not None]
+    frame = _Frame(steps, [*shown, *(bounds or ())])
     drawing = []
     for curve in curves:
-        banded = [p for p in curve.points if p.low is not None and p.high is not None]
+        banded = [(p.step, p.low, p.high) for p in curve.points if None not in (p.low, p.high)]
         if len(banded) > 1:
-            over = [f"{frame.x(p.step)},{frame.y(p.high or 0.0)}" for p in banded]
-            under = [f"{frame.x(p.step)},{frame.y(p.low or 0.0)}" for p in reversed(banded)]
+            over = [(step, high or 0.0) for step, _, high in banded]
+            under = [(step, low or 0.0) for step, low, _ in reversed(banded)]
             drawing.append(
-                f'<polygon class="band c{curve.colour}" points="{" ".join(over + under)}"/>'
+                f'<polygon class="band c{curve.colour}" points="{frame.path(over + under)}"/>'
             )
-        path = " ".join(f"{frame.x(p.step)},{frame.y(p.value)}" for p in curve.points)
+        path = frame.path([(p.step, p.value) for p in curve.points])
         drawing.append(f'<polyline class="line c{curve.colour}" points="{path}"/>')
-        if len(curve.points) <= _MOST_DOTS:
-            drawing += [_dot(frame, curve, point) for point in curve.points]
+        for p in curve.points if len(curve.points) <= _MOST_DOTS else ():
+            told = _told(f"{curve.label}, step {p.step}", p.value, p.low, p.high)
+            drawing.append(_dot(frame.x(p.step), frame.y(p.value), "2.6", curve.colour, told))
     return frame.svg(title, drawing)
 
 
@@ -134,7 +141,7 @@ def stacked_chart(
     at = [{point.step: point.value for point in curve.points} for curve in curves]
     every = sorted({step for values in at for step in values})
     totals = [math.fsum(values.get(step, 0.0) for values in at) for step in every]
-    frame = _Frame((steps[0], steps[1]), (0.0, top if top is not None else max([*totals, 1.0])))
+    frame = _Frame(steps, (0.0, top if top is not None else max([*totals, 1.0])))
     edges = [step - 0.5 for step in every] + [every[-1] + 0.5]
     base = [0.0] * len(every)
     drawing = []
@@ -153,89 +160,10 @@ def stacked_chart(
     return frame.svg(title, drawing)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One row of an interval chart; `interval` is None where nothing was measured."""
-
-    label: str
-    interval: Interval | None
-    colour: int = 0
-
-
-def interval_chart(
-    title: str, estimates: Sequence[Estimate], bounds: tuple[float, float] | None = None
-) -> str:
-    """Estimates below each other, each with its interval, on one axis of values.
-
-    Args:
-        title: read out in place of the drawing.
-        estimates: at least one with an interval.
-        bounds: values that the axis shows at least.
-    """
-    shown = [
-        value
-        for estimate in estimates
-        if estimate.interval is not None
-        for value in (estimate.interval.mean, estimate.interval.low, estimate.interval.high)
-        if value is not None
-    ]
-    ticks = nice_ticks(min([*shown, *(bounds or ())]), max([*shown, *(bounds or ())]))
-    low, high = min(ticks[0], *shown), max(ticks[-1], *shown)
-    left, right = 0.4 * _WIDTH, _WIDTH - 14.0
-    height = _TOP + _ROW * len(estimates) + _BOTTOM
-
-    def x(value: float) -> str:
-        return f"{left + (value - low) / (high - low) * (right - left):.1f}"
-
-    bottom = height - _BOTTOM
-    parts = [f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" role="img" aria-label="{escape(title)}">']
-    for tick in ticks:
-        parts.append(
-            f'<line class="grid" x1="{x(tick)}" x2="{x(tick)}" y1="{_TOP:g}" y2="{bottom:g}"/>'
-            f'<text class="tick" x="{x(tick)}" y="{bottom + 17:g}" text-anchor="middle">'
-            f"{number(tick)}</text>"
-        )
-    for row, estimate in enumerate(estimates):
-        y = f"{_TOP + _ROW * (row + 0.5):.1f}"
-        label = estimate.label if len(estimate.label) <= 26 else f"{estimate.label[:25]}…"
-        parts.append(
-            f'<text class="tick" x="{left - 8:g}" y="{y}" dy="0.35em" text-anchor="end">'
-            f"{escape(label)}</text>"
-        )
-        if estimate.interval is None:
-            continue
-        value = estimate.interval
-        told = f"{estimate.label}: {number(value.mean)}"
-        if value.low is not None and value.high is not None:
-            told += f" ({number(value.low)} to {number(value.high)})"
-            parts.append(
-                f'<line class="line c{estimate.colour}" x1="{x(value.low)}" x2="{x(value.high)}" '
-                f'y1="{y}" y2="{y}"/>'
-            )
-        parts.append(
-            f'<circle class="dot c{estimate.colour}" cx="{x(value.mean)}" cy="{y}" r="4">'
-            f"<title>{escape(told)}</title></circle>"
-        )
-    parts.append("</svg>")
-    return "".join(parts)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A value at a place of any axis; `label` is told under the pointer."""
-
-    at: float
-    value: float
-    label: str
-    low: float | None = None
-    high: float | None = None
-    colour: int = 0
-
-
 def scatter_chart(
     title: str,
     marks: Sequence[Mark],
-    ends: tuple[float, float],
+    ends: Bounds,
     ticks: Sequence[tuple[float, str]],
     *,
     line: Sequence[tuple[float, float]] = (),
@@ -243,32 +171,57 @@ def scatter_chart(
     """Values at places, each with its interval where it has one.
 
     Args:
-        title: read out in place of the drawing.
         marks: at least one.
         ends: first and last place of the axis.
         ticks: places with their names.
         line: places and values that are joined.
     """
-    bounds = [b for m in marks for b in (m.value, m.low, m.high) if b is not None]
-    bounds += [value for _, value in line]
-    frame = _Frame(ends, (min(bounds), max(bounds)))
-    drawing = []
-    if line:
-        path = " ".join(f"{frame.x(at)},{frame.y(value)}" for at, value in line)
-        drawing.append(f'<polyline class="line c5" points="{path}"/>')
+    shown = [value for m in marks for value in (m.value, m.low, m.high) if value is not None]
+    frame = _Frame(ends, [*shown, *(value for _, value in line)])
+    drawing = [f'<polyline class="line c5" points="{frame.path(line)}"/>'] if line else []
     for mark in marks:
-        x, told = frame.x(mark.at), f"{mark.label}: {number(mark.value)}"
+        x = frame.x(mark.at)
         if mark.low is not None and mark.high is not None:
-            told += f" ({number(mark.low)} to {number(mark.high)})"
-            drawing.append(
-                f'<line class="line c{mark.colour}" x1="{x}" x2="{x}" '
-                f'y1="{frame.y(mark.low)}" y2="{frame.y(mark.high)}" opacity="0.35"/>'
-            )
-        drawing.append(
-            f'<circle class="dot c{mark.colour}" cx="{x}" cy="{frame.y(mark.value)}" r="4">'
-            f"<title>{escape(told)}</title></circle>"
-        )
+            low, high = frame.y(mark.low), frame.y(mark.high)
+            drawing.append(_line(f"line c{mark.colour}", x, x, low, high, ' opacity="0.35"'))
+        told = _told(mark.label, mark.value, mark.low, mark.high)
+        drawing.append(_dot(x, frame.y(mark.value), "4", mark.colour, told))
     return frame.svg(title, drawing, ticks)
+
+
+def interval_chart(title: str, estimates: Sequence[Estimate], bounds: Bounds | None = None) -> str:
+    """Estimates below each other, each with its interval, on one axis of values.
+
+    Args:
+        estimates: at least one with an interval.
+        bounds: values that the axis shows at least.
+    """
+    intervals = [e.interval for e in estimates if e.interval is not None]
+    shown = [v for i in intervals for v in (i.mean, i.low, i.high) if v is not None]
+    ticks = nice_ticks(min([*shown, *(bounds or ())]), max([*shown, *(bounds or ())]))
+    low, high = min(ticks[0], *shown), max(ticks[-1], *shown)
+    left, right = 0.4 * _WIDTH, _WIDTH - 14.0
+    bottom = _TOP + _ROW * len(estimates)
+
+    def x(value: float) -> str:
+        return f"{left + (value - low) / (high - low) * (right - left):.1f}"
+
+    parts = []
+    for tick in ticks:
+        parts.append(_line("grid", x(tick), x(tick), f"{_TOP:g}", f"{bottom:g}"))
+        parts.append(_text(x(tick), f"{bottom + 17:g}", number(tick)))
+    for row, estimate in enumerate(estimates):
+        y = f"{_TOP + _ROW * (row + 0.5):.1f}"
+        label = estimate.label if len(estimate.label) <= 26 else f"{estimate.label[:25]}…"
+        parts.append(_text(f"{left - 8:g}", y, label, "end", ' dy="0.35em"'))
+        value = estimate.interval
+        if value is None:
+            continue
+        if value.low is not None and value.high is not None:
+            parts.append(_line(f"line c{estimate.colour}", x(value.low), x(value.high), y, y))
+        told = _told(estimate.label, value.mean, value.low, value.high)
+        parts.append(_dot(x(value.mean), y, "4", estimate.colour, told))
+    return _svg(title, bottom + _BOTTOM, parts)
 
 
 def interval_strip(interval: Interval) -> str:
@@ -276,17 +229,14 @@ def interval_strip(interval: Interval) -> str:
     if interval.low is None or interval.high is None:
         return ""
     reach = 1.12 * max(abs(interval.low), abs(interval.high), 1e-9)
-
-    def x(value: float) -> str:
-        return f"{130 + value / reach * 120:.1f}"
-
+    low, high, centre = (
+        f"{130 + value / reach * 120:.1f}" for value in (interval.low, interval.high, interval.mean)
+    )
     return (
         '<svg class="strip" viewBox="0 0 260 40" role="img" aria-label="interval">'
-        '<line class="grid" x1="10" x2="250" y1="16" y2="16"/>'
-        '<line class="zero" x1="130" x2="130" y1="5" y2="27"/>'
-        '<text class="tick" x="130" y="38" text-anchor="middle">0</text>'
-        f'<line class="whisker" x1="{x(interval.low)}" x2="{x(interval.high)}" y1="16" y2="16"/>'
-        f'<circle class="estimate" cx="{x(interval.mean)}" cy="16" r="5"/></svg>'
+        f"{_line('grid', '10', '250', '16', '16')}{_line('zero', '130', '130', '5', '27')}"
+        f"{_text('130', '38', '0')}{_line('whisker', low, high, '16', '16')}"
+        f'<circle class="estimate" cx="{centre}" cy="16" r="5"/></svg>'
     )
 
 
@@ -308,9 +258,9 @@ def step_ticks(first: int, last: int, count: int = 7) -> list[int]:
     if last <= first:
         return [first]
     gap = max(1, round(nice_ticks(0, last - first, count)[1]))
-    inner = [step for step in range(-(-first // gap) * gap, last + 1, gap)]
-    inner = [step for step in inner if step - first >= 0.6 * gap and last - step >= 0.6 * gap]
-    return [first, *inner, last]
+    inner = range(-(-first // gap) * gap, last + 1, gap)
+    apart = [step for step in inner if min(step - first, last - step) >= 0.6 * gap]
+    return [first, *apart, last]
 
 
 def number(value: float) -> str:
@@ -327,11 +277,26 @@ def number(value: float) -> str:
     return f"{float(digits):g}e{int(exponent)}"
 
 
-def _dot(frame: _Frame, curve: Curve, point: Point) -> str:
-    text = f"{curve.label}, step {point.step}: {number(point.value)}"
-    if point.low is not None and point.high is not None:
-        text += f" ({number(point.low)} to {number(point.high)})"
-    return (
-        f'<circle class="dot c{curve.colour}" cx="{frame.x(point.step)}" '
-        f'cy="{frame.y(point.value)}" r="2.6"><title>{escape(text)}</title></circle>'
-    )
+def _svg(title: str, height: float, parts: Sequence[str]) -> str:
+    box = f'viewBox="0 0 {_WIDTH:g} {height:g}" role="img" aria-label="{escape(title)}"'
+    return f"<svg {box}>{''.join(parts)}</svg>"
+
+
+def _line(css: str, x1: str, x2: str, y1: str, y2: str, more: str = "") -> str:
+    return f'<line class="{css}" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"{more}/>'
+
+
+def _text(x: str, y: str, content: str, anchor: str = "middle", more: str = "") -> str:
+    place = f'x="{x}" y="{y}"{more} text-anchor="{anchor}"'
+    return f'<text class="tick" {place}>{escape(content)}</text>'
+
+
+def _dot(x: str, y: str, radius: str, colour: int, told: str) -> str:
+    circle = f'class="dot c{colour}" cx="{x}" cy="{y}" r="{radius}"'
+    return f"<circle {circle}><title>{escape(told)}</title></circle>"
+
+
+def _told(label: str, value: float, low: float | None, high: float | None) -> str:
+    """What the pointer shows: `reward, step 4: 0.25 (0.1 to 0.4)`."""
+    bounds = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
+    return f"{label}: {number(value)}{bounds}"

@@ -3,8 +3,8 @@
     {"time": seconds since the epoch, "role": "explorer", "step": 3, "metrics": {...}}
 
 Explorer and trainer append from different processes, each line in one write. A resumed run may
-log a step again: readers let the later line win. What the numbers are called is Trinity's
-matter; `quantities.py` knows the names that a person is shown.
+log a step again: the later line wins. The names are Trinity's; `quantities.py` knows those that
+a person is shown. `LineTail` follows a file that grows, as the panel does twice a second.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def parse_line(text: bytes | str) -> MetricsLine | None:
         return None
 
 
-def series(lines: list[MetricsLine], name: str) -> list[tuple[int, float]]:
+def series(lines: Sequence[MetricsLine], name: str) -> list[tuple[int, float]]:
     """(step, value) of one metric in the order of steps; the latest value of a step wins."""
     values = {line.step: line.metrics[name] for line in lines if name in line.metrics}
     return sorted(values.items())
@@ -118,3 +118,48 @@ def rewind_metrics(run_dir: Path, step: int) -> None:
         if line is not None and line.step <= step:
             kept.append(text + b"\n")
     write_whole(path, b"".join(kept))
+
+
+class LineTail:
+    """What was appended to `path` since the last look.
+
+    Args:
+        path: the file; it need not exist yet.
+        at_end: begin with what is appended from now on instead of with the whole file.
+    """
+
+    def __init__(self, path: Path, *, at_end: bool = False) -> None:
+        self.path = path
+        self._inode: int | None = None
+        self._offset = 0
+        self._rest = b""
+        if at_end and path.exists():
+            status = path.stat()
+            self._inode, self._offset = status.st_ino, status.st_size
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """The new whole lines without their ends, and whether the file began anew.
+
+        When it did, what earlier calls gave is void and the lines are those of the new file.
+        """
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            anew = self._inode is not None
+            self._inode, self._offset, self._rest = None, 0, b""
+            return [], anew
+        with file:
+            status = os.fstat(file.fileno())
+            anew = self._inode is not None and (
+                status.st_ino != self._inode or status.st_size < self._offset
+            )
+            if anew:
+                self._offset, self._rest = 0, b""
+            self._inode = status.st_ino
+            if status.st_size == self._offset:
+                return [], anew
+            file.seek(self._offset)
+            new = file.read()
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        return [line for line in lines if line], anew

@@ -1,17 +1,28 @@
 """How our pages are made: templates of this folder, rendered whole and written whole.
 
 Self-contained: style and charts are inline, there is no script, and a content policy in the page
-forbids loading or running anything. Everything that a model or a user wrote is escaped by the
-templates, which share their head and the view of a run.
+forbids loading or running anything. What a model or a user wrote is hostile until shown
+otherwise: any shape, any length, any character. `plain_text` makes it text whose characters all
+show, and the templates escape it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from aflow_tune.files import write_whole
+from aflow_tune.report.evaluation import Comparison
+from aflow_tune.report.records import EvalRecord
+
+MOST_PAIRS = 8
+MOST_CHARACTERS = 4000
+TONES = {1: "rose", -1: "fell", 0: "unclear"}
+"""How a comparison is coloured, by its direction."""
+_REORDERING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C}
 
 
 def render(template: str, **content: Any) -> str:
@@ -33,3 +44,79 @@ def write_page(path: Path, text: str) -> Path:
     """Write a page whole or not at all; returns its path."""
     write_whole(path, text)
     return path
+
+
+def transcript_pairs(comparison: Comparison, most: int = MOST_PAIRS) -> list[dict[str, Any]]:
+    """The first items that both sides kept a transcript of, as `side.html.jinja` takes them.
+
+    Chosen by their place in the data set and never by result, so that they are a fair sample.
+    """
+    after = {(record.item, record.run): record for record in comparison.after.records}
+    found = []
+    for record in comparison.before.records:
+        other = after.get((record.item, record.run))
+        if other is not None and record.transcript and other.transcript:
+            found.append({"item": record.item, "before": _side(record), "after": _side(other)})
+    return found[:most]
+
+
+def plain_text(value: Any) -> str:
+    """Any content of a message as text: parts joined, unprintable characters made visible."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return "\n".join(text for part in value if (text := plain_text(part)))
+    if isinstance(value, Mapping):
+        if isinstance(value.get("text"), str):
+            return plain_text(value["text"])
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    text = "".join(map(_visible, str(value)))
+    if len(text) > MOST_CHARACTERS:
+        half = MOST_CHARACTERS // 2
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
+    return text
+
+
+def _side(record: EvalRecord) -> dict[str, Any]:
+    calls = [_call(call) for call in record.transcript if isinstance(call, Mapping)]
+    return {"step": record.step, "score": record.score, "failure": record.failure, "calls": calls}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    raw, tokens = call.get("messages"), call.get("tokens")
+    messages = [_message(message) for message in raw] if isinstance(raw, list) else []
+    return {
+        "caller": plain_text(call.get("caller")) or "call",
+        "earlier": messages[:-1],
+        "asked": messages[-1] if messages else None,
+        "response": plain_text(call.get("response")),
+        "tokens": tokens if isinstance(tokens, int) else None,
+    }
+
+
+def _message(message: Any) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        return {"role": "?", "text": plain_text(message)}
+    parts = [plain_text(message.get("content"))]
+    tool_calls = message.get("tool_calls")
+    for tool_call in tool_calls if isinstance(tool_calls, list) else []:
+        function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
+        if isinstance(function, Mapping):
+            name, arguments = (plain_text(function.get(key)) for key in ("name", "arguments"))
+            parts.append(f"{name}({arguments})")
+    role = plain_text(message.get("role")) or "?"
+    return {"role": role, "text": "\n".join(filter(None, parts))}
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if character in "\n\t":
+        return character
+    if code < 0x20:
+        return chr(0x2400 + code)  # Unicode's pictures of control characters
+    if code == 0x7F:
+        return "\u2421"
+    if 0x80 <= code < 0xA0 or code in _REORDERING or 0xD800 <= code < 0xE000:
+        return f"\\u{code:04x}"
+    return character

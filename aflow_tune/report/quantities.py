@@ -2,11 +2,15 @@
 
 Names differ between engines and versions, so each quantity lists its sources in order of
 preference; what a run does not log is absent, never zero. Panel and report both read from here.
+
+How much a run used its GPUs is in lines of the role `GPU_ROLE`: `gpu/use`, a mean share, and
+`gpu/seconds`, the time it was measured over. All means of it are weighted by that time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 from aflow_tune.report.metrics import MetricsLine
 
@@ -16,7 +20,7 @@ GROUP_HEALTH = {
     "all best": "experience_pipeline/group/frac_all_best",
     "all worst": "experience_pipeline/group/frac_all_worst",
 }
-"""Shares of task groups by their runs' rewards. Only a mixed group has a gradient."""
+"""Shares of task groups by their rollouts' rewards. Only a mixed group has a gradient."""
 
 LOSS = ("actor/final_loss", "actor/pg_loss", "actor/loss")
 KL = ("actor/ppo_kl", "actor/kl_loss", "actor/kl")
@@ -33,9 +37,14 @@ WRITER_METRICS = "writer/"
 """How the names of what the writer's workflow records about its graphs begin; they have a section
 of the report of their own."""
 VALID_GRAPHS = f"rollout/{WRITER_METRICS}valid/mean"
-"""Share of the runs of a step whose policy wrote a valid graph."""
+"""Share of the rollouts of a step whose policy wrote a valid graph."""
 TRACE_METRICS = ("operator/", "sandbox/", "cost/", "unpriced_calls/")
-"""How the names of what a run's trace counts begin; not recorded by the workflow itself."""
+"""How the names of what a rollout's trace counts begin; not recorded by the workflow itself."""
+GPU_ROLE = "gpus"
+"""The role under which the sampler of GPU use writes."""
+GPU_USE, GPU_SECONDS = "gpu/use", "gpu/seconds"
+
+_OF_DEVICE = re.compile(r"gpu/([\d:]+)/(use|memory_gib)$")
 _OWN_ROLLOUT_METRICS = (
     "reward",
     "calls",
@@ -52,7 +61,7 @@ def is_training(line: MetricsLine) -> bool:
 
 
 def failure_counts(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Failed runs of one step by kind; kinds that did not happen are absent."""
+    """Failed rollouts of one step by kind; kinds that did not happen are absent."""
     counts: dict[str, float] = {}
     for name, value in metrics.items():
         if name.startswith(_FAILURE) and value > 0:
@@ -73,8 +82,8 @@ def finished_evaluations(metrics: Mapping[str, float]) -> dict[str, int]:
 def sampling_speed(metrics: Mapping[str, float]) -> float | None:
     """Sampled tokens a second of a rollout; from its tokens and its time if not logged itself.
 
-    Tokens of a run / calls of a run x calls of the step / seconds: exact where every call has
-    one choice and no run failed.
+    Its tokens / its calls x calls of the step / seconds: exact where every call has one choice and
+    no rollout failed.
     """
     logged = metrics.get("rollout/tokens_per_second", metrics.get("explorer/tokens_per_second"))
     if logged is not None:
@@ -97,7 +106,7 @@ def training_speed(metrics: Mapping[str, float]) -> float | None:
     return tokens / seconds if tokens is not None and seconds else None
 
 
-def workflow_metrics(lines: list[MetricsLine]) -> list[str]:
+def workflow_metrics(lines: Sequence[MetricsLine]) -> list[str]:
     """The names, without prefix, of what the workflow itself recorded in training."""
     names: dict[str, None] = {}
     for line in lines:
@@ -113,7 +122,7 @@ def workflow_metrics(lines: list[MetricsLine]) -> list[str]:
 
 
 def derived(
-    lines: list[MetricsLine], quantity: Callable[[Mapping[str, float]], float | None]
+    lines: Sequence[MetricsLine], quantity: Callable[[Mapping[str, float]], float | None]
 ) -> list[tuple[int, float]]:
     """(step, value) of a quantity in the order of steps; the latest value of a step wins."""
     values: dict[int, float] = {}
@@ -122,3 +131,51 @@ def derived(
         if value is not None:
             values[line.step] = value
     return sorted(values.items())
+
+
+def use_by_step(lines: Sequence[MetricsLine], name: str = GPU_USE) -> list[tuple[int, float]]:
+    """(step, mean share) in the order of steps."""
+    sums: dict[int, tuple[float, float]] = {}
+    for line in lines:
+        if name in line.metrics and GPU_SECONDS in line.metrics:
+            weighted, seconds = sums.get(line.step, (0.0, 0.0))
+            more = line.metrics[GPU_SECONDS]
+            sums[line.step] = (weighted + line.metrics[name] * more, seconds + more)
+    return [(step, total / time) for step, (total, time) in sorted(sums.items()) if time > 0]
+
+
+def mean_gpu_use(lines: Sequence[MetricsLine]) -> tuple[float, float] | None:
+    """Mean share over the whole run, and the seconds it was measured over; None if never."""
+    measured = [
+        line.metrics for line in lines if GPU_USE in line.metrics and GPU_SECONDS in line.metrics
+    ]
+    seconds = sum(metrics[GPU_SECONDS] for metrics in measured)
+    if seconds <= 0:
+        return None
+    return sum(m[GPU_USE] * m[GPU_SECONDS] for m in measured) / seconds, seconds
+
+
+def gpu_devices(lines: Sequence[MetricsLine]) -> list[str]:
+    """Labels of the devices with a figure of their own."""
+    names = {name for line in lines if line.role == GPU_ROLE for name in line.metrics}
+    found = {match[1] for name in names if (match := _OF_DEVICE.match(name))}
+    return sorted(found, key=lambda label: [int(part) for part in label.split(":")])
+
+
+def peak_memory(lines: Sequence[MetricsLine], device: str) -> float | None:
+    """The most memory that was in use on a device, by all its processes, in GiB."""
+    name = f"gpu/{device}/memory_gib"
+    return max((line.metrics[name] for line in lines if name in line.metrics), default=None)
+
+
+def gpu_facts(lines: Sequence[MetricsLine]) -> list[tuple[str, str]]:
+    """Labels and figures for the head of a report; none where nothing was measured."""
+    found = []
+    measured = mean_gpu_use(lines)
+    if measured is not None:
+        found.append(("GPU use", f"{measured[0]:.0%}"))
+    peaks = [(label, peak_memory(lines, label)) for label in gpu_devices(lines)]
+    shown = [f"{peak:.1f} GiB on {label}" for label, peak in peaks if peak is not None]
+    if shown:
+        found.append(("peak GPU memory", ", ".join(shown)))
+    return found

@@ -1,25 +1,40 @@
-"""One line for each run of a held-out task: what the evaluation is computed from.
+"""What rollouts leave on disk: a line each, for training and for held-out evaluations.
 
-The adapter appends them while a run evaluates, several processes at once, each line in one
-write. The report reads them. Layout: `<run folder>/evaluations/<task set>/step_<n>.jsonl`.
+    <run folder>/evaluations/<task set>/step_<n>.jsonl    every rollout of a held-out item
+    <run folder>/rollouts/step_<n>.jsonl                  training rollouts whose workflow kept
+                                                          something (`aflow_tune.context.keep`)
+
+The adapter appends them, several processes at once, each line in one write; reports read them.
+The field `run` of both is the rollout's number among those of its item: that is its name on disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from aflow_tune.files import append_line, as_line
+from aflow_tune.trace import POLICY, ModelCall, OperatorCall, Trace
 
 MAX_REASON = 600
-"""Characters that are kept of the reason why a run failed."""
+"""Characters that are kept of the reason why a rollout failed."""
+MAX_ANSWER = 80
+"""Characters of an answer's key; a longer one is cut and ends with a hash of the whole."""
+
+_LOOKED_AT = 20_000
+"""Characters of a response, from its end, in which the mark of an answer is looked for."""
+_BRACE = re.compile(r"\\boxed\{|[{}]")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """How one run on one held-out item went.
+    """How one rollout on one held-out item went.
 
     `score` is None where nothing could be scored; `failure` then says why in a word and `reason`
     in words (their end, at most `MAX_REASON` characters). `item` is the row of the data set.
@@ -29,9 +44,8 @@ class EvalRecord:
     `prompt_tokens` and `tokens` (drawn; both None where the server did not count them), and only
     where there is something to tell `truncated`, `failed` (no answer came) and `tools` (the
     tool calls of the answer: `name` and `arguments`). `operators` lists the uses of operators:
-    `operator`, `instance`, `outcome`, `attempts`. `answer` is what `answers.py` makes of the
-    last response: "" for an empty one, None where there is none. `kept` is what the workflow kept
-    with `aflow_tune.context.keep`.
+    `operator`, `instance`, `outcome`, `attempts`. `answer` is the `answer_key` of the last
+    response, None where there is none. `kept` is what the workflow kept.
     """
 
     step: int
@@ -70,6 +84,37 @@ class EvalRecord:
         except TypeError as error:
             raise ValueError(str(error)) from error
 
+    def trace(self) -> Trace:
+        """The rollout's calls and operators as a trace; calls of other models and costs are not
+        in a record, so they are missing here too."""
+        calls = [
+            ModelCall(
+                caller=call["caller"],
+                role=POLICY,
+                model="",
+                prompt_tokens=call["prompt_tokens"],
+                completion_tokens=call["tokens"],
+                failure="no answer" if call.get("failed") else None,
+            )
+            for call in self.calls
+        ]
+        names = ("operator", "instance", "outcome", "attempts")
+        uses = [OperatorCall(**{name: use[name] for name in names}) for use in self.operators]
+        return Trace([*calls, *uses])
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One training rollout. `task` counts the tasks of the step, `run` the rollouts of the group;
+    `reward` is None where it failed, and `failure` then says how."""
+
+    step: int
+    task: int
+    run: int
+    reward: float | None
+    failure: str | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+
 
 def record_path(eval_dir: Path, taskset: str, step: int) -> Path:
     """The file that holds the evaluation of `taskset` with the weights of `step`."""
@@ -77,11 +122,7 @@ def record_path(eval_dir: Path, taskset: str, step: int) -> Path:
 
 
 def append_record(eval_dir: Path, record: EvalRecord) -> None:
-    """Append one line in one write, so that concurrent writers never mix.
-
-    Raises:
-        OSError: the line could not be written whole.
-    """
+    """Append one line in one write. Raises OSError if it could not be written whole."""
     append_line(record_path(eval_dir, record.taskset, record.step), record.to_line())
 
 
@@ -103,3 +144,79 @@ def read_records(path: Path) -> list[EvalRecord]:
             if number < len(lines):
                 raise ValueError(f"{path}:{number} is damaged: {error}") from error
     return records
+
+
+def record_files(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The files of steps below a folder, with their steps; other names are not ours."""
+    for path in folder.rglob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal():
+            yield int(number), path
+
+
+def rollout_path(run_dir: Path, step: int) -> Path:
+    """The file with the rollouts of training step `step`."""
+    return run_dir / "rollouts" / f"step_{step}.jsonl"
+
+
+def append_rollout(run_dir: Path, rollout: Rollout) -> None:
+    """Append one line. Raises OSError if it could not be written whole."""
+    append_line(rollout_path(run_dir, rollout.step), as_line(asdict(rollout)))
+
+
+def read_rollouts(run_dir: Path) -> Iterator[Rollout]:
+    """All rollouts by step. A step that was begun twice has the later attempt's; lines that are
+    torn, as a writer that was killed leaves them, or damaged otherwise are passed over."""
+    for _, path in sorted(record_files(run_dir / "rollouts")):
+        found: dict[tuple[int, int], Rollout] = {}
+        for line in path.read_bytes().split(b"\n"):
+            try:
+                rollout = Rollout(**json.loads(line))
+            except (ValueError, TypeError, RecursionError):
+                continue
+            counted = all(type(n) is int for n in (rollout.step, rollout.task, rollout.run))
+            if counted and isinstance(rollout.kept, dict):
+                found[rollout.task, rollout.run] = rollout
+        yield from (found[key] for key in sorted(found))
+
+
+def forget_rollouts(run_dir: Path, after: int) -> None:
+    """Remove the files of the steps behind `after`, before they are done again."""
+    for step, path in record_files(run_dir / "rollouts"):
+        if step > after:
+            path.unlink()
+
+
+def traces_of(records: Iterable[EvalRecord]) -> list[tuple[Trace, float | None]]:
+    """The trace of each rollout with its reward; None for one that failed."""
+    return [(record.trace(), record.reward) for record in records]
+
+
+def answer_key(text: str) -> str:
+    """A response's final answer as a short key, so that equal answers can be counted.
+
+    The last `<answer>` tag or `\\boxed{}` says which part is the answer; without one it is the
+    whole text. "" for nothing but white space. Equal keys are equal texts, not equal meanings.
+    """
+    end = text[-_LOOKED_AT:]
+    tags = _TAG.findall(end)
+    answer = tags[-1] if tags else _last_boxed(end)
+    answer = " ".join((text if answer is None else answer).split())
+    if len(answer) <= MAX_ANSWER:
+        return answer
+    digest = hashlib.sha256(answer.encode(errors="replace")).hexdigest()[:12]
+    return f"{answer[:MAX_ANSWER]}... [{digest}]"
+
+
+def _last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{}` whose braces close, or None; in one pass."""
+    opened: list[int | None] = []
+    last: tuple[int, int] | None = None
+    for match in _BRACE.finditer(text):
+        if match[0] != "}":
+            opened.append(match.end() if match[0] != "{" else None)
+        elif opened:
+            start = opened.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+    return None if last is None else text[last[0] : last[1]]

@@ -1,17 +1,15 @@
 """How sure a difference is: paired t interval, exact sign test, Wilson interval.
 
-Before and after are measured on the same held-out items, so items are the unit of the
-statistics: the runs of an item are averaged first (they share its difficulty, so counting them
-singly would make intervals too narrow), and the interval is that of the mean of the items'
-differences.
+Before and after are measured on the same held-out items, so items are the unit: the rollouts of an
+item are averaged first (they share its difficulty; counted singly they would make intervals too
+narrow), and the interval is that of the mean of the items' differences.
 
 Why the t interval is the primary one (Student, "The Probable Error of a Mean", Biometrika 6,
 1908): from `SMALL_SAMPLE` items on, the mean of bounded differences is close enough to normal,
 and unlike a bootstrap it draws no random numbers, so the same records always give the same
-report. Below that the approximation is not to be trusted, least of all for right-or-wrong
-scores, and the exact sign test has to agree. What neither covers: the interval has no width
-where all items changed by the same amount, and nothing here corrects for looking at many steps
-or many metrics.
+report. Below that the exact sign test has to agree. What neither covers: the interval has no
+width where all items changed by the same amount, and nothing here corrects for looking at many
+steps or many metrics.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from statistics import fmean as mean
 
 CONFIDENCE = 0.95
 SMALL_SAMPLE = 30
@@ -38,29 +37,21 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether zero lies outside of the interval."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
-
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean, summed without rounding errors.
-
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("a mean of no values")
-    return math.fsum(values) / len(values)
+    def text(self) -> str:
+        """`0.120 (0.050 to 0.210)`, or the mean alone."""
+        if self.low is None or self.high is None:
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def standard_error(values: Sequence[float]) -> float | None:
-    """s / sqrt(n), s with n - 1; None for fewer than two values."""
-    count = len(values)
-    if count < 2:
+def standard_deviation(values: Sequence[float]) -> float | None:
+    """The sample's standard deviation, with n - 1; None for fewer than two values."""
+    if len(values) < 2:
         return None
     centre = mean(values)
-    variance = math.fsum((value - centre) ** 2 for value in values) / (count - 1)
-    return math.sqrt(variance / count)
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
 
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
@@ -69,24 +60,11 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
     Raises:
         ValueError: no values.
     """
-    if not values:
-        raise ValueError("an interval of no values")
-    centre, error = mean(values), standard_error(values)
-    if error is None:
-        return Interval(centre, None, None, len(values))
-    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * error
-    return Interval(centre, centre - half, centre + half, len(values))
-
-
-def share_interval(successes: int, count: int, confidence: float = CONFIDENCE) -> Interval:
-    """A share with its Wilson interval.
-
-    Raises:
-        ValueError: nothing was counted.
-    """
-    if count < 1:
-        raise ValueError("a share of nothing")
-    return Interval(successes / count, *wilson_interval(successes, count, confidence), count)
+    centre, deviation, count = mean(values), standard_deviation(values), len(values)
+    if deviation is None:
+        return Interval(centre, None, None, count)
+    half = t_quantile(0.5 + confidence / 2, count - 1) * deviation / math.sqrt(count)
+    return Interval(centre, centre - half, centre + half, count)
 
 
 def share_or_mean_interval(values: Sequence[float], *, shares: bool = False) -> Interval | None:
@@ -97,17 +75,12 @@ def share_or_mean_interval(values: Sequence[float], *, shares: bool = False) -> 
     if not values:
         return None
     if all(value in (0.0, 1.0) for value in values):
-        return share_interval(round(sum(values)), len(values))
+        successes, count = round(sum(values)), len(values)
+        return Interval(successes / count, *wilson_interval(successes, count), count)
     found = mean_interval(values)
     if not shares or found.low is None or found.high is None:
         return found
     return Interval(found.mean, max(0.0, found.low), min(1.0, found.high), found.count)
-
-
-def standard_deviation(values: Sequence[float]) -> float | None:
-    """The sample's standard deviation, with n - 1; None for fewer than two values."""
-    error = standard_error(values)
-    return None if error is None else error * math.sqrt(len(values))
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
@@ -125,20 +98,19 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 
 
 def rise(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
-    """Mean of the second half minus that of the first, with Welch's interval.
+    """Mean of the second half of a series minus that of the first, with Welch's interval.
 
-    For a series in the order of time; a middle value of an odd number is left out. The degrees
-    of freedom are those of the smaller half, which makes the interval wider than Welch's own
-    (Biometrika 34, 1947) and never narrower. None for fewer than four values. What it does not
-    cover: neighbouring steps of a run depend on each other.
+    A middle value of an odd number is left out. The degrees of freedom are those of one half,
+    which makes the interval wider than Welch's own (Biometrika 34, 1947) and never narrower.
+    None for fewer than four values. Not covered: neighbouring steps depend on each other.
     """
     half = len(values) // 2
     if half < 2:
         return None
     first, second = values[:half], values[-half:]
     change = mean(second) - mean(first)
-    error = math.hypot(standard_error(first) or 0.0, standard_error(second) or 0.0)
-    reach = t_quantile(0.5 + confidence / 2, half - 1) * error
+    spread = math.hypot(standard_deviation(first) or 0.0, standard_deviation(second) or 0.0)
+    reach = t_quantile(0.5 + confidence / 2, half - 1) * spread / math.sqrt(half)
     return Interval(change, change - reach, change + reach, 2 * half)
 
 
@@ -161,10 +133,9 @@ def sign_test(differences: Sequence[float]) -> float:
     """
     rises = sum(difference > 0 for difference in differences)
     falls = sum(difference < 0 for difference in differences)
-    changed = rises + falls
-    ways = sum(math.comb(changed, k) for k in range(min(rises, falls) + 1))
-    # Integers of any size: 2**changed overflows a float from 1,024 items on.
-    return min(1.0, 2 * ways / 2**changed)
+    ways = sum(math.comb(rises + falls, k) for k in range(min(rises, falls) + 1))
+    # Integers of any size: the power overflows a float from 1,024 items on.
+    return min(1.0, 2 * ways / 2 ** (rises + falls))
 
 
 def wilson_interval(
@@ -211,30 +182,18 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def _t_cdf(t: float, degrees: int) -> float:
-    """P(T <= t) for t >= 0, from the regularised incomplete beta function."""
-    x = degrees / (degrees + t * t)
-    return 1 - 0.5 * _incomplete_beta(degrees / 2, 0.5, x)
-
-
-def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b) by its continued fraction (Abramowitz and Stegun 26.5.8, Lentz's method)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _incomplete_beta(b, a, 1 - x)
-    front = math.exp(
-        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    )
-    tiny = 1e-300
-    c, d = 1.0, 1 / max(1 - (a + b) * x / (a + 1), tiny)
-    fraction = d
-    for m in range(1, 10_000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            d = 1 / (1 + term * d or tiny)
-            c = 1 + term / c or tiny
-            fraction *= c * d
-        if abs(c * d - 1) < 1e-15:
+    """P(T <= t) for t >= 0, by its finite series (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(degrees))
+    odd = degrees % 2
+    term = math.cos(angle) if odd else 1.0
+    square = math.cos(angle) ** 2
+    terms = []
+    for k in range(2 + odd, degrees + 1, 2):
+        terms.append(term)
+        term *= square * (k - 1) / k
+        if term < 1e-18:
             break
-    return front * fraction / a
+    inside = math.sin(angle) * math.fsum(terms)
+    if odd:
+        inside = (angle + inside) * 2 / math.pi
+    return 0.5 + inside / 2

@@ -1,4 +1,4 @@
-"""What evaluation runs used: tokens, money, and how it spreads over callers and operators.
+"""What evaluations used: tokens, money, and how it spreads over callers and operators.
 
 Everything here is counted from `EvalRecord`s. Tokens are those of the evaluated model, from every
 call that its server counted. Money is that of all roles together: the evaluated model's from its
@@ -9,7 +9,7 @@ count is missing the sum is unknown, which is None and never 0.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +17,7 @@ from typing import Any
 from aflow_tune.report.records import EvalRecord
 from aflow_tune.trace import POLICY
 
-_COST = "cost/"
-_UNPRICED = "unpriced_calls/"
+_COST, _UNPRICED = "cost/", "unpriced_calls/"
 
 Price = Callable[[int, int], float]
 """US dollars of one call of the evaluated model, for its prompt tokens and its drawn tokens."""
@@ -26,7 +25,8 @@ Price = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Usage:
-    """Calls and tokens of the evaluated model. Tokens are None if a call was not counted."""
+    """Calls and tokens of the evaluated model in `runs` rollouts (the field's name in
+    `eval.json`). Tokens are None if a call was not counted."""
 
     runs: int
     calls: int
@@ -45,7 +45,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class CallerUse:
-    """The calls of one caller, as `Usage`; `outcomes` counts its operator's, where it is one.
+    """The calls of one caller; `outcomes` counts its operator's, where it is one.
 
     `token_share` is its part of the drawn tokens; None where they are not known, or none.
     """
@@ -70,7 +70,7 @@ class Cost:
 
 
 def usage(records: Sequence[EvalRecord]) -> Usage:
-    """Calls and tokens of all `records`, failed runs included."""
+    """Calls and tokens of all `records`, failed rollouts included."""
     return _usage(len(records), [call for record in records for call in record.calls])
 
 
@@ -80,56 +80,44 @@ def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
     An operator's calls are attributed to `.../Operator.instance`; its outcomes are put beside
     the callers of that name, and get an entry of their own where it called no model.
     """
-    by_caller: dict[str, list[dict[str, Any]]] = {}
-    runs: Counter[str] = Counter()
+    by_caller: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    rollouts: Counter[str] = Counter()
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     for record in records:
         for call in record.calls:
-            by_caller.setdefault(str(call.get("caller")), []).append(call)
-        runs.update({str(call.get("caller")) for call in record.calls})
-    outcomes: dict[str, Counter[str]] = {}
-    for record in records:
+            by_caller[str(call.get("caller"))].append(call)
+        rollouts.update({str(call.get("caller")) for call in record.calls})
         for use in record.operators:
-            name = operator_name(use)
-            outcomes.setdefault(name, Counter())[str(use.get("outcome"))] += 1
+            outcomes[_operator_name(use)][str(use.get("outcome"))] += 1
     total = usage(records).tokens
     found = []
-    told = set()
     for caller, calls in by_caller.items():
-        own = _usage(runs[caller], calls)
-        name = caller.rpartition("/")[2]
-        told.add(name)
+        own = _usage(rollouts[caller], calls)
         share = own.tokens / total if total and own.tokens is not None else None
-        found.append(CallerUse(caller, own, share, dict(outcomes.get(name, ()))))
+        of_operator = dict(outcomes.get(caller.rpartition("/")[2], ()))
+        found.append(CallerUse(caller, own, share, of_operator))
     found.sort(key=lambda use: (-(use.usage.tokens or 0), use.caller))
+    calling = {caller.rpartition("/")[2] for caller in by_caller}
     silent = [
         CallerUse(name, _usage(0, []), 0.0 if total else None, dict(counts))
         for name, counts in sorted(outcomes.items())
-        if name not in told
+        if name not in calling
     ]
     return found + silent
 
 
-def operator_name(use: dict[str, Any]) -> str:
-    """`Operator.instance`, as in callers' names."""
-    operator, instance = str(use.get("operator")), str(use.get("instance") or "")
-    if not instance or instance == operator or instance.startswith(f"{operator}."):
-        return instance or operator
-    return f"{operator}.{instance}"
-
-
 def cost(records: Sequence[EvalRecord], price: Price | None) -> Cost:
-    """What the runs cost. `price` is that of the evaluated model; None where it is unknown.
+    """What the rollouts cost. `price` is that of the evaluated model; None where it is unknown.
 
     The evaluated model's own noted costs are passed over: its calls are all in the records,
     while only those made through a client of ours are noted.
     """
-    by_role: dict[str, float] = {}
+    by_role: dict[str, float] = defaultdict(float)
     unknown: set[str] = set()
     for record in records:
         for name, value in record.metrics.items():
             if name.startswith(_COST) and name != _COST + POLICY:
-                role = name.removeprefix(_COST)
-                by_role[role] = by_role.get(role, 0.0) + value
+                by_role[name.removeprefix(_COST)] += value
             elif name.startswith(_UNPRICED) and name != _UNPRICED + POLICY and value > 0:
                 unknown.add(name.removeprefix(_UNPRICED))
     calls = [call for record in records for call in record.calls if not call.get("failed")]
@@ -143,21 +131,31 @@ def cost(records: Sequence[EvalRecord], price: Price | None) -> Cost:
 
 
 def per_solved(amount: float | None, solved: int) -> float | None:
-    """`amount` for each solved run, what failed attempts used included; None if none solved."""
+    """`amount` for each solved rollout, what failed attempts used included; None if none was."""
     return amount / solved if amount is not None and solved else None
 
 
-def _usage(runs: int, calls: Sequence[dict[str, Any]]) -> Usage:
+def _operator_name(use: dict[str, Any]) -> str:
+    """`Operator.instance`, as in callers' names."""
+    operator, instance = str(use.get("operator")), str(use.get("instance") or "")
+    if not instance or instance == operator or instance.startswith(f"{operator}."):
+        return instance or operator
+    return f"{operator}.{instance}"
+
+
+def _usage(rollouts: int, calls: Sequence[dict[str, Any]]) -> Usage:
     answered = [call for call in calls if not call.get("failed")]
+
+    def total(name: str) -> int | None:
+        counts = [call.get(name) for call in answered]
+        known = [count for count in counts if isinstance(count, int)]
+        return sum(known) if len(known) == len(counts) else None
+
     return Usage(
-        runs=runs,
+        runs=rollouts,
         calls=len(calls),
         failed_calls=len(calls) - len(answered),
         truncated_calls=sum(bool(call.get("truncated")) for call in answered),
-        prompt_tokens=_sum([call.get("prompt_tokens") for call in answered]),
-        tokens=_sum([call.get("tokens") for call in answered]),
+        prompt_tokens=total("prompt_tokens"),
+        tokens=total("tokens"),
     )
-
-
-def _sum(counts: Sequence[Any]) -> int | None:
-    return sum(counts) if all(isinstance(count, int) for count in counts) else None

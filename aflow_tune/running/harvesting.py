@@ -1,4 +1,4 @@
-"""A harvest from a prepared configuration to its file: `mode: harvest` and `aflow-tune harvest`.
+"""A harvest from a prepared configuration to its files: `mode: harvest`, `aflow-tune harvest`.
 
     <folder>/
       sft.jsonl             the pairs: `messages` and where they are from; for `mode: train`, sft
@@ -8,22 +8,21 @@
 
 The first two appear whole or not at all, when the harvest is done; the others grow while it
 runs, and the same command goes on from them. Problems that also stand in a held-out task set,
-exactly or nearly, are dropped before anything is asked.
-
-What is tried and what is kept is decided in `aflow_tune.writer`.
+exactly or nearly, are dropped before anything is asked. What is tried and what is kept is decided
+in `aflow_tune.harvest`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import inspect
 import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,17 +39,13 @@ from aflow_tune.engines.trinity.readers import read_all
 from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
 from aflow_tune.evaluation.evaluating import LocalModels
 from aflow_tune.files import as_line, write_json, write_whole
-from aflow_tune.harvest.candidates import PastRun, past_candidates, template_candidates
-from aflow_tune.harvest.harvest import Candidate, Harvest, Harvested, Problem
-from aflow_tune.harvest.trials import Journal, Lesson, Trial
-from aflow_tune.harvest.trying import Trying
+from aflow_tune.harvest.candidates import Candidate, Problem, past_candidates, template_candidates
+from aflow_tune.harvest.harvest import Harvest, Journal, Lesson, Trial
 from aflow_tune.models.clients import client_for
 from aflow_tune.operators.prompts import use_prompts
-from aflow_tune.report.harvest import COUNTS_FILE
-from aflow_tune.report.rollouts import read_rollouts
+from aflow_tune.report.html import COUNTS_FILE
 from aflow_tune.running.stopping import until_stopped
 from aflow_tune.sandbox import use_policy
-from aflow_tune.writer.templates import Template
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
@@ -60,6 +55,16 @@ PAIRS_FILE = "sft.jsonl"
 AT_ONCE_ON_PROCESSOR = 16
 _SLACK_SECONDS = 1.0
 """Whoever says `stop` because of `budget.wall_seconds` began to count a little earlier."""
+_DO = {
+    "untried": "is the executor running, and is its address right? See untried_by_reason",
+    "refused": "allow the operators that the graphs need (writer.operators), or raise "
+    "writer.max_calls",
+    "failed": "see failed_examples",
+    "wrong": "take an executor that can solve these problems, ask a teacher for other graphs, "
+    "or lower harvest.min_score",
+    "unscored": "see that rows and scorer fit each other",
+}
+"""What to do where most graphs ended so."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +99,15 @@ def run_harvest(
     """
     pairs = out or folder / PAIRS_FILE
     try:
-        harvested = asyncio.run(_Harvesting(config, folder, stop, phase, workflow).run())
-        write_json(folder / COUNTS_FILE, harvested.counts)
-        if harvested.rows:
-            write_whole(pairs, b"".join(map(as_line, harvested.rows)))
+        rows, counts = asyncio.run(_bounded(config, folder, stop, phase, workflow))
+        write_json(folder / COUNTS_FILE, counts)
+        if rows:
+            write_whole(pairs, b"".join(map(as_line, rows)))
     except OSError as error:
         raise RunFailed(f"the harvest cannot be written to {folder}: {error}") from error
-    if not harvested.rows:
-        raise RunFailed(nothing_kept(harvested.counts))
-    return HarvestSummary(pairs, harvested.counts)
+    if not rows:
+        raise RunFailed(nothing_kept(counts))
+    return HarvestSummary(pairs, counts)
 
 
 def nothing_kept(counts: Mapping[str, Any]) -> str:
@@ -110,249 +115,180 @@ def nothing_kept(counts: Mapping[str, Any]) -> str:
     if not counts["problems"]:
         why = f"there is no problem left: {counts['leaks']} stand in a held-out task set too"
         return f"nothing was harvested: {why}. Give the training task set rows of its own."
-    tried = {name: counts[name] for name in ("untried", "refused", "failed", "wrong", "unscored")}
-    cures = {
-        "untried": "is the executor running, and is its address right? See untried_by_reason",
-        "refused": "allow the operators that the graphs need (writer.operators), or raise "
-        "writer.max_calls",
-        "failed": "see failed_examples",
-        "wrong": "take an executor that can solve these problems, ask a teacher for other graphs, "
-        "or lower harvest.min_score",
-        "unscored": "see that rows and scorer fit each other",
-    }
-    most = max(tried, key=lambda name: tried[name])
-    if not tried[most]:
+    most = max(_DO, key=lambda name: counts[name])
+    if not counts[most]:
         return "nothing was harvested: there was no graph to try. Add a source to harvest.sources."
-    shown = ", ".join(f"{count} {name}" for name, count in tried.items() if count)
+    shown = ", ".join(f"{counts[name]} {name}" for name in _DO if counts[name])
     examples = [*counts["untried_by_reason"], *counts["failed_examples"]][:1]
     lines = [f"nothing was harvested: no graph solved a problem ({shown})", *examples]
-    return "\n".join([*lines, f"do: {cures[most]}"])
+    return "\n".join([*lines, f"do: {_DO[most]}"])
 
 
-class _Harvesting:
-    """One harvest: problems, candidates, models, and the journals."""
-
-    def __init__(
-        self,
-        config: AflowConfig,
-        folder: Path,
-        stop: Callable[[], bool],
-        phase: Callable[[str], None],
-        workflow: WriterWorkflow,
-    ) -> None:
-        self.config = config
-        self.section = config.harvest
-        self.folder = folder
-        self.workflow = workflow
-        self._stop, self._phase = stop, phase
-        self._books = spend_of(config)
-
-    async def run(self) -> Harvested:
-        """Raises as `run_harvest`, but for an empty result."""
-        limit = self.config.budget.wall_seconds
-        deadline = None if limit is None else time.monotonic() + limit
-
-        def late(slack: float = 0.0) -> bool:
-            return deadline is not None and time.monotonic() > deadline - slack
-
-        kept = f"What was tried is kept in {self.folder}. The same command goes on from there."
-        try:
-            return await until_stopped(
-                self._all(),
-                lambda: self._stop() or late(),
-                lambda: self._phase("stopping: what was tried is kept"),
-            )
-        except BudgetReached as error:
-            raise BudgetReached(f"{error} {kept}") from None
-        except asyncio.CancelledError:
-            reason = self._books.reached()
-            if reason is None and late(_SLACK_SECONDS):
-                reason = f"budget.wall_seconds ({limit:g}) reached"
-            kind: type[Exception] = Interrupted if reason is None else BudgetReached
-            raise kind(f"{reason or 'stopped'}. {kept}") from None
-
-    async def _all(self) -> Harvested:
-        self._phase("reading the problems")
-        problems, leaks = await self._problems()
-        candidates, strangers = self._candidates(problems)
-        self._books.start()
-        async with LocalModels() as local, contextlib.AsyncExitStack() as stack:
-            with (
-                use_policy(self.config.sandbox),
-                use_prompts(self.config.prompts),
-                self._books.open(),
-            ):
-                trials, lessons = self._journals()
-                auxiliary = await self._auxiliary(local, stack) if problems else {}
-                harvest = Harvest(
-                    problems,
-                    candidates,
-                    self._messages,
-                    Trying(
-                        self.workflow,
-                        auxiliary,
-                        self.config.rewards,
-                        self.config.rollout.run_timeout,
-                    ),
-                    self.section,
-                    trials=trials,
-                    lessons=lessons,
-                    teacher=client_for(str(self.section.teacher)) if self._asks else None,
-                    seed=self.config.seed,
-                    at_once=self._at_once(computed_here=bool(auxiliary)),
-                )
-                await harvest.run(self._progress(len(problems)))
-                harvested = harvest.result()
-        harvested.counts.update(leaks=leaks, rollouts_of_other_problems=strangers)
-        return harvested
-
-    @property
-    def _asks(self) -> bool:
-        return "teacher" in self.section.sources
-
-    def _at_once(self, *, computed_here: bool) -> int:
-        """Problems under way together. Where the executor computes on this processor, many graphs
-        that wait for each other would only run out of time."""
-        most = self.config.local.max_batch
-        on_processor = computed_here and pick_device(self.config.local.device).type != "cuda"
-        return min(most, AT_ONCE_ON_PROCESSOR) if on_processor else most
-
-    async def _problems(self) -> tuple[list[Problem], int]:
-        """The problems to harvest on, and how many were dropped because they are held out."""
-        rows = [row async for row in self._rows()]
-        held_out = [
-            dict(task.raw_task or {})
-            for taskset in self.config.buffer.explorer_input.eval_tasksets
-            for task in await read_all(replace(taskset, data_selector=DataSelectorConfig()))
-        ]
-        # Asked the other way round: every training row that stands among the held-out ones.
-        leaking = {leak.held_out for leak in await asyncio.to_thread(find_leaks, held_out, rows)}
-        found = {
-            problem.key: problem
-            for number, row in enumerate(rows)
-            if number not in leaking
-            for problem in [self._problem(row)]
-        }
-        problems = list(found.values())
-        if self.section.limit is not None and self.section.limit < len(problems):
-            drawn = random.Random(self.config.seed).sample(range(len(problems)), self.section.limit)
-            problems = [problems[number] for number in sorted(drawn)]
-        if leaking:
-            self._phase(f"{len(leaking)} problems are held out too, exactly or nearly: dropped")
-        return problems, len(leaking)
-
-    async def _rows(self) -> Any:
-        """The rows of the training task sets, once each, with what a mix adds to them."""
-        config, benchmarks = self.config, benchmarks_of(self.config)
-        inputs = config.buffer.explorer_input
-        for taskset in [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]:
-            whole = replace(
-                taskset,
-                is_eval=True,
-                index=0,
-                total_epochs=1,
-                total_steps=None,
-                data_selector=DataSelectorConfig(),
-                task_selector=DataSelectorConfig(),
-            )
-            for task in await read_all(whole):
-                row = dict(task.raw_task or {})
-                if config.mix:
-                    named = taskset.name in config.mix
-                    source = taskset.name if named else str(row.get("source"))
-                    row = with_source(row, source, benchmarks.get(source))
-                yield row
-
-    def _problem(self, row: Mapping[str, Any]) -> Problem:
-        workflow = self.workflow
-        entry_point = row.get(workflow.entry_point)
-        return Problem(
-            key=_digest(row),
-            text=workflow.problem_of(row),
-            problem_type=workflow.type_of(row),
-            row=row,
-            entry_point=entry_point if isinstance(entry_point, str) else None,
+async def _bounded(
+    config: AflowConfig,
+    folder: Path,
+    stop: Callable[[], bool],
+    phase: Callable[[str], None],
+    workflow: WriterWorkflow,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The harvest within its budgets. Raises as `run_harvest`, but for an empty result."""
+    limit = config.budget.wall_seconds
+    deadline = float("inf") if limit is None else time.monotonic() + limit
+    kept = f"What was tried is kept in {folder}. The same command goes on from there."
+    try:
+        return await until_stopped(
+            _harvest(config, folder, phase, workflow),
+            lambda: stop() or time.monotonic() > deadline,
+            lambda: phase("stopping: what was tried is kept"),
         )
+    except BudgetReached as error:
+        raise BudgetReached(f"{error} {kept}") from None
+    except asyncio.CancelledError:
+        reason = spend_of(config).reached()
+        if reason is None and time.monotonic() > deadline - _SLACK_SECONDS:
+            reason = f"budget.wall_seconds ({limit:g}) reached"
+        kind: type[Exception] = Interrupted if reason is None else BudgetReached
+        raise kind(f"{reason or 'stopped'}. {kept}") from None
 
-    def _messages(self, problem: Problem) -> list[dict[str, str]]:
-        return self.workflow.messages(
-            problem.text,
-            problem.problem_type,
-            problem.entry_point,
-            answer_form=self.workflow.answer_form_of(problem.row),
+
+async def _harvest(
+    config: AflowConfig, folder: Path, phase: Callable[[str], None], workflow: WriterWorkflow
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows, and what became of all candidates."""
+    phase("reading the problems")
+    section, books = config.harvest, spend_of(config)
+    problems, leaks = await _problems(config, workflow)
+    if leaks:
+        phase(f"{leaks} problems are held out too, exactly or nearly: dropped")
+    candidates, strangers = _candidates(config, workflow, problems)
+    roles = {workflow.executor, *workflow.models.values()}
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        phase(f"harvesting: {done} of {len(problems)} problems")
+
+    books.start()
+    with use_policy(config.sandbox), use_prompts(config.prompts), books.open():
+        async with LocalModels() as local, AsyncExitStack() as stack:
+            trials, lessons = _journals(config, folder, workflow, roles)
+            if trials.entries or lessons.entries:
+                phase(f"going on: {len(trials.entries)} graphs were tried by an earlier command")
+            auxiliary: dict[str, Any] = {}
+            at_once = config.local.max_batch
+            if problems and roles & {model.name for model in config.explorer.auxiliary_models}:
+                phase("loading the executor")
+                auxiliary = await stack.enter_async_context(local.auxiliary_chat_models(config))
+                if pick_device(config.local.device).type != "cuda":
+                    # Many graphs that wait for one processor would only run out of time.
+                    at_once = min(at_once, AT_ONCE_ON_PROCESSOR)
+            harvest = Harvest(
+                workflow,
+                problems,
+                candidates,
+                section,
+                trials,
+                lessons,
+                auxiliary=auxiliary,
+                rewards=config.rewards,
+                teacher=client_for(str(section.teacher)) if "teacher" in section.sources else None,
+                seconds=config.rollout.run_timeout,
+                seed=config.seed,
+                at_once=at_once,
+            )
+            await harvest.run(advance)
+            rows, counts = harvest.result()
+    return rows, counts | {"leaks": leaks, "rollouts_of_other_problems": strangers}
+
+
+async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list[Problem], int]:
+    """The problems to harvest on, and how many were dropped because they are held out."""
+    rows = await _rows(config)
+    held_out = [
+        dict(task.raw_task or {})
+        for taskset in config.buffer.explorer_input.eval_tasksets
+        for task in await read_all(replace(taskset, data_selector=DataSelectorConfig()))
+    ]
+    # Asked the other way round: every training row that stands among the held-out ones.
+    leaking = {leak.held_out for leak in await asyncio.to_thread(find_leaks, held_out, rows)}
+    found: dict[str, Problem] = {}
+    for number, row in enumerate(rows):
+        if number not in leaking:
+            key, entry_point = _digest(row), row.get(workflow.entry_point)
+            found[key] = Problem(
+                key=key,
+                text=workflow.problem_of(row),
+                problem_type=workflow.type_of(row),
+                row=row,
+                entry_point=entry_point if isinstance(entry_point, str) else None,
+            )
+    problems, limit = list(found.values()), config.harvest.limit
+    if limit is not None and limit < len(problems):
+        drawn = random.Random(config.seed).sample(range(len(problems)), limit)
+        problems = [problems[number] for number in sorted(drawn)]
+    return problems, len(leaking)
+
+
+async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
+    """The rows of the training task sets, once each, with what a mix adds to them."""
+    inputs, benchmarks = config.buffer.explorer_input, benchmarks_of(config)
+    rows = []
+    for taskset in [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]:
+        whole = replace(
+            taskset,
+            is_eval=True,
+            index=0,
+            total_epochs=1,
+            total_steps=None,
+            data_selector=DataSelectorConfig(),
+            task_selector=DataSelectorConfig(),
         )
-
-    def _candidates(
-        self, problems: Sequence[Problem]
-    ) -> tuple[Callable[[Problem], list[Candidate]], int]:
-        """Candidates of a problem from templates and runs; rollouts that fit no problem."""
-        templates: Sequence[Template] = ()
-        if "templates" in self.section.sources:
-            templates = templates_of(self.config)
-        past: dict[str, list[Candidate]] = {}
-        strangers = 0
-        if "runs" in self.section.sources:
-            rollouts = _past_runs(run_folders(self.config))
-            past, strangers = past_candidates(rollouts, problems, self.section.min_score)
-
-        def of(problem: Problem) -> list[Candidate]:
-            own = template_candidates(problem, templates, self.workflow.operators)
-            return [*own, *past.get(problem.key, [])]
-
-        return of, strangers
-
-    async def _auxiliary(
-        self, local: LocalModels, stack: contextlib.AsyncExitStack
-    ) -> dict[str, Any]:
-        """The auxiliary models that graphs may call, by name; loaded only if one is named."""
-        names = {self.workflow.executor, *self.workflow.models.values()}
-        if not names & {model.name for model in self.config.explorer.auxiliary_models}:
-            return {}
-        self._phase("loading the executor")
-        return await stack.enter_async_context(local.auxiliary_chat_models(self.config))
-
-    def _journals(self) -> tuple[Journal[Trial], Journal[Lesson]]:
-        """What was tried with the very same settings, and what the same teacher answered."""
-        config, workflow = self.config, self.workflow
-        roles = sorted({workflow.executor, *workflow.models.values()} & set(config.models))
-        decides = {
-            "writer": asdict(config.writer),
-            "models": {role: asdict(config.models[role]) for role in roles},
-            "auxiliary": {
-                str(model.name): [model.model_path, model.temperature, model.top_p, model.top_k]
-                for model in config.explorer.auxiliary_models
-            },
-            "rewards": asdict(config.rewards),
-            "prompts": config.prompts,
-            "code": [_source_of(item) for item in workflow.carries],
-            "sandbox": config.sandbox,
-        }
-        teacher = asdict(config.models[str(self.section.teacher)]) if self._asks else None
-        trials = Journal(self.folder / "trials" / f"{_digest(decides)}.jsonl", Trial)
-        lessons = Journal(self.folder / "lessons" / f"{_digest(teacher)}.jsonl", Lesson)
-        if trials.entries or lessons.entries:
-            count = len(trials.entries)
-            self._phase(f"going on: {count} graphs were tried by an earlier command")
-        return trials, lessons
-
-    def _progress(self, total: int) -> Callable[[], None]:
-        done = 0
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            self._phase(f"harvesting: {done} of {total} problems")
-
-        return advance
+        for task in await read_all(whole):
+            row = dict(task.raw_task or {})
+            if config.mix:
+                source = taskset.name if taskset.name in config.mix else str(row.get("source"))
+                row = with_source(row, source, benchmarks.get(source))
+            rows.append(row)
+    return rows
 
 
-def _past_runs(folders: Iterable[Path]) -> Iterator[PastRun]:
-    """What the writer kept in these runs; other workflows' rollouts are passed over."""
-    for folder in folders:
-        for rollout in read_rollouts(folder):
-            kept = rollout.kept.get("writer")
-            if isinstance(kept, Mapping) and rollout.reward is not None:
-                yield PastRun(folder.name, rollout.reward, kept)
+def _candidates(
+    config: AflowConfig, workflow: WriterWorkflow, problems: Sequence[Problem]
+) -> tuple[Callable[[Problem], list[Candidate]], int]:
+    """Candidates of a problem from templates and runs; rollouts that fit no problem."""
+    sources, least = config.harvest.sources, config.harvest.min_score
+    templates = templates_of(config) if "templates" in sources else []
+    folders = run_folders(config) if "runs" in sources else []
+    past, strangers = past_candidates(folders, problems, least)
+
+    def of(problem: Problem) -> list[Candidate]:
+        own = template_candidates(problem, templates, workflow.operators)
+        return [*own, *past.get(problem.key, [])]
+
+    return of, strangers
+
+
+def _journals(
+    config: AflowConfig, folder: Path, workflow: WriterWorkflow, roles: set[str]
+) -> tuple[Journal[Trial], Journal[Lesson]]:
+    """What was tried with the very same settings, and what the same teacher answered."""
+    decides = {
+        "writer": asdict(config.writer),
+        "models": {role: asdict(config.models[role]) for role in sorted(roles & {*config.models})},
+        "auxiliary": {
+            str(model.name): [model.model_path, model.temperature, model.top_p, model.top_k]
+            for model in config.explorer.auxiliary_models
+        },
+        "rewards": asdict(config.rewards),
+        "prompts": config.prompts,
+        "code": [_source_of(item) for item in workflow.carries],
+        "sandbox": config.sandbox,
+    }
+    asks = "teacher" in config.harvest.sources
+    teacher = asdict(config.models[str(config.harvest.teacher)]) if asks else None
+    trials = Journal(folder / "trials" / f"{_digest(decides)}.jsonl", Trial)
+    return trials, Journal(folder / "lessons" / f"{_digest(teacher)}.jsonl", Lesson)
 
 
 def _digest(value: Any) -> str:

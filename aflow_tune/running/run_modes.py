@@ -223,7 +223,7 @@ class BenchRun(_Stepless):
         for taskset in config.buffer.explorer_input.eval_tasksets:
             of_set, samples = {taskset.name: tasks[taskset.name]}, taskset.repeat_times
             batch = Batch(None, [], arguments, folder, step)
-            left = batch.runs_left(of_set, samples, again=False)
+            left = batch.rollouts_left(of_set, samples, again=False)
             if left:
                 phase("loading the model")
                 batch.model = await models.take(config, weights)
@@ -231,7 +231,7 @@ class BenchRun(_Stepless):
                 phase(f"evaluating on {taskset.name}")
                 await batch.run(of_set, left, samples, config.local.max_batch, lambda: None)
                 made += len(left)
-            if not batch.runs_left(of_set, samples, again=False):
+            if not batch.rollouts_left(of_set, samples, again=False):
                 self._done.add((taskset.name, step))
         if made:
             self._log(step)
@@ -269,7 +269,7 @@ class BenchRun(_Stepless):
             raise RunFailed(f"not evaluated to the end: {', '.join(missing)}")
         for name, step in wanted:
             evaluation = found[name][step]
-            if evaluation.failed_runs == len(evaluation.records):
+            if evaluation.failed_rollouts == len(evaluation.records):
                 reason = evaluation.records[0].reason or "no reason was given"
                 raise RunFailed(f"every rollout of {name} at step {step} failed: {reason}")
 

@@ -35,7 +35,7 @@ from aflow_tune.errors import (
     RunFailed,
 )
 from aflow_tune.files import write_json
-from aflow_tune.report.chain import chain_summary, write_chain_report
+from aflow_tune.report.html import chain_summary, write_chain_report
 from aflow_tune.running.run import Function, last_metrics
 from aflow_tune.running.run_modes import make_run
 from aflow_tune.runs.folder import CHAIN_FILE, RUN_FILE, checkpoints, locked, read_state

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aflow_tune.report.best import Scores, ranked, scores_of
+from aflow_tune.report.evaluation import Scores, ranked, scores_of
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
 

@@ -23,8 +23,7 @@ from typing import Any
 
 from aflow_tune.errors import BadInput
 from aflow_tune.models.spend import PICO
-from aflow_tune.report.best import ranked, scores_of
-from aflow_tune.report.evaluation import FOLDER
+from aflow_tune.report.evaluation import FOLDER, ranked, scores_of
 from aflow_tune.report.metrics import FILE_NAME, parse_line
 from aflow_tune.report.quantities import is_training
 from aflow_tune.runs.folder import (

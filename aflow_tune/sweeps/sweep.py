@@ -25,8 +25,7 @@ from aflow_tune.errors import (
     Interrupted,
     RunFailed,
 )
-from aflow_tune.report.best import ranked, scores_of
-from aflow_tune.report.evaluation import load_evaluations
+from aflow_tune.report.evaluation import load_evaluations, ranked, scores_of
 from aflow_tune.report.metrics import FILE_NAME, read_metrics
 from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.report.statistics import Interval, mean, mean_interval

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,25 +34,21 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the file. `key` changes with what decides its result."""
+    """One line of the file. `number` counts from 1, blank lines left out; `key` changes with what
+    decides its result; `id` is what the row calls itself, handed through."""
 
     number: int
-    """From 1, blank lines not counted."""
     problem: Problem
     key: str
     id: Any = None
-    """What the row calls itself, handed through."""
 
 
 @dataclass
 class Tally:
-    """What a batch came to."""
+    """What a batch came to: its rows, and those with an answer in at least one sample."""
 
-    rows: int = 0
-    answered: int = 0
-    """Rows with an answer in at least one sample."""
-    earlier: int = 0
-    """Results that were there already."""
+    rows: int
+    answered: int
 
 
 def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Row]:
@@ -76,23 +72,20 @@ def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Ro
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"{file}:{number}"
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
+        where, content = f"{file}:{number}", _object(line)
+        if content is None:
             example = '{"problem": "What is 2 + 3?", "type": "math", "truth": "5"}'
             faults.append(Fault(where, "a JSON object", f"{line!r:.60}", example))
             continue
         if default_type is not None and "problem_type" not in content:
             content.setdefault("type", default_type)
+        text = json.dumps([make, content], sort_keys=True, default=str)
+        key = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
         try:
             problem = Problem.of(content, where)
+            rows.append(Row(len(rows) + 1, problem, key, content.get("id")))
         except BadInput as error:
             faults += error.faults
-            continue
-        rows.append(Row(len(rows) + 1, problem, _key(content, make), content.get("id")))
     if not rows and not faults:
         faults.append(Fault(str(file), "at least one problem", "none", "add a line"))
     if faults:
@@ -116,18 +109,17 @@ async def run_batch(
         BudgetReached: a limit was reached; what was solved before is kept.
     """
     done = _kept(out, rows, samples) if out is not None else {}
-    tally = Tally(len(rows), earlier=len(done))
     answered = {number for (number, _), got in done.items() if got}
+    count, total = len(done), len(rows) * samples
     if done:
-        say(f"{len(done)} of {len(rows) * samples} results are there from an earlier command")
+        say(f"{count} of {total} results are there from an earlier command")
     slots = asyncio.Semaphore(at_once)
-    count = len(done)
 
     async def one(row: Row, sample: int) -> None:
         nonlocal count
         async with slots:
-            line, got = await _entry(solver, row, sample)
-        if got:
+            line = await _entry(solver, row, sample)
+        if line["answered"]:
             answered.add(row.number)
         if out is None:
             sys.stdout.write(as_line(line).decode())
@@ -135,8 +127,8 @@ async def run_batch(
         else:
             append_line(out, as_line(line))
         count += 1
-        told = "answered" if got else line.get("error") or "no answer"
-        say(f"{count} of {len(rows) * samples}: row {row.number}: {told}")
+        told = "answered" if line["answered"] else line.get("error") or "no answer"
+        say(f"{count} of {total}: row {row.number}: {told}")
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -146,12 +138,11 @@ async def run_batch(
                         group.create_task(one(row, sample))
     except* AflowTuneError as errors:
         raise errors.exceptions[0] from None
-    tally.answered = len(answered)
-    return tally
+    return Tally(len(rows), len(answered))
 
 
-async def _entry(solver: Sampling, row: Row, sample: int) -> tuple[dict[str, Any], bool]:
-    """A result's line, and whether there is an answer. What a row alone fails of is its error."""
+async def _entry(solver: Sampling, row: Row, sample: int) -> dict[str, Any]:
+    """A result's line. What a row alone fails of is its `error`."""
     head = {"row": row.number, "sample": sample, "key": row.key}
     if row.id is not None:
         head["id"] = row.id
@@ -161,8 +152,8 @@ async def _entry(solver: Sampling, row: Row, sample: int) -> tuple[dict[str, Any
         raise
     except (AflowTuneError, TimeoutError) as error:
         told = "timed out" if isinstance(error, TimeoutError) else str(error)
-        return {**head, "problem": row.problem.text, "answered": False, "error": told}, False
-    return {**head, **solved.to_json()}, solved.answered
+        return {**head, "problem": row.problem.text, "answered": False, "error": told}
+    return {**head, **solved.to_json()}
 
 
 def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int], bool]:
@@ -180,19 +171,16 @@ def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int],
     good: list[bytes] = []
     lines = [line for line in out.read_bytes().split(b"\n") if line.strip()]
     for number, line in enumerate(lines, 1):
-        entry = _object(line)
+        entry = _object(line) or {}
         row, sample = entry.get("row"), entry.get("sample")
         if (
             not isinstance(row, int)
             or not isinstance(sample, int)
             or entry.get("key") != keys.get(row, "no such row")
         ):
-            fault = Fault(
-                f"{out}:{number}",
-                "results of these problems by this model with these settings",
-                "something else",
-                "name a new file, or remove this one",
-            )
+            expected = "results of these problems by this model with these settings"
+            cure = "name a new file, or remove this one"
+            fault = Fault(f"{out}:{number}", expected, "something else", cure)
             raise BadInput("The results cannot be added to this file.", [fault])
         if "error" in entry:
             continue
@@ -204,14 +192,10 @@ def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int],
     return found
 
 
-def _object(line: bytes) -> Mapping[str, Any]:
+def _object(line: str | bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None where it is none."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _key(content: Mapping[str, Any], make: str) -> str:
-    text = json.dumps([make, content], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+        return None
+    return content if isinstance(content, dict) else None

@@ -3,40 +3,38 @@
 `adapter` and `merged` come from any checkpoint; the base model is the one that the run's
 configuration names. `workflows` come from the records of the run and are written as AFlow keeps
 its rounds: `round_1` is the best, `results.json` beside them has AFlow's columns, and
-`index.json` says what AFlow has no column for.
+`index.json` says what AFlow has no column for. Nothing that exists is written over.
 
-Nothing that exists is written over.
+Policies seldom write the same text twice, but they repeat themselves in structure: so workflows
+are compared by structure and type of problem, over all their uses in training and in
+evaluations. A structure's worth is its mean reward there; those with few uses are left out,
+because one lucky use says little. Of each structure the text stays that was rewarded best.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from aflow_tune.config.load import load_config
 from aflow_tune.engines.local.checkpoint import CheckpointError
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.evaluation.trained import (
-    RESOLVED,
-    Found,
-    config_source,
-    find_run,
-    of_checkpoint,
-    stage_folders,
-)
+from aflow_tune.evaluation.trained import RESOLVED, Found, config_source, stage_folders, trained_run
 from aflow_tune.files import write_json
-from aflow_tune.graph import inside
 from aflow_tune.graph.aflow_template import AFLOW_NAMES
 from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.inside import GRAPH_FILE
 from aflow_tune.graph.save import save_round
 from aflow_tune.operators import Operator, load_operators
-from aflow_tune.report.best import best_step
-from aflow_tune.runs.folder import checkpoints
-from aflow_tune.using.best import Best, Use, best_of, uses_in
+from aflow_tune.report.evaluation import best_step, load_evaluations
+from aflow_tune.report.records import read_rollouts
+from aflow_tune.report.statistics import mean
+from aflow_tune.report.writer import KEPT, WriterRollout, read_rollout
 
 ADAPTER, MERGED, WORKFLOWS = "adapter", "merged", "workflows"
 WHAT = (ADAPTER, MERGED, WORKFLOWS)
@@ -53,31 +51,68 @@ class Written:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Use:
+    """One rollout of a valid workflow: its whole text, and what the record tells of it."""
+
+    code: str
+    prompts: Mapping[str, str]
+    rollout: WriterRollout
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best text of one structure for one type of problem.
+
+    `uses` are the rollouts of this structure for this type; over them are the means of `reward`,
+    of `score` (of the uses that were scored), of `usd` and of `tokens`, prompt and completion of
+    the models that ran it (None: not known of some use), and `clean`, the share that answered as
+    it was written. `text_uses` and `text_reward` are those of this very text; `operators` are its
+    call sites. The fields after the prompts are what `index.json` holds.
+    """
+
+    code: str
+    prompts: Mapping[str, str]
+    structure: str
+    problem_type: str
+    operators: Mapping[str, int]
+    uses: int
+    reward: float
+    score: float | None
+    clean: float
+    usd: float | None
+    tokens: float | None
+    text_uses: int
+    text_reward: float
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the texts, as plain data."""
+        found = asdict(self)
+        del found["code"], found["prompts"]
+        return found
+
+
 def find_checkpoint(run: Path, which: str) -> Found:
     """The checkpoint that `which` means: last, best (by the run's own evaluations), or a step.
 
     Raises:
         BadInput: there is none.
     """
-    run_dir = find_run(run.expanduser().resolve())
+    run_dir, found = trained_run(run.expanduser().resolve())
     if run_dir is None:
-        found = "no checkpoint" if run.is_dir() else "no such folder"
-        cure = "name the folder that training printed as its run folder"
-        fault = Fault(f"--run {run}", "a run folder with checkpoints", found, cure)
-        raise BadInput("There is nothing to export.", [fault])
-    saved = {checkpoint.step: checkpoint for checkpoint in checkpoints(run_dir)}
+        raise _nothing(run, "a run folder with checkpoints", "no checkpoint")
+    saved = {checkpoint.step: checkpoint for checkpoint in found}
     step: int | None = max(saved)
-    found = "no such checkpoint"
+    missing = "no such checkpoint"
     if which == "best":
-        step = best_step(run_dir, list(saved))
-        found = "no checkpoint of the run was evaluated"
+        step, missing = best_step(run_dir, list(saved)), "no checkpoint of the run was evaluated"
     elif which != "last":
         step = int(which) if which.isdigit() and int(which) in saved else None
     if step is None:
         expected = f"last, best, or a step: {', '.join(map(str, saved))}"
-        fault = Fault(f"--checkpoint {which}", expected, found, "--checkpoint last")
+        fault = Fault(f"--checkpoint {which}", expected, missing, "--checkpoint last")
         raise BadInput("There is no such checkpoint.", [fault])
-    return of_checkpoint(run_dir, saved[step])
+    return Found(saved[step].path, run_dir)
 
 
 def export_checkpoint(
@@ -146,78 +181,151 @@ def export_workflows(
     Raises:
         BadInput: `out` holds rounds or lists already, or the run has no such workflow.
     """
-    for name in (RESULTS, INDEX):
-        _refuse_existing(out / name)
-    if out.is_dir():
-        for there in sorted(out.glob("round_*")):
-            _refuse_existing(there)
-    chosen = best_of(_all_uses(run), least_uses=least_uses, top=top)
+    for there in [out / RESULTS, out / INDEX, *sorted(out.glob("round_*"))]:
+        _refuse_existing(there)
+    if not run.is_dir():
+        raise _nothing(run, "a run folder", "")
+    folders = [run, *stage_folders(run)]
+    try:
+        uses = [use for folder in folders for use in uses_in(folder)]
+    except ValueError as error:
+        raise BadInput(f"The records of this run cannot be read: {error}") from error
+    chosen = best_of(uses, least_uses=least_uses, top=top)
     if not chosen:
-        expected = f"a structure with {least_uses} or more rewarded runs of a valid workflow"
+        expected = f"a structure with {least_uses} or more rewarded rollouts of a valid workflow"
         cure = "train longer, or ask for fewer: --least-uses 1"
         fault = Fault(f"--run {run}", expected, "none in its rollouts and evaluations", cure)
         raise BadInput("There is no workflow to export.", [fault])
+    # The benchmark and the user's own operators are those of the last stage of a chain.
+    saved = [folder / RESOLVED for folder in folders if (folder / RESOLVED).is_file()]
+    file = config or (saved[-1] if saved else None)
+    benchmark: str | None = None
+    operators: dict[str, type[Operator]] = {}
+    if file is not None:
+        settings = load_config(file)
+        benchmark = settings.writer.benchmark
+        operators = load_operators(settings.operators, settings.positions.base)
+    named = dataset or _dataset_of_path(out) or AFLOW_NAMES.get(benchmark or "", benchmark)
     paths: list[Path] = []
     notes: list[str] = []
     results, index = [], []
-    benchmark, operators = _configured(run, config)
-    named = dataset or _dataset_of_path(out) or AFLOW_NAMES.get(benchmark or "", benchmark)
     for best in chosen:
+        name = f"round_{len(paths) + 1}"
+        graph = Graph(name, {GRAPH_FILE: best.code}, operators=operators, instructions=best.prompts)
+        of_type = DATASETS.get(best.problem_type, best.problem_type)
         number = len(paths) + 1
-        graph = Graph(
-            f"round_{number}",
-            {inside.GRAPH_FILE: best.code},
-            operators=operators,
-            instructions=best.prompts,
-        )
         try:
-            saved = save_round(
-                graph,
-                out / f"round_{number}",
-                dataset=named or DATASETS.get(best.problem_type, best.problem_type),
-                round_number=number,
-            )
+            round_ = save_round(graph, out / name, dataset=named or of_type, round_number=number)
         except BadInput as error:
             notes.append(f"left out: {best.structure} ({best.problem_type}): {error}")
             continue
-        if saved.only_here:
-            names = ", ".join(saved.only_here)
+        if round_.only_here:
+            names = ", ".join(round_.only_here)
             notes.append(
-                f"round_{number}: AFlow will not use the prompts of {names}: operators that it "
+                f"{name}: AFlow will not use the prompts of {names}: operators that it "
                 "gives prompts from its own template, or that the code never calls by name"
             )
-        notes += [f"round_{number}: {note}" for note in saved.notes]
-        paths.append(saved.folder)
-        results.append(_result(best, number))
+        notes += [f"{name}: {note}" for note in round_.notes]
+        paths.append(round_.folder)
+        results.append(
+            {
+                "round": number,
+                "score": best.score,
+                "avg_cost": best.usd,
+                # An unknown cost is null, as no number would be true.
+                "total_cost": None if best.usd is None else best.usd * best.uses,
+                "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
+        )
         index.append({"round": number, **best.to_json()})
     write_json(out / RESULTS, results)
     write_json(out / INDEX, {"run": run.resolve().name, "workflows": index})
     return Written((*paths, out / RESULTS, out / INDEX), tuple(notes))
 
 
-def _result(best: Best, number: int) -> dict[str, Any]:
-    """A line of AFlow's results.json. An unknown cost is null, as no number would be true."""
-    total = None if best.usd is None else best.usd * best.uses
-    return {
-        "round": number,
-        "score": best.score,
-        "avg_cost": best.usd,
-        "total_cost": total,
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
+def uses_in(run_dir: Path) -> Iterator[Use]:
+    """Every rewarded rollout of a valid workflow in a run folder, evaluations included: the run's
+    own, and those of `aflow-tune eval`, whose folder may also stand for a run's.
+
+    Raises:
+        ValueError: the evaluation records are damaged; file and line are named.
+    """
+    for rollout in read_rollouts(run_dir):
+        task = (f"step {rollout.step}", rollout.task)
+        yield from _use(rollout.kept, rollout.step, task, rollout.reward)
+    columns = [*run_dir.glob("eval/columns/*"), *run_dir.glob("columns/*")]
+    for folder in [run_dir, *sorted(columns)]:
+        for name, steps in load_evaluations(folder).items():
+            for step, evaluation in steps.items():
+                for record in evaluation.records:
+                    yield from _use(record.kept, step, (name, record.item), record.reward)
 
 
-def _all_uses(run: Path) -> Sequence[Use]:
-    """The uses in a run folder and in those of its stages."""
-    if not run.is_dir():
-        cure = "name the folder that training printed as its run folder"
-        fault = Fault(f"--run {run}", "a run folder", "no such folder", cure)
-        raise BadInput("There is nothing to export.", [fault])
-    folders = [run, *stage_folders(run)]
-    try:
-        return [use for folder in folders for use in uses_in(folder)]
-    except ValueError as error:
-        raise BadInput(f"The records of this run cannot be read: {error}") from error
+def best_of(uses: Iterable[Use], *, least_uses: int, top: int) -> list[Best]:
+    """The best workflow of each structure and type of problem, best first, at most `top`;
+    structures with fewer uses than `least_uses` are left out."""
+    groups: dict[tuple[str, str], list[Use]] = defaultdict(list)
+    for use in uses:
+        groups[use.rollout.structure or "", use.rollout.problem_type].append(use)
+    found = [
+        best
+        for (structure, kind), of_group in groups.items()
+        if structure and len(of_group) >= least_uses
+        if (best := _best(structure, kind, of_group)) is not None
+    ]
+    found.sort(key=lambda best: (-best.reward, -best.uses, best.problem_type, best.structure))
+    return found[:top]
+
+
+def _use(
+    kept: Mapping[str, Any], step: int, task: tuple[str, int], reward: float | None
+) -> Iterator[Use]:
+    rollout = read_rollout(kept, step, task, reward)
+    if rollout is None or not rollout.valid or rollout.reward is None:
+        return
+    raw = kept[KEPT]  # `rollout` has texts for showing, which are cut
+    code, prompts = raw.get("code"), raw.get("prompts") or {}
+    if not isinstance(code, str) or not isinstance(prompts, Mapping):
+        return
+    if all(isinstance(name, str) and isinstance(text, str) for name, text in prompts.items()):
+        yield Use(code, dict(prompts), rollout)
+
+
+def _best(structure: str, kind: str, uses: list[Use]) -> Best | None:
+    """None if no text of the structure ever answered as it was written."""
+    by_text: dict[tuple[Any, ...], list[Use]] = defaultdict(list)
+    for use in uses:
+        by_text[use.code, tuple(sorted(use.prompts.items()))].append(use)
+    sound = [of_text for of_text in by_text.values() if any(use.rollout.clean for use in of_text)]
+    if not sound:
+        return None
+    chosen = max(sound, key=lambda of_text: (_reward(of_text), len(of_text), -len(of_text[0].code)))
+    first, every = chosen[0], [use.rollout for use in uses]
+    scores = [rollout.score for rollout in every if rollout.score is not None]
+    return Best(
+        code=first.code,
+        prompts=first.prompts,
+        structure=structure,
+        problem_type=kind,
+        operators=dict(first.rollout.operators),
+        uses=len(uses),
+        reward=_reward(uses),
+        score=mean(scores) if scores else None,
+        clean=mean([float(rollout.clean) for rollout in every]),
+        usd=_mean_if_known([rollout.usd for rollout in every]),
+        tokens=_mean_if_known([rollout.tokens for rollout in every]),
+        text_uses=len(chosen),
+        text_reward=_reward(chosen),
+    )
+
+
+def _reward(uses: Sequence[Use]) -> float:
+    return mean([use.rollout.reward for use in uses if use.rollout.reward is not None])
+
+
+def _mean_if_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if len(known) == len(values) else None
 
 
 def _dataset_of_path(out: Path) -> str | None:
@@ -226,15 +334,10 @@ def _dataset_of_path(out: Path) -> str | None:
     return place.parent.name if fits else None
 
 
-def _configured(run: Path, named: Path | None) -> tuple[str | None, dict[str, type[Operator]]]:
-    """The benchmark and the user's own operators that the configuration of the run, or of the last
-    stage of a chain, names; or the one that is named."""
-    files = [folder / RESOLVED for folder in [run, *stage_folders(run)]]
-    saved = [file for file in files if file.is_file()] if named is None else [named]
-    if not saved:
-        return None, {}
-    config = load_config(saved[-1])
-    return config.writer.benchmark, load_operators(config.operators, config.positions.base)
+def _nothing(run: Path, expected: str, found: str) -> BadInput:
+    found = found if run.is_dir() else "no such folder"
+    cure = "name the folder that training printed as its run folder"
+    return BadInput("There is nothing to export.", [Fault(f"--run {run}", expected, found, cure)])
 
 
 def _refuse_existing(path: Path) -> None:

@@ -9,7 +9,7 @@ while it trained, fallbacks included. Problems may be solved side by side. The b
 is not charged: what one problem may cost at most is what `writer.max_calls`, `max_tokens` and
 `max_usd` let one graph use.
 
-Which weights a folder means is `trained.py`'s matter; showing results is for `aflow_tune.using`.
+`evaluation/trained.py` says which weights a folder means.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -36,11 +36,7 @@ from aflow_tune.engines.trinity.rollout.recording import (
 )
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.evaluation.evaluating import LocalModels, endpoint_model
-from aflow_tune.evaluation.trained import (
-    config_source,
-    find_weights,
-    make_ready,
-)
+from aflow_tune.evaluation.trained import config_source, find_weights, make_ready
 from aflow_tune.graph.draw import to_mermaid
 from aflow_tune.graph.svg import to_svg
 from aflow_tune.models.clients import RunSpend
@@ -51,8 +47,7 @@ from aflow_tune.scoring.numbers import last_number
 from aflow_tune.scoring.rewards import Unscored, scored
 from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import Trace
-from aflow_tune.using.solved import Problem, Solved, call_entries, totals
-from aflow_tune.writer.types import ProblemType
+from aflow_tune.using.solved import Problem, Solved, call_entries, spent_in
 from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK, WriterRun, WriterWorkflow
 from aflow_tune.writer.written_run import raise_if_models_failed
 
@@ -92,17 +87,29 @@ def open_trained(
     file = config_source(found, config)
     weights = found.weights if found is not None and endpoint is None else None
     ready = load_config(file, overrides)
-    _require_writer(ready, file)
+    if not ready.writer.executor:
+        fault = Fault(
+            ready.positions.where("writer.executor"),
+            "`writer: {executor: ROLE}`: the policy writes, the executor runs",
+            str(ready.workflow or ready.graph.path or "no workflow"),
+            f"measure it with `aflow-tune eval {file.name}`, or name another --config",
+        )
+        raise BadInput("This model was not trained to write workflows.", [fault])
     say_prices(ready, ready.models)
     sampling = make_ready(ready, weights=weights, local_model=endpoint is None)
     if temperature is not None:
         sampling["temperature"] = temperature
     if endpoint is not None:
         check_endpoint(endpoint, [served_model or ""], key_variable)
+    check_run_prompts(ready)
+    workflow, _ = resolve_functions(ready)
+    if not isinstance(workflow, WriterWorkflow):
+        place = ready.positions.file
+        raise BadInput(f"{place}: `writer` is not what this configuration is tuned by")
     return Inferer(
         ready,
         weights,
-        workflow=_writer_of(ready),
+        workflow=workflow,
         title=served_model or (found.name if found else Path(ready.model.model_path).name),
         endpoint=endpoint,
         served_model=served_model,
@@ -111,6 +118,7 @@ def open_trained(
     )
 
 
+@dataclass
 class Inferer:
     """A policy with its executor, loaded while the context is open.
 
@@ -124,24 +132,18 @@ class Inferer:
     `seconds` bounds the solving of one problem: `rollout.run_timeout`, unless it is set.
     """
 
-    def __init__(
-        self,
-        config: AflowConfig,
-        weights: Path | None,
-        *,
-        workflow: WriterWorkflow,
-        title: str,
-        endpoint: str | None = None,
-        served_model: str | None = None,
-        key_variable: str | None = None,
-        sampling: Mapping[str, float],
-    ) -> None:
-        self.config, self.weights, self.workflow, self.title = config, weights, workflow, title
-        self._endpoint, self._served_model = endpoint, served_model
-        self._key_variable = key_variable
-        self.sampling = dict(sampling)
-        self.seconds: float = config.rollout.run_timeout
-        self._books = RunSpend("", BudgetSection(), config.models)
+    config: AflowConfig
+    weights: Path | None
+    workflow: WriterWorkflow
+    title: str
+    sampling: dict[str, float]
+    endpoint: str | None = None
+    served_model: str | None = None
+    key_variable: str | None = None
+
+    def __post_init__(self) -> None:
+        self.seconds: float = self.config.rollout.run_timeout
+        self._books = RunSpend("", BudgetSection(), self.config.models)
         self._stack = contextlib.AsyncExitStack()
         self._policy: RecordingClient | None = None
         self._auxiliary: dict[str, Any] = {}
@@ -156,7 +158,7 @@ class Inferer:
         """Changes with whatever decides results beside the problem, as far as it is seen here."""
         config = self.config
         weights = None if self.weights is None else fingerprint(self.weights)
-        policy = (self._endpoint and base_url(self._endpoint), self._served_model)
+        policy = (self.endpoint and base_url(self.endpoint), self.served_model)
         auxiliary = [model.model_path for model in config.explorer.auxiliary_models]
         settings = (config.writer, sorted(config.models.items()), config.prompts, config.operators)
         parts = (config.model.model_path, weights, policy, self.sampling, config.seed)
@@ -179,7 +181,7 @@ class Inferer:
             for folder in folders
             if folder and Path(str(folder)).is_absolute() and len(str(folder)) > 1
         }
-        urls = [self._endpoint, *(settings.base_url for settings in config.models.values())]
+        urls = [self.endpoint, *(settings.base_url for settings in config.models.values())]
         for url in filter(None, urls):
             for part in (base_url(url), url.rstrip("/"), urlsplit(url).netloc.rpartition("@")[2]):
                 names[part] = "(an address)"
@@ -194,11 +196,11 @@ class Inferer:
         await self._stack.__aenter__()
         try:
             local = await self._stack.enter_async_context(LocalModels())
-            if self._endpoint is None:
+            if self.endpoint is None:
                 policy = await local.take(self.config, self.weights)
             else:
                 policy = endpoint_model(
-                    self.config, self._endpoint, self._served_model or "", self._key_variable
+                    self.config, self.endpoint, self.served_model or "", self.key_variable
                 )
             self._policy = await recording_client(policy)
             self._auxiliary = await self._stack.enter_async_context(
@@ -223,17 +225,21 @@ class Inferer:
         Raises:
             ModelError: the policy did not answer.
             TimeoutError: it took longer than `seconds`.
-            SandboxUnavailable: no wall can be built here, so nothing was run.
+            SandboxUnavailable: no sandbox can be built here, so nothing was run.
         """
         if self._policy is None:
             raise RuntimeError("the models are not loaded: use `async with inferer:`")
+        generate_kwargs: dict[str, Any] = dict(self.sampling)
+        top_k = generate_kwargs.pop("top_k", None)
+        if top_k and top_k > 0:
+            generate_kwargs["extra_body"] = {"top_k": top_k}
         context, trace = RolloutContext(rewards=self.config.rewards), Trace()
         recorder = RolloutRecorder(
             self._policy,
             context,
             task_id="inference",
             seed=f"{self.config.seed}|inference|{sample}",
-            generate_kwargs=self._generate_kwargs(),
+            generate_kwargs=generate_kwargs,
         )
         started = time.monotonic()
         try:
@@ -259,13 +265,6 @@ class Inferer:
         finally:
             recorder.close()
         return solved
-
-    def _generate_kwargs(self) -> dict[str, Any]:
-        kwargs: dict[str, Any] = dict(self.sampling)
-        top_k = kwargs.pop("top_k", None)
-        if top_k and top_k > 0:
-            kwargs["extra_body"] = {"top_k": top_k}
-        return kwargs
 
     async def _rewarded(self, solved: Solved, run: WriterRun) -> Solved:
         """With score and reward, or with why there is none."""
@@ -293,7 +292,8 @@ def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[s
     text, truth = problem.text, problem.truth or ""
     name = (configured or "").lower()
     if TYPE_OF_BENCHMARK.get(name) != problem.type:
-        name = _usual_benchmark(problem.type, truth)
+        math = "gsm8k" if _is_number(truth) else "math"
+        name = {"math": math, "code": "humaneval", "qa": "hotpotqa"}[problem.type]
     rows: dict[str, dict[str, Any]] = {
         "gsm8k": {"question": text, "answer": f"#### {truth}"},
         "math": {"problem": text, "solution": truth},
@@ -303,12 +303,6 @@ def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[s
     code = {"prompt": text, "entry_point": problem.entry_point or "", "test": truth}
     gold = "code" if name == "mbpp" else "canonical_solution"
     return name, rows.get(name) or {**code, gold: ""}
-
-
-def _usual_benchmark(kind: ProblemType, truth: str) -> str:
-    if kind == "math":
-        return "gsm8k" if _is_number(truth) else "math"
-    return "humaneval" if kind == "code" else "hotpotqa"
 
 
 def _is_number(text: str) -> bool:
@@ -321,13 +315,13 @@ def _is_number(text: str) -> bool:
 def _solved(
     problem: Problem, run: WriterRun, trace: Trace, started: float, seconds: float
 ) -> Solved:
-    last = run.last
-    verdict, executed = last.verdict, last.executed
-    written = verdict.written
-    spent = totals(trace)
+    verdict, executed = run.last.verdict, run.last.executed
+    written, ran = verdict.written, executed.run
+    drawn = verdict.graph if verdict.graph is not None and _drawable(verdict.graph) else None
+    instead = executed.graph if executed.level and _drawable(executed.graph) else None
     return Solved(
         problem=problem,
-        text=last.text,
+        text=run.last.text,
         turns=run.turns,
         form=None if written is None else written.form.value,
         code="" if written is None else written.code,
@@ -337,9 +331,9 @@ def _solved(
         level=executed.level,
         ran_code=executed.graph.sources["graph.py"],
         ran_prompts=dict(executed.graph.instructions),
-        ending=executed.run.ending.value,
-        reason=executed.run.reason,
-        answer=executed.run.text if executed.run.ok else None,
+        ending=ran.ending.value,
+        reason=ran.reason,
+        answer=ran.text if ran.ok else None,
         attempts=[
             {
                 "level": int(attempt.level),
@@ -349,56 +343,14 @@ def _solved(
             for attempt in executed.attempts
         ],
         calls=call_entries(trace, started),
-        usd=spent.usd,
-        tokens=spent.tokens,
-        policy_tokens=spent.policy_tokens,
         model_calls=run.model_calls,
         seconds=seconds,
-        mermaid=_mermaid(verdict.graph),
-        svg=_svg(verdict.graph, "the workflow that was written"),
-        ran_svg=_svg(executed.graph, "the workflow that answered") if executed.level else "",
+        mermaid="" if drawn is None else to_mermaid(drawn.flow),
+        svg="" if drawn is None else to_svg(drawn.flow, title="the workflow that was written"),
+        ran_svg="" if instead is None else to_svg(instead.flow, title="the workflow that answered"),
+        **spent_in(trace),
     )
-
-
-def _mermaid(graph: Graph | None) -> str:
-    return "" if graph is None or not _drawable(graph) else to_mermaid(graph.flow)
-
-
-def _svg(graph: Graph | None, title: str) -> str:
-    return "" if graph is None or not _drawable(graph) else to_svg(graph.flow, title=title)
 
 
 def _drawable(graph: Graph) -> bool:
     return 0 < len(graph.flow.nodes) <= MAX_DRAWN
-
-
-def _require_writer(config: AflowConfig, file: Path) -> None:
-    if config.writer.executor:
-        return
-    found = config.workflow or config.graph.path or "no workflow"
-    raise BadInput(
-        "This model was not trained to write workflows.",
-        [
-            Fault(
-                config.positions.where("writer.executor"),
-                "`writer: {executor: ROLE}`: the policy writes, the executor runs",
-                str(found),
-                f"measure it with `aflow-tune eval {file.name}`, or name another --config",
-            )
-        ],
-    )
-
-
-def _writer_of(config: AflowConfig) -> WriterWorkflow:
-    """The workflow of the configuration's `writer:` section.
-
-    Raises:
-        BadInput: the section is faulty.
-    """
-    check_run_prompts(config)
-    workflow, _ = resolve_functions(config)
-    if not isinstance(workflow, WriterWorkflow):
-        raise BadInput(
-            f"{config.positions.file}: `writer` is not what this configuration is tuned by"
-        )
-    return workflow

@@ -1,27 +1,38 @@
 """Problem in, workflow and answer out, over HTTP: `POST /solve`, and a small page for people.
 
-The server is thin. Who may talk to it is `guard.py`'s matter, solving is `inferring.py`'s. What
-is decided here is how much may be asked for: how large a request is, how many are worked on at
-once (one more is told 429, nothing waits in line), and how long one may take. A client that goes
-away cancels its run.
+How much may be asked for is bounded: how large a request is, how many are worked on at once (one
+more is told 429, nothing waits in line), and how long one may take. A client that goes away
+cancels its work. What a client is told of a failure is a sentence of ours: no path, no address
+and no key is in it; the details stand in the server's own log.
 
-What a client is told of a failure is a sentence of ours: no path, no address and no key is in
-it. The details stand in the server's own log.
+Who may ask is decided by `Guard`. A server on loopback can still be reached by every web page
+that is open on the same machine: a page can send requests to 127.0.0.1, and a name of its own
+that resolves there (DNS rebinding) makes them look like its own. So a request has to carry the
+address that we listen on as its `Host`, must not come from another origin, and what starts work
+has to be JSON, which a foreign page cannot send without being asked first. Off loopback a token
+is asked for instead of the name, because nobody can know what names a machine has. Not covered:
+encryption (that is for a proxy), and other users of the same machine, who share its loopback:
+give a token there too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
+import ipaddress
 import json
 import logging
 import math
+import os
 import re
 import signal
 import socket
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -30,10 +41,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from aflow_tune.engines.local.server import bound_socket
-from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, RunFailed
+from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, Fault, RunFailed
 from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.sandbox.types import SandboxUnavailable
-from aflow_tune.using.guard import Guard, own_hosts
 from aflow_tune.using.solved import Problem, Solved
 
 log = logging.getLogger(__name__)
@@ -43,6 +53,15 @@ BODY_SECONDS = 15.0
 """A request has to be there whole within this time."""
 CLIENT_CLOSED = 499
 MAX_CONNECTIONS = 128
+MIN_TOKEN_CHARS = 16
+
+_PAGE = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+_OPEN_PATHS = (*_PAGE, "/health")
+"""What needs no token: the page, which asks for it, and whether the server lives."""
 _SOCKET = re.compile(r"Connect call failed \([^()]{0,200}\)")
 """How asyncio says which address it did not reach."""
 _REFUSED = {
@@ -50,7 +69,21 @@ _REFUSED = {
     405: "not with this method; POST /solve takes a problem, GET / is the page",
 }
 """What is said, in place of the framework's words, where nothing of ours is."""
-_KINDS = {"page.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 
 class Solver(Protocol):
@@ -104,16 +137,13 @@ class SolveServer:
             RunFailed: it cannot be bound.
         """
         try:
-            listener = bound_socket(self.host, self.port)
+            self._listener = bound_socket(self.host, self.port)
+            self._listener.listen(MAX_CONNECTIONS)
         except RunFailed as error:
             raise RunFailed(f"{error}. do: name another port; --port 0 takes a free one") from None
-        try:
-            listener.listen(MAX_CONNECTIONS)
         except OSError as error:
-            listener.close()
             raise RunFailed(f"cannot listen on {self.host}:{self.port}: {error}") from error
-        self._listener = listener
-        self.port = listener.getsockname()[1]
+        self.port = self._listener.getsockname()[1]
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}/"
 
@@ -135,13 +165,14 @@ class SolveServer:
             timeout_graceful_shutdown=3,
         )
         self._server = _Server(config)
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-        for number in numbers if signals else ():
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM) if signals else ()
+        for number in numbers:
             loop.add_signal_handler(number, self.stop)
         try:
             await self._server.serve([self._listener])
         finally:
-            for number in numbers if signals else ():
+            for number in numbers:
                 loop.remove_signal_handler(number)
             self._listener.close()
 
@@ -157,28 +188,24 @@ class SolveServer:
 
         @app.exception_handler(HTTPException)
         async def refused(_: Request, error: HTTPException) -> Response:
-            return _error(_REFUSED.get(error.status_code, str(error.detail)), error.status_code)
+            return _error(error.status_code, _REFUSED.get(error.status_code, str(error.detail)))
 
-        @app.get("/")
-        async def page() -> Response:
-            return _file("page.html")
+        async def page(request: Request) -> Response:
+            name, kind = _PAGE[request.url.path]
+            text = resources.files("aflow_tune.using").joinpath(name).read_text("utf-8")
+            return Response(text, media_type=kind)
 
-        @app.get("/page.css")
-        async def style() -> Response:
-            return _file("page.css")
-
-        @app.get("/page.js")
-        async def script() -> Response:
-            return _file("page.js")
+        for path in _PAGE:
+            app.get(path)(page)
 
         @app.get("/health")
         async def health() -> Response:
             working = len(self._working)
-            return _json({"status": "ok", "working": working, "at_once": self.bounds.at_once}, 200)
+            return _json(200, {"status": "ok", "working": working, "at_once": self.bounds.at_once})
 
         @app.get("/about")
         async def about() -> Response:
-            return _json({"title": self.title, "seconds": self.bounds.seconds}, 200)
+            return _json(200, {"title": self.title, "seconds": self.bounds.seconds})
 
         @app.post("/solve")
         async def solve(request: Request) -> Response:
@@ -189,16 +216,16 @@ class SolveServer:
     async def _solve(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            return _error("send JSON: content-type: application/json", 415)
+            return _error(415, "send JSON: content-type: application/json")
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await _body(request)
         except TimeoutError:
-            return _error("the request took too long to arrive", 408)
+            return _error(408, "the request took too long to arrive")
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         if body is None:
-            return _error(f"a request may have {MAX_BODY_BYTES // 1024} KiB", 413)
+            return _error(413, f"a request may have {MAX_BODY_BYTES // 1024} KiB")
         try:
             problem = Problem.of(_read(body), "request")
         except BadInput as error:
@@ -206,18 +233,21 @@ class SolveServer:
                 {"where": fault.where, "expected": fault.expected, "found": fault.found}
                 for fault in error.faults
             ]
-            return _json({"error": error.title, "faults": faults}, 400)
+            return _json(400, {"error": error.title, "faults": faults})
         if len(self._working) >= self.bounds.at_once:
-            return _error(
+            told = (
                 f"{self.bounds.at_once} problems are being worked on, which is all that this "
-                "server does at once; try again later",
-                429,
-                {"retry-after": "5"},
+                "server does at once; try again later"
             )
+            return _error(429, told, {"retry-after": "5"})
         return await self._worked(request, problem)
 
     async def _worked(self, request: Request, problem: Problem) -> Response:
-        task = asyncio.create_task(self._bounded(self.solver.solve(problem)))
+        async def bounded() -> Solved:
+            async with asyncio.timeout(self.bounds.seconds):
+                return await self.solver.solve(problem)
+
+        task = asyncio.create_task(bounded())
         self._working.add(task)
         task.add_done_callback(self._working.discard)
         gone = asyncio.ensure_future(_disconnected(request))
@@ -231,41 +261,134 @@ class SolveServer:
             await asyncio.gather(task, return_exceptions=True)
             return Response(status_code=CLIENT_CLOSED)
         if task.cancelled():
-            return _error("the server is being stopped", 503)
+            return _error(503, "the server is being stopped")
         error = task.exception()
         if error is not None:
             return _told(error)
         content = task.result().to_json()
-        return _json({**_without(self.private, content), "problem": problem.text}, 200)
-
-    async def _bounded(self, work: Coroutine[Any, Any, Solved]) -> Solved:
-        async with asyncio.timeout(self.bounds.seconds):
-            return await work
+        return _json(200, {**_without(self.private, content), "problem": problem.text})
 
 
 class _Server(uvicorn.Server):
     """uvicorn's, which leaves signals to us: it would raise them again after it has ended."""
 
     def capture_signals(self) -> Any:
-        import contextlib
-
         return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Guard:
+    """An ASGI application in front of `app`, which sees only what may come in.
+
+    `hosts` are the values of `Host` that are let in; None lets in all, which needs a `token`.
+    """
+
+    app: Callable[[Message, Receive, Send], Awaitable[None]]
+    hosts: frozenset[str] | None
+    token: str | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it with 401 or 403."""
+        if scope["type"] != "http":
+            return  # no websockets, and nothing to start or stop
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                named = {name for name, _ in headers}
+                ours = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                headers += [(name, value) for name, value in ours if name not in named]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        refused = self._refused(scope)
+        if refused is None:
+            await self.app(scope, receive, with_headers)
+        else:
+            response = _error(*refused, {"connection": "close"})
+            await response(scope, receive, with_headers)
+
+    def _refused(self, scope: Message) -> tuple[int, str] | None:
+        """Status and reason of a request that is not let in."""
+        of_name: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            of_name.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        named = of_name.get("host", [])
+        host = named[0].strip().lower() if len(named) == 1 else ""
+        if not host or (self.hosts is not None and host not in self.hosts):
+            return 403, "this server answers to its own address only"
+        foreign = any(urlsplit(o).netloc.lower() != host for o in of_name.get("origin", []))
+        sites = of_name.get("sec-fetch-site", [])
+        if foreign or any(site not in ("same-origin", "none") for site in sites):
+            return 403, "requests of other web pages are not answered"
+        if self.token is not None and scope["path"] not in _OPEN_PATHS:
+            given = of_name.get("authorization", [""])[0]
+            if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+                return 401, "the token is missing or wrong"
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def own_hosts(host: str, port: int) -> frozenset[str] | None:
+    """What `Host` may say to a server on `host`; None off loopback, where it may say anything."""
+    if not is_loopback(host):
+        return None
+    own = f"[{host}]" if ":" in host else host
+    names = {own.lower(), "127.0.0.1", "localhost", "[::1]"}
+    with_port = {f"{name}:{port}" for name in names}
+    return frozenset(with_port | names if port == 80 else with_port)
+
+
+def token_for(host: str, variable: str | None) -> str | None:
+    """The token from the environment variable that was named.
+
+    Raises:
+        BadInput: off loopback without one, or the variable does not hold one.
+    """
+    if variable is None and is_loopback(host):
+        return None
+    if variable is None:
+        fault = Fault(
+            f"--host {host}",
+            "loopback, or a token that callers have to know",
+            "another address without --token-env",
+            "leave --host out, or put a token into a variable and name it: --token-env MY_TOKEN",
+        )
+        title = "The server would be open to everybody who reaches this machine."
+        raise BadInput(title, [fault])
+    token = os.environ.get(variable, "")
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
+        fault = Fault(
+            f"--token-env {variable}",
+            f"{MIN_TOKEN_CHARS} or more plain characters in that variable",
+            "not set" if not token else f"{len(token)} characters",
+            f"export {variable}=$(openssl rand -hex 24)",
+        )
+        raise BadInput("The server's token cannot be used.", [fault])
+    return token
 
 
 def _told(error: BaseException) -> Response:
     """What a client may know of a failure."""
     if isinstance(error, TimeoutError):
-        return _error("no answer within the time that one problem may take", 504)
+        return _error(504, "no answer within the time that one problem may take")
     if isinstance(error, ModelError):
         hint = "; the problem may be too long" if error.failure is ModelFailure.REFUSED else ""
-        return _error(f"a model could not be asked: {error.failure.value}{hint}", 502)
+        return _error(502, f"a model could not be asked: {error.failure.value}{hint}")
     if isinstance(error, BudgetReached):
-        return _error("the budget of this server is used up", 503)
+        return _error(503, "the budget of this server is used up")
     if isinstance(error, SandboxUnavailable):
-        return _error("no sandbox can be built here, so no workflow can be run", 503)
+        return _error(503, "no sandbox can be built here, so no workflow can be run")
     known = isinstance(error, AflowTuneError)
     log.error("a problem could not be solved: %s", error, exc_info=None if known else error)
-    return _error("the problem could not be worked on; the server's log says why", 500)
+    return _error(500, "the problem could not be worked on; the server's log says why")
 
 
 async def _body(request: Request) -> bytes | None:
@@ -283,17 +406,13 @@ async def _body(request: Request) -> bytes | None:
 
 
 def _read(body: bytes) -> dict[str, Any]:
-    from aflow_tune.errors import Fault
-
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(body)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        example = '{"problem": "What is 2 + 3?", "type": "math"}'
-        fault = Fault("request", "a JSON object", "something else", example)
-        raise BadInput("This request cannot be read.", [fault])
-    return content
+        if isinstance(content, dict):
+            return content
+    example = '{"problem": "What is 2 + 3?", "type": "math"}'
+    fault = Fault("request", "a JSON object", "something else", example)
+    raise BadInput("This request cannot be read.", [fault])
 
 
 async def _disconnected(request: Request) -> None:
@@ -301,16 +420,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _file(name: str) -> Response:
-    text = resources.files("aflow_tune.using").joinpath(name).read_text("utf-8")
-    return Response(text, media_type=_KINDS[name])
+def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
+    return _json(status, {"error": reason}, headers)
 
 
-def _error(reason: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    return _json({"error": reason}, status, headers)
-
-
-def _json(content: Any, status: int, headers: dict[str, str] | None = None) -> Response:
+def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> Response:
     # Half of a surrogate pair, which a model can write, is sent as JSON's escape of it.
     text = json.dumps(_finite(content), ensure_ascii=True, allow_nan=False)
     return Response(text, status, headers, media_type="application/json")

@@ -61,8 +61,7 @@ from aflow_tune.engines.trinity.rollout.rollout_thread import (
 from aflow_tune.models.cache import ResponseCache
 from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
-from aflow_tune.report.records import MAX_REASON, EvalRecord, append_record
-from aflow_tune.report.rollouts import Rollout, append_rollout
+from aflow_tune.report.records import MAX_REASON, EvalRecord, Rollout, append_record, append_rollout
 from aflow_tune.sandbox.policy import use_policy
 from aflow_tune.trace import OperatorCall, Trace
 from aflow_tune.types import Failure

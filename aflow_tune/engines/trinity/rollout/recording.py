@@ -33,7 +33,7 @@ from trinity.common.models.model import ModelWrapper
 from aflow_tune.context import CallNote, RolloutContext
 from aflow_tune.models.spend import Call, current_spend, in_call
 from aflow_tune.models.types import Ask, Usage
-from aflow_tune.report.answers import answer_key
+from aflow_tune.report.records import answer_key
 from aflow_tune.trace import POLICY
 
 if TYPE_CHECKING:

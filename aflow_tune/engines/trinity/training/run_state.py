@@ -29,8 +29,7 @@ from aflow_tune.errors import AlreadyFinished, BadInput, Fault
 from aflow_tune.files import write_json
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
-from aflow_tune.report.records import record_path
-from aflow_tune.report.rollouts import forget_rollouts
+from aflow_tune.report.records import forget_rollouts, record_path
 from aflow_tune.runs.folder import (
     CHAIN_FILE,
     RUN_FILE,
