@@ -111,7 +111,7 @@ def _check(options: argparse.Namespace) -> int:
 def _operators(named: Sequence[str]) -> dict[str, type[Operator]]:
     """The operators that the graph may use."""
     from aflow_tune.operators import OPERATORS, load_operators
-    from aflow_tune.writer.refusals import did_you_mean, listed
+    from aflow_tune.writer.types import did_you_mean, listed
 
     own = load_operators([name for name in named if ":" in name])
     names = [name for name in named if ":" not in name]
