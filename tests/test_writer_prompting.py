@@ -12,11 +12,11 @@ import pytest
 from aflow_tune.engines.local.models import cache_dir
 from aflow_tune.operators import OPERATORS, Operator, Prompt
 from aflow_tune.writer.check import check_written
-from aflow_tune.writer.example import example_for
 from aflow_tune.writer.form import read_written
 from aflow_tune.writer.prompting import (
     PLACEHOLDERS,
     Turn,
+    example_for,
     operator_line,
     policy_messages,
     template_faults,

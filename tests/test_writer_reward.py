@@ -10,7 +10,7 @@ import pytest
 from aflow_tune.scoring.five_part import Usage
 from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.sections import FivePartSection
-from aflow_tune.writer.reward import writer_reward, writing_form
+from aflow_tune.writer.results import writer_reward, writing_form
 from aflow_tune.writer.types import Level, Refusal, RefusalKind, WrittenForm
 
 NOTHING = Usage(usd=0.0, tokens=0, seconds=0.0, operators=0)

@@ -35,8 +35,8 @@ from aflow_tune.operators import OPERATORS, TestCases
 from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.sections import ModelSettings, PriceSettings
 from aflow_tune.trace import ModelCall, OperatorCall
-from aflow_tune.writer.outcome import keeps
 from aflow_tune.writer.prompting import KEEP
+from aflow_tune.writer.results import keeps
 from aflow_tune.writer.types import CheckLimits, Level
 from aflow_tune.writer.workflow import ExecutorFailed, WriterWorkflow
 

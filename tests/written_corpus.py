@@ -451,57 +451,9 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
         workflow('a, b = [await self.solve("x"), await self.solve("y"), 1]\n' + SOLVED + DONE),
         [(K.ARGUMENTS, L)],
     ),
-    "while true": (
-        workflow(f"while True:\n    {SOLVED}    if r['response']:\n        break\n" + DONE),
-        [(K.UNBOUNDED, L)],
-    ),
     "an endless while without calls": (
         workflow(SOLVED + "while problem:\n    pass\n" + DONE),
         [(K.UNBOUNDED, L + 1)],
-    ),
-    "a counter that may stand still": (
-        workflow(
-            f"i = 0\nwhile i < 3:\n    {SOLVED}    if not r['response']:\n"
-            f"        continue\n    i += 1\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 1)],
-    ),
-    "a counter that is reset": (
-        workflow(
-            f"i = 0\nwhile i < 3:\n    {SOLVED}    i += 1\n"
-            f"    match 0:\n        case i:\n            pass\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 1)],
-    ),
-    "a list that is emptied out of sight": (
-        workflow(
-            "drafts = []\ndef wipe():\n    drafts.clear()\nwhile len(drafts) < 3:\n"
-            f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 3)],
-    ),
-    "a list that its method empties": (
-        workflow(
-            "drafts = []\nwipe = drafts.clear\nwhile len(drafts) < 3:\n"
-            f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 2)],
-    ),
-    "a list that the workflow holds": (
-        workflow(
-            "drafts = self.drafts\nwhile len(drafts) < 3:\n"
-            f"    {SOLVED}    drafts.append(r)\n    self.wipe()\n" + DONE,
-            init="self.drafts = []",
-            rest="def wipe(self):\n    self.drafts.clear()",
-        ),
-        [(K.UNBOUNDED, L + 2)],
-    ),
-    "a list that grows by another name": (
-        workflow(
-            "xs, i = [1], 0\nys = xs\nwhile i < len(xs):\n"
-            f"    {SOLVED}    i += 1\n    ys.append(i)\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 2)],
     ),
     "an answer that is written out": (workflow(SOLVED + 'return "42", 0.0'), [(K.SHAPE, 8)]),
     "a module of a module": (
@@ -533,29 +485,6 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
         workflow(SOLVED + "match r:\n    case object(__class__=kind):\n        pass\n" + DONE),
         [(K.NOT_ALLOWED, L + 2)],
     ),
-    "a limit that runs away": (
-        workflow(f"i, n = 0, 3\nwhile i < n:\n    {SOLVED}    i += 1\n    n += 1\n" + DONE),
-        [(K.UNBOUNDED, L + 1)],
-    ),
-    "lines of the problem": (
-        workflow(f'for line in problem.split("\\n"):\n    {SOLVED}' + DONE),
-        [(K.UNBOUNDED, L)],
-    ),
-    "lines in a comprehension": (
-        workflow("rs = [await self.solve(line) for line in problem.splitlines()]\nreturn str(rs)"),
-        [(K.UNBOUNDED, L)],
-    ),
-    "lines in a map": (
-        workflow(
-            "import asyncio\n"
-            "rs = await asyncio.gather(*map(self.solve, problem.split()))\nreturn str(rs)"
-        ),
-        [(K.UNBOUNDED, L + 1)],
-    ),
-    "a list that grows under its loop": (
-        workflow(f"xs = [1]\nys = xs\nfor x in xs:\n    {SOLVED}    ys.append(x)\n" + DONE),
-        [(K.UNBOUNDED, L + 4)],
-    ),
     "recursion": (
         workflow(
             "return await self.f(problem)",
@@ -579,7 +508,7 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
     ),
     "far over budget": (
         workflow(f"for _ in range(10**15):\n    {SOLVED}" + DONE),
-        [(K.UNBOUNDED, L)],
+        [(K.OVER_BUDGET, L + 1)],
     ),
     "too long": (workflow(SOLVED + DONE) + "\n" + "# x\n" * 10_001, [(K.TOO_LARGE, 0)]),
     "too deep": ("x = " + "(" * 200 + "1" + ")" * 200, [(K.TOO_LARGE, 0)]),
@@ -595,6 +524,53 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
             + "\nasync def f10(self, p):\n    for a in range(30):\n"
             "        x = [a, p]\n        x.append(x)\n    return p",
         ),
-        [(K.TOO_LARGE, 0)],
+        [(K.SHAPE, 8)],
     ),
 }
+
+ENDLESS = {
+    "while true": workflow(
+        f"while True:\n    {SOLVED}    if r['response']:\n        break\n" + DONE
+    ),
+    "a counter that may stand still": workflow(
+        f"i = 0\nwhile i < 3:\n    {SOLVED}    if not r['response']:\n"
+        f"        continue\n    i += 1\n" + DONE
+    ),
+    "a counter that is reset": workflow(
+        f"i = 0\nwhile i < 3:\n    {SOLVED}    i += 1\n"
+        f"    match 0:\n        case i:\n            pass\n" + DONE
+    ),
+    "a list that is emptied out of sight": workflow(
+        "drafts = []\ndef wipe():\n    drafts.clear()\nwhile len(drafts) < 3:\n"
+        f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
+    ),
+    "a list that its method empties": workflow(
+        "drafts = []\nwipe = drafts.clear\nwhile len(drafts) < 3:\n"
+        f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
+    ),
+    "a list that the workflow holds": workflow(
+        "drafts = self.drafts\nwhile len(drafts) < 3:\n"
+        f"    {SOLVED}    drafts.append(r)\n    self.wipe()\n" + DONE,
+        init="self.drafts = []",
+        rest="def wipe(self):\n    self.drafts.clear()",
+    ),
+    "a list that grows by another name": workflow(
+        "xs, i = [1], 0\nys = xs\nwhile i < len(xs):\n"
+        f"    {SOLVED}    i += 1\n    ys.append(i)\n" + DONE
+    ),
+    "a limit that runs away": workflow(
+        f"i, n = 0, 3\nwhile i < n:\n    {SOLVED}    i += 1\n    n += 1\n" + DONE
+    ),
+    "lines of the problem": workflow(f'for line in problem.split("\\n"):\n    {SOLVED}' + DONE),
+    "lines in a comprehension": workflow(
+        "rs = [await self.solve(line) for line in problem.splitlines()]\nreturn str(rs)"
+    ),
+    "lines in a map": workflow(
+        "import asyncio\n"
+        "rs = await asyncio.gather(*map(self.solve, problem.split()))\nreturn str(rs)"
+    ),
+    "a list that grows under its loop": workflow(
+        f"xs = [1]\nys = xs\nfor x in xs:\n    {SOLVED}    ys.append(x)\n" + DONE
+    ),
+}
+"""Graphs without a bound that can be told: the check lets them pass, the meter stops them."""

@@ -175,7 +175,7 @@ def _folder(path: Path) -> Any:
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
     from aflow_tune.graph.draw import to_mermaid
-    from aflow_tune.writer.structure import operators_of, structure_of
+    from aflow_tune.writer.results import operators_of, structure_of
 
     written, graph, bound = verdict.written, verdict.graph, verdict.bound
     drawn = graph is not None and bool(graph.flow.nodes)
@@ -193,7 +193,7 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
 
 def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
     from aflow_tune.graph.draw import shortened, to_mermaid
-    from aflow_tune.writer.structure import operators_of
+    from aflow_tune.writer.results import operators_of
 
     written, graph, bound = verdict.written, verdict.graph, verdict.bound
     lines = ["fine: it may run" if verdict.ok else "refused"]

@@ -18,7 +18,7 @@ from typing import Any
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.harvest.harvest import Candidate, Problem
 from aflow_tune.writer.form import as_text
-from aflow_tune.writer.record import MAX_PROBLEM
+from aflow_tune.writer.results import MAX_PROBLEM
 from aflow_tune.writer.templates import Template
 from aflow_tune.writer.types import PROBLEM_TYPES, Level
 

@@ -422,6 +422,7 @@ class Scopes:
             for name in _binds(member)
         }
         future = [item for item in tree.body if isinstance(item, ast.ImportFrom)]
+        self._binds_besides: dict[Scope, bool] = {}
         self._annotated = all(item.module != "__future__" for item in future)
         self._read(tree, None)
         self.imports_all = "*" in self.bound[tree]
@@ -491,10 +492,13 @@ class Scopes:
             return
         if node.id in {item.arg for item in parameters(owner.args)}:
             return
-        line = node.lineno
-        inner = any(isinstance(item, (ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Try, ast.Match))
-                    for item in ast.walk(owner))  # fmt: skip
-        if inner or any(store.lineno <= line for store in stores):
+        if any(getattr(store, "lineno", 0) <= node.lineno for store in stores):
+            return
+        if owner not in self._binds_besides:
+            kinds = (ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Try, ast.Match)
+            inside_ = ast.walk(owner)
+            self._binds_besides[owner] = any(isinstance(item, kinds) for item in inside_)
+        if self._binds_besides[owner]:
             return
         for item in self.outward(node):
             if item is owner:

@@ -31,6 +31,7 @@ MAX_STEPS = 20_000
 MAX_TURNS = 10**18
 """Of a loop, and as a number. Beyond this they count as unknown."""
 _UNKNOWN = (-math.inf, math.inf)
+_LEAVING = (ast.Break, ast.Return)
 _SAME = {
     "list": 0, "tuple": 0, "sorted": 0, "reversed": 0, "set": 0, "frozenset": 0, "enumerate": 0,
     "iter": 0, "collections.deque": 0, "collections.Counter": 0, "copy.copy": 0,
@@ -43,7 +44,9 @@ _READING = frozenset(
      "bool", "repr", "random.choice", "random.sample", "itertools.product", "asyncio.gather",
      "itertools.combinations", "itertools.permutations", "json.dumps"]
 )  # fmt: skip
-_READING_METHODS = frozenset("index count items keys values get copy join most_common".split())
+_READING_METHODS = frozenset(
+    ["index", "count", "items", "keys", "values", "get", "copy", "join", "most_common"]
+)
 
 
 class Cost(NamedTuple):
@@ -209,10 +212,13 @@ class WorstCase:
         parts = [part for part in children(node) if isinstance(part, (ast.expr, ast.keyword))]
         return Cost().plus(*(self._expression(part) for part in parts))
 
-    def _expression(self, node: ast.AST) -> Cost:
-        self._steps += 1
+    def _step(self, steps: int = 1) -> None:
+        self._steps += steps
         if self._steps > MAX_STEPS:
             raise _TooLong
+
+    def _expression(self, node: ast.AST) -> Cost:
+        self._step()
         if isinstance(node, (ast.Constant, ast.Name, ast.Lambda)):
             return Cost()
         if isinstance(node, ast.IfExp):
@@ -252,8 +258,9 @@ class WorstCase:
             turns = max((self._length(item) for item in node.args if item is not given), default=1)
             turns = turns if name in ("map", "filter", "min", "max", "sorted") else math.inf
             self._turns.append(turns)
-            if own is not None and own not in self._stack:
-                cost = cost.plus(self._function(own).times(turns))
+            if own is not None:
+                own_cost = Cost(math.inf, math.inf) if own in self._stack else self._function(own)
+                cost = cost.plus(own_cost.times(turns))
             elif instance in self.calls.shape.instances and not isinstance(given, ast.Call):
                 operator = self.calls.shape.instances[instance]
                 cost = cost.plus(self._operator(node, instance, operator).times(turns))
@@ -275,7 +282,9 @@ class WorstCase:
             told = {
                 key: value if abs(value) < math.inf else None for key, value in settings.items()
             }
-            numbers = {key: value for key, value in options.items() if type(value) is int}
+            numbers = {
+                key: value for key, value in options.items() if value is None or type(value) is int
+            }
             most = _most_calls(kind, retries, {**numbers, **told})
         place = (node.lineno, node.col_offset + 1, name or "llm")
         turns = math.prod(self._turns)
@@ -319,6 +328,7 @@ class WorstCase:
 
     def _number(self, node: ast.expr) -> tuple[float, float]:
         """Least and most of an expression, infinite where it is not known."""
+        self._step()
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value, node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -365,6 +375,7 @@ class WorstCase:
 
     def _length(self, node: ast.expr) -> float:
         """How many items an expression has at most; infinite where it is not known."""
+        self._step()
         if isinstance(node, ast.Constant):
             return len(node.value) if isinstance(node.value, str) else math.inf
         if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
@@ -452,26 +463,18 @@ class WorstCase:
         values = self.calls.values(node)
         if values is None:
             return math.inf
-        uses = self._uses(node)
+        uses = self.calls.uses(node)
+        self._step(len(uses))
         self._asked.update(uses)
         longest = max(self._length(value) for value in values)
         grown = self._grown(node) if longest < math.inf else math.inf
         self._asked.difference_update(uses)
         return longest + grown
 
-    def _uses(self, node: ast.Name | ast.Attribute) -> list[ast.expr]:
-        """Everywhere that a variable is read."""
-        if isinstance(node, ast.Attribute):
-            nodes = self.calls.nodes
-            return [n for n in nodes if isinstance(n, ast.Attribute) and n.attr == node.attr
-                    and isinstance(n.ctx, ast.Load)]  # fmt: skip
-        owner = self.scopes.owner(self.scopes.scope_of[node], node.id)
-        return list(self.scopes.loads.get((owner, node.id), ()))
-
     def _grown(self, node: ast.Name | ast.Attribute) -> float:
         """How many items are put into a variable at most; infinite where it has another name."""
         grown = 0.0
-        for use in self._uses(node):
+        for use in self.calls.uses(node):
             around = self.scopes.parent.get(use)
             call = self.scopes.parent.get(around) if around is not None else None
             if isinstance(around, ast.Attribute) and isinstance(call, ast.Call):
@@ -521,50 +524,52 @@ class WorstCase:
         if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And):
             tests = node.test.values
         found = [self._turns_while(node, test, {ast.Lt: 0, ast.LtE: 1}) for test in tests]
-        found = [(turns, late) for turns, late in found if turns < math.inf]
-        for statement in node.body:
-            if isinstance(statement, ast.If) and isinstance(
-                statement.body[-1], (ast.Break, ast.Return)
-            ):
-                turns, _ = self._turns_while(node, statement.test, {ast.GtE: 0, ast.Gt: 1})
-                found.append((turns, True))
+        found = [(turns, 0) for turns, _ in found]
+        for place, statement in enumerate(node.body):
+            if isinstance(statement, ast.If) and isinstance(statement.body[-1], _LEAVING):
+                turns, first = self._turns_while(node, statement.test, {ast.GtE: 0, ast.Gt: 1})
+                late = first >= place  # else the turn that meets the limit is the last
+                found.append((turns if late else max(1, turns), int(late)))
         if isinstance(node.test, ast.Constant) and not node.test.value:
             return 0
         return min((turns + late for turns, late in found), default=math.inf)
 
     def _turns_while(
         self, node: ast.While, test: ast.expr, signs: dict[type, int]
-    ) -> tuple[float, bool]:
-        """`counter < limit`, or what ends the loop: turns, and whether one more may begin."""
+    ) -> tuple[float, int]:
+        """`counter < limit`, or what ends the loop: turns, and where its body counts."""
+        unknown = (math.inf, 0)
         if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-            return math.inf, False
+            return unknown
         counter, limit, sign = test.left, test.comparators[0], type(test.ops[0])
         flipped = {ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Lt: ast.Gt, ast.LtE: ast.GtE}
         down = sign not in signs
         if not isinstance(counter, ast.Name) or (down and flipped.get(sign) not in signs):
-            return math.inf, False
+            return unknown
         owner = self.scopes.owner(self.scopes.scope_of[counter], counter.id)
         stores = self.scopes.stores.get((owner, counter.id), []) if owner is not None else []
         inside = {item for item in ast.walk(node) if isinstance(item, ast.Name)}
-        steps, starts = [], []
+        steps, starts, first = [], [], len(node.body)
+        self._step(len(inside) + len(stores))
         for store in stores:
             parent = self.scopes.parent.get(store)
             if store not in inside:
-                value = parent.value if isinstance(parent, ast.Assign) else None
+                value = self.calls.value_of(store)
                 starts.append(_UNKNOWN if value is None else self._number(value))
             elif isinstance(parent, ast.AugAssign) and parent in node.body:
+                first = min(first, node.body.index(parent))
                 before = node.body[: node.body.index(parent)]
                 low, high = self._number(parent.value)
                 low, high = (low, high) if isinstance(parent.op, ast.Add) else (-high, -low)
                 skipped = any(isinstance(n, ast.Continue) for s in before for n in ast.walk(s))
                 steps.append((math.inf, math.inf) if skipped else (low, high))
             else:
-                return math.inf, False
+                return unknown
         if not steps or not starts or any(abs(step[0]) == math.inf for step in steps):
-            return math.inf, False
+            return unknown
         moved = {n.id for n in inside if isinstance(n.ctx, ast.Store)}
         if any(isinstance(n, ast.Name) and n.id in moved for n in ast.walk(limit)):
-            return math.inf, False
+            return unknown
         more = signs.get(sign, signs.get(flipped.get(sign, ast.Eq), 0))
         least, most = self._number(limit)
         if not down:
@@ -573,8 +578,8 @@ class WorstCase:
             step = -max(high for _, high in steps)
             distance = max(high for _, high in starts) - least
         if step <= 0 or distance == math.inf:
-            return math.inf, False
-        return max(0, math.ceil((distance + more) / step)), False
+            return unknown
+        return max(0, math.ceil((distance + more) / step)), first
 
     def _never_ends(self, node: ast.While) -> bool:
         """Whether nothing in a loop can end it."""

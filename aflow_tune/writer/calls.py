@@ -42,7 +42,9 @@ _MODEL_ATTRIBUTES = frozenset(name for name in dir(inside.Model) if not name.sta
     "usage_tracker",
     "cost_manager",
 }
-_RESULT_METHODS = frozenset("get keys values items copy pop setdefault update".split())
+_RESULT_METHODS = frozenset(
+    ["get", "keys", "values", "items", "copy", "pop", "setdefault", "update"]
+)
 _PUTTING = ("update", "setdefault")
 _READING = frozenset({"str", "print", "len", "int", "float", "isinstance"})
 _WRITES_FILES = ("filename", "handlers", "stream")
@@ -84,6 +86,12 @@ class Calls:
                 value = getattr(member, "value", None)
                 self.set_on_self.setdefault(name, []).append(value)
         self.imported = dict(self._imports())
+        self.defined: dict[tuple[ast.AST, str], list[Function]] = {}
+        for node in self.nodes:
+            if isinstance(node, Function) and node in scopes.scope_of:
+                key = (scopes.scope_of[node], node.name)
+                self.defined.setdefault(key, []).append(node)
+        self._results: dict[tuple[Any, str, int], frozenset[str]] = {}
 
     def _imports(self) -> Iterator[tuple[tuple[ast.AST, str], str]]:
         """What the imports bring of Python's, by scope and name: `json`, `json.loads`."""
@@ -129,10 +137,9 @@ class Calls:
             return self.methods.get(node.attr) if node.attr not in self.set_on_self else None
         if isinstance(node, ast.Name) and node in self.scopes.scope_of:
             owner = self.scopes.owner(self.scopes.scope_of[node], node.id)
-            if owner is not None and (owner, node.id) not in self.scopes.stores:
-                body = [item for item in ast.walk(owner) if isinstance(item, Function)]
-                named = [item for item in body if item.name == node.id]
-                return named[0] if len(named) == 1 else None
+            found = self.defined.get((owner, node.id), [])  # type: ignore[arg-type]
+            if len(found) == 1 and (owner, node.id) not in self.scopes.stores:
+                return found[0]
         return None
 
     def values(self, node: ast.expr) -> list[ast.expr] | None:
@@ -144,38 +151,80 @@ class Calls:
             return None
         owner = self.scopes.owner(self.scopes.scope_of[node], node.id)
         stores = self.scopes.stores.get((owner, node.id), []) if owner is not None else []
-        values = []
-        for store in stores:
-            parent = self.scopes.parent.get(store)
-            if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
-                values.append(parent.value)
-                continue
-            around = self.scopes.parent.get(parent) if parent is not None else None
-            value = around.value if isinstance(around, ast.Assign) else None
-            if not isinstance(parent, ast.Tuple) or not isinstance(value, ast.Tuple):
-                return None
-            if len(parent.elts) != len(value.elts):
-                return None
-            values.append(value.elts[parent.elts.index(store)])  # a, b = 1, []
+        values = [self.value_of(store) for store in stores]
         return None if not values or None in values else values  # type: ignore[return-value]
 
-    def results(self, node: ast.expr, depth: int = 4) -> set[str] | None:
-        """The operators whose whole result an expression is; None where it may be anything."""
-        if isinstance(node, ast.Await):
-            handles = self.handles(node.value)
-            found = {name for _, name in handles}
-            return None if not handles or "" in found else found
-        values = self.values(node) if depth else None
-        return self._all_results(values or [], depth) if values else None
+    def value_of(self, store: ast.AST) -> ast.expr | None:
+        """What is assigned where a name is set; None where that is no plain assignment."""
+        parent = self.scopes.parent.get(store)
+        if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
+            return parent.value
+        around = self.scopes.parent.get(parent) if isinstance(parent, ast.Tuple) else None
+        value = around.value if isinstance(around, ast.Assign) else None
+        if isinstance(value, ast.Tuple) and isinstance(parent, ast.Tuple):
+            if len(value.elts) == len(parent.elts):
+                return value.elts[parent.elts.index(store)]  # type: ignore[arg-type]
+        return None
 
-    def _all_results(self, values: Iterable[ast.expr], depth: int) -> set[str] | None:
-        found: set[str] = set()
-        for value in values:
-            one = self.results(value, depth - 1)
-            if one is None:
-                return None
-            found |= one
-        return found or None
+    def results(self, node: ast.expr, depth: int = 4) -> frozenset[str]:
+        """The operators whose whole result an expression is; none where it may be anything else."""
+        if isinstance(node, ast.Await):
+            found = frozenset(name for _, name in self.handles(node.value))
+            return found if "" not in found else frozenset()
+        if not depth or not isinstance(node, ast.Name) or node not in self.scopes.scope_of:
+            return frozenset()
+        key = (self.scopes.owner(self.scopes.scope_of[node], node.id), node.id, depth)
+        if key not in self._results:
+            stores = self.scopes.stores.get(key[:2], [])  # type: ignore[arg-type]
+            self._results[key] = _all_or_none(self._put_in(store, depth - 1) for store in stores)
+        return self._results[key]
+
+    def _put_in(self, store: ast.AST, depth: int) -> frozenset[str]:
+        value, around = self.value_of(store), self.scopes.parent.get(store)
+        if isinstance(around, (ast.For, ast.comprehension)):
+            return self._items(around.iter, depth)
+        return frozenset() if value is None else self.results(value, depth)
+
+    def _items(self, node: ast.expr, depth: int) -> frozenset[str]:
+        """The same for the items of a list."""
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
+            return self.results(node.elt, depth)
+        if isinstance(node, ast.Await) and isinstance(node.value, ast.Call):
+            given = [item for item in node.value.args if isinstance(item, ast.Starred)]
+            inner = given[0].value if len(given) == len(node.value.args) == 1 else None
+            if isinstance(inner, (ast.ListComp, ast.GeneratorExp)):
+                return self.results(ast.Await(inner.elt), depth)
+        values = self.values(node) if depth and isinstance(node, ast.Name) else None
+        uses = [
+            self.scopes.parent.get(self.scopes.parent.get(load, load))
+            for load in (self.uses(node) if values else ())
+            if isinstance(self.scopes.parent.get(load), ast.Attribute)
+        ]
+        given = [use.args[0] for use in uses if isinstance(use, ast.Call) and use.args]  # appended
+        made = [item for item in values or () if not isinstance(item, ast.List) or item.elts]
+        return _all_or_none(
+            [*(self._items(item, depth - 1) for item in made),
+             *(self.results(item, depth - 1) for item in given)]
+        )  # fmt: skip
+
+    def uses(self, node: ast.expr) -> list[ast.expr]:
+        """Everywhere that a variable, or an attribute of self, is read."""
+        if isinstance(node, ast.Name):
+            owner = self.scopes.owner(self.scopes.scope_of[node], node.id)
+            return list(self.scopes.loads.get((owner, node.id), ()))
+        return [
+            item
+            for item in self.nodes
+            if isinstance(item, ast.Attribute)
+            and item.attr == getattr(node, "attr", "")
+            and isinstance(item.ctx, ast.Load)
+        ]
+
+
+def _all_or_none(found: Iterable[frozenset[str]]) -> frozenset[str]:
+    """All together; nothing where one is not known."""
+    many = list(found)
+    return frozenset().union(*many) if all(many) else frozenset()
 
 
 class CallCheck:
@@ -187,6 +236,7 @@ class CallCheck:
         self.used_prompts: set[str] = set()
         self.own_prompts, self.any_prompt = self._own_prompts()
         self.written_keys = set(self._written_keys())
+        self._waiting: dict[ast.AST, bool] = {}
         for node in calls.nodes:
             check = getattr(self, f"_{type(node).__name__}", None)
             if check is not None and node in self.scopes.scope_of:
@@ -409,12 +459,14 @@ class CallCheck:
 
     def _Await(self, node: ast.Await) -> None:
         value = node.value
-        if isinstance(value, ast.Attribute) and _is_self(value.value):
-            if value.attr in self.shape.instances:
-                message = f"`{shown(value)}` is not called; write `await {shown(value)}(...)`"
-                self.refuse(K.ARGUMENTS, message, node)
+        built = isinstance(value, ast.Attribute) and value.attr in self.shape.instances
+        if built and _is_self(value.value):  # type: ignore[attr-defined]
+            message = f"`{shown(value)}` is not called; write `await {shown(value)}(...)`"
+            self.refuse(K.ARGUMENTS, message, node)
         function = self.calls.function(value.func) if isinstance(value, ast.Call) else None
-        if isinstance(function, ast.FunctionDef) and not any(map(self._waits, walk(function))):
+        if isinstance(function, ast.FunctionDef) and function not in self._waiting:
+            self._waiting[function] = any(map(self._waits, walk(function)))
+        if isinstance(function, ast.FunctionDef) and not self._waiting[function]:
             message = f"`{shown(value)}` is nothing to wait for; leave out `await`"
             self.refuse(K.ARGUMENTS, message, node)
 
@@ -570,7 +622,7 @@ class CallCheck:
             problem = f"{name} takes no prompts here; write its instruction under `prompts`"
             place = options["prompts"]  # type: ignore[assignment]
         else:
-            known = _options(node)
+            known = {key: value for key, value in _options(node).items() if value is not None}
             why = _problem_of(self.operators[name], name, known) if known else ""
             problem = f"{name} cannot be built: {why}" if why else ""
         if problem:
@@ -688,14 +740,14 @@ def _written_out(value: ast.expr) -> list[ast.expr] | None:
 
 
 def _options(node: ast.Call) -> dict[str, Any]:
-    """The options of an operator that is built, those that are written out."""
+    """The options of an operator that is built; None for one that is not written out."""
     options = {}
     for word in node.keywords:
         if word.arg and word.arg not in ("llm", "name"):
             try:
                 options[word.arg] = ast.literal_eval(word.value)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                continue  # the run tells
+                options[word.arg] = None
     return options
 
 

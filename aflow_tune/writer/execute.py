@@ -36,8 +36,12 @@ from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import OPERATORS, Operator
 from aflow_tune.sandbox.types import SandboxUnavailable
-from aflow_tune.writer.simpler import INSTRUCTIONS, default_instructions, straight_line
-from aflow_tune.writer.templates import default_graph
+from aflow_tune.writer.templates import (
+    INSTRUCTIONS,
+    default_graph,
+    default_instructions,
+    straight_line,
+)
 from aflow_tune.writer.types import Level, Verdict
 
 SHARE = 0.75

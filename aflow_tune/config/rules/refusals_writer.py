@@ -22,7 +22,7 @@ from aflow_tune.writer.types import PROBLEM_TYPES
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
-    from aflow_tune.writer.settings import AuxiliaryModel
+    from aflow_tune.writer.workflow import AuxiliaryModel
 
 OVER_TURNS = ("multi_step_grpo", "gigpo")
 """Algorithms whose advantage compares runs of several calls."""
@@ -33,7 +33,7 @@ _SHOWN = 3
 
 def auxiliary_models(config: AflowConfig) -> dict[str, AuxiliaryModel]:
     """The auxiliary models by name, with the lengths that they inherit where they name none."""
-    from aflow_tune.writer.settings import AuxiliaryModel
+    from aflow_tune.writer.workflow import AuxiliaryModel
 
     found = {}
     for auxiliary in config.explorer.auxiliary_models:
