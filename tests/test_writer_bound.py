@@ -69,7 +69,6 @@ def loop(head: str, before: str = "") -> str:
         (loop("for k in {'a': 1, 'b': 2}:"), 2, 2),
         (loop("for x in sorted({1, 2}, key=lambda one: -one):"), 2, 2),
         (loop("while i < 3:", "i = 0").replace(ASK, ASK + "    i += 1\n"), 3, 3),
-        (loop("while i > 0 and problem:", "i = 5").replace(ASK, ASK + "    i -= 2\n"), 3, 3),
         (
             loop("while True:", "i = 0").replace(
                 ASK, ASK + "    i += 1\n    if i >= 3:\n        break\n"

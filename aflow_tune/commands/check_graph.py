@@ -210,6 +210,11 @@ def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
             f"{bound.model_calls:,} ({limits.model_calls:,} allowed), {bound.prompt_tokens:,} "
             f"prompt and {bound.completion_tokens:,} completion tokens{money}"
         )
+    elif verdict.ok:
+        lines.append(
+            "at worst: its source does not tell; a run is stopped after "
+            f"{limits.model_calls:,} model calls"
+        )
     if verdict.refusals:
         lines.append("\nrefusals:")
         lines += [

@@ -55,8 +55,9 @@ MODULES: dict[str, frozenset[str] | None] = {
     "heapq": None,
     "html": frozenset({"escape", "unescape"}),
     "itertools": _words(
-        "accumulate chain combinations combinations_with_replacement compress count cycle dropwhile "
-        "filterfalse groupby islice pairwise permutations product repeat starmap takewhile zip_longest"
+        "accumulate chain combinations combinations_with_replacement compress count cycle "
+        "dropwhile filterfalse groupby islice pairwise permutations product repeat starmap "
+        "takewhile zip_longest"
     ),
     "json": frozenset({"JSONDecodeError", "dumps", "loads"}),
     "logging": LOGGING,

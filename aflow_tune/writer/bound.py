@@ -61,9 +61,7 @@ class Cost(NamedTuple):
 
     def times(self, turns: float) -> Cost:
         """So many times; what costs nothing costs nothing however often."""
-        return Cost(
-            self.calls and self.calls * turns, self.model_calls and self.model_calls * turns
-        )
+        return Cost(_product([self.calls, turns]), _product([self.model_calls, turns]))
 
 
 class _Ends(NamedTuple):
@@ -73,6 +71,12 @@ class _Ends(NamedTuple):
     turn: Cost | None = None
     loop: Cost | None = None
     most: Cost = Cost()
+
+
+def _product(factors: Iterable[float]) -> float:
+    """As `math.prod`, but nothing, however often, is nothing."""
+    many = list(factors)
+    return 0 if 0 in many else math.prod(many)
 
 
 def _larger(costs: Iterable[Cost | None]) -> Cost | None:
@@ -112,7 +116,7 @@ class WorstCase:
             cost = Cost().plus(*(self._function(part) for part in parts))
         except _TooLong:
             pass
-        self.bound = None if math.inf in cost else bound_of(cost, limits)
+        self.bound = bound_of(cost, limits) if all(map(math.isfinite, cost)) else None
 
     # What things cost
 
@@ -274,22 +278,21 @@ class WorstCase:
             options = dict(self.calls.options.get(instance, {}))
             given = options.pop("retries", self.limits.retries)
             retries = min(given, self.limits.retries) if isinstance(given, int) else 0
-            settings = {word.arg: self._number(word.value)[1] for word in node.keywords if word.arg}
             names = self.calls.parameters(name)
-            settings |= dict(
-                zip(names, (self._number(item)[1] for item in node.args), strict=False)
-            )
-            told = {
-                key: value if abs(value) < math.inf else None for key, value in settings.items()
-            }
-            numbers = {
-                key: value for key, value in options.items() if value is None or type(value) is int
-            }
-            most = _most_calls(kind, retries, {**numbers, **told})
+            options |= dict(zip(names, node.args, strict=False))
+            options |= {word.arg: word.value for word in node.keywords if word.arg}
+            most = _most_calls(kind, retries, {k: self._told(v) for k, v in options.items()})
         place = (node.lineno, node.col_offset + 1, name or "llm")
-        turns = math.prod(self._turns)
+        turns = _product(self._turns)
         self.spenders[place] += most * int(turns) if turns < math.inf else most
         return Cost(1, most)
+
+    def _told(self, value: Any) -> Any:
+        """An option or argument of an operator, the most of a number; None if it is not known."""
+        if not isinstance(value, ast.expr):
+            return value
+        most = self._number(value)[1]
+        return most if abs(most) < math.inf else None
 
     def _helper(self, node: ast.Call, function: Function | ast.Lambda) -> Cost:
         """A function of the graph, with what is known of its arguments here."""
@@ -386,7 +389,7 @@ class WorstCase:
         if isinstance(node, ast.Dict):
             return len(node.keys) if None not in node.keys else math.inf
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-            return math.prod(self._length(part.iter) for part in node.generators)
+            return _product(self._length(part.iter) for part in node.generators)
         if isinstance(node, ast.Await):
             return self._length(node.value)
         if isinstance(node, ast.IfExp):
@@ -395,7 +398,7 @@ class WorstCase:
             return self._length(node.left) + self._length(node.right)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             length, times = self._length(node.left), self._number(node.right)[1]
-            return length * times if 0 < times < math.inf else math.inf
+            return _product([length, max(0, times)])
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             stop = self._number(node.slice.upper) if node.slice.upper is not None else _UNKNOWN
             length = self._length(node.value)
@@ -421,7 +424,7 @@ class WorstCase:
         if name == "zip":
             return min(lengths, default=0)
         if name == "itertools.product":
-            return math.prod(lengths)
+            return _product(lengths)
         if name == "itertools.chain":
             return sum(lengths)
         if name == "asyncio.gather":
@@ -495,9 +498,9 @@ class WorstCase:
                 own = self.scopes.owner(self.scopes.scope_of[use], getattr(use, "id", ""))
                 return turns if node is own else math.inf
             if isinstance(node, ast.For):
-                turns *= self._length(node.iter)
+                turns = _product([turns, self._length(node.iter)])
             elif isinstance(node, ast.While):
-                turns *= self._turns_of(node)
+                turns = _product([turns, self._turns_of(node)])
             elif isinstance(node, ast.comprehension):
                 return math.inf
         return turns
@@ -520,66 +523,54 @@ class WorstCase:
 
     def _turns_of(self, node: ast.While) -> float:
         """Of a `while`: where `turns < 3` must hold, and its body itself counts `turns += 1`."""
-        tests = [node.test]
-        if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And):
-            tests = node.test.values
-        found = [self._turns_while(node, test, {ast.Lt: 0, ast.LtE: 1}) for test in tests]
-        found = [(turns, 0) for turns, _ in found]
-        for place, statement in enumerate(node.body):
-            if isinstance(statement, ast.If) and isinstance(statement.body[-1], _LEAVING):
-                turns, first = self._turns_while(node, statement.test, {ast.GtE: 0, ast.Gt: 1})
-                late = first >= place  # else the turn that meets the limit is the last
-                found.append((turns if late else max(1, turns), int(late)))
         if isinstance(node.test, ast.Constant) and not node.test.value:
             return 0
-        return min((turns + late for turns, late in found), default=math.inf)
+        both = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
+        tests = node.test.values if both else [node.test]  # type: ignore[attr-defined]
+        found = [self._turns_while(node, test, (ast.Lt, ast.LtE))[0] for test in tests]
+        for place, statement in enumerate(node.body):
+            if isinstance(statement, ast.If) and isinstance(statement.body[-1], _LEAVING):
+                turns, first = self._turns_while(node, statement.test, (ast.GtE, ast.Gt))
+                # Counted before it is asked, the turn that meets the limit is the last one.
+                found.append(turns + 1 if first >= place else max(1, turns))
+        return min(found)
 
     def _turns_while(
-        self, node: ast.While, test: ast.expr, signs: dict[type, int]
+        self, node: ast.While, test: ast.expr, signs: tuple[type, type]
     ) -> tuple[float, int]:
-        """`counter < limit`, or what ends the loop: turns, and where its body counts."""
+        """`counter < limit`, or its opposite that ends a loop: turns, and where its body counts."""
         unknown = (math.inf, 0)
-        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        if not isinstance(test, ast.Compare) or type(test.ops[-1]) not in signs:
             return unknown
-        counter, limit, sign = test.left, test.comparators[0], type(test.ops[0])
-        flipped = {ast.Gt: ast.Lt, ast.GtE: ast.LtE, ast.Lt: ast.Gt, ast.LtE: ast.GtE}
-        down = sign not in signs
-        if not isinstance(counter, ast.Name) or (down and flipped.get(sign) not in signs):
+        counter, limit = test.left, test.comparators[0]
+        if not isinstance(counter, ast.Name) or len(test.ops) > 1:
             return unknown
         owner = self.scopes.owner(self.scopes.scope_of[counter], counter.id)
         stores = self.scopes.stores.get((owner, counter.id), []) if owner is not None else []
         inside = {item for item in ast.walk(node) if isinstance(item, ast.Name)}
-        steps, starts, first = [], [], len(node.body)
         self._step(len(inside) + len(stores))
+        start, step, first = math.inf, math.inf, len(node.body)
         for store in stores:
             parent = self.scopes.parent.get(store)
             if store not in inside:
                 value = self.calls.value_of(store)
-                starts.append(_UNKNOWN if value is None else self._number(value))
+                start = min(start, -math.inf if value is None else self._number(value)[0])
             elif isinstance(parent, ast.AugAssign) and parent in node.body:
-                first = min(first, node.body.index(parent))
-                before = node.body[: node.body.index(parent)]
-                low, high = self._number(parent.value)
-                low, high = (low, high) if isinstance(parent.op, ast.Add) else (-high, -low)
-                skipped = any(isinstance(n, ast.Continue) for s in before for n in ast.walk(s))
-                steps.append((math.inf, math.inf) if skipped else (low, high))
+                place = node.body.index(parent)
+                first = min(first, place)
+                before = [item for part in node.body[:place] for item in ast.walk(part)]
+                skipped = any(isinstance(item, ast.Continue) for item in before)
+                adds = isinstance(parent.op, ast.Add) and not skipped
+                step = min(step, self._number(parent.value)[0] if adds else 0)
             else:
                 return unknown
-        if not steps or not starts or any(abs(step[0]) == math.inf for step in steps):
+        moved = {item.id for item in inside if isinstance(item.ctx, ast.Store)}
+        if any(isinstance(item, ast.Name) and item.id in moved for item in ast.walk(limit)):
             return unknown
-        moved = {n.id for n in inside if isinstance(n.ctx, ast.Store)}
-        if any(isinstance(n, ast.Name) and n.id in moved for n in ast.walk(limit)):
+        distance = self._number(limit)[1] - start + (type(test.ops[0]) in (ast.LtE, ast.Gt))
+        if not 0 < step < math.inf or not abs(distance) < math.inf:
             return unknown
-        more = signs.get(sign, signs.get(flipped.get(sign, ast.Eq), 0))
-        least, most = self._number(limit)
-        if not down:
-            step, distance = min(low for low, _ in steps), most - min(low for low, _ in starts)
-        else:
-            step = -max(high for _, high in steps)
-            distance = max(high for _, high in starts) - least
-        if step <= 0 or distance == math.inf:
-            return unknown
-        return max(0, math.ceil((distance + more) / step)), first
+        return max(0, math.ceil(distance / step)), first
 
     def _never_ends(self, node: ast.While) -> bool:
         """Whether nothing in a loop can end it."""
@@ -597,15 +588,8 @@ class WorstCase:
 
 
 _CHOICES = (
-    ast.If,
-    ast.IfExp,
-    ast.While,
-    ast.For,
-    ast.Try,
-    ast.Match,
-    ast.BoolOp,
-    ast.comprehension,
-)
+    ast.If, ast.IfExp, ast.While, ast.For, ast.Try, ast.Match, ast.BoolOp, ast.comprehension
+)  # fmt: skip
 """What may keep a function from calling itself again."""
 
 
@@ -621,7 +605,7 @@ def _arithmetic(
         return _UNKNOWN
     if isinstance(op, ast.Mult):
         return a * c, b * d
-    if isinstance(op, ast.Pow) and d < 20 and b**d <= MAX_TURNS:
+    if isinstance(op, ast.Pow) and (b <= 1 or d * math.log10(b) <= 18):
         return a**c, b**d
     if isinstance(op, ast.FloorDiv) and c > 0:
         return a // d, b // c

@@ -161,10 +161,10 @@ class Calls:
             return parent.value
         around = self.scopes.parent.get(parent) if isinstance(parent, ast.Tuple) else None
         value = around.value if isinstance(around, ast.Assign) else None
-        if isinstance(value, ast.Tuple) and isinstance(parent, ast.Tuple):
-            if len(value.elts) == len(parent.elts):
-                return value.elts[parent.elts.index(store)]  # type: ignore[arg-type]
-        return None
+        if not isinstance(value, ast.Tuple) or not isinstance(parent, ast.Tuple):
+            return None
+        fits = len(value.elts) == len(parent.elts)
+        return value.elts[parent.elts.index(store)] if fits else None  # type: ignore[arg-type]
 
     def results(self, node: ast.expr, depth: int = 4) -> frozenset[str]:
         """The operators whose whole result an expression is; none where it may be anything else."""
@@ -622,7 +622,11 @@ class CallCheck:
             problem = f"{name} takes no prompts here; write its instruction under `prompts`"
             place = options["prompts"]  # type: ignore[assignment]
         else:
-            known = {key: value for key, value in _options(node).items() if value is not None}
+            known = {
+                key: value
+                for key, value in _options(node).items()
+                if not isinstance(value, ast.AST)
+            }
             why = _problem_of(self.operators[name], name, known) if known else ""
             problem = f"{name} cannot be built: {why}" if why else ""
         if problem:
@@ -733,21 +737,20 @@ def _written_out(value: ast.expr) -> list[ast.expr] | None:
     """The items of a display, and the calls of `await asyncio.gather(...)`."""
     if isinstance(value, (ast.Tuple, ast.List)):
         return value.elts
-    if isinstance(value, ast.Await) and isinstance(value.value, ast.Call):
-        if shown(value.value.func) in ("asyncio.gather", "gather"):
-            return value.value.args
-    return None
+    call = value.value if isinstance(value, ast.Await) else None
+    gathers = isinstance(call, ast.Call) and shown(call.func) in ("asyncio.gather", "gather")
+    return call.args if gathers else None  # type: ignore[union-attr]
 
 
 def _options(node: ast.Call) -> dict[str, Any]:
-    """The options of an operator that is built; None for one that is not written out."""
+    """The options of an operator that is built; an expression where one is not written out."""
     options = {}
     for word in node.keywords:
         if word.arg and word.arg not in ("llm", "name"):
             try:
                 options[word.arg] = ast.literal_eval(word.value)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                options[word.arg] = None
+                options[word.arg] = word.value
     return options
 
 

@@ -300,15 +300,10 @@ class _Carried:
 
     def _holds(self, *parts: ast.AST | None) -> bool:
         for node in (item for part in parts if part is not None for item in ast.walk(part)):
-            if isinstance(node, ast.Call) and self.calls.handles(node):
-                return True
-            if isinstance(node, ast.Await):
-                call = node.value if isinstance(node.value, ast.Call) else None
-                if call is None or self.calls.function(call.func) is None:
-                    return True
-            elif isinstance(node, ast.Name) and node.id in self.names:
-                return True
-            elif isinstance(node, ast.Attribute) and f".{node.attr}" in self.names:
+            call = node.value if isinstance(node, ast.Await) else None
+            own = isinstance(call, ast.Call) and self.calls.function(call.func) is not None
+            name = getattr(node, "id", f".{getattr(node, 'attr', '')}")
+            if (call is not None and not own) or self.calls.handles(node) or name in self.names:
                 return True
         return False
 
@@ -329,9 +324,8 @@ class _Carried:
         elif isinstance(node, (ast.If, ast.While, ast.Match)):
             if self._holds(getattr(node, "test", None), getattr(node, "subject", None)):
                 self._decide([*children(node)])
-        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            if self._holds(node.context_expr):
-                self._put([node.optional_vars])
+        elif isinstance(node, ast.withitem) and self._holds(node.context_expr):
+            self._put([node.optional_vars] if node.optional_vars is not None else [])
         elif isinstance(node, ast.Call):
             self._call(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

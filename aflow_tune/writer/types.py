@@ -50,7 +50,7 @@ class RefusalKind(StrEnum):
     ARGUMENTS = "arguments"
     """A call that does not fit the operator's signature."""
     UNBOUNDED = "unbounded"
-    """A loop or a recursion whose number of turns cannot be told."""
+    """A loop or a recursion that plainly never ends."""
     OVER_BUDGET = "over_budget"
     TOO_LARGE = "too_large"
 
@@ -151,6 +151,15 @@ class CheckLimits:
     """Highest price among the models that may be called; None: not known."""
     usd_per_completion_token: float | None = None
 
+    @property
+    def affordable_calls(self) -> int:
+        """Model calls that `usd` pays for at worst; `model_calls` where no money is counted."""
+        prices = (self.usd_per_prompt_token, self.usd_per_completion_token)
+        if self.usd is None or prices[0] is None or prices[1] is None:
+            return self.model_calls
+        each = self.call_prompt_tokens * prices[0] + self.call_completion_tokens * prices[1]
+        return min(self.model_calls, int(self.usd / each + 1e-9)) if each else self.model_calls
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -180,7 +189,7 @@ class Verdict:
     """The graph with its prompts; None where its code is no Python."""
     refusals: tuple[Refusal, ...] = ()
     bound: Bound | None = None
-    """None where it could not be computed."""
+    """None where the source does not tell one: the meter of the run stops the graph."""
 
     @property
     def ok(self) -> bool:

@@ -62,7 +62,7 @@ from aflow_tune.writer.results import (
     usage_of,
 )
 from aflow_tune.writer.templates import default_graph
-from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemType
+from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemType, Verdict
 
 if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
@@ -112,7 +112,7 @@ class WriterWorkflow:
     """The policy's prompt. None: the shipped one."""
     turns: int = 1
     check: CheckLimits = field(default_factory=CheckLimits)
-    """What a graph may use at worst; one that could use more is refused."""
+    """What a graph may use at worst; one that could use more is refused, or stopped."""
     seconds: float = 180.0
     """For running one graph, fallbacks included."""
     sandbox: str = "auto"
@@ -344,7 +344,7 @@ class WriterWorkflow:
                     executor=clients[self.executor],
                     clients=clients,
                     models=self.models,
-                    limits=self._limits(),
+                    limits=self._limits(verdict),
                     sandbox=self.sandbox,
                     problem_type=problem_type,
                     operators=self.operators,
@@ -367,11 +367,13 @@ class WriterWorkflow:
             client = client_for(role)
         return client if role in self.limited else _Limited(client, self.check)
 
-    def _limits(self) -> GraphLimits:
-        """What the check allowed, enforced while the graph runs."""
+    def _limits(self, verdict: Verdict) -> GraphLimits:
+        """What the check allowed, enforced while the graph runs; of a graph whose bound could not
+        be told also the money."""
+        calls = self.check.model_calls
         return GraphLimits(
             seconds=self.seconds,
-            model_calls=self.check.model_calls,
+            model_calls=calls if verdict.bound is not None else self.check.affordable_calls,
             tokens=self.check.tokens,
             call_prompt_tokens=self.check.call_prompt_tokens,
             retries=self.check.retries,
