@@ -182,13 +182,6 @@ def test_tokens_and_money() -> None:
     assert "Custom on line 10 takes up to 5" in refusals[0].message
 
 
-def test_a_graph_that_is_refused_otherwise_still_has_its_bound() -> None:
-    verdict = check(workflow(ASK + "import os\n" + DONE))
-    assert verdict.bound is not None
-    assert verdict.bound.model_calls == 1
-    assert check(workflow(f"while problem:\n    {ASK}" + DONE)).bound is None
-
-
 ALIASES = {
     "a method of the class": "for n in range(9):\n    list.append(xs, n)",
     "a method that is handed over": "list(map(xs.append, range(9)))",

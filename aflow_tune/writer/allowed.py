@@ -73,8 +73,8 @@ MODULES: dict[str, frozenset[str] | None] = {
     "unicodedata": None,
 }
 """Modules of Python, each with what may be used of it. None: all that is public."""
-_EVALUATING = frozenset({"typing.ForwardRef", "typing.get_type_hints"})
-"""They make code of texts."""
+_EVALUATING = frozenset({"string.Formatter", "typing.ForwardRef", "typing.get_type_hints"})
+"""They make code of texts, or read attributes that these name."""
 BUILTINS = _words(
     "abs all any bin bool callable chr dict divmod enumerate filter float format frozenset "
     "getattr hasattr hash hex int isinstance issubclass iter len list map max min next oct ord "
@@ -129,7 +129,7 @@ _FORBIDDEN = {
     "dir": "a graph names its values",
 }
 _STATIC = "staticmethod"
-_READS_PRIVATE = re.compile(r"\{[^{}\s]*[.\[]_\w*[^{}]*\}")
+_READS_PRIVATE = re.compile(r"\{[^{}\s]*[.\[]__\w+__[^{}]*\}")
 """A text that `format` would read private attributes by."""
 NAME = "__name__"
 """Of a module, a class or a function: a text, and what loggers are called by."""
@@ -322,11 +322,10 @@ class _Check:
     def _Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Name):
             self.called.add(node.func)
-        formats = isinstance(node.func, ast.Attribute) and node.func.attr.startswith("format")
-        for text in ast.walk(node) if formats else ():
-            value = text.value if isinstance(text, ast.Constant) else None
-            if isinstance(value, str) and _READS_PRIVATE.search(value):
-                self.refuse("format may not read private attributes", text)
+
+    def _Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and _READS_PRIVATE.search(node.value):
+            self.refuse("a text may not make format read private attributes", node)
 
     def _Import(self, node: ast.Import) -> None:
         for alias in node.names:

@@ -290,6 +290,9 @@ class CallCheck:
             if not isinstance(around, ast.Attribute) and not asked:
                 message = f"`{node.id}` is a module; use a name in it, as in json.loads(...)"
                 self.refuse(K.NOT_ALLOWED, message, node)
+        called = isinstance(around, ast.Call) and around.func is node
+        if module == "type" and not called and not isinstance(around, (ast.Compare, *FUNCTIONS)):
+            self.refuse(K.NOT_ALLOWED, "type is only called, as in type(found)", node)
         owner = self.scopes.owner(self.scopes.scope_of[node], node.id)
         known = node.id in BUILTINS or node.id in GIVEN or node.id.startswith("__")
         if owner is None and not known and self.scopes.imports_all:
