@@ -223,7 +223,10 @@ class WorstCase:
 
     def _expression(self, node: ast.AST) -> Cost:
         self._step()
-        if isinstance(node, (ast.Constant, ast.Name, ast.Lambda)):
+        own = self.calls.function(node)  # type: ignore[arg-type]
+        if own is not None:  # handed on: nobody knows how often it is called
+            return self._applied(own, math.inf)
+        if isinstance(node, (ast.Constant, ast.Name)):
             return Cost()
         if isinstance(node, ast.IfExp):
             ways = [self._expression(node.body), self._expression(node.orelse)]
@@ -245,30 +248,40 @@ class WorstCase:
         return before.plus(inner)
 
     def _call(self, node: ast.Call) -> Cost:
-        cost = self._expressions(node)
-        if handles := self.calls.handles(node):
-            each = [self._operator(node, instance, name) for instance, name in sorted(handles)]
-            return cost.plus(_larger(each) or Cost())
-        function = self.calls.function(node.func)
-        if function is not None:
-            return cost.plus(self._helper(node, function))
-        name = self.calls.python_name(node.func)
-        applied = [
-            word.value for word in node.keywords if word.arg in ("key", "default_factory")
-        ] + (node.args if name or isinstance(node.func, ast.Attribute) else [])
-        for given in applied:
-            instance = given.attr if isinstance(given, ast.Attribute) else ""
-            own = self.calls.function(given)
-            turns = max((self._length(item) for item in node.args if item is not given), default=1)
-            turns = turns if name in ("map", "filter", "min", "max", "sorted") else math.inf
-            self._turns.append(turns)
+        function, name = self.calls.function(node.func), self.calls.python_name(node.func)
+        handles = self.calls.handles(node)
+        cost = Cost() if function is not None else self._expression(node.func)
+        given = [*node.args, *(word.value for word in node.keywords)]
+        turns = max([self._length(item) for item in node.args if not self._is_called(item)] or [1])
+        turns = turns if name in ("map", "filter", "min", "max", "sorted") else math.inf
+        for item in given:
+            own = self.calls.function(item) if name else None
+            instance = getattr(item, "attr", "") if not handles and function is None else ""
             if own is not None:
-                own_cost = Cost(math.inf, math.inf) if own in self._stack else self._function(own)
-                cost = cost.plus(own_cost.times(turns))
-            elif instance in self.calls.shape.instances and not isinstance(given, ast.Call):
+                cost = cost.plus(self._applied(own, turns))
+                continue
+            cost = cost.plus(self._expression(item))
+            if instance in self.calls.shape.instances:
+                self._turns.append(turns)
                 operator = self.calls.shape.instances[instance]
                 cost = cost.plus(self._operator(node, instance, operator).times(turns))
-            self._turns.pop()
+                self._turns.pop()
+        if handles:
+            each = [self._operator(node, instance, name) for instance, name in sorted(handles)]
+            return cost.plus(_larger(each) or Cost())
+        return cost if function is None else cost.plus(self._helper(node, function))
+
+    def _is_called(self, node: ast.expr) -> bool:
+        """Whether an argument is what Python's function is to call."""
+        instances = self.calls.shape.instances
+        return self.calls.function(node) is not None or getattr(node, "attr", "") in instances
+
+    def _applied(self, function: Function | ast.Lambda, turns: float) -> Cost:
+        if function in self._stack:
+            return Cost(math.inf, math.inf)
+        self._turns.append(turns)
+        cost = self._function(function).times(turns)
+        self._turns.pop()
         return cost
 
     def _operator(self, node: ast.Call, instance: str, name: str) -> Cost:

@@ -22,7 +22,7 @@ from aflow_tune.graph import inside
 from aflow_tune.graph.broker import bind
 from aflow_tune.graph.flow import MODEL, Flow, place_of
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
-from aflow_tune.graph.tree import walk
+from aflow_tune.graph.tree import parameters, walk
 from aflow_tune.models.scripted import ScriptedModel
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import (
@@ -149,10 +149,16 @@ class Calls:
             return None if None in found or not found else found  # type: ignore[return-value]
         if not isinstance(node, ast.Name) or node not in self.scopes.scope_of:
             return None
-        owner = self.scopes.owner(self.scopes.scope_of[node], node.id)
-        stores = self.scopes.stores.get((owner, node.id), []) if owner is not None else []
-        values = [self.value_of(store) for store in stores]
+        values = [self.value_of(store) for store in self._stores(node)]
         return None if not values or None in values else values  # type: ignore[return-value]
+
+    def _stores(self, node: ast.Name) -> list[ast.AST]:
+        """Where a name is set; nothing for a parameter, which may be anything."""
+        owner = self.scopes.owner(self.scopes.scope_of[node], node.id)
+        arguments = owner.args if isinstance(owner, FUNCTIONS) else None
+        if arguments is not None and node.id in {item.arg for item in parameters(arguments)}:
+            return []
+        return [] if owner is None else self.scopes.stores.get((owner, node.id), [])
 
     def value_of(self, store: ast.AST) -> ast.expr | None:
         """What is assigned where a name is set; None where that is no plain assignment."""
@@ -175,8 +181,8 @@ class Calls:
             return frozenset()
         key = (self.scopes.owner(self.scopes.scope_of[node], node.id), node.id, depth)
         if key not in self._results:
-            stores = self.scopes.stores.get(key[:2], [])  # type: ignore[arg-type]
-            self._results[key] = _all_or_none(self._put_in(store, depth - 1) for store in stores)
+            found = [self._put_in(store, depth - 1) for store in self._stores(node)]
+            self._results[key] = _all_or_none(found)
         return self._results[key]
 
     def _put_in(self, store: ast.AST, depth: int) -> frozenset[str]:

@@ -23,7 +23,7 @@ from aflow_tune.graph import inside
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph, bare
-from aflow_tune.graph.shape import Shape, workflow_methods
+from aflow_tune.graph.shape import Function, Shape, workflow_methods
 from aflow_tune.graph.tree import children, levels, parameters
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import BUILTINS, Scopes, check_syntax
@@ -328,9 +328,8 @@ class _Carried:
             self._put([node.optional_vars] if node.optional_vars is not None else [])
         elif isinstance(node, ast.Call):
             self._call(node)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            if any(map(self._returned, returns_of(node))):
-                self.names |= {node.name, f".{node.name}"}
+        elif isinstance(node, Function) and any(map(self._returned, returns_of(node))):
+            self.names |= {node.name, f".{node.name}"}
 
     def _call(self, node: ast.Call) -> None:
         """What a call is given may end up in its owner, and in what else it is given."""
