@@ -330,7 +330,7 @@ class WorstCase:
         if not any(isinstance(item, ast.Starred) for item in node.args):
             given |= {item.arg: value for item, value in zip(positional, node.args, strict=False)}
         given |= {word.arg: word.value for word in node.keywords if word.arg}
-        found = {
+        found: dict[tuple[ast.AST, str], tuple[Any, Any]] = {
             (function, name): (self._number(value), self._length(value))
             for name, value in given.items()
         }
@@ -593,9 +593,9 @@ class WorstCase:
             return False
         asked = [item for item in ast.walk(node.test) if not isinstance(item, ast.expr_context)]
         moved = {item.id for item in inside if isinstance(item, ast.Name)}
-        plain = (ast.Constant, ast.Name, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.cmpop)
-        plain += (ast.boolop, ast.unaryop)
-        return all(isinstance(item, plain) for item in asked) and not any(
+        plain = (ast.Constant, ast.Name, ast.Compare, ast.BoolOp, ast.UnaryOp)
+        signs = (ast.cmpop, ast.boolop, ast.unaryop)
+        return all(isinstance(item, (*plain, *signs)) for item in asked) and not any(
             isinstance(item, ast.Name) and item.id in moved for item in asked
         )
 

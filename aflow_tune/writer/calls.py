@@ -12,7 +12,6 @@ no way leads from one around the allow-list (`allowed.py`).
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -91,6 +90,7 @@ class Calls:
             if isinstance(node, Function) and node in scopes.scope_of:
                 key = (scopes.scope_of[node], node.name)
                 self.defined.setdefault(key, []).append(node)
+        self._facts: dict[str, Facts] = {}
         self._results: dict[tuple[Any, str, int], frozenset[str]] = {}
 
     def _imports(self) -> Iterator[tuple[tuple[ast.AST, str], str]]:
@@ -125,9 +125,15 @@ class Calls:
             return frozenset()
         return self.flow.calls.get(place_of(node), frozenset())
 
+    def facts(self, operator: str) -> Facts:
+        """What is known of an operator."""
+        if operator not in self._facts:
+            self._facts[operator] = Facts(self.operators[operator])
+        return self._facts[operator]
+
     def parameters(self, operator: str) -> list[str]:
         """Of an operator's call."""
-        return _facts(self.operators[operator]).names
+        return self.facts(operator).names
 
     def function(self, node: ast.expr) -> Function | ast.Lambda | None:
         """The function of the graph that an expression names."""
@@ -176,7 +182,7 @@ class Calls:
         """The operators whose whole result an expression is; none where it may be anything else."""
         if isinstance(node, ast.Await):
             found = frozenset(name for _, name in self.handles(node.value))
-            return found if "" not in found else frozenset()
+            return found if found <= set(self.operators) else frozenset()
         if not depth or not isinstance(node, ast.Name) or node not in self.scopes.scope_of:
             return frozenset()
         key = (self.scopes.owner(self.scopes.scope_of[node], node.id), node.id, depth)
@@ -206,11 +212,11 @@ class Calls:
             for load in (self.uses(node) if values else ())
             if isinstance(self.scopes.parent.get(load), ast.Attribute)
         ]
-        given = [use.args[0] for use in uses if isinstance(use, ast.Call) and use.args]  # appended
+        appended = [use.args[0] for use in uses if isinstance(use, ast.Call) and use.args]
         made = [item for item in values or () if not isinstance(item, ast.List) or item.elts]
         return _all_or_none(
             [*(self._items(item, depth - 1) for item in made),
-             *(self.results(item, depth - 1) for item in given)]
+             *(self.results(item, depth - 1) for item in appended)]
         )  # fmt: skip
 
     def uses(self, node: ast.expr) -> list[ast.expr]:
@@ -348,7 +354,7 @@ class CallCheck:
                 self.refuse(K.UNKNOWN_NAME, message, node)
         elif name not in _RESULT_METHODS and (results := self.calls.results(owner)):
             result = sorted(results)[0]
-            keys = _facts(self.operators[result]).keys
+            keys = self.calls.facts(result).keys
             cure = f"its keys are {listed(keys)}{did_you_mean(name, keys)}"
             cure = f'write {shown(owner)}["{name}"]' if name in keys else cure
             message = f"the result of {result} is a dictionary; {cure}"
@@ -403,7 +409,7 @@ class CallCheck:
     def _key(self, node: ast.AST, owner: ast.expr, key: str) -> None:
         """`result["response"]`: whether one of the operators that it may be of returns that."""
         results = sorted(self.calls.results(owner) or ())
-        keys = [_facts(self.operators[name]).keys for name in results if name in self.operators]
+        keys = [self.calls.facts(name).keys for name in results if name in self.operators]
         if not keys or key in self.written_keys or any(key in item for item in keys):
             return
         message = (
@@ -454,7 +460,7 @@ class CallCheck:
         display = next((name for name, kind in _DISPLAYS.items() if isinstance(value, kind)), None)
         if results:
             name = sorted(results)[0]
-            key = list(_facts(self.operators[name]).keys)[-1]
+            key = list(self.calls.facts(name).keys)[-1]
             message = (
                 f"__call__ returns the whole result of {name}; return its text, as in "
                 f'{shown(value)}["{key}"]'
@@ -664,7 +670,7 @@ class CallCheck:
 
     def _misuse(self, node: ast.Call, instance: str, name: str) -> tuple[str, ast.AST] | None:
         """What does not fit in a call of this operator, and where."""
-        who, facts = f"{instance} ({name})", _facts(self.operators[name])
+        who, facts = f"{instance} ({name})", self.calls.facts(name)
         call = self.calls.methods.get("__call__")
         for given in node.args:
             if isinstance(given, ast.Starred):
@@ -763,7 +769,7 @@ def _options(node: ast.Call) -> dict[str, Any]:
     return options
 
 
-class _Facts:
+class Facts:
     """What the check needs to know of an operator."""
 
     def __init__(self, kind: type[Operator]) -> None:
@@ -787,9 +793,6 @@ class _Facts:
         if not unknown or self.takes_any:
             return ""
         return f"it has no argument `{unknown[0]}`{did_you_mean(unknown[0], self.names)}"
-
-
-_facts = functools.lru_cache(maxsize=256)(_Facts)
 
 
 def _shown_parameter(parameter: inspect.Parameter) -> str:

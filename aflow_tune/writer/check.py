@@ -183,6 +183,9 @@ class _Check:
     def _follow(self, shape: Shape, scopes: Scopes) -> set[str]:
         """Check the calls and what they cost; the names of `prompts` that the code reads."""
         assert self.graph is not None
+        if not self.graph.flow.complete:
+            self.too_large("the graph is too large to be followed; write fewer and shorter steps")
+            return set()
         calls = Calls(shape, self.graph.flow, scopes, self.operators)
         found = CallCheck(calls, self.graph.told, self.refusals)
         worst = WorstCase(calls, self.limits, self.refusals)
