@@ -2,9 +2,9 @@
 names.
 
 What is not named here is refused, with what to write instead. The list keeps graphs readable and
-without effects of their own. It is no wall: the code still runs in the sandbox.
+without effects of their own. It is not the security boundary: that is the sandbox.
 
-What values a name may have, and which names of modules are used, is for `kinds.py`.
+Which names of modules are used, and what is called with what, is for `calls.py`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class _Check:
         call = node.value if isinstance(node, ast.Expr) else None
         called = call.func if isinstance(call, ast.Call) else None
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-            return  # logging.basicConfig(...), random.seed(...): which, is for `kinds.py`
+            return  # logging.basicConfig(...), random.seed(...): which, is for `calls.py`
         message = (
             f"`{shown(node)}` stands outside of the class; beside it only imports, constants and "
             "functions are allowed"

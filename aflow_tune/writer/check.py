@@ -1,12 +1,13 @@
 """The check before running: whether a written graph may run, and what it can cost at worst.
 
-    text -> `form.py` -> syntax -> `allowed.py`, `names.py` -> `bound.py` -> budget
+    text -> `form.py` -> syntax -> `allowed.py` -> `calls.py` -> `bound.py` -> budget
 
 Each refusal is a sentence that a policy could learn from, with its place in the graph's code.
 All that is found is said at once, in the order of the code, and nothing that only follows from
 something else. Nothing of the graph is run, and no text makes the check raise, or take long.
 
-What passes is bounded and plain; it still runs in the sandbox, under limits of its own.
+What passes still runs in the sandbox, under limits of its own, which also stop a graph whose bound
+could not be told.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph, bare
+from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
 from aflow_tune.graph.tree import children, levels, parameters
 from aflow_tune.operators import Operator
@@ -52,6 +53,8 @@ MAX_PROMPT_CHARS = 20_000
 LABEL = "graph_code"
 """How messages name the graph."""
 _CODE_PROBLEM = "code"
+_MOST_PASSES = 12
+"""Over the code, for where results go. What takes more is not refused."""
 
 
 def check_written(
@@ -286,14 +289,19 @@ class _Carried:
         self.names: set[str] = set()
         self.decided: set[ast.AST] = set()
         """What is reached, or not, by what an operator gave."""
-        before = -1
-        while before != (before := len(self.names) + len(self.decided)):
-            for node in calls.nodes:
-                self._pass_on(node)
+        self.settled = any(self._settles() for _ in range(_MOST_PASSES))
+
+    def _settles(self) -> bool:
+        """One pass over the code; whether it found nothing new."""
+        before = len(self.names) + len(self.decided)
+        for node in self.calls.nodes:
+            self._pass_on(node)
+        return before == len(self.names) + len(self.decided)
 
     def reaches_answer(self) -> bool:
         """Whether an answer of the workflow may come from an operator."""
-        return any(map(self._returned, returns_of(self.calls.methods["__call__"])))
+        returns = returns_of(self.calls.methods["__call__"])
+        return not self.settled or any(map(self._returned, returns))
 
     def _returned(self, node: ast.Return) -> bool:
         value: Any = node.value

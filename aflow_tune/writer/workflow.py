@@ -149,7 +149,7 @@ class WriterWorkflow:
         Raises:
             ExecutorFailed: the frozen models did not answer.
             Unscored: the scorer could not tell.
-            SandboxUnavailable: the graph would have to run, and no wall can be built here.
+            SandboxUnavailable: the graph would have to run, and no sandbox can be built here.
             BadInput: the row has no problem, or its type or benchmark is not known.
         """
         benchmark = self._benchmark_of(task)
