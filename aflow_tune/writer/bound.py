@@ -310,7 +310,9 @@ class WorstCase:
     def _helper(self, node: ast.Call, function: Function | ast.Lambda) -> Cost:
         """A function of the graph, with what is known of its arguments here."""
         if function in self._stack:
-            if not any(isinstance(item, _CHOICES) for item in ast.walk(function)):
+            around = self._stack[self._stack.index(function) :]
+            inside = [item for one in around for item in ast.walk(one)]
+            if not any(isinstance(item, _CHOICES) for item in inside):
                 name = getattr(function, "name", "the lambda")
                 message = f"{name} calls itself for ever; write a `for` over range(...) instead"
                 self.refusals.add(RefusalKind.UNBOUNDED, message, node)
@@ -361,12 +363,9 @@ class WorstCase:
             self._asked.add(node)
             found = [self._number(value) for value in values or ()]
             self._asked.discard(node)
-            if found and not self._is_stepped(node):
+            if found:
                 return min(low for low, _ in found), max(high for _, high in found)
         return _UNKNOWN
-
-    def _is_stepped(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and len(self.calls.values(node) or ()) > 1
 
     def _number_of_call(self, node: ast.Call) -> tuple[float, float]:
         name = self.calls.python_name(node.func)
