@@ -337,3 +337,11 @@ def test_statements_that_do_not_depend_on_each_other_have_no_order() -> None:
     chained = check(workflow(chain, build)).graph
     assert chained is not None
     assert structure_of(chained) == "Custom Programmer | P>0 0>1 1>A"
+
+
+def test_without_a_bound_no_more_calls_are_made_than_the_money_pays_for() -> None:
+    prices = {"usd_per_prompt_token": 0.001, "usd_per_completion_token": 0.002}
+    tokens = {"call_prompt_tokens": 100, "call_completion_tokens": 10}  # a call costs $0.12
+    assert CheckLimits(model_calls=20, usd=0.5, **prices, **tokens).affordable_calls == 4
+    assert CheckLimits(model_calls=3, usd=0.5, **prices, **tokens).affordable_calls == 3
+    assert CheckLimits(model_calls=20, usd=0.5).affordable_calls == 20

@@ -199,3 +199,31 @@ def test_the_tables_of_names_exist() -> None:
     for module, names in MODULES.items():
         loaded = __import__(module, fromlist=["_"])
         assert all(hasattr(loaded, name) for name in names or ())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '"{0.__class__}".format(self)',
+        'text = "{0.__init__.__globals__}"\ntext.format(self)',
+        'kind = type\nkind("A", (), {})',
+        'read = getattr\nread(self, "__dict__")',
+        '[getattr][0](self, "__dict__")',
+        "import typing\n[typing][0].sys",
+        "import typing\n(lambda module: module.sys)(typing)",
+        "import typing\nself.typing = typing\nself.typing.sys",
+        'import logging\nlog = logging.basicConfig\nlog(filename="x")',
+        'import logging\nlogging.basicConfig(**{"filename": "x"})',
+        'import string\nstring.Formatter().get_field("0.__class__", [self], {})',
+        'import functools\nfunctools.partial(getattr, self)("__dict__")',
+        'import asyncio\nawait asyncio.create_subprocess_shell("id")',
+        "x = open if problem else None",
+        "def f(x=eval('1')):\n    return x",
+        "try:\n    1 / 0\nexcept Exception as e:\n    e.__traceback__.tb_frame",
+        "import copy\ncopy.copyreg",
+        "json = 1\nglobal json",
+    ],
+)
+def test_ways_around_the_list_are_refused(body: str) -> None:
+    verdict = check(workflow(f"r = await self.solve(problem)\n{body}\n" + DONE))
+    assert {refusal.kind for refusal in verdict.refusals} & {K.NOT_ALLOWED, K.SYNTAX}
