@@ -338,6 +338,9 @@ BODIES: dict[str, str | tuple[str, ...]] = {
     "return r['response']",
     "cost": ASK + "cost = self.llm.get_usage_summary()['total_cost']\nreturn r['response'], cost",
     "heapq": "import heapq\n" + GATHER + "return heapq.nlargest(1, answers, key=len)[0]",
+    "walrus over lines": "import re\n" + ASK + "text = (\n    m.group(1)\n"
+    "    if (m := re.search('x(.*)', r['response']))\n    else r['response']\n)\nreturn text",
+    "one key or another": ASK + "return r.get('answer') or r.get('response') or ''",
     "similar": "from difflib import SequenceMatcher\n"
     + GATHER
     + "def near(a, b):\n    return SequenceMatcher(None, a, b).ratio()\n"

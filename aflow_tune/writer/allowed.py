@@ -494,6 +494,8 @@ class Scopes:
             return
         if any(getattr(store, "lineno", 0) <= node.lineno for store in stores):
             return
+        if any(isinstance(self.parent.get(store), ast.NamedExpr) for store in stores):
+            return
         if owner not in self._binds_besides:
             kinds = (ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Try, ast.Match)
             inside_ = ast.walk(owner)

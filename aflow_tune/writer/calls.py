@@ -47,6 +47,8 @@ _RESULT_METHODS = frozenset(
 _PUTTING = ("update", "setdefault")
 _READING = frozenset({"str", "print", "len", "int", "float", "isinstance"})
 _WRITES_FILES = ("filename", "handlers", "stream")
+_ASKING = (ast.BoolOp, ast.Compare, ast.If, ast.IfExp, ast.UnaryOp)
+"""Where None is as good as any other value."""
 _DISPLAYS = {
     "dict": (ast.Dict, ast.DictComp),
     "list": (ast.List, ast.ListComp),
@@ -87,7 +89,8 @@ class Calls:
         self.imported = dict(self._imports())
         self.defined: dict[tuple[ast.AST, str], list[Function]] = {}
         for node in self.nodes:
-            if isinstance(node, Function) and node in scopes.scope_of:
+            method = node in self.methods.values()
+            if isinstance(node, Function) and node in scopes.scope_of and not method:
                 key = (scopes.scope_of[node], node.name)
                 self.defined.setdefault(key, []).append(node)
         self._facts: dict[str, Facts] = {}
@@ -572,7 +575,7 @@ class CallCheck:
                 self.used_prompts |= {key} if _is_prompts(node.func.value) else set()
             elif isinstance(key, str) and _is_prompts(node.func.value):
                 self._prompt(node.args[0], key, f'self.prompts["{key:.60}"]')
-            elif isinstance(key, str):
+            elif isinstance(key, str) and not isinstance(self.scopes.parent.get(node), _ASKING):
                 self._key(node.args[0], node.func.value, key)
 
     def _gives_data(self, node: ast.expr) -> bool:
