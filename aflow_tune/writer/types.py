@@ -102,11 +102,6 @@ class Refusals:
         elif refusal not in self._elsewhere:
             self._elsewhere.append(refusal)
 
-    def take(self, others: Refusals) -> None:
-        """Take over what was refused elsewhere."""
-        for refusal in others.in_order():
-            self.at(refusal.kind, refusal.message, refusal.line, refusal.column)
-
     def has_line(self, line: int) -> bool:
         """Whether something was refused on a line."""
         return any(place[0] == line for place in self._by_place)
