@@ -190,8 +190,9 @@ class Calls:
             return frozenset()
         key = (self.scopes.owner(self.scopes.scope_of[node], node.id), node.id, depth)
         if key not in self._results:
-            found = [self._put_in(store, depth - 1) for store in self._stores(node)]
-            self._results[key] = _all_or_none(found)
+            self._results[key] = _all_or_none(
+                self._put_in(store, depth - 1) for store in self._stores(node)
+            )
         return self._results[key]
 
     def _put_in(self, store: ast.AST, depth: int) -> frozenset[str]:
