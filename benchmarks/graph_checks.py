@@ -19,7 +19,7 @@ from generated_graphs import FAULTS, Generator
 from aflow_tune.operators import OPERATORS
 from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import as_text
-from aflow_tune.writer.structure import structure_of
+from aflow_tune.writer.results import structure_of
 from aflow_tune.writer.types import CheckLimits
 
 

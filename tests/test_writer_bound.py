@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written_corpus import ENDLESS
 from written_samples import PLAIN, workflow
 
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.run import GraphRun
+from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models.client import ScriptedModel
 from aflow_tune.models.types import Message
 from aflow_tune.operators import OPERATORS
 from aflow_tune.writer.check import check_graph_of
-from aflow_tune.writer.structure import operators_of, structure_of
+from aflow_tune.writer.results import operators_of, structure_of
 from aflow_tune.writer.types import CheckLimits, RefusalKind, Verdict, Written
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -61,17 +62,13 @@ def loop(head: str, before: str = "") -> str:
         (loop("for n in range(max(2, 3) * 2 - 1):"), 5, 5),
         (loop("for x in xs:", "xs = []\nfor n in range(4):\n    xs.append(n)"), 4, 4),
         (loop("for x in xs:", "xs = [n for n in range(4) if n]"), 4, 4),
-        (loop("for x in xs:", "xs = [1]\nfor _ in range(3):\n    xs.extend(xs)"), 8, 8),
         (loop("for x in problem.split()[:3]:"), 3, 3),
         (loop('for x in problem.split(",", 2):'), 3, 3),
         (loop("for x in xs:", "import itertools\nxs = itertools.product([1, 2], [3, 4])"), 4, 4),
         (loop("for i, x in enumerate(zip([1, 2, 3], range(9))):"), 3, 3),
         (loop("for k in {'a': 1, 'b': 2}:"), 2, 2),
         (loop("for x in sorted({1, 2}, key=lambda one: -one):"), 2, 2),
-        (loop("for x in xs:", "xs = [0]\nys = xs\nys.append(1)\nys += [2]"), 3, 3),
         (loop("while i < 3:", "i = 0").replace(ASK, ASK + "    i += 1\n"), 3, 3),
-        (loop("while i > 0 and problem:", "i = 5").replace(ASK, ASK + "    i -= 2\n"), 3, 3),
-        (loop("while len(xs) < 3:", "xs = []").replace(ASK, ASK + "    xs.append(r)\n"), 3, 3),
         (
             loop("while True:", "i = 0").replace(
                 ASK, ASK + "    i += 1\n    if i >= 3:\n        break\n"
@@ -185,13 +182,6 @@ def test_tokens_and_money() -> None:
     assert "Custom on line 10 takes up to 5" in refusals[0].message
 
 
-def test_a_graph_that_is_refused_otherwise_still_has_its_bound() -> None:
-    verdict = check(workflow(ASK + "import os\n" + DONE))
-    assert verdict.bound is not None
-    assert verdict.bound.model_calls == 1
-    assert check(workflow(f"while problem:\n    {ASK}" + DONE)).bound is None
-
-
 ALIASES = {
     "a method of the class": "for n in range(9):\n    list.append(xs, n)",
     "a method that is handed over": "list(map(xs.append, range(9)))",
@@ -213,16 +203,13 @@ ALIASES = {
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_lists_that_are_filled_out_of_sight_are_not_counted_too_low(name: str) -> None:
-    """Either the graph is refused, or its bound holds for a real run."""
+    """Either no bound is told, or it holds for a real run."""
     code = workflow(loop("for x in xs:", f"xs = []\n{ALIASES[name]}"))
     verdict = check(code)
     run = run_of(Graph("g", {"graph.py": code}, trust=True), lambda messages: "fine")
     assert run.calls == 9
-    if verdict.ok:
-        assert verdict.bound is not None
-        assert verdict.bound.model_calls >= 9
-    else:
-        assert {refusal.kind for refusal in verdict.refusals} == {RefusalKind.UNBOUNDED}
+    assert verdict.ok
+    assert verdict.bound is None or verdict.bound.model_calls >= 9
 
 
 @pytest.mark.parametrize(
@@ -238,7 +225,8 @@ def test_lists_that_are_filled_out_of_sight_are_not_counted_too_low(name: str) -
 )
 def test_what_holds_more_than_it_was_given_is_not_counted_too_low(code: str) -> None:
     verdict = check(workflow(code))
-    assert [refusal.kind for refusal in verdict.refusals] == [RefusalKind.UNBOUNDED]
+    assert verdict.refusals == ()
+    assert verdict.bound is None
 
 
 def run_of(graph: Graph, replies: Any) -> GraphRun:
@@ -280,12 +268,38 @@ def test_no_run_of_a_graph_that_passes_uses_more_than_its_bound() -> None:
     assert {ending for ending, _ in ended} <= {"answered", "no_answer"}, ended
 
 
-def test_a_long_run_of_branches_and_loops_is_cut_off_not_followed_for_ever() -> None:
+@pytest.mark.parametrize("name", ENDLESS)
+def test_the_meter_stops_what_has_no_bound(name: str) -> None:
+    code = ENDLESS[name]
+    verdict = check(code)
+    assert verdict.refusals == ()
+    assert verdict.bound is None
+    assert verdict.graph is not None
+    graph = Graph("g", dict(verdict.graph.sources), trust=True)
+    model = ScriptedModel(lambda messages: "")
+    limits = GraphLimits(seconds=20, model_calls=7)
+    run = asyncio.run(graph.run("a b c " * 5, model=model, limits=limits))
+    assert len(model.asked) <= 7
+    assert run.ending in (GraphEnding.TOO_MANY_CALLS, GraphEnding.RAISED) or run.model_calls <= 7
+
+
+def test_nested_loops_and_helpers_are_counted_in_no_time() -> None:
     nested = "".join("    " * depth + f"for a{depth} in range(30):\n" for depth in range(8))
     code = workflow(f"xs = []\n{nested}{'    ' * 8}xs.append(a7)\n" + ASK + DONE)
     verdict = check(code)
-    assert [refusal.kind for refusal in verdict.refusals] == [RefusalKind.TOO_LARGE]
-    assert verdict.bound is None
+    assert verdict.bound is not None
+    assert verdict.bound.model_calls == 1
+    doubled = "\n".join(
+        f"async def f{n}(self, p):\n    await self.f{n + 1}(p)\n    await self.f{n + 1}(p)"
+        for n in range(40)
+    )
+    last = "\nasync def f40(self, p):\n    await self.solve(p)"
+    assert check(workflow("await self.f0(problem)\n" + ASK + DONE, rest=doubled + last)).ok
+    sums = "\n".join(f"a{n} = a{n + 1} + a{n + 1}" for n in range(200))
+    assert (
+        check(workflow(f"{sums}\nfor x in a0:\n    {ASK}" + DONE, head="a200 = [1]\n")).bound
+        is None
+    )
 
 
 def test_the_structure_leaves_names_and_prompts_out() -> None:
@@ -323,3 +337,11 @@ def test_statements_that_do_not_depend_on_each_other_have_no_order() -> None:
     chained = check(workflow(chain, build)).graph
     assert chained is not None
     assert structure_of(chained) == "Custom Programmer | P>0 0>1 1>A"
+
+
+def test_without_a_bound_no_more_calls_are_made_than_the_money_pays_for() -> None:
+    prices = {"usd_per_prompt_token": 0.001, "usd_per_completion_token": 0.002}
+    tokens = {"call_prompt_tokens": 100, "call_completion_tokens": 10}  # a call costs $0.12
+    assert CheckLimits(model_calls=20, usd=0.5, **prices, **tokens).affordable_calls == 4
+    assert CheckLimits(model_calls=3, usd=0.5, **prices, **tokens).affordable_calls == 3
+    assert CheckLimits(model_calls=20, usd=0.5).affordable_calls == 20

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from good_graphs import GRAPHS
 from graph_samples import CODE as CODE_GRAPH
 from graph_samples import MATH, QA
 from written_corpus import BAD, DONE, GOOD
@@ -36,13 +37,18 @@ def refused(verdict: Verdict) -> list[tuple[RefusalKind, int]]:
     return [(refusal.kind, refusal.line) for refusal in verdict.refusals]
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+def test_ordinary_graphs_pass(name: str) -> None:
+    verdict = check(GRAPHS[name], limits=CheckLimits())
+    assert verdict.refusals == ()
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_good_graphs_pass(name: str) -> None:
     verdict = check(GOOD[name])
     assert verdict.refusals == ()
     assert verdict.ok
-    assert verdict.bound is not None
-    assert verdict.bound.model_calls >= 1
+    assert verdict.bound is None or verdict.bound.model_calls >= 1
 
 
 def test_graphs_of_aflow_and_metagpt_pass_with_their_prompts() -> None:
@@ -61,34 +67,6 @@ def test_bad_graphs_are_refused_for_their_reason(name: str) -> None:
     assert not verdict.ok
     assert all(len(refusal.message) > 15 for refusal in verdict.refusals)
     assert all(bool(refusal.line) == bool(refusal.column) for refusal in verdict.refusals)
-
-
-def test_what_a_refusal_says() -> None:
-    said = str(check(BAD["unknown operator"][0]).refusals[0])
-    assert said.startswith("line 7, column 20: there is no operator Revize (did you mean Revise?)")
-    said = check(BAD["unknown key"][0]).refusals[0].message
-    assert said == "Custom returns response, not 'respones' (did you mean response?)"
-    said = check(BAD["not awaited"][0]).refusals[0].message
-    assert said == "`self.solve(...)` is not awaited; write `await self.solve(...)`"
-    said = check(BAD["missing argument"][0]).refusals[0].message
-    assert "is called as (problem, solution): missing a required argument: 'solution'" in said
-    said = check(BAD["unknown attribute"][0]).refusals[0].message
-    assert "write self.revise = operator.Revise(self.llm) in __init__" in said
-
-
-@pytest.mark.parametrize(
-    ("used", "line"),
-    [
-        ("asyncio.sleep", "import asyncio"),
-        ("Counter", "from collections import Counter"),
-        ("Optional", "from typing import Optional"),
-    ],
-)
-def test_a_forgotten_import_is_named(used: str, line: str) -> None:
-    code = workflow(f'r = await self.solve(input=problem)\nx = {used}\nreturn r["response"]')
-    assert [refusal.message for refusal in check(code).refusals] == [
-        f"`{used.partition('.')[0]}` is not defined; write `{line}`"
-    ]
 
 
 def test_all_of_it_is_said_at_once_in_reading_order() -> None:
@@ -174,23 +152,6 @@ def test_prompts_are_held_against_the_graph() -> None:
     assert refused(long) == [(K.PROMPT, 0)]
 
 
-@pytest.mark.parametrize(
-    ("name", "fits"),
-    [
-        ("Custom", True),
-        ("custom", True),
-        ("operator.Custom", True),
-        ("SC_ENSEMBLE", True),
-        ("self.solve", True),
-        ("Programmer", False),
-        ("Custum", False),
-    ],
-)
-def test_prompts_may_be_named_after_operators(name: str, fits: bool) -> None:
-    verdict = check(PLAIN, {name: "Be exact."})
-    assert refused(verdict) == ([] if fits else [(K.PROMPT, 0)])
-
-
 def test_a_text_is_read_and_checked() -> None:
     verdict = check_written(as_text({"solve": "a"}, PLAIN), operators=OPERATORS)
     assert verdict.ok
@@ -238,3 +199,31 @@ def test_the_tables_of_names_exist() -> None:
     for module, names in MODULES.items():
         loaded = __import__(module, fromlist=["_"])
         assert all(hasattr(loaded, name) for name in names or ())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '"{0.__class__}".format(self)',
+        'text = "{0.__init__.__globals__}"\ntext.format(self)',
+        'kind = type\nkind("A", (), {})',
+        'read = getattr\nread(self, "__dict__")',
+        '[getattr][0](self, "__dict__")',
+        "import typing\n[typing][0].sys",
+        "import typing\n(lambda module: module.sys)(typing)",
+        "import typing\nself.typing = typing\nself.typing.sys",
+        'import logging\nlog = logging.basicConfig\nlog(filename="x")',
+        'import logging\nlogging.basicConfig(**{"filename": "x"})',
+        'import string\nstring.Formatter().get_field("0.__class__", [self], {})',
+        'import functools\nfunctools.partial(getattr, self)("__dict__")',
+        'import asyncio\nawait asyncio.create_subprocess_shell("id")',
+        "x = open if problem else None",
+        "def f(x=eval('1')):\n    return x",
+        "try:\n    1 / 0\nexcept Exception as e:\n    e.__traceback__.tb_frame",
+        "import copy\ncopy.copyreg",
+        "json = 1\nglobal json",
+    ],
+)
+def test_ways_around_the_list_are_refused(body: str) -> None:
+    verdict = check(workflow(f"r = await self.solve(problem)\n{body}\n" + DONE))
+    assert {refusal.kind for refusal in verdict.refusals} & {K.NOT_ALLOWED, K.SYNTAX}

@@ -10,9 +10,7 @@ import pytest
 from test_validate import CONFIG, project  # noqa: F401  (a fixture)
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.config.accounting import check_spend
-from aflow_tune.config.changes import save_resolved
-from aflow_tune.config.file_rules import auxiliary_models, check_writer
+from aflow_tune.config.file_rules import check_writer
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.validate import check_data, resolve_functions, validate
 from aflow_tune.contract.signature import check_functions
@@ -96,35 +94,6 @@ def test_everything_of_the_section_arrives(tmp_path: Path) -> None:
     assert workflow.limited == ("executor", "judge")
 
 
-def test_a_limit_on_money_refuses_an_auxiliary_executor(tmp_path: Path) -> None:
-    free = "models: {policy: {prices: {input: 0, output: 0}}}\n"
-    for limit, wrong in (("usd: 1", ["frozen"]), ("tokens: 9", [])):
-        more = AUXILIARY + free + f"budget: {{{limit}}}\n"
-        config = config_of(tmp_path, "{executor: frozen, benchmark: gsm8k}", more)
-        found = list(check_spend(config))
-        assert [fault.expected.split()[1] for fault in found] == wrong
-
-
-def test_a_price_taken_by_name_is_said(tmp_path: Path) -> None:
-    more = "models: {judge: {model: gpt-4o-mini, base_url: 'https://llm.example.com/v1'}}\n"
-    config = config_of(tmp_path, "{executor: judge, benchmark: gsm8k}", more)
-    assert list(check_spend(config)) == []
-    (warning,) = config.warnings
-    assert "openai/gpt-4o-mini, $0.15 in and $0.6 out" in warning
-
-
-def test_an_auxiliary_model_may_execute(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "{executor: frozen, benchmark: gsm8k}", AUXILIARY)
-    (found,) = auxiliary_models(config).items()
-    assert (found[0], found[1].answer_tokens, found[1].prompt_tokens) == ("frozen", 24, 232)
-    workflow, _ = resolve_functions(config)
-    assert isinstance(workflow, WriterWorkflow)
-    assert workflow.check.call_completion_tokens == 24
-    assert workflow.check.call_prompt_tokens == 232
-    assert workflow.check.usd_per_prompt_token is None
-    assert workflow.limited == ("frozen",)
-
-
 def test_an_operator_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "writer_user_ops.py").write_text(
         "from aflow_tune.operators import Operator\n\n\n"
@@ -177,12 +146,12 @@ def test_faults_name_their_keys_and_cures(
     assert words in str(refused.value)
 
 
-def test_a_benchmark_and_a_score_function_are_one_too_many(tmp_path: Path) -> None:
-    (tmp_path / "score2.py").write_text("def score(task, answer):\n    return 1.0\n")
-    section = "{executor: executor, benchmark: gsm8k, score: score2.py:score}"
-    config = config_of(tmp_path, section)
-    with pytest.raises(BadInput, match=r"writer\.score"):
+def test_a_faulty_template_is_refused_with_its_placeholders(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("{operator} only")
+    config = config_of(tmp_path, "{executor: executor, benchmark: gsm8k, prompt: prompt.txt}")
+    with pytest.raises(BadInput, match=r"did you mean \{operators\}") as refused:
         resolve_functions(config)
+    assert len(refused.value.faults) == 2
 
 
 def test_rows_are_checked_before_a_run(tmp_path: Path) -> None:
@@ -243,24 +212,15 @@ def test_what_the_rest_of_the_configuration_makes_doubtful(tmp_path: Path) -> No
     assert "the model takes 150" in short
 
 
-def test_a_section_that_nothing_reads_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    text = CONFIG.format(root=tmp_path, model="model")
-    path.write_text(text + "writer: {benchmark: gsm8k}\n")
-    (fault,) = check_writer(load_config(path))
-    assert fault.where.endswith("writer.executor")
-    path.write_text(text)
-    assert list(check_writer(load_config(path))) == []
-
-
-def test_a_sound_section_is_valid(project: Path) -> None:  # noqa: F811
+def test_validate_tells_everything_at_once(project: Path) -> None:  # noqa: F811
     path = project / "config.yaml"
     text = path.read_text().replace(f"workflow: {project}/flow.py:two_calls\n", "")
-    rest = "writer: {executor: executor, score: score3.py:score, problem_type: math}\n"
-    path.write_text(text + rest + MODELS)
-    (project / "score3.py").write_text("def score(task, answer):\n    return 1.0\n")
+    rest = "writer: {executor: nobody, operators: [Custm], turns: 0, benchmark: gsm8k}\n"
+    path.write_text(text.replace("batch_size: 2", "batch_size: 0") + rest)
     report = validate(path)
-    assert report.faults == [], report.render()
+    found = " ".join(fault.where for fault in report.faults)
+    for key in ("writer.executor", "writer.operators", "writer.turns", "buffer.batch_size"):
+        assert key in found
 
 
 def test_identity_of_an_evaluation_follows_the_settings(tmp_path: Path) -> None:
@@ -277,17 +237,3 @@ def test_identity_of_an_evaluation_follows_the_settings(tmp_path: Path) -> None:
         found.append(_sources_of(writer_of(tmp_path, section)))
     assert found[0] == found[1]
     assert len({json.dumps(item) for item in found}) == 4
-
-
-def test_a_saved_configuration_finds_the_files_of_the_one_it_was_read_from(tmp_path: Path) -> None:
-    home, run = tmp_path / "home", tmp_path / "run"
-    home.mkdir()
-    run.mkdir()
-    (home / "rule.py").write_text("def score(row, answer):\n    return 1.0\n")
-    config = config_of(home, "{executor: executor, score: rule.py:score}")
-    save_resolved(config, [], run / "resolved.yaml")
-    saved = load_config(run / "resolved.yaml")
-    assert saved.positions.base == home
-    assert isinstance(resolve_functions(saved)[0], WriterWorkflow)
-    home.rename(tmp_path / "moved")
-    assert load_config(run / "resolved.yaml").positions.base == run

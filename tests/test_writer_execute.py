@@ -22,10 +22,8 @@ from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import Reply, ScriptedModel, Usage
 from aflow_tune.models.prices import FixedPrice
-from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.operators import OPERATORS
 from aflow_tune.sandbox.types import SandboxUnavailable
-from aflow_tune.writer.check import check_graph_of
 from aflow_tune.writer.execute import Executed, run_written, with_default_prompts
 from aflow_tune.writer.types import Level, Refusal, RefusalKind, Verdict, Written
 
@@ -79,43 +77,6 @@ CALLS = """\
         three = await self.other(problem, instruction=self.prompts["other"])
         return " ".join(item["response"] for item in (one, two, three))
 """
-
-
-@pytest.mark.parametrize(
-    ("given", "own", "expected"),
-    [
-        ({"Custom": "K", "solve": "S"}, "", "[S] [K] [K]"),
-        ({"custom": "K"}, "", "[K] [K] [K]"),
-        ({"operator.Custom": "K", "other": "O"}, "", "[K] [K] [O]"),
-        ({}, 'self.prompts = {"other": "own"}', "[] [] [own]"),
-        ({"other": "O"}, 'self.prompts = {"other": "own"}', "[] [] [O]"),
-    ],
-)
-def test_each_operator_is_told_what_its_name_or_its_class_says(
-    given: Mapping[str, str], own: str, expected: str
-) -> None:
-    built = (
-        "        kind = operator.Custom\n        self.more = [kind(self.llm)]\n"
-        f"        self.other = operator.Custom(self.llm)\n        {own}\n"
-    )
-    model = ScriptedModel(
-        lambda messages: Reply(f"[{messages[0]['content'].partition('1+1?')[0].strip()}]", "m")
-    )
-    executed = execute(verdict(HEAD + built + CALLS, given), model)
-    assert executed.run.answer == expected
-
-
-def test_a_logger_and_a_program_do_no_harm_to_a_run() -> None:
-    code = (
-        "import logging\nlogging.basicConfig(level=logging.DEBUG)\n"
-        "log = logging.getLogger(__name__)\n"
-        + HEAD
-        + CALL.replace("        return", '        log.info("%s", solution)\n        return')
-        + '\nif __name__ == "__main__":\n    raise SystemExit(1)\n'
-    )
-    checked = check_graph_of(Written(code), operators=OPERATORS)
-    executed = execute(checked)
-    assert (executed.level, executed.run.answer) == (Level.CLEAN, "plain")
 
 
 def levels(executed: Executed) -> list[int]:
@@ -177,12 +138,6 @@ def test_default_prompts_answer_every_name_that_the_code_reads() -> None:
     assert model.asked[0].messages[0]["content"] == f"{plain}\n\n1+1?"
 
 
-def test_a_constructor_that_always_fails_goes_on_to_the_simpler_graph() -> None:
-    executed = execute(verdict(HEAD + "        self.nothing.at_all\n" + CALL))
-    assert (executed.level, levels(executed)) == (Level.SIMPLER, [0, 1, 2])
-    assert executed.run.answer == "plain"
-
-
 @pytest.mark.parametrize(
     "returned",
     ["solution, 0", "dict(solution), 0", "solution", "[solution['response']], 0", "(solution, 0)"],
@@ -236,19 +191,6 @@ def test_a_graph_that_fails_while_it_runs_is_replaced_by_a_simpler_one(name: str
     assert executed.attempts[0].why.startswith(ending.value)
 
 
-def test_what_failed_attempts_spent_is_counted() -> None:
-    code = (
-        f"{HEAD}    async def __call__(self, problem):\n        await self.solve('')\n        1/0\n"
-    )
-    executed = execute(verdict(code))
-    assert levels(executed) == [0, 2]
-    assert (executed.model_calls, executed.run.model_calls, executed.cost) == (2, 1, 0.5)
-    assert (executed.prompt_tokens, executed.completion_tokens, executed.calls) == (20, 10, 2)
-
-    unpriced = ScriptedModel(lambda _: "text")
-    assert execute(verdict(code), unpriced).cost is None
-
-
 # -- level 3: the default workflow
 
 
@@ -270,39 +212,12 @@ def test_nothing_that_can_be_read_leaves_the_default_workflow() -> None:
     assert executed.graph.label == "template extract_then_answer"
 
 
-def test_operators_that_cannot_answer_leave_the_default_workflow() -> None:
-    code = HEAD.replace("operator.Custom", "operator.Revise") + CALL
-    executed = execute(verdict(code))
-    assert (levels(executed), executed.run.answer) == ([0, 3], "99")
-
-
-def test_the_default_workflow_follows_a_simpler_graph_that_fails() -> None:
-    def reply(messages: Sequence[Any]) -> Reply:
-        if "Write a Python program" in messages[0]["content"]:
-            return say(messages)
-        return Reply(text="", model="m", usage=Usage(10, 0))
-
-    executed = execute(verdict(HEAD + CALL), ScriptedModel(reply))
-    assert (levels(executed), executed.run.answer) == ([0, 2, 3], "99")
-    assert [attempt.run.ending.value for attempt in executed.failed] == ["no_answer"] * 2
-
-
 def test_only_allowed_operators_stand_in() -> None:
     allowed = {"AnswerGenerate": OPERATORS["AnswerGenerate"]}
     executed = execute(verdict(f"{HEAD}    async def __call__(self, p): 1/0\n"), operators=allowed)
     assert (levels(executed), executed.run.answer) == ([0, 3], "short")
     with pytest.raises(BadInput, match="no default workflow"):
         execute(verdict(HEAD + CALL), operators={"Review": OPERATORS["Review"]})
-
-
-def test_a_problem_of_code_without_a_function_to_write() -> None:
-    code = HEAD + CALL.replace("problem)", "problem, entry_point)", 1)
-    executed = execute(verdict(code), problem_type="code")
-    assert (levels(executed), executed.run.answer) == ([0, 2], "plain")
-    assert "takes an entry point" in executed.failed[0].why
-    assert execute(Verdict(None, None), problem_type="code").run.answer == (
-        "def f():\n    return 1"
-    )
 
 
 # -- what is nobody's fault
@@ -322,13 +237,6 @@ def test_a_budget_that_is_used_up_and_a_missing_wall_are_raised(
     monkeypatch.setattr(run_module, "_sandboxed", none)
     with pytest.raises(SandboxUnavailable, match="no wall here"):
         execute(verdict(HEAD + CALL))
-
-
-def test_an_executor_that_is_down_leads_through_the_fallbacks() -> None:
-    down = ScriptedModel(lambda _: ModelError(ModelFailure.CONNECTION, "refused"))
-    executed = execute(verdict(HEAD + CALL), down)
-    assert (levels(executed), executed.run.ok) == ([0, 2, 3], False)
-    assert "refused" in executed.failed[0].why
 
 
 # -- hostile executors
@@ -380,14 +288,6 @@ def test_what_a_graph_has_started_is_gone_when_its_time_is_up() -> None:
     assert executed.run.ending is GraphEnding.TIMED_OUT
     assert seen == [True]
     assert not runs(mark)
-
-
-def test_an_executor_that_answers_megabytes_harms_nobody() -> None:
-    executed = execute(verdict(HEAD + CALL), ScriptedModel(lambda _: "x" * 3_000_000))
-    # The answer is longer than a graph may give; what stands in for it has the same executor.
-    assert levels(executed)[0] == 0
-    assert executed.attempts[0].run.ending is GraphEnding.FORGED
-    assert not any(attempt.run.ending is GraphEnding.TIMED_OUT for attempt in executed.attempts)
 
 
 @pytest.mark.parametrize(

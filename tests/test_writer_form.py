@@ -11,8 +11,6 @@ from written_samples import PLAIN, workflow
 
 from aflow_tune.writer.form import (
     CODE,
-    HYBRID_SCHEMA,
-    MAX_PROMPTS,
     PROMPTS,
     Unreadable,
     as_text,
@@ -152,33 +150,11 @@ def test_prompts_that_are_no_texts_are_refused_and_the_rest_kept() -> None:
         assert refusals[0].kind is RefusalKind.PROMPT
 
 
-def test_missing_prompts_and_extra_keys() -> None:
-    written = read_written(json.dumps({CODE: PLAIN}))
-    assert written.form is WrittenForm.REPAIRED
-    assert dict(written.prompts) == {}
-    written = read_written(json.dumps({PROMPTS: {}, CODE: PLAIN, "why": "because"}))
-    assert written.form is WrittenForm.HYBRID
-    assert written.notes == ("passed over: why",)
-
-
-def test_too_many_prompts() -> None:
-    many = {f"p{number}": "x" for number in range(MAX_PROMPTS + 1)}
-    written, refusals = read_with_refusals(as_text(many, PLAIN))
-    assert len(written.prompts) == MAX_PROMPTS
-    assert [refusal.kind for refusal in refusals] == [RefusalKind.PROMPT]
-
-
 def test_what_no_text_can_hold_is_replaced() -> None:
     written = read_written(as_text({"solve": "a\0b\ud800c"}, PLAIN))
     assert written.prompts["solve"] == "a\ufffdb\ufffdc"
     text = json.dumps({PROMPTS: {"solve": "\ud800"}, CODE: PLAIN})
     assert "\ud800" not in read_written(text).prompts["solve"]
-
-
-def test_the_schema_says_what_is_read() -> None:
-    assert HYBRID_SCHEMA["required"] == [PROMPTS, CODE]
-    assert set(HYBRID_SCHEMA["properties"]) == {PROMPTS, CODE}
-    assert HYBRID_SCHEMA["properties"][PROMPTS]["additionalProperties"] == {"type": "string"}
 
 
 def test_hostile_texts_are_read_or_refused_and_never_raise_otherwise() -> None:

@@ -16,8 +16,7 @@ from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import OPERATORS, Field, Operator, TestCases, use_test_cases
 from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import as_text, read_written
-from aflow_tune.writer.simpler import straight_line
-from aflow_tune.writer.templates import TEMPLATES, default_graph, templates_for
+from aflow_tune.writer.templates import TEMPLATES, default_graph, straight_line, templates_for
 from aflow_tune.writer.types import PROBLEM_TYPES, WrittenForm
 
 PROGRAM = "```python\ndef solve():\n    return 42\n\ndef twice(x):\n    return 2 * x\n```"

@@ -15,41 +15,6 @@ GOOD = {
     "plain": PLAIN,
     "AFlow, QA": QA,
     "asyncio, a counter, a helper": GATHER,
-    "branch": workflow(
-        SOLVED
-        + 'v = await self.review(problem, r["response"])\n'
-        + 'if v["review_result"]:\n    return r["response"], 0.0\n'
-        + 'b = await self.solve(input=problem, instruction=v["feedback"])\n'
-        + 'return b["response"], self.llm.get_usage_summary()["total_cost"]'
-    ),
-    "attempts": workflow(
-        'import re\nbest = ""\n'
-        "for attempt in range(self.most):\n"
-        "    try:\n"
-        f"        {SOLVED}"
-        '        found = re.search(r"\\\\boxed{([^}]+)}", r["response"])\n'
-        "        if found:\n            best = found.group(1)\n            break\n"
-        "    except (ValueError, TypeError) as error:\n        best = str(error)\n"
-        "return best",
-        init="self.most = 3",
-    ),
-    "gather": workflow(
-        "import asyncio\n"
-        "rs = await asyncio.gather(*(self.solve(problem) for _ in range(3)))\n"
-        'best = await self.pick(solutions=[r["response"] for r in rs], problem=problem)\n'
-        'return best["response"]'
-    ),
-    "tasks": workflow(
-        "import asyncio\n"
-        "tasks = [asyncio.create_task(self.solve(problem)) for _ in range(2)]\n"
-        "a, b = await asyncio.gather(*tasks)\n"
-        'return a["response"] + b["response"]'
-    ),
-    "module constants and functions": workflow(
-        "r = await self.solve(input=clean(problem), instruction=SHORT)\n" + DONE,
-        head="import re\nSHORT = 'Short. '\n\n\ndef clean(text: str) -> str:\n"
-        "    return re.sub(r'\\s+', ' ', text)\n\n\n",
-    ),
     "operators in a list and a dict": workflow(
         "out = []\n"
         "for name, op in self.steps.items():\n"
@@ -62,13 +27,6 @@ GOOD = {
             'self.steps = {"draft": make(self.llm), "check": operator.Custom(self.llm)}'
         ),
     ),
-    "nested function and lambda": workflow(
-        "async def draft(text):\n"
-        "    got = await self.solve(input=text)\n"
-        '    return got["response"]\n'
-        "drafts = [await draft(problem) for _ in range(2)]\n"
-        "return max(drafts, key=lambda text: len(text))"
-    ),
     "static helper": workflow(
         SOLVED + 'return self._short(r["response"])',
         rest="@staticmethod\ndef _short(text):\n    return text.strip()[:100]",
@@ -79,33 +37,11 @@ GOOD = {
         'rs = await asyncio.gather(*[one(t) for t in ("a", "b")], return_exceptions=True)\n'
         "return str(rs[0])"
     ),
-    "match, counters, defaults": workflow(
-        "from collections import Counter\n"
-        "votes = Counter()\n"
-        "for style in ('short', 'long', 'odd'):\n"
-        f"    {SOLVED}"
-        "    match style:\n"
-        "        case 'odd':\n            votes['?'] += 1\n"
-        "        case other:\n            votes[r.get('response', other)] += 1\n"
-        "return votes.most_common(1)[0][0]"
-    ),
-    "the model itself": workflow(
-        SOLVED + 'more = await self.llm("Is it right? " + r["response"])\nreturn more'
-    ),
     "a result that is changed": workflow(
         SOLVED + 'r["response"] = r["response"].strip()\nr["note"] = "x"\nreturn r["note"]'
     ),
     "getattr with a name": workflow(
         'op = getattr(self, "solve")\nr = await op(input=problem)\n' + DONE
-    ),
-    "keywords in a dict": workflow(
-        'given = {"input": problem, "instruction": "Short. "}\n'
-        "r = await self.solve(**given)\n" + DONE
-    ),
-    "annotations": workflow(
-        SOLVED + DONE,
-        head="from typing import Dict, List\n\n",
-        rest="def unused(self, a: Dict[str, int]) -> List[str]:\n    return [str(a)]",
     ),
     "a value of the turn before": workflow(
         "for turn in range(2):\n"
@@ -115,17 +51,6 @@ GOOD = {
         "steps = [lambda: part for part in better.split()]\n"
         "return steps[0]() if steps else better"
     ),
-    "drafts that a nested function collects": workflow(
-        "import asyncio\ndrafts = []\nasync def attempt(turn):\n"
-        '    r = await self.solve(input=f"{turn}: {problem}")\n    drafts.append(r["response"])\n'
-        "await asyncio.gather(*[attempt(turn) for turn in range(3)])\nreturn drafts[0], 0.0"
-    ),
-    "answers in groups": workflow(
-        "from collections import defaultdict\ngroups = defaultdict(list)\n"
-        f"for _ in range(3):\n    {SOLVED}"
-        '    groups[r["response"][-9:]].append(r["response"])\n'
-        "return max(groups.values(), key=len)[0], 0.0"
-    ),
     "answers under a key": workflow(
         f"state = {{}}\nfor _ in range(3):\n    {SOLVED}"
         '    state.setdefault("all", []).append(r["response"])\nreturn state["all"][0], 0.0'
@@ -133,29 +58,6 @@ GOOD = {
     "a list by another name": workflow(
         f'kept = self.kept\n{SOLVED}kept.append(r["response"])\nreturn self.kept[-1], 0.0',
         init="self.kept = []",
-    ),
-    "a list that a helper fills": workflow(
-        "found = []\nawait self.fill(problem, found)\nreturn found[0], 0.0",
-        rest="async def fill(self, problem, found):\n"
-        '    found.append((await self.solve(input=problem))["response"])',
-    ),
-    "a heap": workflow(
-        "import heapq\nfound = []\nfor _ in range(2):\n"
-        f'    {SOLVED}    heapq.heappush(found, (len(r["response"]), r["response"]))\n'
-        "return found[0][1], 0.0"
-    ),
-    "labels": workflow(
-        SOLVED + 'if "yes" in r["response"].lower():\n    answer = "yes"\nelse:\n'
-        '    answer = "no"\nreturn answer, 0.0'
-    ),
-    "letters": workflow(
-        SOLVED + 'for letter in "ABCD":\n    if letter in r["response"]:\n'
-        "        break\nreturn letter, 0.0"
-    ),
-    "a while over a list": workflow(
-        'styles, found, i = ["a", "b"], [], 0\nwhile i < len(styles):\n'
-        "    r = await self.solve(input=problem, instruction=styles[i])\n"
-        '    found.append(r["response"])\n    i += 1\nreturn found[-1], 0.0'
     ),
     "a helper that nobody calls": workflow(
         SOLVED + DONE, rest="async def later(self, tasks):\n    return [await t for t in tasks]"
@@ -451,57 +353,9 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
         workflow('a, b = [await self.solve("x"), await self.solve("y"), 1]\n' + SOLVED + DONE),
         [(K.ARGUMENTS, L)],
     ),
-    "while true": (
-        workflow(f"while True:\n    {SOLVED}    if r['response']:\n        break\n" + DONE),
-        [(K.UNBOUNDED, L)],
-    ),
     "an endless while without calls": (
         workflow(SOLVED + "while problem:\n    pass\n" + DONE),
         [(K.UNBOUNDED, L + 1)],
-    ),
-    "a counter that may stand still": (
-        workflow(
-            f"i = 0\nwhile i < 3:\n    {SOLVED}    if not r['response']:\n"
-            f"        continue\n    i += 1\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 1)],
-    ),
-    "a counter that is reset": (
-        workflow(
-            f"i = 0\nwhile i < 3:\n    {SOLVED}    i += 1\n"
-            f"    match 0:\n        case i:\n            pass\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 1)],
-    ),
-    "a list that is emptied out of sight": (
-        workflow(
-            "drafts = []\ndef wipe():\n    drafts.clear()\nwhile len(drafts) < 3:\n"
-            f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 3)],
-    ),
-    "a list that its method empties": (
-        workflow(
-            "drafts = []\nwipe = drafts.clear\nwhile len(drafts) < 3:\n"
-            f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 2)],
-    ),
-    "a list that the workflow holds": (
-        workflow(
-            "drafts = self.drafts\nwhile len(drafts) < 3:\n"
-            f"    {SOLVED}    drafts.append(r)\n    self.wipe()\n" + DONE,
-            init="self.drafts = []",
-            rest="def wipe(self):\n    self.drafts.clear()",
-        ),
-        [(K.UNBOUNDED, L + 2)],
-    ),
-    "a list that grows by another name": (
-        workflow(
-            "xs, i = [1], 0\nys = xs\nwhile i < len(xs):\n"
-            f"    {SOLVED}    i += 1\n    ys.append(i)\n" + DONE
-        ),
-        [(K.UNBOUNDED, L + 2)],
     ),
     "an answer that is written out": (workflow(SOLVED + 'return "42", 0.0'), [(K.SHAPE, 8)]),
     "a module of a module": (
@@ -533,29 +387,6 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
         workflow(SOLVED + "match r:\n    case object(__class__=kind):\n        pass\n" + DONE),
         [(K.NOT_ALLOWED, L + 2)],
     ),
-    "a limit that runs away": (
-        workflow(f"i, n = 0, 3\nwhile i < n:\n    {SOLVED}    i += 1\n    n += 1\n" + DONE),
-        [(K.UNBOUNDED, L + 1)],
-    ),
-    "lines of the problem": (
-        workflow(f'for line in problem.split("\\n"):\n    {SOLVED}' + DONE),
-        [(K.UNBOUNDED, L)],
-    ),
-    "lines in a comprehension": (
-        workflow("rs = [await self.solve(line) for line in problem.splitlines()]\nreturn str(rs)"),
-        [(K.UNBOUNDED, L)],
-    ),
-    "lines in a map": (
-        workflow(
-            "import asyncio\n"
-            "rs = await asyncio.gather(*map(self.solve, problem.split()))\nreturn str(rs)"
-        ),
-        [(K.UNBOUNDED, L + 1)],
-    ),
-    "a list that grows under its loop": (
-        workflow(f"xs = [1]\nys = xs\nfor x in xs:\n    {SOLVED}    ys.append(x)\n" + DONE),
-        [(K.UNBOUNDED, L + 4)],
-    ),
     "recursion": (
         workflow(
             "return await self.f(problem)",
@@ -579,7 +410,7 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
     ),
     "far over budget": (
         workflow(f"for _ in range(10**15):\n    {SOLVED}" + DONE),
-        [(K.UNBOUNDED, L)],
+        [(K.OVER_BUDGET, L + 1)],
     ),
     "too long": (workflow(SOLVED + DONE) + "\n" + "# x\n" * 10_001, [(K.TOO_LARGE, 0)]),
     "too deep": ("x = " + "(" * 200 + "1" + ")" * 200, [(K.TOO_LARGE, 0)]),
@@ -595,6 +426,53 @@ BAD: dict[str, tuple[str, list[tuple[RefusalKind, int]]]] = {
             + "\nasync def f10(self, p):\n    for a in range(30):\n"
             "        x = [a, p]\n        x.append(x)\n    return p",
         ),
-        [(K.TOO_LARGE, 0)],
+        [(K.SHAPE, 8)],
     ),
 }
+
+ENDLESS = {
+    "while true": workflow(
+        f"while True:\n    {SOLVED}    if r['response']:\n        break\n" + DONE
+    ),
+    "a counter that may stand still": workflow(
+        f"i = 0\nwhile i < 3:\n    {SOLVED}    if not r['response']:\n"
+        f"        continue\n    i += 1\n" + DONE
+    ),
+    "a counter that is reset": workflow(
+        f"i = 0\nwhile i < 3:\n    {SOLVED}    i += 1\n"
+        f"    match 0:\n        case i:\n            pass\n" + DONE
+    ),
+    "a list that is emptied out of sight": workflow(
+        "drafts = []\ndef wipe():\n    drafts.clear()\nwhile len(drafts) < 3:\n"
+        f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
+    ),
+    "a list that its method empties": workflow(
+        "drafts = []\nwipe = drafts.clear\nwhile len(drafts) < 3:\n"
+        f"    {SOLVED}    drafts.append(r)\n    wipe()\n" + DONE
+    ),
+    "a list that the workflow holds": workflow(
+        "drafts = self.drafts\nwhile len(drafts) < 3:\n"
+        f"    {SOLVED}    drafts.append(r)\n    self.wipe()\n" + DONE,
+        init="self.drafts = []",
+        rest="def wipe(self):\n    self.drafts.clear()",
+    ),
+    "a list that grows by another name": workflow(
+        "xs, i = [1], 0\nys = xs\nwhile i < len(xs):\n"
+        f"    {SOLVED}    i += 1\n    ys.append(i)\n" + DONE
+    ),
+    "a limit that runs away": workflow(
+        f"i, n = 0, 3\nwhile i < n:\n    {SOLVED}    i += 1\n    n += 1\n" + DONE
+    ),
+    "lines of the problem": workflow(f'for line in problem.split("\\n"):\n    {SOLVED}' + DONE),
+    "lines in a comprehension": workflow(
+        "rs = [await self.solve(line) for line in problem.splitlines()]\nreturn str(rs)"
+    ),
+    "lines in a map": workflow(
+        "import asyncio\n"
+        "rs = await asyncio.gather(*map(self.solve, problem.split()))\nreturn str(rs)"
+    ),
+    "a list that grows under its loop": workflow(
+        f"xs = [1]\nys = xs\nfor x in xs:\n    {SOLVED}    ys.append(x)\n" + DONE
+    ),
+}
+"""Graphs without a bound that can be told: the check lets them pass, the meter stops them."""

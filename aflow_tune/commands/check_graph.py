@@ -109,7 +109,7 @@ def _check(options: argparse.Namespace) -> int:
 def _operators(named: Sequence[str]) -> dict[str, type[Operator]]:
     """The operators that the graph may use."""
     from aflow_tune.operators import OPERATORS, load_operators
-    from aflow_tune.writer.refusals import did_you_mean, listed
+    from aflow_tune.writer.types import did_you_mean, listed
 
     own = load_operators([name for name in named if ":" in name])
     names = [name for name in named if ":" not in name]
@@ -173,7 +173,7 @@ def _folder(path: Path) -> Any:
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
     from aflow_tune.graph.draw import to_mermaid
-    from aflow_tune.writer.structure import operators_of, structure_of
+    from aflow_tune.writer.results import operators_of, structure_of
 
     written, graph, bound = verdict.written, verdict.graph, verdict.bound
     drawn = graph is not None and bool(graph.flow.nodes)
@@ -191,7 +191,7 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
 
 def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
     from aflow_tune.graph.draw import shortened, to_mermaid
-    from aflow_tune.writer.structure import operators_of
+    from aflow_tune.writer.results import operators_of
 
     written, graph, bound = verdict.written, verdict.graph, verdict.bound
     lines = ["fine: it may run" if verdict.ok else "refused"]
@@ -207,6 +207,11 @@ def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
             f"at worst: operator calls {bound.operator_calls:,}, model calls "
             f"{bound.model_calls:,} ({limits.model_calls:,} allowed), {bound.prompt_tokens:,} "
             f"prompt and {bound.completion_tokens:,} completion tokens{money}"
+        )
+    elif verdict.ok:
+        lines.append(
+            "at worst: its source does not tell; a run is stopped after "
+            f"{limits.model_calls:,} model calls"
         )
     if verdict.refusals:
         lines.append("\nrefusals:")

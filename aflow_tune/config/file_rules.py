@@ -42,7 +42,7 @@ from aflow_tune.writer.templates import TEMPLATES, Template
 from aflow_tune.writer.types import PROBLEM_TYPES
 
 if TYPE_CHECKING:
-    from aflow_tune.writer.settings import AuxiliaryModel
+    from aflow_tune.writer.workflow import AuxiliaryModel
 
 Function = Callable[..., Any]
 Found = Iterable[Fault | str]
@@ -501,7 +501,7 @@ _CHARS_A_TOKEN = 4
 
 def auxiliary_models(config: AflowConfig) -> dict[str, AuxiliaryModel]:
     """The auxiliary models by name, with the lengths that they inherit where they name none."""
-    from aflow_tune.writer.settings import AuxiliaryModel
+    from aflow_tune.writer.workflow import AuxiliaryModel
 
     found = {}
     for auxiliary in config.explorer.auxiliary_models:

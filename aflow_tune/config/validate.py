@@ -291,7 +291,7 @@ def _graph_workflow(config: AflowConfig) -> Function:
 
 def _writer_workflow(config: AflowConfig) -> Function:
     from aflow_tune.operators import load_operators
-    from aflow_tune.writer.settings import writer_from_config
+    from aflow_tune.writer.workflow import writer_from_config
 
     section, beside = config.writer, config.positions.beside
     return writer_from_config(

@@ -19,7 +19,7 @@ import yaml
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.report.records import read_rollouts
 from aflow_tune.writer.form import as_text
-from aflow_tune.writer.record import MAX_PROBLEM
+from aflow_tune.writer.results import MAX_PROBLEM
 from aflow_tune.writer.templates import Template
 from aflow_tune.writer.types import PROBLEM_TYPES, Level, ProblemType
 

@@ -48,8 +48,8 @@ from aflow_tune.scoring.rewards import Unscored, scored
 from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import Trace
 from aflow_tune.using.solved import Problem, Solved, call_entries, spent_in
+from aflow_tune.writer.results import raise_if_models_failed
 from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK, WriterRun, WriterWorkflow
-from aflow_tune.writer.written_run import raise_if_models_failed
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig

@@ -1,12 +1,13 @@
 """The check before running: whether a written graph may run, and what it can cost at worst.
 
-    text -> `form.py` -> syntax -> `allowed.py`, `names.py` -> `bound.py` -> budget
+    text -> `form.py` -> syntax -> `allowed.py` -> `calls.py` -> `bound.py` -> budget
 
 Each refusal is a sentence that a policy could learn from, with its place in the graph's code.
 All that is found is said at once, in the order of the code, and nothing that only follows from
 something else. Nothing of the graph is run, and no text makes the check raise, or take long.
 
-What passes is bounded and plain; it still runs in the sandbox, under limits of its own.
+What passes still runs in the sandbox, under limits of its own, which also stop a graph whose bound
+could not be told.
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ import ast
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph, bare
+from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
-from aflow_tune.graph.tree import levels
+from aflow_tune.graph.tree import children, levels, parameters
 from aflow_tune.operators import Operator
-from aflow_tune.writer.allowed import check_syntax
-from aflow_tune.writer.answering import answer_may_come_from
-from aflow_tune.writer.bound import worst_case
-from aflow_tune.writer.following.walking import TooLarge
+from aflow_tune.writer.allowed import BUILTINS, Scopes, check_syntax
+from aflow_tune.writer.bound import WorstCase
+from aflow_tune.writer.calls import CallCheck, Calls, returns_of
 from aflow_tune.writer.form import Unreadable, read_with_refusals
-from aflow_tune.writer.names import Scopes
-from aflow_tune.writer.refusals import Refusals, did_you_mean, listed
 from aflow_tune.writer.types import (
     Bound,
     CheckLimits,
     RefusalKind,
+    Refusals,
     Verdict,
     Written,
+    did_you_mean,
+    listed,
 )
 
 MAX_CODE_CHARS = 40_000
@@ -51,6 +53,8 @@ MAX_PROMPT_CHARS = 20_000
 LABEL = "graph_code"
 """How messages name the graph."""
 _CODE_PROBLEM = "code"
+_MOST_PASSES = 12
+"""Over the code, for where results go. What takes more is not refused."""
 
 
 def check_written(
@@ -88,7 +92,7 @@ def check_graph_of(
     check = _Check(written, operators, problem_type, limits or CheckLimits())
     try:
         check.all()
-    except (TooLarge, RecursionError, MemoryError):
+    except (RecursionError, MemoryError):
         check.too_large("the graph is too large to be followed; write fewer and shorter steps")
     return Verdict(written, check.graph, check.refusals.in_order(), check.bound)
 
@@ -180,34 +184,35 @@ class _Check:
     # What the graph does
 
     def _follow(self, shape: Shape, scopes: Scopes) -> set[str]:
-        """Follow the graph; the names of `prompts` that its code reads."""
+        """Check the calls and what they cost; the names of `prompts` that the code reads."""
         assert self.graph is not None
-        found = worst_case(
-            shape,
-            operators=self.operators,
-            prompts=self.graph.told,
-            limits=self.limits,
-            refusals=self.refusals,
-            scopes=scopes,
-        )
-        self.bound, self.spenders = found.bound, found.spenders
-        if self.bound is not None and not self.refusals.any():
-            self._answer(shape, self.bound)
-        return set(found.used_prompts)
+        if not self.graph.flow.complete:
+            self.too_large("the graph is too large to be followed; write fewer and shorter steps")
+            return set()
+        calls = Calls(shape, self.graph.flow, scopes, self.operators)
+        found = CallCheck(calls, self.graph.told, self.refusals)
+        worst = WorstCase(calls, self.limits, self.refusals)
+        self.bound, self.spenders = worst.bound, worst.spenders
+        if not self.refusals.any() or not returns_of(calls.methods["__call__"]):
+            self._answer(calls)
+        return found.used_prompts
 
-    def _answer(self, shape: Shape, bound: Bound) -> None:
+    def _answer(self, calls: Calls) -> None:
         """Whether the answer comes from an operator: a policy is to write workflows, not answers.
 
         An answer that the policy knew would otherwise earn the most, for the least.
         """
-        assert shape.tree is not None
-        call = workflow_methods(shape)["__call__"]
-        if not bound.operator_calls:
+        flow, call = calls.flow, calls.methods["__call__"]
+        if not returns_of(call):
+            message = "__call__ returns nothing; end it with `return answer, cost`"
+        elif not flow.nodes and not flow.handed_on:
             message = (
                 "the workflow calls no operator; build one in __init__ and call it, as in "
                 "await self.solve(input=problem)"
             )
-        elif not self._may_answer(shape.tree, call):
+        elif any(edge.target == ANSWER and edge.source >= 0 for edge in flow.edges):
+            return
+        elif not _Carried(calls).reaches_answer():
             message = (
                 "no operator's result reaches the answer; return what an operator gave, as in "
                 'return solution["response"]'
@@ -215,15 +220,6 @@ class _Check:
         else:
             return
         self.refusals.add(RefusalKind.SHAPE, message, call)
-
-    def _may_answer(self, tree: ast.Module, call: Function) -> bool:
-        """Whether a result may reach the answer; the drawing's edges tell it of most graphs."""
-        assert self.graph is not None
-        if any(edge.target == ANSWER and edge.source >= 0 for edge in self.graph.flow.edges):
-            return True
-        return answer_may_come_from(
-            tree, call, {(line, column) for line, column, _ in self.spenders}
-        )
 
     def _shape(self, shape: Shape) -> None:
         """What `graph/shape.py` finds, where nothing was said about that line."""
@@ -282,6 +278,107 @@ class _Check:
             place = (line, column)
             message += f" ({operator} on line {line} takes up to {calls:,})"
         self.refusals.at(RefusalKind.OVER_BUDGET, message, *place)
+
+
+class _Carried:
+    """The names that may hold what an operator gave, or hang on it: variables, and `.name` for
+    attributes. Everything that may carry a result counts as carrying it, over all of the code."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+        self.names: set[str] = set()
+        self.decided: set[ast.AST] = set()
+        """What is reached, or not, by what an operator gave."""
+        self.settled = any(self._settles() for _ in range(_MOST_PASSES))
+
+    def _settles(self) -> bool:
+        """One pass over the code; whether it found nothing new."""
+        before = len(self.names) + len(self.decided)
+        for node in self.calls.nodes:
+            self._pass_on(node)
+        return before == len(self.names) + len(self.decided)
+
+    def reaches_answer(self) -> bool:
+        """Whether an answer of the workflow may come from an operator."""
+        returns = returns_of(self.calls.methods["__call__"])
+        return not self.settled or any(map(self._returned, returns))
+
+    def _returned(self, node: ast.Return) -> bool:
+        value: Any = node.value
+        if isinstance(value, ast.Tuple) and len(value.elts) == 2:
+            value = value.elts[0]  # the other one is the cost
+        return node in self.decided or self._holds(value)
+
+    def _holds(self, *parts: ast.AST | None) -> bool:
+        for node in (item for part in parts if part is not None for item in ast.walk(part)):
+            call = node.value if isinstance(node, ast.Await) else None
+            own = isinstance(call, ast.Call) and self.calls.function(call.func) is not None
+            name = getattr(node, "id", f".{getattr(node, 'attr', '')}")
+            if (call is not None and not own) or self.calls.handles(node) or name in self.names:
+                return True
+        return False
+
+    def _pass_on(self, node: Any) -> None:
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            keys = [part.slice for target in targets for part in _subscripts(target)]
+            if node in self.decided or self._holds(node.value, *keys):
+                self._put(targets)
+            if isinstance(node.value, (ast.Name, ast.Attribute)) and self._holds(*targets):
+                self._put([node.value])  # both may be the same list
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            left = any(isinstance(item, (ast.Break, ast.Continue)) and item in self.decided
+                       for item in ast.walk(node))  # fmt: skip
+            if left or self._holds(node.iter, node.target):
+                self._put([node.target, node.iter])
+                self._decide(getattr(node, "body", []))
+        elif isinstance(node, (ast.If, ast.While, ast.Match)):
+            if self._holds(getattr(node, "test", None), getattr(node, "subject", None)):
+                self._decide([*children(node)])
+        elif isinstance(node, ast.withitem) and self._holds(node.context_expr):
+            self._put([node.optional_vars] if node.optional_vars is not None else [])
+        elif isinstance(node, ast.Call):
+            self._call(node)
+        elif isinstance(node, Function) and any(map(self._returned, returns_of(node))):
+            self.names |= {node.name, f".{node.name}"}
+
+    def _call(self, node: ast.Call) -> None:
+        """What a call is given may end up in its owner, and in what else it is given."""
+        given = [*node.args, *(word.value for word in node.keywords)]
+        python = self.calls.python_name(node.func)
+        if self.calls.handles(node) or python in BUILTINS:
+            return
+        function = self.calls.function(node.func)
+        taken = [] if function is None else [item.arg for item in parameters(function.args)]
+        if self._holds(*given):
+            self.names.update(item for item in taken if item != "self")
+        if self._holds(*given) or node in self.decided or not self.names.isdisjoint(taken):
+            owner = [node.func.value] if isinstance(node.func, ast.Attribute) and not python else []
+            self._put([*owner, *given])
+
+    def _put(self, targets: Sequence[ast.AST]) -> None:
+        for target in targets:
+            if isinstance(target, (ast.Tuple, ast.List)):
+                self._put(target.elts)
+                continue
+            node: Any = target
+            while not isinstance(node, ast.Name):
+                if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
+                    break
+                node = getattr(node, "value", getattr(node, "func", None))
+                if node is None or isinstance(node, str):
+                    break
+            if isinstance(node, ast.Attribute):
+                self.names.add(f".{node.attr}")
+            elif isinstance(node, ast.Name) and node.id not in ("self", "operator"):
+                self.names.add(node.id)
+
+    def _decide(self, statements: Sequence[ast.AST]) -> None:
+        self.decided.update(part for item in statements for part in ast.walk(item))
+
+
+def _subscripts(target: ast.AST) -> list[ast.Subscript]:
+    return [item for item in ast.walk(target) if isinstance(item, ast.Subscript)]
 
 
 def _max_nesting(code: str) -> int:

@@ -18,7 +18,7 @@ own; `Executed` adds up what all of them spent. What ends an attempt is its own 
 for two things that no other graph could mend and that are raised: a budget that is used up, and
 a sandbox that cannot be built.
 
-Left to others: what an answer is worth and what a fallback costs (`reward.py`).
+Left to others: what an answer is worth and what a fallback costs (`results.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import OPERATORS, Operator
 from aflow_tune.sandbox.types import SandboxUnavailable
-from aflow_tune.writer.simpler import INSTRUCTIONS, default_instructions, straight_line
-from aflow_tune.writer.templates import default_graph
+from aflow_tune.writer.templates import (
+    INSTRUCTIONS,
+    default_graph,
+    default_instructions,
+    straight_line,
+)
 from aflow_tune.writer.types import Level, Verdict
 
 SHARE = 0.75
@@ -137,7 +141,7 @@ async def run_written(
 
     Raises:
         BudgetReached: the run's budget is used up.
-        SandboxUnavailable: no wall can be built here.
+        SandboxUnavailable: no sandbox can be built here.
         BadInput: `models` names a role without a client, or no operator can answer a problem.
     """
     allowed = OPERATORS if operators is None else operators

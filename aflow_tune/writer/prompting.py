@@ -1,28 +1,30 @@
-"""What the policy is told: the operators, the form, the grammar, the budget, the problem.
+"""What the policy is told: the operators, the form, the budget, an example, the problem.
 
-The operators' lines come from their own declarations (`Operator.describe`, `most_calls`), so a
-new argument is taught from the moment it exists. The shipped text is short, since a small model
-reads it too; a file of the user's may take its place, with the same placeholders.
+The operators' lines come from their own declarations (`Operator.describe`, `most_calls`). The
+shipped text is short, since a small model reads it too; a file of the user's may take its place,
+with the same placeholders. The example is the shortest shipped workflow of allowed operators that
+passes the check under the run's own limits, so it is never something that would be refused.
 
 After a turn the policy is shown what became of its graph: refusals, how the run ended, the
-answer. Nothing that the answer was scored with, neither the score nor a gold answer, is ever in
-these texts: this module is not given any.
-
-What a graph may contain is decided by `check.py` and written down in docs/graph_code.md; the few
-lines here are a summary for a reader with little room.
+answer. Nothing that the answer was scored with is ever in these texts: this module is not given
+any.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aflow_tune.errors import Fault
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.graph import inside
 from aflow_tune.operators import Operator
 from aflow_tune.operators.prompts import fill, placeholders
-from aflow_tune.writer.example import example_for
+from aflow_tune.writer.check import check_written
+from aflow_tune.writer.form import as_text
+from aflow_tune.writer.templates import default_graph, templates_for
 from aflow_tune.writer.types import CheckLimits, ProblemType
 
 PLACEHOLDERS = (
@@ -149,3 +151,46 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
     empty = {name for name, value in values.items() if not value and name != "problem"}
     kept = [line for line in template.split("\n") if not placeholders(line) & empty]
     return fill("\n".join(kept), values)
+
+
+_COST = ', self.llm.get_usage_summary()["total_cost"]'
+
+
+def example_for(
+    operators: Mapping[str, type[Operator]],
+    problem_type: ProblemType | None,
+    limits: CheckLimits,
+) -> str:
+    """A workflow in the hybrid form; empty where nothing passes the check."""
+    return _example(tuple(sorted(operators.items())), problem_type, limits)
+
+
+@functools.lru_cache(maxsize=64)
+def _example(
+    operators: tuple[tuple[str, type[Operator]], ...],
+    problem_type: ProblemType | None,
+    limits: CheckLimits,
+) -> str:
+    allowed = dict(operators)
+    for text in _candidates(allowed, problem_type):
+        verdict = check_written(text, operators=allowed, problem_type=problem_type, limits=limits)
+        if verdict.ok:
+            return text
+    return ""
+
+
+def _candidates(
+    allowed: Mapping[str, type[Operator]], problem_type: ProblemType | None
+) -> Iterator[str]:
+    templates = templates_for(problem_type, allowed)
+    yield from sorted((_text(item.prompts, item.code) for item in templates), key=len)
+    try:
+        graph = default_graph(problem_type or "math", allowed)
+    except BadInput:
+        return
+    yield _text(graph.instructions, graph.sources[inside.GRAPH_FILE])
+
+
+def _text(prompts: Mapping[str, str], code: str) -> str:
+    """Without the cost beside the answer, which AFlow's graphs return: a run counts its own."""
+    return as_text(prompts, code.replace(_COST, "").strip())

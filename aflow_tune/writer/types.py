@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +14,12 @@ if TYPE_CHECKING:
 
 ProblemType = Literal["math", "code", "qa"]
 PROBLEM_TYPES: tuple[ProblemType, ...] = ("math", "code", "qa")
+
+
+MAX_REFUSALS = 50
+"""Of one graph. What has more is not mended by reading on."""
+MAX_SHOWN = 60
+"""Characters of a piece of source in a message."""
 
 
 class WrittenForm(StrEnum):
@@ -42,7 +50,7 @@ class RefusalKind(StrEnum):
     ARGUMENTS = "arguments"
     """A call that does not fit the operator's signature."""
     UNBOUNDED = "unbounded"
-    """A loop or a recursion whose number of turns cannot be told."""
+    """A loop or a recursion that plainly never ends."""
     OVER_BUDGET = "over_budget"
     TOO_LARGE = "too_large"
 
@@ -60,11 +68,8 @@ class Refusal:
     """From 1; 0 as for `line`."""
 
     def __str__(self) -> str:
-        return (
-            f"line {self.line}, column {self.column}: {self.message}"
-            if self.line
-            else (self.message)
-        )
+        place = f"line {self.line}, column {self.column}: " if self.line else ""
+        return place + self.message
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -74,6 +79,41 @@ class Refusal:
             "line": self.line,
             "column": self.column,
         }
+
+
+class Refusals:
+    """The refusals of one graph: the first one of each place, which the others follow from."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[int, int], Refusal] = {}
+        self._elsewhere: list[Refusal] = []
+
+    def add(self, kind: RefusalKind, message: str, node: ast.AST | None = None) -> None:
+        """Refuse something, at a node of the source or at no place."""
+        line = getattr(node, "lineno", 0)
+        column = getattr(node, "col_offset", -1) + 1
+        self.at(kind, message, line, column)
+
+    def at(self, kind: RefusalKind, message: str, line: int, column: int) -> None:
+        """Refuse something at a line and column, both from 1."""
+        refusal = Refusal(kind, message, line, column)
+        if line:
+            self._by_place.setdefault((line, column), refusal)
+        elif refusal not in self._elsewhere:
+            self._elsewhere.append(refusal)
+
+    def has_line(self, line: int) -> bool:
+        """Whether something was refused on a line."""
+        return any(place[0] == line for place in self._by_place)
+
+    def any(self) -> bool:
+        """Whether something was refused."""
+        return bool(self._by_place or self._elsewhere)
+
+    def in_order(self) -> tuple[Refusal, ...]:
+        """Those of the code by place, then the others."""
+        by_place = [self._by_place[place] for place in sorted(self._by_place)]
+        return (*by_place, *self._elsewhere)[:MAX_REFUSALS]
 
 
 @dataclass(frozen=True)
@@ -106,6 +146,15 @@ class CheckLimits:
     """Highest price among the models that may be called; None: not known."""
     usd_per_completion_token: float | None = None
 
+    @property
+    def affordable_calls(self) -> int:
+        """Model calls that `usd` pays for at worst; `model_calls` where no money is counted."""
+        prices = (self.usd_per_prompt_token, self.usd_per_completion_token)
+        if self.usd is None or prices[0] is None or prices[1] is None:
+            return self.model_calls
+        each = self.call_prompt_tokens * prices[0] + self.call_completion_tokens * prices[1]
+        return min(self.model_calls, int(self.usd / each + 1e-9)) if each else self.model_calls
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -135,7 +184,7 @@ class Verdict:
     """The graph with its prompts; None where its code is no Python."""
     refusals: tuple[Refusal, ...] = ()
     bound: Bound | None = None
-    """None where it could not be computed."""
+    """None where the source does not tell one: the meter of the run stops the graph."""
 
     @property
     def ok(self) -> bool:
@@ -160,3 +209,27 @@ class Level(IntEnum):
     """A straight line of the same operators: the written one failed while it ran."""
     DEFAULT_WORKFLOW = 3
     """The default workflow of the problem's type: nothing of what was written could be used."""
+
+
+def shown(node: ast.AST) -> str:
+    """A piece of source for a message, shortened."""
+    try:
+        text = " ".join(ast.unparse(node).split())
+    except (RecursionError, ValueError):
+        return "this"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, or nothing."""
+    near = difflib.get_close_matches(name[:80], [item for item in known if len(item) <= 80], 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def listed(names: Iterable[str], most: int = 20) -> str:
+    """Names for a message: `a, b and c`."""
+    all_names = list(names)
+    shortened = all_names[:most] + (["..."] if len(all_names) > most else [])
+    if len(shortened) < 2:
+        return "".join(shortened) or "nothing"
+    return f"{', '.join(shortened[:-1])} and {shortened[-1]}"
