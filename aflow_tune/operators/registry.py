@@ -15,25 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.operators.asking import AnswerGenerate, Custom, CustomCodeGenerate, Format
+from aflow_tune.operators import asking, programs
 from aflow_tune.operators.base import Operator
-from aflow_tune.operators.ensembles import MdEnsemble, ScEnsemble
-from aflow_tune.operators.programmer import Programmer
 from aflow_tune.operators.prompts import FORM_PROMPTS, FORMS, checked
-from aflow_tune.operators.reviewing import Review, Revise
-from aflow_tune.operators.testing import Test
 
 OPERATORS: dict[str, type[Operator]] = {
-    "Custom": Custom,
-    "AnswerGenerate": AnswerGenerate,
-    "CustomCodeGenerate": CustomCodeGenerate,
-    "ScEnsemble": ScEnsemble,
-    "Programmer": Programmer,
-    "Test": Test,
-    "Format": Format,
-    "Review": Review,
-    "Revise": Revise,
-    "MdEnsemble": MdEnsemble,
+    "Custom": asking.Custom,
+    "AnswerGenerate": asking.AnswerGenerate,
+    "CustomCodeGenerate": asking.CustomCodeGenerate,
+    "ScEnsemble": asking.ScEnsemble,
+    "Programmer": programs.Programmer,
+    "Test": programs.Test,
+    "Format": asking.Format,
+    "Review": asking.Review,
+    "Revise": asking.Revise,
+    "MdEnsemble": asking.MdEnsemble,
 }
 """Every operator that graphs can name."""
 BUILT_IN = frozenset(OPERATORS)

@@ -1,7 +1,7 @@
 """Graphs that a model wrote as drawings of the page, and what is said where none can be made.
 
 A graph is drawn from its code, which is parsed and never run. The drawing is that of
-`graph/svg.py` without its own style and background: the page's style gives it the colours of
+`graph/draw.py` without its own style and background: the page's style gives it the colours of
 light and dark, and a style inside a page would reach everything else on it.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from aflow_tune.graph.draw import to_svg
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.inside import GRAPH_FILE
-from aflow_tune.graph.svg import to_svg
 from aflow_tune.operators import OPERATORS, Operator
 
 MOST_NODES = 40

@@ -30,9 +30,8 @@ from aflow_tune.evaluation.trained import (
 )
 from aflow_tune.files import write_json
 from aflow_tune.graph import inside
-from aflow_tune.graph.aflow_template import AFLOW_NAMES
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.save import save_round
+from aflow_tune.graph.save import AFLOW_NAMES, save_round
 from aflow_tune.operators import Operator, load_operators
 from aflow_tune.report.best import best_step
 from aflow_tune.runs.folder import checkpoints

@@ -41,8 +41,7 @@ from aflow_tune.evaluation.trained import (
     find_weights,
     make_ready,
 )
-from aflow_tune.graph.draw import to_mermaid
-from aflow_tune.graph.svg import to_svg
+from aflow_tune.graph.draw import to_mermaid, to_svg
 from aflow_tune.models.books import Books
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.sandbox.policy import use_policy
