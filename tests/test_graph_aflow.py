@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.cli import main
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.save import SavedRound, save_round
@@ -294,22 +293,3 @@ def test_the_template_that_lies_there_decides(tmp_path: Path) -> None:
     assert not written(tmp_path, "MATH", graph_of(review, call)).notes
     with pytest.raises(BadInput, match="Custom"):
         save_round(graph_of(SOLVE, call), template.parent / "round_3")
-
-
-def test_the_command_says_what_aflow_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    graph = graph_of(
-        SOLVE + PICK, f"r = await self.pick(solutions=[problem], problem=problem)\n{DONE}"
-    )
-    (mine / "graph.py").write_text(graph.sources["graph.py"])
-    to = tmp_path / "workspace" / "DROP" / "workflows" / "round_9"
-    assert main(["graph", "export", str(mine), "--round", str(to)]) == 0
-    assert "graph.py:8" in capsys.readouterr().out
-    to = tmp_path / "workspace" / "MATH" / "workflows" / "round_9"
-    graph = graph_of("self.r = operator.Review(self.llm)", "return problem, 0")
-    (mine / "graph.py").write_text(graph.sources["graph.py"])
-    assert main(["graph", "export", str(mine), "--round", str(to)]) == 2
-    assert "graph.py:5" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from graph_samples import MATH, MATH_PROMPTS, own_form, simple, write_round
@@ -37,17 +36,6 @@ def test_show_lists_faults_and_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["graph", "show", str(folder)]) == ExitCode.BAD_INPUT
     assert "found:    prompt_custom.NOPE" in capsys.readouterr().out
     assert not mark.exists()
-
-
-def test_draw(math: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["graph", "draw", str(math)]) == ExitCode.DONE
-    assert capsys.readouterr().out.startswith("flowchart TD\n")
-    svg = tmp_path / "math.svg"
-    assert main(["graph", "draw", str(math), "--svg", str(svg)]) == ExitCode.DONE
-    assert capsys.readouterr().out == f"{svg}\n"
-    assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
-    assert main(["graph", "draw", str(math), "--svg", str(svg), "--mermaid"]) == ExitCode.DONE
-    assert "flowchart TD" in capsys.readouterr().out
 
 
 def test_draw_with_the_numbers_of_a_run(
@@ -90,23 +78,6 @@ def test_draw_with_the_numbers_of_a_run(
 
     assert main([*command[:-1], str(tmp_path / "nowhere")]) == ExitCode.BAD_INPUT
     assert "no such folder" in capsys.readouterr().err
-
-
-def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = own_form(tmp_path / "g", "class Nothing:\n    pass\n")
-    assert main(["graph", "draw", str(folder)]) == ExitCode.BAD_INPUT
-    assert "There is nothing to draw" in capsys.readouterr().err
-    assert main(["graph", "draw", str(tmp_path / "missing")]) == ExitCode.BAD_INPUT
-
-
-def test_export(math: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tmp_path / "out" / "workspace" / "GSM8K" / "workflows" / "round_9"
-    assert main(["graph", "export", str(math), "--round", str(target)]) == ExitCode.DONE
-    assert capsys.readouterr().out.splitlines() == [
-        str(target / name) for name in ("graph.py", "prompt.py", "__init__.py")
-    ]
-    assert main(["graph", "export", str(math), "--round", str(target)]) == ExitCode.BAD_INPUT
-    assert "exists" in capsys.readouterr().err
 
 
 def test_export_says_what_aflow_does_not_read(

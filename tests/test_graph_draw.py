@@ -9,10 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from graph_samples import GATHER, MATH, MATH_PROMPTS, own_form, simple, write_round
 
-from aflow_tune.graph.draw import to_mermaid
+from aflow_tune.graph.draw import Measured, measure, to_mermaid, to_svg
 from aflow_tune.graph.graph import Graph, load_graph, read_graph
-from aflow_tune.graph.measure import Measured, measure
-from aflow_tune.graph.svg import to_svg
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -61,13 +59,6 @@ flowchart TD
     )
 
 
-def test_mermaid_marks_loops_and_what_they_carry(tmp_path: Path) -> None:
-    drawn = to_mermaid(load_graph(write_round(tmp_path, "GSM8K", 7, GATHER)).flow)
-    assert '    subgraph loop_37_0["while turns #60; 3"]\n        n2["review: Review' in drawn
-    assert "n3 -. next turn .-> n2" in drawn
-    assert "n2 -. decides .-> n3" not in drawn  # its feedback is data already
-
-
 def test_svg_has_a_box_for_each_call_and_none_lies_on_another(tmp_path: Path) -> None:
     for graph, prompts in ((MATH, MATH_PROMPTS), (GATHER, "")):
         folder = write_round(tmp_path / str(len(graph)), "D", 1, graph, prompts)
@@ -84,12 +75,6 @@ def test_svg_has_a_box_for_each_call_and_none_lies_on_another(tmp_path: Path) ->
             for x2, y2, width2, height2 in drawn[number + 1 :]:
                 apart = x + width <= x2 or x2 + width2 <= x or y + height <= y2 or y2 + height2 <= y
                 assert apart
-
-
-def test_rows_follow_the_data(math: Graph) -> None:
-    tops = [y for _, y, _, _ in boxes(to_svg(math.flow))]
-    assert tops == sorted(tops)
-    assert len(set(tops)) == 5  # problem, draft, second look, choice, answer
 
 
 def two_runs() -> list[tuple[Trace, float]]:
@@ -128,12 +113,6 @@ def test_numbers_of_a_trace() -> None:
         "ScEnsemble.sc_ensemble": Measured(1, 1, 20, None, 0, 0.0, 0.125),
         "llm": Measured(1, 1, 7, 0.5, 0, 0.0, 0.375),
     }
-
-
-@pytest.mark.parametrize("rewards", [(1.0, -1.0), (0.0, 0.0), (None, None)])
-def test_no_share_of_a_reward_that_has_none(rewards: tuple[float | None, float | None]) -> None:
-    runs = [(trace, reward) for (trace, _), reward in zip(two_runs(), rewards, strict=True)]
-    assert {row.reward_share for row in measure(runs).values()} == {None}
 
 
 def test_numbers_stand_in_the_first_box_of_their_operator(math: Graph) -> None:

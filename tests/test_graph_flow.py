@@ -9,7 +9,7 @@ from graph_samples import CODE, CODE_PROMPTS, GATHER, MATH, MATH_PROMPTS, own_fo
 from graph_samples import write_round as round_of
 
 from aflow_tune.graph.flow import ANSWER, PROBLEM
-from aflow_tune.graph.graph import load_graph, read_graph
+from aflow_tune.graph.graph import load_graph
 
 
 def edges_of(folder: Path) -> set[str]:
@@ -37,11 +37,6 @@ def test_math(tmp_path: Path) -> None:
         "custom28>sc_ensemble32",
         "sc_ensemble32>answer",
     }
-
-
-def test_nodes_know_their_prompts(tmp_path: Path) -> None:
-    flow = load_graph(round_of(tmp_path, "MATH", 2, MATH, MATH_PROMPTS)).flow
-    assert [node.prompts for node in flow.nodes] == [("DRAFT_PROMPT",), ("AGAIN_PROMPT",), ()]
 
 
 def test_a_loop_that_a_test_ends(tmp_path: Path) -> None:
@@ -106,22 +101,6 @@ return result["response"]"""
     }
 
 
-def test_what_follows_an_early_return_depends_on_its_condition(tmp_path: Path) -> None:
-    call = """\
-first = await self.custom(input=problem, instruction="")
-if first["response"]:
-    return first["response"]
-second = await self.custom(input=problem, instruction="")
-return second["response"]"""
-    assert simple_edges(tmp_path, call) == {
-        "problem>custom9",
-        "problem>custom12",
-        "custom9?custom12",
-        "custom9>answer",
-        "custom12>answer",
-    }
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -154,16 +133,6 @@ return shout(two)"""
     }
 
 
-def test_recursion_in_a_graph_ends(tmp_path: Path) -> None:
-    graph = simple("return await self.again(problem)")
-    graph += """
-    async def again(self, text):
-        reply = await self.custom(input=text, instruction="")
-        return await self.again(reply["response"])
-"""
-    assert "custom12>custom12" in edges_of(own_form(tmp_path / "g", graph))
-
-
 def test_a_graph_that_multiplies_its_calls_is_cut_off(tmp_path: Path) -> None:
     graph = simple("return await self.f0(problem)")
     for number in range(8):
@@ -172,8 +141,3 @@ def test_a_graph_that_multiplies_its_calls_is_cut_off(tmp_path: Path) -> None:
     graph += "\n    async def f8(self, x):\n        return await self.custom(x, '')\n"
     # 12 to the power of 8 calls of one operator: this returns at all.
     assert len(load_graph(own_form(tmp_path / "g", graph)).flow.nodes) <= 1
-
-
-def test_a_graph_without_a_call_has_no_flow(tmp_path: Path) -> None:
-    graph = read_graph(own_form(tmp_path / "g", "class Workflow:\n    pass\n"))
-    assert graph.flow.nodes == ()

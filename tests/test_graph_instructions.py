@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from graph_samples import simple
 
+from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph, load_graph
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.graph.save import save_round
 from aflow_tune.models import Reply, ScriptedModel, Usage
@@ -93,15 +91,6 @@ def test_prompts_are_there_in_the_constructor_and_a_name_that_lacks_is_an_empty_
     assert run(without, ScriptedModel([])).answer is None  # its own dict is a plain one
 
 
-def test_what_a_graph_without_instructions_keeps_as_prompts_is_left_alone(trust: bool) -> None:
-    graph = graph_of(
-        "self.prompts = ['a list']", "return self.prompts[0], 0", {"solve": "given"}, trust
-    )
-    assert run(graph, ScriptedModel([])).answer == "a list"
-    graph = graph_of("pass", "return repr(self.prompts['any']), 0", {}, trust)
-    assert run(graph, ScriptedModel([])).answer == "''"
-
-
 def test_for_other_operators_it_stands_in_front_of_the_text_that_the_run_uses(trust: bool) -> None:
     graph = graph_of(
         "self.judge = operator.Review(self.llm)\nself.plain = operator.Review(self.llm)",
@@ -117,61 +106,12 @@ def test_for_other_operators_it_stands_in_front_of_the_text_that_the_run_uses(tr
     assert second.startswith("Look at y of 1+1?.")
 
 
-def test_an_instruction_with_every_placeholder_is_the_whole_prompt() -> None:
-    graph = graph_of(
-        "self.mend = operator.Revise(self.llm)",
-        "mended = await self.mend(problem, 'S', 'F')\nreturn mended['solution'], 0",
-        {"mend": "Mend {solution} by {feedback}; {unknown} stays."},
-    )
-    model = ScriptedModel(lambda _: "<solution>new</solution>")
-    assert run(graph, model).answer == "new"
-    assert asked(model)[0].startswith("Mend S by F; {unknown} stays.")
-
-
-def test_an_instruction_of_programmer_reaches_its_first_program_only() -> None:
-    graph = graph_of(
-        "self.compute = operator.Programmer(self.llm, programs=2)",
-        "return (await self.compute(problem=problem))['output'], 0",
-        {"compute": "Use fractions."},
-    )
-    programs = ["def solve():\n    return 1 / 0", "def solve():\n    return 2"]
-    model = ScriptedModel([f"```python\n{program}\n```" for program in programs])
-    assert run(graph, model).answer == "2"
-    first, second = asked(model)
-    assert first.startswith("Use fractions.\n\nWrite a Python program")
-    assert second.startswith("Write a Python program")
-
-
 @pytest.mark.parametrize("text", ["{x}", "{{x}}", "{{{x}}}", "{ x }", "{}", "{x}{y}{{z}}", "}{x{"])
 def test_braces_of_an_instruction_are_text(text: str) -> None:
     from aflow_tune.operators.prompts import Prompt, with_instruction
 
     whole = with_instruction("Base {x}.", text, Prompt(needs=("none",)))
     assert fill(whole, {"x": "X", "y": "Y", "z": "Z"}) == f"{text}\n\nBase X."
-
-
-def test_a_constant_of_the_graph_wins_over_an_instruction_of_its_name(trust: bool) -> None:
-    code = simple("return prompt_custom.TEXT + prompt_custom.solve, 0")
-    graph = Graph(
-        "own",
-        {"graph.py": code, "prompt.py": "TEXT = 'of the file'\n"},
-        trust=trust,
-        instructions={"TEXT": "lost", "solve": " and given"},
-    )
-    assert graph.shape.faults == []
-    assert run(graph, ScriptedModel([])).answer == "of the file and given"
-
-
-def test_a_graph_with_instructions_travels_and_keeps_them_with_other_prompts() -> None:
-    graph = graph_of(
-        "self.solve = operator.Custom(self.llm)",
-        "return (await self.solve(input=problem))['response'], 0",
-        {"solve": "Add."},
-    )
-    graph = pickle.loads(pickle.dumps(graph.with_prompts({"solve": "{instruction} NOW {input}"})))
-    model = ScriptedModel(echo)
-    assert run(graph, model).ok
-    assert asked(model) == ["Add.\n\n NOW 1+1?"]
 
 
 # -- whether the constructor came to its end
@@ -187,14 +127,6 @@ def test_a_run_says_whether_the_workflow_was_constructed(trust: bool) -> None:
     assert ran.reason == "written/graph.py:7: ValueError: later"
     module = Graph("m", {"graph.py": "raise ValueError('at once')"}, trust=trust)
     assert not run(module, ScriptedModel([])).built
-
-
-def test_construction_is_known_though_the_run_ends_by_force() -> None:
-    limits = GraphLimits(seconds=60, cpu_seconds=1)
-    endless = run(graph_of("pass", "while True: pass", {}), ScriptedModel([]), limits=limits)
-    assert (endless.ending, endless.built) == (GraphEnding.TIMED_OUT, True)
-    stuck = run(graph_of("while True: pass", "pass", {}), ScriptedModel([]), limits=limits)
-    assert (stuck.ending, stuck.built) == (GraphEnding.TIMED_OUT, False)
 
 
 def test_who_lies_about_the_construction_loses_by_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from graph_samples import (
 )
 
 from aflow_tune.errors import BadInput
-from aflow_tune.graph.graph import load_graph, read_graph
+from aflow_tune.graph.graph import load_graph
 
 CALL = 'return (await self.custom(input=problem, instruction=""))["response"]'
 
@@ -36,74 +35,6 @@ def faults_of(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "number", "graph", "prompts", "parameters", "instances"),
-    [
-        (
-            "MATH",
-            2,
-            MATH,
-            MATH_PROMPTS,
-            ("problem",),
-            {"custom": "Custom", "sc_ensemble": "ScEnsemble"},
-        ),
-        (
-            "HumanEval",
-            4,
-            CODE,
-            CODE_PROMPTS,
-            ("problem", "entry_point"),
-            {"custom_code_generate": "CustomCodeGenerate", "test": "Test"},
-        ),
-        (
-            "HotpotQA",
-            3,
-            QA,
-            "",
-            ("problem",),
-            {"answer_generate": "AnswerGenerate", "sc_ensemble": "ScEnsemble"},
-        ),
-        (
-            "GSM8K",
-            7,
-            GATHER,
-            "",
-            ("problem",),
-            {
-                "solvers_1": "Custom",
-                "solvers_2": "Custom",
-                "review": "Review",
-                "revise": "Revise",
-            },
-        ),
-    ],
-)
-def test_a_round_of_aflow_is_read_unchanged(
-    tmp_path: Path,
-    dataset: str,
-    number: int,
-    graph: str,
-    prompts: str,
-    parameters: tuple[str, ...],
-    instances: dict[str, str],
-) -> None:
-    loaded = load_graph(write_round(tmp_path, dataset, number, graph, prompts))
-    assert (loaded.dataset, loaded.round) == (dataset, number)
-    assert loaded.shape.parameters == parameters
-    assert loaded.shape.instances == instances
-    assert loaded.sources["graph.py"] == graph
-    assert not loaded.trust
-
-
-def test_the_path_may_name_graph_py_and_prompts_are_seen(tmp_path: Path) -> None:
-    folder = write_round(tmp_path, "MATH", 2, MATH, MATH_PROMPTS)
-    loaded = load_graph(folder / "graph.py")
-    assert loaded.shape.constants == {
-        "DRAFT_PROMPT": "\nSolve the problem. Put the answer into a box.\n",
-        "AGAIN_PROMPT": "Look for an error in the attempt, then solve the problem: ",
-    }
-
-
 def test_away_from_its_place_a_round_is_known_by_its_imports(tmp_path: Path) -> None:
     folder = tmp_path / "anywhere"
     folder.mkdir()
@@ -111,17 +42,6 @@ def test_away_from_its_place_a_round_is_known_by_its_imports(tmp_path: Path) -> 
     (folder / "prompt.py").write_text(MATH_PROMPTS)
     loaded = load_graph(folder)
     assert (loaded.dataset, loaded.round) == ("MATH", 2)
-
-
-def test_our_own_form_needs_no_imports(tmp_path: Path) -> None:
-    body = simple(
-        "x = await self.custom(input=problem, instruction=prompt_custom.SOLVE)\n"
-        "return x['response']"
-    )
-    prompts = json.dumps({"SOLVE": "Solve: "})
-    loaded = load_graph(own_form(tmp_path / "mine", body, prompts))
-    assert loaded.constants == {"SOLVE": "Solve: "}
-    assert loaded.dataset is None
 
 
 def test_a_loaded_graph_travels_without_its_folder(tmp_path: Path) -> None:
@@ -194,39 +114,6 @@ def test_what_is_no_graph_is_refused_with_its_place(
     assert faults_of(own_form(tmp_path / "g", source))[0].startswith(found)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "async def __call__(self, problem)",
-        "async def __call__(self, question, entry_point)",
-        "async def __call__(self, problem, entry_point=None, test=None)",
-        "async def __call__(self, *args)",
-        "async def __call__(self, problem, /)",
-    ],
-)
-def test_calls_that_fit(tmp_path: Path, call: str) -> None:
-    head = INIT.replace(": DatasetType", "")
-    load_graph(own_form(tmp_path / "g", f"{head}\n    {call}:\n        return 'x'\n"))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "def __call__(self, problem)",
-        "async def __call__(self)",
-        "async def __call__(self, problem, entry_point, test)",
-        "async def __call__(self, problem, *, entry_point)",
-    ],
-)
-def test_calls_that_do_not_fit(tmp_path: Path, call: str) -> None:
-    folder = own_form(tmp_path / "g", f"{INIT}\n    {call}:\n        return 'x'\n")
-    (found,) = faults_of(folder)
-    assert found == (
-        "graph.py:12: async def __call__(self, problem), or (self, problem, entry_point) for code "
-        f"| {call}"
-    )
-
-
 def test_names_may_come_by_other_imports(tmp_path: Path) -> None:
     head = """\
 from __future__ import annotations
@@ -260,14 +147,6 @@ class Twice(Ask):
     }
 
 
-def test_prompts_that_prompt_py_computes_are_not_called_missing(tmp_path: Path) -> None:
-    graph = simple("return prompt_custom.MADE_LATER")
-    prompts = 'globals()["MADE_LATER"] = "x"\n'
-    folder = own_form(tmp_path / "g", graph)
-    (folder / "prompt.py").write_text(prompts)
-    assert load_graph(folder).shape.constants == {}
-
-
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [
@@ -294,15 +173,45 @@ def test_a_link_to_somewhere_else_is_no_prompt_file(tmp_path: Path) -> None:
     assert faults_of(folder) == [f"prompt.py: a file | a link to {secret}"]
 
 
-def test_a_folder_without_a_graph_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="There is no graph"):
-        load_graph(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput) as refused:
-        load_graph(tmp_path / "empty")
-    assert refused.value.faults[0].found == "a folder without graph.py"
+@pytest.mark.parametrize(
+    ("number", "graph", "prompts", "parameters", "instances"),
+    [
+        (2, MATH, MATH_PROMPTS, ["problem"], "custom Custom, sc_ensemble ScEnsemble"),
+        (4, CODE, CODE_PROMPTS, ["problem", "entry_point"],
+         "custom_code_generate CustomCodeGenerate, test Test"),
+        (3, QA, "", ["problem"], "answer_generate AnswerGenerate, sc_ensemble ScEnsemble"),
+        (7, GATHER, "", ["problem"],
+         "solvers_1 Custom, solvers_2 Custom, review Review, revise Revise"),
+    ],
+)  # fmt: skip
+def test_a_round_of_aflow_is_read_unchanged(
+    tmp_path: Path, number: int, graph: str, prompts: str, parameters: list[str], instances: str
+) -> None:
+    loaded = load_graph(write_round(tmp_path, "Mine", number, graph, prompts))
+    assert (loaded.dataset, loaded.round, loaded.trust) == ("Mine", number, False)
+    assert list(loaded.shape.parameters) == parameters
+    assert ", ".join(" ".join(pair) for pair in loaded.shape.instances.items()) == instances
+    assert loaded.sources["graph.py"] == graph
 
 
-def test_a_faulty_graph_can_still_be_looked_at(tmp_path: Path) -> None:
-    graph = read_graph(own_form(tmp_path / "g", simple("return prompt_custom.NOT_THERE")))
-    assert [fault.found for fault in graph.shape.faults] == ["prompt_custom.NOT_THERE"]
+@pytest.mark.parametrize(
+    ("call", "fits"),
+    [
+        ("async def __call__(self, problem)", True),
+        ("async def __call__(self, problem, entry_point=None, test=None)", True),
+        ("async def __call__(self, *args)", True),
+        ("def __call__(self, problem)", False),
+        ("async def __call__(self)", False),
+        ("async def __call__(self, problem, entry_point, test)", False),
+        ("async def __call__(self, problem, *, entry_point)", False),
+    ],
+)
+def test_the_workflows_call_takes_a_problem_and_an_entry_point(
+    tmp_path: Path, call: str, fits: bool
+) -> None:
+    head = INIT.replace(": DatasetType", "")
+    folder = own_form(tmp_path / "g", f"{head}\n    {call}:\n        return 'x'\n")
+    if fits:
+        load_graph(folder)
+    else:
+        assert faults_of(folder)[0].startswith("graph.py:12: async def __call__")

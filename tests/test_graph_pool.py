@@ -20,8 +20,8 @@ from graph_samples import simple
 from sandbox_outside import WALLS, alive, eventually, need
 
 from aflow_tune.graph import inside
+from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models import ScriptedModel
 from aflow_tune.sandbox import Limits, SandboxUnavailable, detect, open_channel

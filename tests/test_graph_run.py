@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from graph_samples import (
     GATHER,
     MATH,
     MATH_PROMPTS,
-    QA,
     own_form,
     simple,
     write_round,
@@ -25,7 +23,6 @@ from graph_samples import (
 from aflow_tune.context import RunContext
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.graph.graph import Graph, load_graph
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models import Reply, ScriptedModel, Usage
 from aflow_tune.models.prices import FixedPrice
@@ -98,21 +95,6 @@ def test_code_with_tests_and_an_entry_point(tmp_path: Path, trust: bool) -> None
     assert "Write the function." in last_text(model.asked[0].messages)
     used = [(use.operator, use.instance) for use in trace.of(OperatorCall)]
     assert used[:2] == [("CustomCodeGenerate", "custom_code_generate"), ("Test", "test")]
-
-
-def test_an_entry_point_that_lacks_is_said(tmp_path: Path) -> None:
-    folder = write_round(tmp_path, "HumanEval", 4, CODE, CODE_PROMPTS)
-    with pytest.raises(BadInput, match="takes an entry point"):
-        run(load_graph(folder), model=ScriptedModel([]))
-
-
-def test_question_answering_votes_without_naming_the_problem(tmp_path: Path, trust: bool) -> None:
-    folder = write_round(tmp_path, "HotpotQA", 3, QA)
-    replies = [f"<thought>t</thought><answer>{name}</answer>" for name in ("Rome", "Oslo", "Oslo")]
-    model = ScriptedModel([*replies, LETTER])
-    ran = run(load_graph(folder, trust=trust), "Which city?", model=model)
-    assert (ran.answer, ran.model_calls) == ("Oslo", 4)
-    assert "Rome" in last_text(model.asked[3].messages)
 
 
 def test_gather_is_concurrent_and_keeps_order_and_attribution(tmp_path: Path, trust: bool) -> None:
@@ -273,13 +255,6 @@ def test_an_exception_of_the_graph_names_its_line(own: Callable[..., Graph]) -> 
     )
 
 
-def test_an_exception_while_prompt_py_loads_names_its_line(tmp_path: Path, trust: bool) -> None:
-    folder = own_form(tmp_path / "g", simple("return prompt_custom.A"))
-    (folder / "prompt.py").write_text("A = 'x'\nB = 1 / 0\n")
-    ran = run(load_graph(folder, trust=trust), model=ScriptedModel([]))
-    assert ran.reason == f"{folder}/prompt.py:2: ZeroDivisionError: division by zero"
-
-
 @pytest.mark.parametrize(
     ("returned", "ending", "answer"),
     [
@@ -296,27 +271,6 @@ def test_what_a_graph_may_return(
 ) -> None:
     ran = run(own(f"return {returned}"), model=ScriptedModel([]))
     assert (ran.ending, ran.answer) == (ending, answer)
-
-
-def test_too_many_calls_end_the_run(own: Callable[..., Graph]) -> None:
-    graph = own(
-        "for _ in range(9):\n"
-        "    try:\n"
-        "        await self.llm('x')\n"
-        "    except Exception:\n"
-        "        pass\n"
-        "return 'x'",
-    )
-    model = ScriptedModel(lambda _: "a")
-    ran = run(graph, model=model, limits=GraphLimits(calls=4))
-    assert ran.ending is GraphEnding.TOO_MANY_CALLS
-    assert len(model.asked) == 4
-
-
-def test_a_run_that_waits_too_long_ends(own: Callable[..., Graph]) -> None:
-    graph = own("import asyncio\nawait asyncio.sleep(6000)\nreturn 'x'")
-    ran = run(graph, model=ScriptedModel([]), limits=GraphLimits(seconds=1.5))
-    assert ran.ending is GraphEnding.TIMED_OUT
 
 
 def test_a_budget_ends_the_run_although_the_graph_catches_everything(
@@ -367,12 +321,6 @@ def test_trusted_runs_side_by_side_do_not_share_modules(tmp_path: Path) -> None:
     assert [ran.answer for ran in asyncio.run(both())] == ["a", "b"]
     assert not {name for name in set(sys.modules) - before if "aflow_graph" in name}
     assert "workspace" not in sys.modules
-
-
-def test_cost_of_a_run_without_calls_is_zero(own: Callable[..., Graph]) -> None:
-    ran = run(own("return 'x'"), model=ScriptedModel([]))
-    assert (ran.cost, ran.model_calls) == (0.0, 0)
-    assert not math.isnan(ran.seconds)
 
 
 def test_the_graph_of_the_documentation_runs(tmp_path: Path, trust: bool) -> None:

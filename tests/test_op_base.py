@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import pickle
 from typing import Any, ClassVar
 
 import pytest
 
 from aflow_tune.context import RunContext, caller
 from aflow_tune.errors import BadInput, BudgetReached
-from aflow_tune.models import ModelError, ModelFailure, Reply, ScriptedModel
+from aflow_tune.models import ModelError, ModelFailure, ScriptedModel
 from aflow_tune.operators import (
     OPERATORS,
     AnswerGenerate,
@@ -23,13 +21,11 @@ from aflow_tune.operators import (
     Outcome,
     Prompt,
     Review,
-    ScEnsemble,
     check_prompts,
     load_operators,
     use_prompts,
 )
 from aflow_tune.operators.registry import BUILT_IN
-from aflow_tune.sandbox import Limits
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 GOOD = "<thought>t</thought><answer>42</answer>"
@@ -104,14 +100,6 @@ def test_attempts_are_bounded_and_an_unread_answer_is_visible() -> None:
     assert (result.outcome, result.attempts) == ("unreadable", 1)
 
 
-def test_a_huge_reply_goes_back_cut() -> None:
-    model = ScriptedModel(["x" * 100_000, GOOD])
-    run(AnswerGenerate(model)("2 * 21?"))
-    shown = model.asked[1].messages[1]["content"]
-    assert len(shown) < 5_000
-    assert "[...]" in shown
-
-
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
@@ -128,19 +116,6 @@ def test_failures_of_the_model_raise_and_are_noted(error: Exception, outcome: st
     _, trace = run(work())
     assert only(trace).outcome == outcome
     assert str(error) in only(trace).reason
-
-
-def test_a_cancelled_use_is_noted() -> None:
-    async def forever(_: Any) -> str:
-        await asyncio.sleep(60)
-        return ""
-
-    async def work() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(Custom(ScriptedModel(forever))("in", "do"), 0.05)
-
-    _, trace = run(work())
-    assert (only(trace).outcome, only(trace).attempts) == ("stopped", 1)
 
 
 def test_gather_keeps_order_and_attribution() -> None:
@@ -164,22 +139,6 @@ def test_gather_keeps_order_and_attribution() -> None:
     uses = trace.of(OperatorCall)
     assert {use.caller for use in uses} == callers
     assert all(use.caller == f"Custom.{use.instance}" for use in uses)
-
-
-def test_one_instance_may_run_many_uses_at_once() -> None:
-    async def answer(messages: Any) -> str:
-        bad = "#1" in str(messages[0]["content"]) and len(messages) == 1
-        await asyncio.sleep(0.001)
-        return "nothing" if bad else GOOD
-
-    solver = AnswerGenerate(ScriptedModel(answer))
-
-    async def work() -> list[OperatorResult]:
-        return await asyncio.gather(*(solver(f"#{number}") for number in (1, 2, 3)))
-
-    results, trace = run(work())
-    assert [result.attempts for result in results] == [2, 1, 1]
-    assert sorted(use.attempts for use in trace.of(OperatorCall)) == [1, 1, 2]
 
 
 def test_experiences_of_a_tuned_run_carry_the_operator() -> None:
@@ -208,22 +167,6 @@ def test_experiences_of_a_tuned_run_carry_the_operator() -> None:
     callers = sorted(exp.info["caller"] for exp in experiences)
     assert callers == sorted(["AnswerGenerate.a", "AnswerGenerate.b"] * 2 + ["Review.strict"])
     assert {exp.reward for exp in experiences} == {1.0}
-
-
-def test_a_tuned_run_uses_the_prompts_of_its_configuration() -> None:
-    from scripted_server import ScriptedModel as RecordedModel
-    from scripted_server import ScriptedRunner, ScriptedServer, make_task
-
-    async def workflow(task: dict, model: Any) -> float:
-        return float(len((await Custom(model)("2 + 2?"))["response"]))
-
-    with ScriptedServer(lambda request: request["messages"][-1]["content"]) as server:
-        runner = ScriptedRunner(RecordedModel(server.url))
-        task = make_task(workflow, prompts={"Custom": "RUN {input}"}, run_timeout=120.0)
-        status, _ = asyncio.run(runner.run_task(task, "1", repeat_times=1))
-        assert status.ok, status.message
-        (request,) = server.requests
-    assert request["messages"][-1]["content"] == "RUN 2 + 2?"
 
 
 class Summarise(Operator):
@@ -258,28 +201,6 @@ def test_users_operators_need_a_prompt_fields_and_a_run() -> None:
     assert (result, result.outcome) == ({"summary": ""}, "unreadable")  # the worst of its answers
 
 
-def test_the_call_has_the_signature_of_run() -> None:
-    assert list(inspect.signature(Summarise.__call__).parameters) == ["self", "text", "limit"]
-    expected = {
-        "Custom": "(input, instruction)",
-        "AnswerGenerate": "(input)",
-        "CustomCodeGenerate": "(problem, entry_point, instruction)",
-        "ScEnsemble": "(solutions, problem)",
-        "Programmer": "(problem, analysis)",
-        "Test": "(problem, solution, entry_point, test_loop)",
-        "Format": "(problem, solution, mode)",
-        "Review": "(problem, solution, mode)",
-        "Revise": "(problem, solution, feedback, mode)",
-        "MdEnsemble": "(solutions, problem, mode)",
-    }
-    assert set(expected) == BUILT_IN
-    for name, arguments in expected.items():
-        parameters = list(inspect.signature(OPERATORS[name].__call__).parameters)[1:]
-        if "mode" not in arguments:
-            parameters = [item for item in parameters if item != "mode"]
-        assert f"({', '.join(parameters)})" == arguments
-
-
 def test_describe_tells_the_interface() -> None:
     told = Summarise.describe()
     assert told["name"] == "Summarise"
@@ -298,13 +219,6 @@ def test_describe_tells_the_interface() -> None:
         assert all(told["prompts"].values())
     assert list(OPERATORS["Review"].describe()["returns"]) == ["review_result", "feedback"]
     assert list(OPERATORS["Format"].describe()["returns"]) == ["response", "solution"]
-
-
-def test_classes_that_are_no_operators_are_refused_where_they_are_written() -> None:
-    with pytest.raises(TypeError, match="name it `run`"):
-        type("Old", (Operator,), {"__call__": lambda self: None})
-    with pytest.raises(TypeError, match="async def run"):
-        type("Sync", (Operator,), {"run": lambda self: None})
 
 
 def test_faults_of_the_arguments_come_together() -> None:
@@ -350,19 +264,6 @@ def test_prompts_of_instance_run_and_operator_have_an_order() -> None:
     assert "examiner" in own
 
 
-def test_a_bare_text_of_a_run_is_the_only_prompt_of_an_operator() -> None:
-    model = ScriptedModel(["```python\ndef f(): return 1\n```"])
-    tests = {"f": ["assert candidate() == 1"]}
-
-    async def work() -> OperatorResult:
-        with use_prompts({"Test": "MEND {solution} {failure}"}):
-            test = OPERATORS["Test"](model, tests=tests, limits=Limits(seconds=60))
-            return await test("p", "def f(): return 2", "f")
-
-    assert run(work())[0]["result"] is True
-    assert texts(model)[0].startswith("MEND def f(): return 2 AssertionError: assert candidate()")
-
-
 def test_values_with_braces_and_the_place_of_the_form() -> None:
     model = ScriptedModel(["<review_result>yes</review_result>"] * 2)
     prompts = 'JSON: {"a": {"b": 1}} {{solution}} {solution} {form} END'
@@ -404,25 +305,6 @@ def test_a_runs_prompts_are_checked_together() -> None:
     assert "did you mean Review?" in str(caught.value)
     with pytest.raises(BadInput, match="is missing"), use_prompts({"Revise": "{solution}"}):
         run(OPERATORS["Revise"](ScriptedModel([]))("p", "s", "f"))
-
-
-def test_a_configurations_prompts_are_checked_before_anything_starts(tmp_path: Any) -> None:
-    import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-    from aflow_tune.config.validate import validate
-
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "prompts:\n"
-        "  Review: 'Judge {solution} and {more}'\n"
-        "  Custom.first: {main: '{instruction}'}\n"
-        "  Format: '{solution} {form}'\n"
-        "  Summary: text\n"
-    )
-    told = {fault.where: fault for fault in validate(path).faults}
-    assert told[f"{path}:2: prompts.Review.main"].found == "unknown `{more}`"
-    assert "`{input}` is missing" in told[f"{path}:3: prompts.Custom.first.main"].found
-    assert f"{path}:5: prompts.Summary" in told
-    assert not any("Format" in where for where in told)
 
 
 def test_every_shipped_prompt_fits_its_operator() -> None:
@@ -486,31 +368,6 @@ def test_what_is_no_operator_is_refused_with_everything_wrong() -> None:
         )
     assert len(caught.value.faults) == 5
     assert "Custom is aflow_tune.operators.asking.Custom" in str(caught.value)
-
-
-def test_a_result_can_be_pickled_and_copied_with_its_outcome() -> None:
-    result = OperatorResult({"a": 1}, Outcome.REPAIRED, "why", 2)
-    again = pickle.loads(pickle.dumps(result))
-    assert (again, again.outcome, again.reason, again.attempts) == ({"a": 1}, "repaired", "why", 2)
-
-
-def test_an_aflow_llm_will_do() -> None:
-    asked: list[str] = []
-
-    async def llm(prompt: str) -> str:
-        asked.append(prompt)
-        return "B" if len(asked) > 1 else "hm"
-
-    result, trace = run(ScEnsemble(llm)(["x", "y"], "p"))
-    assert result == {"response": "y"}
-    assert (result.outcome, only(trace).attempts) == ("repaired", 2)
-    assert "hm" in asked[1]
-
-
-def test_a_reply_object_with_tool_calls_only_is_empty() -> None:
-    model = ScriptedModel([Reply("", "m", tool_calls=({"id": "1"},)), "fine"])
-    result, _ = run(Custom(model)("in", "do"))
-    assert (result, result.outcome) == ({"response": "fine"}, "repaired")
 
 
 def test_the_documentation_names_every_operator_outcome_and_runs() -> None:

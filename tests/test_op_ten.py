@@ -117,16 +117,6 @@ def test_well_formed(name: str) -> None:
     assert result.attempts == len(model.asked) == (5 if name == "MdEnsemble" else 1)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_arguments_reach_the_model(name: str) -> None:
-    _, model = use(name, GOOD[name][0])
-    asked = str(model.asked[0].messages[0]["content"])
-    for argument in CALLS[name]:
-        for text in argument if isinstance(argument, list) else [argument]:
-            # Format and others may leave out what they take by place only for AFlow's sake.
-            assert isinstance(text, int) or text in asked, text
-
-
 @pytest.mark.parametrize("name", REPAIRABLE)
 def test_malformed_but_repairable(name: str) -> None:
     result, _ = use(name, REPAIRABLE[name])
@@ -142,12 +132,6 @@ def test_empty(name: str, reply: str) -> None:
     assert_fallback(name, result)
     assert len(model.asked) == (15 if name == "MdEnsemble" else 3)  # bounded
     assert result.attempts == len(model.asked)
-
-
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in TEXT])
-def test_malformed_beyond_repair(name: str) -> None:
-    result, _ = use(name, "I would rather talk about something else, such as A and B.")
-    assert_fallback(name, result)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -193,28 +177,6 @@ def test_hostile(name: str, reply: str) -> None:
         assert result["review_result"] is False
     if name in ("ScEnsemble", "MdEnsemble"):
         assert next(iter(result.values())) in THREE
-
-
-def test_review_returns_a_real_bool() -> None:
-    for word, expected in (("True", True), ("False", False), ("false", False), ("No.", False)):
-        result, _ = use("Review", f"<review_result>{word}</review_result>")
-        assert result["review_result"] is expected
-        assert result["feedback"] == ""
-
-
-def test_custom_puts_the_instruction_before_the_input() -> None:
-    _, model = use("Custom", "x")
-    assert model.asked[0].messages[0]["content"] == "the instructionthe input"
-    model = ScriptedModel(["x"])
-    asyncio.run(OPERATORS["Custom"](model)("only input"))
-    assert model.asked[0].messages[0]["content"] == "only input"
-
-
-def test_code_without_the_entry_point_is_asked_for_again() -> None:
-    model = ScriptedModel(["```python\ndef g(): pass\n```", PYTHON])
-    result = asyncio.run(OPERATORS["CustomCodeGenerate"](model)("p", "f", "i"))
-    assert result == {"response": PROGRAM}
-    assert "defines no `f`" in str(model.asked[1].messages[-1]["content"])
 
 
 def choose(*letters: str) -> ScriptedModel:
@@ -322,7 +284,7 @@ def test_md_ensemble_counts_votes_for_places_not_for_texts(monkeypatch: Any) -> 
         def shuffle(self, order: list[int]) -> None:
             pass
 
-    monkeypatch.setattr("aflow_tune.operators.ensembles.random.Random", Unshuffled)
+    monkeypatch.setattr("aflow_tune.operators.asking.random.Random", Unshuffled)
     model = choose(*"AABBCCC")
     result = asyncio.run(MdEnsemble(model, vote_count=7)(["x", "x", "y"], "p"))
     assert result == {"solution": "y"}
@@ -362,9 +324,3 @@ def test_a_failing_vote_cancels_the_others() -> None:
     with pytest.raises(RuntimeError, match="down"):
         asyncio.run(MdEnsemble(ScriptedModel(reply), vote_count=9)(THREE, "p"))
     assert ended
-
-
-@pytest.mark.parametrize("count", [0, -1, 2.5, True, "5", 10**9])
-def test_md_ensemble_needs_votes(count: Any) -> None:
-    with pytest.raises(BadInput, match="vote_count"):
-        MdEnsemble(ScriptedModel([]), vote_count=count)
