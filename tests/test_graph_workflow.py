@@ -17,7 +17,7 @@ from test_validate import CONFIG
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.cluster.ship import user_modules
 from aflow_tune.config.load import load_config
-from aflow_tune.config.validate import check_data, resolve_functions
+from aflow_tune.config.validate import resolve_functions
 from aflow_tune.context import RunContext
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput
@@ -210,17 +210,6 @@ def test_faults_of_the_section_name_their_keys(
     assert len(found) == len(places)
     assert all(where.endswith(place) for where, place in zip(found, places, strict=True))
     assert all(where.startswith(f"{config.positions.file}:") for where in found)
-
-
-def test_the_fields_of_the_rows_are_checked_before_a_run(tmp_path: Path) -> None:
-    own_form(tmp_path / "mine", simple(CALL))
-    (tmp_path / "train.jsonl").write_text('{"query": "q", "answer": "#### 1"}\n')
-    (tmp_path / "held_out.jsonl").write_text(json.dumps(ROW) + "\n")
-    config = config_of(tmp_path, "{path: mine, benchmark: gsm8k}")
-    workflow, _ = resolve_functions(config)
-    faults = [fault.expected for fault in check_data(config, workflow).faults]
-    assert len(faults) == 1
-    assert "question" in faults[0]
 
 
 LETTERS = "def letters(task, answer):\n    return sum(c.isalpha() for c in answer) / len(answer)\n"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from aflow_tune.context import RunContext, caller
+from aflow_tune.context import caller
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.models import ModelError, ModelFailure, ScriptedModel
 from aflow_tune.operators import (
@@ -116,29 +116,6 @@ def test_failures_of_the_model_raise_and_are_noted(error: Exception, outcome: st
     _, trace = run(work())
     assert only(trace).outcome == outcome
     assert str(error) in only(trace).reason
-
-
-def test_gather_keeps_order_and_attribution() -> None:
-    async def answer(messages: Any) -> str:
-        number = int(messages[0]["content"].rpartition("#")[2])
-        await asyncio.sleep(0.002 * (7 - number % 8))  # the first asked are answered last
-        return f"reply {number}"
-
-    context = RunContext()
-    operators = [Custom(ScriptedModel(answer), name=f"c{number}") for number in range(16)]
-
-    async def work() -> list[OperatorResult]:
-        with context.activate():
-            calls = (op(input=f"#{number}") for number, op in enumerate(operators))
-            return await asyncio.gather(*calls)
-
-    results, trace = run(work())
-    assert [result["response"] for result in results] == [f"reply {n}" for n in range(16)]
-    callers = {call.caller for call in trace.of(ModelCall)}
-    assert callers == {f"Custom.c{number}" for number in range(16)}
-    uses = trace.of(OperatorCall)
-    assert {use.caller for use in uses} == callers
-    assert all(use.caller == f"Custom.{use.instance}" for use in uses)
 
 
 def test_experiences_of_a_tuned_run_carry_the_operator() -> None:

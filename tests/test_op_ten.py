@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel
-from aflow_tune.operators import OPERATORS, MdEnsemble, Operator, OperatorResult, ScEnsemble
+from aflow_tune.models.types import Message
+from aflow_tune.operators import (
+    OPERATORS,
+    MdEnsemble,
+    Operator,
+    OperatorResult,
+    ScEnsemble,
+    TestCases,
+)
 from aflow_tune.operators.reading import MAX_REPLY_CHARACTERS
 from aflow_tune.sandbox import Limits
 
@@ -324,3 +333,59 @@ def test_a_failing_vote_cancels_the_others() -> None:
     with pytest.raises(RuntimeError, match="down"):
         asyncio.run(MdEnsemble(ScriptedModel(reply), vote_count=9)(THREE, "p"))
     assert ended
+
+
+EMPTY = ""
+"""A reply that no operator can read."""
+FAILING = "```python\ndef solve():\n    raise ValueError('no')\n```"
+WRONG_ONE = "```python\ndef one():\n    return 2\n```"
+ONE_TEST = TestCases.of_rows([{"entry_point": "one", "test": ["assert candidate() == 1"]}])
+
+
+def unreadable_first(text: str, retries: int) -> Any:
+    """An unreadable reply until the last attempt, then `text`, again and again."""
+
+    def reply(messages: Sequence[Message]) -> str:
+        reply.turn += 1  # type: ignore[attr-defined]
+        return text if reply.turn % (retries + 1) == 0 else EMPTY  # type: ignore[attr-defined]
+
+    reply.turn = 0  # type: ignore[attr-defined]
+    return reply
+
+
+def test_what_is_not_known_is_the_most_that_there_can_be() -> None:
+    assert OPERATORS["MdEnsemble"].most_calls(retries=0, vote_count=None) == 100
+    assert OPERATORS["Programmer"].most_calls(retries=0, programs=None) == 10
+    assert OPERATORS["Test"].most_calls(retries=0, test_loop=None) == 20
+    assert OPERATORS["Test"].most_calls(retries=0, test_loop=10**6) == 20
+
+
+HARDEST = [
+    ("Custom", {"input": "x"}, {}, {}, 1),
+    ("ScEnsemble", {"solutions": ["a", "b"], "problem": "x"}, {}, {}, 1),
+    ("Review", {"problem": "x", "solution": "y"}, {}, {}, 1),
+    ("MdEnsemble", {"solutions": ["a", "b"], "problem": "x"}, {"vote_count": 5}, {}, 5),
+    ("Programmer", {"problem": "x"}, {"programs": 2}, {}, 2),
+    ("Test", {"problem": "x", "solution": "def one():\n    return 3\n", "entry_point": "one"},
+     {"tests": ONE_TEST}, {"test_loop": 2}, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call", "options", "last", "times"), HARDEST)
+@pytest.mark.parametrize("retries", [0, 1])
+def test_the_worst_use_costs_what_was_declared(
+    name: str,
+    call: dict[str, Any],
+    options: dict[str, Any],
+    last: dict[str, Any],
+    times: int,
+    retries: int,
+) -> None:
+    reply = {"Programmer": FAILING, "Test": WRONG_ONE}.get(name)
+    replies = unreadable_first(reply, retries) if reply else lambda _: EMPTY
+    model = ScriptedModel(replies)
+    operator = OPERATORS[name](model, retries=retries, **options)
+    asyncio.run(operator(**call, **last))
+    known = {key: value for key, value in (options | last).items() if key != "tests"}
+    declared = OPERATORS[name].most_calls(retries=retries, **known)
+    assert len(model.asked) == declared == times * (1 + retries)
