@@ -112,9 +112,9 @@ def test_numbers_of_a_trace() -> None:
     measured = measure(two_runs())
     # Rewards 1 and 3: custom gets 1/2 + 3/2 of 4, the ensemble 1/2, the model 3/2.
     assert measured == {
-        "Custom.custom": Measured(2, 2, 15, None, 1, 2.0, 0.5),
-        "ScEnsemble.sc_ensemble": Measured(1, 1, 20, None, 0, 0.0, 0.125),
-        "llm": Measured(1, 1, 7, 0.5, 0, 0.0, 0.375),
+        "Custom.custom": Measured(2, 15, None, 1, 0.5),
+        "ScEnsemble.sc_ensemble": Measured(1, 20, None, 0, 0.125),
+        "llm": Measured(1, 7, 0.5, 0, 0.375),
     }
 
 

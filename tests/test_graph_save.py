@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from graph_samples import CODE, CODE_PROMPTS, GATHER, MATH, MATH_PROMPTS, own_form, simple
@@ -15,7 +18,9 @@ from graph_samples import write_round as round_of
 
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import Graph, load_graph
+from aflow_tune.graph.run import GraphRun
 from aflow_tune.graph.save import SavedRound, literal, save_round
+from aflow_tune.models import ScriptedModel
 
 CALL = 'return (await self.custom(input=problem, instruction=prompt_custom.SOLVE))["response"], 0.0'
 
@@ -345,3 +350,76 @@ def test_the_template_that_lies_there_decides(tmp_path: Path) -> None:
     assert not written(tmp_path, "MATH", graph_of(review, call)).notes
     with pytest.raises(BadInput, match="Custom"):
         save_round(graph_of(SOLVE, call), template.parent / "round_3")
+
+
+def run(graph: Graph, model: ScriptedModel) -> GraphRun:
+    return asyncio.run(graph.run("1+1?", model=model))
+
+
+def asked(model: ScriptedModel) -> list[str]:
+    return [str(ask.messages[0]["content"]) for ask in model.asked]
+
+
+def test_a_round_keeps_instructions_over_those_that_its_code_sets(tmp_path: Path) -> None:
+    init = (
+        'self.prompts = {"solve": "Plain. ", "more": "More. "}\n'
+        "self.solve = operator.Custom(self.llm)"
+    )
+    call = (
+        'text = self.prompts["solve"] + self.prompts["more"]\n'
+        'return (await self.solve(input=problem, instruction=text))["response"]'
+    )
+    graph = replace(graph_of(init, call), instructions={"solve": "Better. "})
+    save_round(graph, tmp_path / "round_1", dataset="GSM8K")
+    for ran in (graph, load_graph(tmp_path / "round_1")):
+        model = ScriptedModel(lambda _: "two")
+        assert run(ran, model).answer == "two"
+        assert asked(model)[0].startswith("Better. More. ")
+
+
+def test_a_round_holds_instructions_as_constants_that_its_code_hands_over(tmp_path: Path) -> None:
+    graph = graph_of(
+        "self.solve = operator.Custom(self.llm)\n"
+        "self.write = operator.CustomCodeGenerate(self.llm)\n"
+        "self.compute = operator.Programmer(self.llm)",
+        "first = await self.solve(input=problem)\n"
+        "again = await self.solve((first['response']), instruction=self.prompts['other'])\n"
+        "code = await self.write(problem=problem, entry_point='f',)\n"
+        "last = await self.compute(problem=f\"{(await self.solve(input='in'))['response']}\")\n"
+        "return last['output'], 0",
+    )
+    graph = replace(
+        graph,
+        instructions={
+            "solve": "Add.",
+            "write": 'Write "it".',
+            "other": "Once more.",
+            "compute": "Fractions.",
+            "no name": "unused",
+        },
+    )
+    saved = save_round(graph, tmp_path / "Mine" / "workflows" / "round_3")
+    assert saved.only_here == ("compute",)
+    constants: dict[str, Any] = {}
+    exec((saved.folder / "prompt.py").read_text(), constants)
+    assert {name: constants[name] for name in ("solve", "write", "other")} == {
+        "solve": "Add.",
+        "write": 'Write "it".',
+        "other": "Once more.",
+    }
+    kept = json.loads((saved.folder / "prompts.json").read_text())
+    assert list(kept) == ["compute"]
+    assert kept["compute"]["main"].startswith("Fractions.\n\nWrite a Python program")
+
+    def ask(which: Graph) -> list[str]:
+        model = ScriptedModel(
+            lambda messages: (
+                "```python\ndef f():\n    return 1\ndef solve():\n    return 7\n```"
+                if "Python" in messages[0]["content"] or "Write" in messages[0]["content"]
+                else "said"
+            )
+        )
+        assert run(which, model).answer == "7"
+        return asked(model)
+
+    assert ask(load_graph(saved.folder)) == ask(graph)

@@ -25,13 +25,11 @@ class Measured:
 
     calls: int = 0
     """Of the operator; for direct calls of the model, of the model."""
-    model_calls: int = 0
     tokens: int = 0
     """Prompt and completion, as far as they are known."""
     cost: float | None = 0.0
     """US dollars; None once one price was unknown."""
     failures: int = 0
-    seconds: float = 0.0
     reward_share: float | None = None
     """A bookkeeping of credit, not a cause: each run's reward is split evenly over the model calls
     of that run, and summed by who made them. None where no run has a reward, or where rewards are
@@ -46,19 +44,16 @@ def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
         for use in trace.of(OperatorCall):
             row = measured.setdefault(f"{use.operator}.{use.instance}", Measured())
             row.calls += 1
-            row.seconds += use.seconds
             row.failures += use.outcome not in READ_OUTCOMES
         calls = trace.of(ModelCall)
         for call in calls:
             who = call.caller.rpartition("/")[2]
             row = measured.setdefault(who, Measured())
-            row.model_calls += 1
             row.tokens += (call.prompt_tokens or 0) + (call.completion_tokens or 0)
             if row.cost is not None:
                 row.cost = None if call.cost is None else row.cost + call.cost
             if "." not in who:  # no operator counts it
                 row.calls += 1
-                row.seconds += call.seconds
                 row.failures += call.failure is not None
             if reward is not None:
                 earned[who] = earned.get(who, 0.0) + reward / len(calls)

@@ -250,7 +250,7 @@ def read_graph(
     if not template.is_dir():
         template = folder.resolve().parent / "template"
     faults: list[Fault] = []
-    sources = {}
+    sources: dict[str, str] = {}
     for place, name in (
         (folder, inside.GRAPH_FILE),
         (folder, inside.PROMPT_FILE),

@@ -298,7 +298,8 @@ class _Instructed:
         places = {name: f"{_USUAL['prompt']}.{constant}" for name, constant in names.items()}
         self.edits: list[Edit] = []
         self.changed: set[int] = set()
-        takes, others = [], []
+        takes: list[str] = []
+        others: list[str] = []
         for name, operator in shape.instances.items():
             if name in graph.told and operator in graph.known:
                 has = "instruction" in inspect.signature(graph.known[operator].__call__).parameters

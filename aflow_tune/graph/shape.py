@@ -197,10 +197,9 @@ class _Reader:
             elif isinstance(node, ast.ImportFrom):
                 self.import_from(node, id(node) not in optional)
         for node in tree.body:
-            for base in node.bases if isinstance(node, ast.ClassDef) else ():
-                derived = self.shape.operator_class(base)
-                if derived is not None:
-                    self.shape.classes[node.name] = derived  # type: ignore[union-attr]
+            if isinstance(node, ast.ClassDef):
+                derived = [self.shape.operator_class(base) for base in node.bases]
+                self.shape.classes |= {node.name: kind for kind in derived if kind is not None}
 
     def import_from(self, node: ast.ImportFrom, must: bool) -> None:
         module = inside.absolute(node.module or "", node.level)

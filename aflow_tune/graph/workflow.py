@@ -128,7 +128,7 @@ def problem_of(
     usually stands.
 
     Args:
-        section: of the configuration, `graph` or `writer`, for the cure.
+        section: of the configuration, `graph` or `writer`, for the fix.
 
     Raises:
         BadInput: the row has none.

@@ -76,7 +76,7 @@ def _values(found: Found, fields: Sequence[Field], repaired: bool) -> Reading:
     values: dict[str, Any] = {}
     faults = []
     for field in fields:
-        raw, mended = found.get(field.name, (None, False))
+        raw, repair = found.get(field.name, (None, False))
         if raw is None:
             if field.required:
                 faults.append(f"there is no {field.name}")
@@ -87,7 +87,7 @@ def _values(found: Found, fields: Sequence[Field], repaired: bool) -> Reading:
             if field.required:
                 faults.append(f"{field.name} {error}")
             continue
-        repaired |= mended or converted
+        repaired |= repair or converted
     return Reading(values, tuple(faults), repaired)
 
 
@@ -100,10 +100,10 @@ def _code(text: str, fields: Sequence[Field]) -> Found | None:
     if len(required) != 1 or required[0].kind is not Kind.CODE:
         return None
     try:
-        code, mended = program_in(text, required[0].entry_point)
+        code, repair = program_in(text, required[0].entry_point)
     except ValueError:
         return {required[0].name: (text, True)}  # the field says what is wrong with it
-    return {required[0].name: (code, mended or code.strip() == text.strip())}
+    return {required[0].name: (code, repair or code.strip() == text.strip())}
 
 
 def _xml(text: str, fields: Sequence[Field], through_fences: bool = False) -> Found | None:

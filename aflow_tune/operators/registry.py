@@ -65,8 +65,8 @@ def load_operators(
             continue
         if not (inspect.isclass(kind) and issubclass(kind, Operator) and "run" in dir(kind)):
             expected = "a subclass of aflow_tune.operators.Operator with `async def run`"
-            cure = "name the class: path/file.py:Class"
-            faults.append(Fault(where, expected, f"{kind!r:.80}", cure))
+            fix = "name the class: path/file.py:Class"
+            faults.append(Fault(where, expected, f"{kind!r:.80}", fix))
             continue
         name = name or kind.__name__
         taken = found.get(name) or OPERATORS.get(name)
@@ -102,8 +102,8 @@ def check_prompts(
             faults += checked(texts, operators[name].asks, f"{where}.{key}")[1]
         else:
             near = difflib.get_close_matches(name, [*operators, FORMS], 1)
-            cure = f"did you mean {near[0]}?" if near else "name the operator, or Operator.instance"
+            fix = f"did you mean {near[0]}?" if near else "name the operator, or Operator.instance"
             expected = "one of " + ", ".join([*operators, FORMS])
-            faults.append(Fault(f"{where}.{key}", expected, name, cure))
+            faults.append(Fault(f"{where}.{key}", expected, name, fix))
     if faults:
         raise BadInput("The prompts do not fit the operators.", faults)
