@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -25,10 +27,12 @@ from aflow_tune.operators import (
     load_operators,
     use_prompts,
 )
+from aflow_tune.operators.prompts import FORM_PROMPTS, shipped
 from aflow_tune.operators.registry import BUILT_IN
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 GOOD = "<thought>t</thought><answer>42</answer>"
+YES = "<review_result>yes</review_result>"
 
 
 def run(work: Any) -> tuple[Any, Trace]:
@@ -52,34 +56,33 @@ def texts(model: ScriptedModel) -> list[str]:
 
 
 def test_a_use_is_noted_with_its_operator_instance_outcome_and_attempts() -> None:
-    model = ScriptedModel([GOOD])
-
     async def work() -> OperatorResult:
         with caller("first"):
-            return await AnswerGenerate(model, name="solver")("2 * 21?")
+            return await AnswerGenerate(ScriptedModel([GOOD]), name="solver")("2 * 21?")
 
     result, trace = run(work())
     assert result == {"thought": "t", "answer": "42"}
     assert (result.outcome, result.reason, result.attempts, result.ok) == ("answered", "", 1, True)
     use = only(trace)
     assert (use.operator, use.instance, use.outcome) == ("AnswerGenerate", "solver", "answered")
-    assert use.attempts == 1
-    assert use.seconds > 0
+    assert (use.attempts, use.seconds > 0) == (1, True)
     (call,) = trace.of(ModelCall)
     assert use.caller == call.caller == "first/AnswerGenerate.solver"
     assert trace.metrics()["operator/AnswerGenerate/answered"] == 1
+    again = pickle.loads(pickle.dumps(result))
+    assert (again, again.outcome, again.attempts) == (result, "answered", 1)
 
 
 def test_what_cannot_be_read_is_asked_for_again_with_what_was_wrong() -> None:
-    model = ScriptedModel(["I do not know", "<thought>t</thought>", GOOD])
+    model = ScriptedModel(["x" * 100_000, "<thought>t</thought>", GOOD])
     result, trace = run(AnswerGenerate(model)("2 * 21?"))
-    assert result["answer"] == "42"
-    assert (result.outcome, result.attempts) == ("repaired", 3)
+    assert (result["answer"], result.outcome, result.attempts) == ("42", "repaired", 3)
     assert (only(trace).outcome, only(trace).attempts) == ("repaired", 3)
     second = model.asked[1].messages
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
     assert second[0] == model.asked[0].messages[0]
-    assert second[1]["content"] == "I do not know"
+    assert "[...]" in second[1]["content"]  # cut
+    assert len(second[1]["content"]) < 5_000
     assert "there is no answer" in second[2]["content"]
     assert model.asked[2].messages[1]["content"] == "<thought>t</thought>"
 
@@ -88,11 +91,9 @@ def test_attempts_are_bounded_and_an_unread_answer_is_visible() -> None:
     model = ScriptedModel(["", "\ud800", "<thought>half</thought>", GOOD])
     result, trace = run(AnswerGenerate(model)("2 * 21?"))
     assert result == {"thought": "half", "answer": ""}
-    assert result.outcome is Outcome.UNREADABLE
-    assert not result.ok
-    assert result.reason == "there is no answer"
+    assert (result.outcome, result.ok) == (Outcome.UNREADABLE, False)
+    assert result.reason == only(trace).reason == "there is no answer"
     assert (only(trace).outcome, only(trace).attempts) == ("unreadable", 3)
-    assert only(trace).reason == "there is no answer"
     assert trace.metrics()["operator/AnswerGenerate/unreadable"] == 1
     for ask in model.asked:  # what goes back to the model can be sent
         assert all(message["content"].encode().strip() for message in ask.messages)
@@ -105,28 +106,31 @@ def test_attempts_are_bounded_and_an_unread_answer_is_visible() -> None:
     [
         (ModelError(ModelFailure.SERVER, "down"), "model_failed"),
         (BudgetReached("no more"), "stopped"),
+        (asyncio.CancelledError("over"), "stopped"),
         (RuntimeError("a defect"), "raised"),
     ],
 )
-def test_failures_of_the_model_raise_and_are_noted(error: Exception, outcome: str) -> None:
+def test_failures_raise_and_are_noted(error: BaseException, outcome: str) -> None:
+    async def fail(_: Any) -> str:
+        raise error
+
     async def work() -> None:
         with pytest.raises(type(error)):
-            await Review(ScriptedModel([error]))("p", "s")
+            await Review(ScriptedModel(fail))("p", "s")
 
     _, trace = run(work())
     assert only(trace).outcome == outcome
     assert str(error) in only(trace).reason
 
 
-def test_experiences_of_a_tuned_run_carry_the_operator() -> None:
+def test_experiences_of_a_tuned_run_carry_the_operator_and_use_its_prompts() -> None:
     """With the recording model that a workflow gets under `tune`."""
     from scripted_server import ScriptedModel as RecordedModel
     from scripted_server import ScriptedRunner, ScriptedServer, make_task
     from trinity.common.experience import Experience
 
     def reply(request: dict[str, Any]) -> str:
-        asked = request["messages"][-1]["content"]
-        if "examiner" in asked:
+        if request["messages"][-1]["content"].startswith("RUN "):
             return "<review_result>True</review_result>"
         return "nothing" if len(request["messages"]) == 1 else "<answer>4</answer>"
 
@@ -137,7 +141,7 @@ def test_experiences_of_a_tuned_run_carry_the_operator() -> None:
 
     with ScriptedServer(reply) as server:
         runner = ScriptedRunner(RecordedModel(server.url))
-        task = make_task(workflow, run_timeout=120.0)
+        task = make_task(workflow, prompts={"Review": "RUN {solution}"}, run_timeout=120.0)
         status, payload = asyncio.run(runner.run_task(task, "1", repeat_times=1))
     assert status.ok, status.message
     experiences = Experience.deserialize_many(payload)
@@ -162,26 +166,24 @@ class Summarise(Operator):
         return {"summary": answer["summary"].upper()}
 
 
-class Wrong:
-    """No operator."""
-
-
 def test_users_operators_need_a_prompt_fields_and_a_run() -> None:
     model = ScriptedModel(["<summary>short</summary><words>1</words>"])
     result, trace = run(Summarise(model)("a long text", limit=3))
-    assert result == {"summary": "SHORT"}
-    assert result.outcome == "answered"
+    assert (result, result.outcome) == ({"summary": "SHORT"}, "answered")
     assert texts(model)[0].startswith("Shorten a long text to 3.")
     assert "<words>how many words it has (a whole number)</words>" in texts(model)[0]
     assert only(trace).operator == "Summarise"
     result, _ = run(Summarise(ScriptedModel(["no"] * 3))("a long text"))
     assert (result, result.outcome) == ({"summary": ""}, "unreadable")  # the worst of its answers
+    with pytest.raises(TypeError, match="name it `run`"):
+        type("Old", (Operator,), {"__call__": lambda self: None})
+    with pytest.raises(TypeError, match="async def run"):
+        type("Sync", (Operator,), {"run": lambda self: None})
 
 
 def test_describe_tells_the_interface() -> None:
     told = Summarise.describe()
-    assert told["name"] == "Summarise"
-    assert told["description"] == "Shortens a text."
+    assert (told["name"], told["description"]) == ("Summarise", "Shortens a text.")
     assert told["arguments"] == [
         {"name": "text", "type": "str"},
         {"name": "limit", "type": "int", "default": 10},
@@ -194,32 +196,23 @@ def test_describe_tells_the_interface() -> None:
         assert told["description"].endswith(".")
         assert told["returns"]
         assert all(told["prompts"].values())
-    assert list(OPERATORS["Review"].describe()["returns"]) == ["review_result", "feedback"]
-    assert list(OPERATORS["Format"].describe()["returns"]) == ["response", "solution"]
 
 
 def test_faults_of_the_arguments_come_together() -> None:
+    wrong = {"main": "{problem} {what}", "mian": "x"}
     with pytest.raises(BadInput) as caught:
-        Review(
-            ScriptedModel([]),
-            name="a/b",
-            prompts={"main": "{problem} {what}", "mian": "x"},
-            form="code",
-            retries=-1,
-        )
-    where = [fault.where for fault in caught.value.faults]
-    assert len(where) == 5
+        Review(ScriptedModel([]), name="a/b", prompts=wrong, form="code", retries=-1)
+    assert len(caught.value.faults) == 5
     text = str(caught.value)
-    assert "`{solution}` is missing; unknown `{what}`" in text
-    assert "did you mean `main`?" in text
-    assert "one of xml, json" in text
+    for word in ("`{solution}` is missing; unknown `{what}`", "did you mean `main`?", "xml, json"):
+        assert word in text
     with pytest.raises(BadInput, match="cannot be used as a model"):
         Review(object())
 
 
 def test_prompts_of_instance_run_and_operator_have_an_order() -> None:
     async def asked(**arguments: Any) -> str:
-        model = ScriptedModel(["<review_result>yes</review_result>"])
+        model = ScriptedModel([YES])
         await Review(model, **arguments)("the problem", "the solution")
         return texts(model)[0].split("\n")[0]
 
@@ -242,7 +235,7 @@ def test_prompts_of_instance_run_and_operator_have_an_order() -> None:
 
 
 def test_values_with_braces_and_the_place_of_the_form() -> None:
-    model = ScriptedModel(["<review_result>yes</review_result>"] * 2)
+    model = ScriptedModel([YES] * 2)
     prompts = 'JSON: {"a": {"b": 1}} {{solution}} {solution} {form} END'
     run(Review(model, prompts=prompts)("p", "{problem} {form} {{x}} {0}"))
     first = texts(model)[0]
@@ -259,40 +252,24 @@ def test_the_sentences_that_ask_for_a_form_are_prompts_too() -> None:
         with use_prompts({"forms": {"xml": "TAGS {fields}", "again": "AGAIN {fault}"}}):
             return await Review(model)("p", "s")
 
-    result, _ = run(work())
-    assert result["review_result"] is False
+    assert run(work())[0]["review_result"] is False
     assert "TAGS <review_result>" in texts(model)[0]
-    assert texts(model)[1] == "AGAIN review_result is neither true nor false: 'nothing'"
+    assert texts(model)[1].startswith("AGAIN review_result is neither")
 
 
 def test_a_runs_prompts_are_checked_together() -> None:
+    assert set(shipped()) == {*BUILT_IN, "forms"}
+    assert all(set(shipped()[name]) == set(OPERATORS[name].asks) for name in BUILT_IN)
+    assert set(shipped()["forms"]) == set(FORM_PROMPTS)
+    check_prompts(shipped())
     check_prompts({"Review": "{solution}", "Review.strict": {"main": "{solution}"}})
-    check_prompts({"forms": {"xml": "{fields}"}})
+    wrong = {"Reveiw": "{solution}", "Revise": "{solution}", "Custom": {"main": 7}, "Test": 3}
     with pytest.raises(BadInput) as caught:
-        check_prompts(
-            {
-                "Reveiw": "{solution}",
-                "Revise": "{solution}",
-                "Custom": {"main": 7},
-                "forms": {"yaml": "x"},
-                "Test": 3,
-            }
-        )
+        check_prompts({**wrong, "forms": {"yaml": "x"}})
     assert len(caught.value.faults) == 5
     assert "did you mean Review?" in str(caught.value)
     with pytest.raises(BadInput, match="is missing"), use_prompts({"Revise": "{solution}"}):
         run(OPERATORS["Revise"](ScriptedModel([]))("p", "s", "f"))
-
-
-def test_every_shipped_prompt_fits_its_operator() -> None:
-    from aflow_tune.operators.prompts import FORM_PROMPTS, shipped
-
-    loaded = shipped()
-    assert set(loaded) == {*BUILT_IN, "forms"}
-    for name in BUILT_IN:
-        assert set(loaded[name]) == set(OPERATORS[name].asks)
-    assert set(loaded["forms"]) == set(FORM_PROMPTS)
-    check_prompts(loaded)
 
 
 def test_forms_of_a_model_with_json_schemas() -> None:
@@ -308,14 +285,17 @@ def test_forms_of_a_model_with_json_schemas() -> None:
 
 def test_aflows_modes_are_forms_and_impossible_ones_are_passed_over() -> None:
     model = ScriptedModel(["all of it", "<response>of it</response>", "it", "it"])
-    assert run(Custom(model)("i", "do", mode="single_fill"))[0] == {"response": "all of it"}
-    assert run(Custom(model)("i", "do", mode="xml_fill"))[0] == {"response": "of it"}
+    for mode, expected in (
+        ("single_fill", "all of it"),
+        ("xml_fill", "of it"),
+        ("code_fill", "it"),
+        ("whatever", "it"),
+    ):
+        assert run(Custom(model)("i", "do", mode=mode))[0] == {"response": expected}
     assert "<response>" in texts(model)[1]
-    for mode in ("code_fill", "whatever"):
-        assert run(Custom(model)("i", "do", mode=mode))[0] == {"response": "it"}
 
 
-def test_operators_are_added_by_class_and_by_path(tmp_path: Any) -> None:
+def test_operators_are_added_by_class_and_by_path(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from aflow_tune.operators import Custom\n\n\n"
         "class Shout(Custom):\n    '''Shouts.'''\n\n"
@@ -324,47 +304,28 @@ def test_operators_are_added_by_class_and_by_path(tmp_path: Any) -> None:
     )
     spec = f"{tmp_path}/mine.py:Shout"
     found = load_operators({"Shout": spec, "Summarise": Summarise})
-    assert set(found) == {"Shout", "Summarise"}
-    assert set(load_operators([spec, Summarise])) == {"Shout", "Summarise"}
+    assert set(found) == set(load_operators([spec, Summarise])) == {"Shout", "Summarise"}
     assert set(OPERATORS) == BUILT_IN
     check_prompts({"Shout": "{input}"}, operators=found)
     result = run(found["Shout"](ScriptedModel(["hey"]), prompts="{input}")("x"))[0]
     assert result == {"response": "HEY"}
-
-
-def test_what_is_no_operator_is_refused_with_everything_wrong() -> None:
+    wrong = {"A": "no.such.module:Thing", "Path": Path, "Custom": Summarise, "Shorten": Summarise}
     with pytest.raises(BadInput) as caught:
-        load_operators(
-            {
-                "A": "no.such.module:Thing",
-                "Wrong": Wrong,
-                "Custom": Summarise,
-                "Shorten": Summarise,
-                "Operator": Operator,
-            }
-        )
+        load_operators({**wrong, "Operator": Operator})
     assert len(caught.value.faults) == 5
-    assert "Custom is aflow_tune.operators.asking.Custom" in str(caught.value)
+    assert "Custom is aflow_tune.operators" in str(caught.value)
 
 
 def test_the_documentation_names_every_operator_outcome_and_runs() -> None:
-    from pathlib import Path
-
     text = (Path(__file__).parent.parent / "docs" / "operators.md").read_text(encoding="utf-8")
-    for name in BUILT_IN:
-        assert f"\n| {name} | `(" in text
-    for outcome in Outcome:
-        assert f"`{outcome.value}`" in text
+    assert all(f"\n| {name} | `(" in text for name in BUILT_IN)
+    assert all(f"`{outcome.value}`" in text for outcome in Outcome)
     first, own = (block.split("```")[0] for block in text.split("```python\n")[1:])
     space: dict[str, Any] = {}
     exec(first, space)
     exec(own, space)
-    replies = [
-        "<answer>41</answer>",
-        "<review_result>No</review_result>",
-        "<solution>42</solution>",
-    ]
-    solved = run(space["solve"]({"question": "6 * 7?"}, ScriptedModel(replies)))[0]
-    assert solved == "42"
+    replies = ["<answer>41</answer>", "<review_result>No</review_result>"]
+    model = ScriptedModel([*replies, "<solution>42</solution>"])
+    assert run(space["solve"]({"question": "6 * 7?"}, model))[0] == "42"
     short = run(space["Summarise"](ScriptedModel(["<summary>s</summary>"]))("long"))[0]
     assert short == {"summary": "s"}

@@ -198,8 +198,9 @@ class _Reader:
                 self.import_from(node, id(node) not in optional)
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
-                derived = [self.shape.operator_class(base) for base in node.bases]
-                self.shape.classes |= {node.name: kind for kind in derived if kind is not None}
+                for kind in map(self.shape.operator_class, node.bases):
+                    if kind is not None:
+                        self.shape.classes[node.name] = kind
 
     def import_from(self, node: ast.ImportFrom, must: bool) -> None:
         module = inside.absolute(node.module or "", node.level)

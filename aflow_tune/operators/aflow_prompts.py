@@ -6,7 +6,7 @@ so that scores compare with published ones. The texts are AFlow's and stay in it
 parsed, never executed, and become prompts of our operators. Beside `op_prompt.py` two more files
 are read where they are: `operator_an.py` (what AFlow says about each field) and
 `scripts/formatter.py` of the checkout (how it asks for a form). With all three a first question is
-AFlow's to the letter; where one lacks, our own sentences about the form stand at the end. What
+AFlow's to the letter; where one is missing, our own sentences about the form stand at the end. What
 differs in any case: what is said after a failed program or test, and being asked again.
 """
 
