@@ -11,11 +11,11 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from aflow_tune.commands import dry_run
+from aflow_tune.commands import dry_run, runs
+from aflow_tune.commands.options import Parser, add_config
 from aflow_tune.contract.import_faults import package_fault
 from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, disk_fault
 from aflow_tune.quick_start import import_quickly
@@ -40,15 +40,9 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "submit",
 )
 """Modules of `aflow_tune.commands`, in the order in which `--help` lists them."""
-_CONFIG_COMMANDS = ("run", "validate")
-_COMMANDS = (
-    *_CONFIG_COMMANDS,
-    "init",
-    *(name.replace("_", "-") for name in _COMMAND_MODULES),
-)
-_ARRANGED = ("eval", "harvest", "runs", "doctor", "estimate", "submit", "sweep")
-"""Commands that put their arguments in the order that argparse wants themselves."""
+_COMMANDS = ("run", "validate", "init", *(name.replace("_", "-") for name in _COMMAND_MODULES))
 
+_OVERRIDES = "settings that win over the file, such as buffer.total_steps=20"
 _EPILOG = """\
 examples:
   aflow-tune configs/quickstart.yaml                 tune on this machine, no GPU needed
@@ -86,21 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             errors="backslashreplace"
         )  # a terminal without `°` still gets the rest
     arguments = list(sys.argv[1:] if argv is None else argv)
-    arguments = dry_run.joined(arguments)
-    words = [word for word in arguments if not word.startswith("-")]
-    if words and (words[0] in _CONFIG_COMMANDS or words[0] not in _COMMANDS):
-        # Flags may stand anywhere among the overrides; argparse wants them in front.
-        flags = [word for word in arguments if word.startswith("-")]
-        command = [words.pop(0)] if words[0] in _CONFIG_COMMANDS else ["run"]
-        arguments = [*command, *flags, *words]
-    elif arguments and arguments[0] in _ARRANGED:
-        command_module = importlib.import_module(f"aflow_tune.commands.{arguments[0]}")
-        arguments = command_module.arrange(arguments)
-    parser = _parser()
+    parser, commands = _parsers()
     if not arguments:
         parser.print_help()
         return ExitCode.BAD_INPUT
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(_arranged(commands, arguments))
     try:
         return int(options.action(options))
     except AflowTuneError as error:
@@ -125,37 +109,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.FAILED)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Names the options that were probably meant; argparse makes those of commands alike."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            options = [word for word in unknown if word.startswith("--")]
-            hints = [f"{word}: {self._meant(word.partition('=')[0])}" for word in options]
-            said = "; ".join(hints) or f"see {self.prog} --help"
-            self.error(f"unrecognized arguments: {' '.join(unknown)} ({said})")
-        return found, unknown
-
-    def _meant(self, word: str) -> str:
-        """Options that are spelt alike, or share a word."""
-        import difflib
-
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        words = set(word.strip("-").split("-"))
-        near = difflib.get_close_matches(word, known, 2)
-        near += [name for name in known if words & set(name.strip("-").split("-"))]
-        names = " or ".join(list(dict.fromkeys(near))[:3])
-        return f"did you mean {names}?" if names else f"see {self.prog} --help"
+def _arranged(commands: Mapping[str, Parser], arguments: list[str]) -> list[str]:
+    """The arguments with the command first: the one that stands behind flags only, else `run`."""
+    words = [word for word in arguments if not word.startswith("-")]
+    if not words:
+        return arguments
+    name = words[0] if words[0] in _COMMANDS else "run"
+    if name == "runs":
+        return runs.arrange(arguments)
+    if name in ("run", "validate") or arguments[0] == name:
+        if name in arguments:
+            arguments.remove(name)
+        arguments = [name, *commands[name].arranged(arguments)]
+    return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
+    """The whole command line, and its commands by name."""
+    parser = Parser(
         prog="aflow-tune",
         description="Reinforcement learning for agent workflows: tune the model behind an async "
         "function, on a laptop or on a cluster, from one YAML file.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -166,9 +141,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Tune the workflow of a configuration, with an evaluation before and after. "
         "The same command resumes an interrupted run.",
         epilog=dry_run.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_config(run)
+    add_config(run, _OVERRIDES)
     run.add_argument(
         "--inline",
         action="store_true",
@@ -183,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check a configuration, its workflow function and its data sets. Starts "
         "nothing and fetches nothing. Every fault is printed with its place and its cure.",
     )
-    _add_config(validate)
+    add_config(validate, _OVERRIDES)
     validate.set_defaults(action=_validate)
 
     init = commands.add_parser(
@@ -196,17 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name in _COMMAND_MODULES:
         importlib.import_module(f"aflow_tune.commands.{name}").add_parser(commands)
-    return parser
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that win over the file, such as buffer.total_steps=20",
-    )
+    return parser, commands.choices
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -71,6 +71,31 @@ def test_flags_may_stand_anywhere(words: list[str], monkeypatch: pytest.MonkeyPa
     assert seen == {"config": Path("c.yaml"), "overrides": ["seed=1", "name=x"], "inline": True}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            "eval c.yaml --checkpoint last seed=1 --json",
+            {"overrides": ["seed=1"], "checkpoint": ["last"], "json": True},
+        ),
+        ("eval c.yaml --vary top_p=1 x[0].y=2", {"overrides": ["x[0].y=2"], "vary": ["top_p=1"]}),
+        ("eval c.yaml --out a=b --limit 3", {"overrides": [], "out": Path("a=b"), "limit": 3}),
+        ("eval --json c.yaml --compare a b d=1", {"compare": ["a", "b"], "overrides": ["d=1"]}),
+        (
+            "sweep c.yaml --space b.c=1,2 d=5 --trials 3 --space s.yaml",
+            {"overrides": ["d=5"], "space": ["b.c=1,2", "s.yaml"], "trials": 3},
+        ),
+        ("submit c.yaml a=1 --address x b=2", {"overrides": ["a=1", "b=2"], "address": "x"}),
+        ("c.yaml --answers a.jsonl seed=1", {"overrides": ["seed=1"], "answers": Path("a.jsonl")}),
+    ],
+)
+def test_settings_may_stand_anywhere(given: str, expected: dict[str, object]) -> None:
+    parser, commands = cli._parsers()
+    found = vars(parser.parse_args(cli._arranged(commands, given.split())))
+    assert {name: found[name] for name in expected} == expected
+    assert found["config"] == Path("c.yaml")
+
+
 def test_options_of_a_dry_run_are_refused_without_it(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["c.yaml", "--tasks", "4", "seed=1", "--stage", "learn"]) == 2
     told = capsys.readouterr().err

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from fake_run import write_evaluation
 
-from aflow_tune.commands.eval import arrange
 from aflow_tune.errors import BadInput
 from aflow_tune.evaluation.columns import Wanted, make_plan
 from aflow_tune.report.best import best_step
@@ -151,21 +150,3 @@ def test_every_fault_is_told_at_once_with_the_checkpoints_that_exist(tmp_path: P
     assert "a step (5, 10, 20)" in caught.value.faults[0].expected
     with pytest.raises(BadInput, match="no checkpoint is in"):
         make_plan(Wanted(checkpoints=["last"]), tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    ("given", "arranged"),
-    [
-        (
-            "eval c.yaml --checkpoint last seed=1 --json",
-            "eval c.yaml seed=1 --checkpoint last --json",
-        ),
-        ("eval c.yaml a.b=1 --vary top_p=1", "eval c.yaml a.b=1 --vary top_p=1"),
-        ("eval c.yaml --vary top_p=1 x[0].y=2", "eval c.yaml x[0].y=2 --vary top_p=1"),
-        ("eval c.yaml --out a=b --limit 3", "eval c.yaml --out a=b --limit 3"),
-        ("eval --json c.yaml", "eval --json c.yaml"),
-        ("eval", "eval"),
-    ],
-)
-def test_overrides_may_stand_anywhere(given: str, arranged: str) -> None:
-    assert arrange(given.split()) == arranged.split()

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import yaml
-from aflow_tune.engines.trinity.settings.changes import save_resolved
-from aflow_tune.engines.trinity.settings.config import AflowConfig
 
 # Internal: adapt these lines where modules move.
-import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
+import aflow_tune.config  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.cli import main
+from aflow_tune.config.changes import save_resolved
+from aflow_tune.config.load import AflowConfig
 from aflow_tune.tuning import validate_config
 
 ROOT = Path(__file__).parents[1]

@@ -10,24 +10,9 @@ import pytest
 from project import write_project
 
 from aflow_tune import cli
-from aflow_tune.commands.sweep import _seeds, arrange
+from aflow_tune.commands.sweep import _seeds
 from aflow_tune.runs.listing import State, describe
 from aflow_tune.runs.process import last_words
-
-
-def test_settings_may_stand_anywhere() -> None:
-    typed = ["sweep", "a.yaml", "--space", "b.c=1,2", "d=5", "--trials", "3", "--space", "s.yaml"]
-    assert arrange(typed) == [
-        "sweep",
-        "a.yaml",
-        "d=5",
-        "--space",
-        "b.c=1,2",
-        "--trials",
-        "3",
-        "--space",
-        "s.yaml",
-    ]
 
 
 def test_seeds() -> None:

@@ -41,15 +41,13 @@ exit codes: 0 the graph may run, 2 it is refused or cannot be read
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `check-graph`."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "check-graph",
         help="whether a graph that a model wrote may run, and what it can cost",
         description="Check a written graph before it runs: its Python, its names, its calls and "
         "its cost at worst. Prints the verdict, the bound and the drawing.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="FILE", help="JSON, Python, a graph's folder, or -")
     parser.add_argument(

@@ -30,16 +30,14 @@ exit codes:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "cluster",
         help="start, show or end a Ray on this machine or on several",
         description="Start, show or end a Ray that runs are then made on.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    up = actions.add_parser("up", help="start one", epilog=_EPILOG, formatter_class=_Raw)
+    up = actions.add_parser("up", help="start one", epilog=_EPILOG)
     up.add_argument(
         "where", nargs="*", metavar="HOST|YAML", help="hosts, or a Ray cluster YAML (here)"
     )
@@ -50,12 +48,9 @@ def add_parser(commands: Any) -> None:
     up.add_argument("--venv", metavar="DIR", help="virtual environment on every host")
     up.set_defaults(action=_up)
     for name, action, text in (("status", _status, "show it"), ("down", _down, "end it")):
-        other = actions.add_parser(name, help=text, epilog=_EPILOG, formatter_class=_Raw)
+        other = actions.add_parser(name, help=text, epilog=_EPILOG)
         other.add_argument("yaml", nargs="?", type=Path, help="a Ray cluster YAML (the last one)")
         other.set_defaults(action=action)
-
-
-_Raw = argparse.RawDescriptionHelpFormatter
 
 
 def _up(options: argparse.Namespace) -> int:

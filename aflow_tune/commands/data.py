@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aflow_tune.commands.options import refuse, too_small
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -53,22 +54,19 @@ with both places. Exit code 2 if there is one, else 0.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `data prepare` and `data check` to the command line."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "data",
         help="prepare training, validation and test files; check them for leaks",
         description="Prepare data files, or check them.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    formatter = argparse.RawDescriptionHelpFormatter
 
     prepare = actions.add_parser(
         "prepare",
         help="write train.jsonl, validation.jsonl and test.jsonl from sources",
         description=_PREPARE,
         epilog=_PREPARE_EPILOG,
-        formatter_class=formatter,
     )
     prepare.add_argument(
         "--source",
@@ -99,7 +97,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "check",
         help="find held-out rows that stand in the training data",
         description=_CHECK,
-        formatter_class=formatter,
     )
     check.add_argument("train", type=Path, metavar="TRAIN", help="the file that is trained on")
     check.add_argument("test", type=Path, nargs="+", metavar="TEST", help="held-out files")
@@ -110,16 +107,12 @@ def _prepare(options: argparse.Namespace) -> int:
     from aflow_tune.data.prepare import SPLITS, draw, write_splits
 
     sizes = {split: getattr(options, split) for split in SPLITS}
-    faults = [
-        Fault(f"--{split}", f"{least} or more rows", str(sizes[split]), f"--{split} 100")
-        for split, least in (("train", 1), ("validation", 0), ("test", 0))
-        if sizes[split] < least
-    ]
+    least = {"train": 1}
+    faults = too_small(*((f"--{split}", sizes[split], least.get(split, 0)) for split in SPLITS))
     named = _pairs("--source", options.source, faults)
     ratios = _pairs("--ratio", options.ratio, faults, named)
     benchmarks = _pairs("--benchmark", options.benchmark, faults, named)
-    if faults:
-        raise BadInput("The command line does not fit.", faults)
+    refuse("The command line does not fit.", faults)
     shares = _shares(named, ratios, benchmarks)
     sources = _read_sources(named, benchmarks, sum(sizes.values()), options.seed)
     drawn = draw(sources, shares, sizes, options.seed)

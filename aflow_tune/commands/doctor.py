@@ -9,10 +9,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+from aflow_tune.commands.options import add_config
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -37,32 +37,20 @@ exit codes:
 _LAST_SECONDS = 0.5
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="what this machine, or a configuration, still lacks for a run",
         description="Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at "
         "everything that `validate` checks, at model, data, keys, and the cluster it names.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="the YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that win over the file"
-    )
+    add_config(parser, nargs="?")
     parser.add_argument(
         "--offline", action="store_true", help="ask neither the hub nor endpoints of models"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(action=_doctor)
-
-
-def arrange(arguments: Sequence[str]) -> list[str]:
-    """The same arguments with the flags in front: they may stand anywhere."""
-    first, *rest = arguments
-    flags = [word for word in rest if word.startswith("-")]
-    return [first, *flags, *(word for word in rest if not word.startswith("-"))]
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.commands.options import count, refuse
+from aflow_tune.errors import ExitCode, Fault
 
 EPILOG = """\
 dry run:
@@ -28,7 +28,6 @@ dry run:
   No number is what the model would do. Exit code 0: a batch was filled and a step was made;
   1: not, and the first traceback is shown; 2: refused, nothing was started. docs/dry_run.md
 """
-_VALUED = ("--answers", "--stage", "--tasks")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,23 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--tasks",
-        type=_count,
+        type=count,
         metavar="N",
         help="tasks to play (a whole step, up to 256 runs); sums are scaled to the step",
     )
     group.add_argument("--stage", metavar="NAME", help="the stage to play (the first that can be)")
     group.add_argument("--json", action="store_true", help="print JSON and nothing else")
-
-
-def joined(arguments: Sequence[str]) -> list[str]:
-    """`--answers FILE` as `--answers=FILE`, so that options may stand anywhere among settings."""
-    found: list[str] = []
-    for word in arguments:
-        if found and found[-1] in _VALUED and not word.startswith("-"):
-            found[-1] += f"={word}"
-        else:
-            found.append(word)
-    return found
 
 
 def refuse_alone(options: argparse.Namespace) -> None:
@@ -82,8 +70,7 @@ def refuse_alone(options: argparse.Namespace) -> None:
         for name, value in given.items()
         if value
     ]
-    if faults:
-        raise BadInput("These options are those of a dry run.", faults)
+    refuse("These options are those of a dry run.", faults)
 
 
 def run_dry(options: argparse.Namespace) -> int:
@@ -103,9 +90,3 @@ def run_dry(options: argparse.Namespace) -> int:
         )
     print(json.dumps(as_json(result)) if options.json else render(result))
     return ExitCode.DONE if result.good else ExitCode.FAILED
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number above 0, not {text!r}")
-    return int(text)

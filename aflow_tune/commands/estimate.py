@@ -7,11 +7,9 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.eval import arrange as arranged
+from aflow_tune.commands.options import add_config, amount, count
 from aflow_tune.errors import ExitCode
 
 _EPILOG = """\
@@ -39,7 +37,6 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "estimate",
         help="memory, tokens, time and money of a run, and what to change to make it fit",
@@ -47,15 +44,8 @@ def add_parser(commands: Any) -> None:
         "optimizer, activations and KV cache; tokens, time and money of a step. Says whether it "
         "fits and what to change if it does not.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that win over the file, such as local.max_batch=16",
-    )
+    add_config(parser, "settings that win over the file, such as local.max_batch=16")
     parser.add_argument(
         "--inline", action="store_true", help="as `aflow-tune CONFIG --inline`: one process"
     )
@@ -63,17 +53,17 @@ def add_parser(commands: Any) -> None:
     room.add_argument(
         "--gpu-memory", type=_bytes, metavar="SIZE", help="of each GPU: 24GB (this machine's)"
     )
-    room.add_argument("--gpus", type=_count, metavar="N", help="GPUs in all (the configuration's)")
+    room.add_argument("--gpus", type=count, metavar="N", help="GPUs in all (the configuration's)")
     room.add_argument(
         "--memory", type=_bytes, metavar="SIZE", help="of each machine: 64GB (what is free here)"
     )
-    room.add_argument("--usd-per-gpu-hour", type=_amount, metavar="USD")
+    room.add_argument("--usd-per-gpu-hour", type=amount, metavar="USD")
     known = parser.add_argument_group("what you know of the run")
-    known.add_argument("--prompt-tokens", type=_count, metavar="N", help="of a call, on average")
-    known.add_argument("--response-tokens", type=_count, metavar="N", help="of a call, on average")
-    known.add_argument("--calls", type=_count, metavar="N", help="of the tuned model in a run")
-    known.add_argument("--tokens-per-second", type=_amount, metavar="N", help="sampled, in all")
-    known.add_argument("--train-tokens-per-second", type=_amount, metavar="N")
+    known.add_argument("--prompt-tokens", type=count, metavar="N", help="of a call, on average")
+    known.add_argument("--response-tokens", type=count, metavar="N", help="of a call, on average")
+    known.add_argument("--calls", type=count, metavar="N", help="of the tuned model in a run")
+    known.add_argument("--tokens-per-second", type=amount, metavar="N", help="sampled, in all")
+    known.add_argument("--train-tokens-per-second", type=amount, metavar="N")
     parser.add_argument(
         "--no-rehearsal", action="store_true", help="do not call the workflow function"
     )
@@ -84,11 +74,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.set_defaults(action=_estimate)
-
-
-def arrange(arguments: Sequence[str]) -> list[str]:
-    """The arguments with every `key=value` behind CONFIG, wherever it stood among the flags."""
-    return arranged(arguments, ())
 
 
 def _estimate(options: argparse.Namespace) -> int:
@@ -131,19 +116,3 @@ def _bytes(text: str) -> float:
         meant = f"; did you mean {text.strip()}GB?" if text.strip().isdigit() else ""
         raise argparse.ArgumentTypeError(f"a size with its unit, such as 24GB, not {text!r}{meant}")
     return float(match[1]) * _UNITS[match[2].upper()]
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number above 0, not {text!r}")
-    return int(text)
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number above 0, not {text!r}")
-    return value

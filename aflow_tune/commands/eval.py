@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
+from aflow_tune.commands.options import add_config, refuse, too_small
+from aflow_tune.errors import ExitCode, Fault, RunFailed
 
 _DESCRIPTION = """\
 Run the workflow of a configuration on its held-out task sets and tell how well it does: mean and
@@ -41,26 +41,18 @@ exit codes: 0 measured, 1 failed or no run could be scored, 2 bad input, 3 inter
 of budget reached.
 """
 
-_SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
-_SINGLE_VALUED = ("--vary", "--endpoint", "--out", "--cache", "--key-variable")
-"""Options whose value may look like a setting."""
 _LOG_WIDTH = 200
 """Characters of a line where nobody says how many fit."""
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `eval` to the command line."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="measure a workflow on its held-out tasks: base model, checkpoints, endpoints",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that win over the file"
-    )
+    add_config(parser)
     parser.add_argument(
         "--checkpoint",
         nargs="+",
@@ -126,24 +118,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(action=_run)
 
 
-def arrange(arguments: Sequence[str], single_valued: Sequence[str] = _SINGLE_VALUED) -> list[str]:
-    """The arguments with every `key=value` behind CONFIG, wherever it stood among the flags.
-
-    argparse takes positional arguments in one place only, and would give an override that follows
-    `--checkpoint` to that option. The value of a `single_valued` option is left where it is.
-    """
-    command, *rest = arguments
-    if not rest or rest[0].startswith("-"):
-        return list(arguments)
-    config, *others = rest
-    overrides: list[str] = []
-    flags: list[str] = []
-    for before, word in zip(rest, others, strict=False):
-        setting = _SETTING.match(word) and before not in single_valued
-        (overrides if setting else flags).append(word)
-    return [command, config, *overrides, *flags]
-
-
 def _run(options: argparse.Namespace) -> int:
     _check(options)
     from rich.console import Console
@@ -199,16 +173,11 @@ def _check(options: argparse.Namespace) -> None:
     Raises:
         BadInput: with every fault.
     """
-    faults = [
-        Fault(f"--{name} {value}", "1 or more", str(value), f"--{name} 4")
-        for name, value in (("samples", options.samples), ("limit", options.limit))
-        if value is not None and value < 1
-    ]
+    faults = too_small(("--samples", options.samples, 1), ("--limit", options.limit, 1))
     if options.endpoint and not options.model:
         cure = "--model NAME, as the endpoint calls it"
         faults.append(Fault("--endpoint", "the model's name beside it", "no --model", cure))
     if options.model and not options.endpoint:
         cure = "--endpoint http://127.0.0.1:8000/v1; the local model is model.model_path=..."
         faults.append(Fault("--model", "an endpoint that serves it", "no --endpoint", cure))
-    if faults:
-        raise BadInput("The evaluation cannot be started.", faults)
+    refuse("The evaluation cannot be started.", faults)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.commands.options import refuse, too_small
+from aflow_tune.errors import ExitCode, Fault
 
 _DESCRIPTION = """\
 Write what a run has to give to other tools. Nothing that exists is written over.
@@ -31,14 +33,12 @@ was rewarded best.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `export` to the command line."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="write a run's adapter, merged model or best workflows for other tools",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--run",
@@ -125,8 +125,5 @@ def _check(options: argparse.Namespace) -> None:
         if value is not None:
             found = f"--what {options.what}"
             faults.append(Fault(name, "an export that it means something for", found, "remove it"))
-    for name, value in (("--top", options.top), ("--least-uses", options.least_uses)):
-        if value is not None and value < 1:
-            faults.append(Fault(f"{name} {value}", "1 or more", str(value), f"{name} 3"))
-    if faults:
-        raise BadInput("Nothing was exported.", faults)
+    faults += too_small(("--top", options.top, 1), ("--least-uses", options.least_uses, 1))
+    refuse("Nothing was exported.", faults)

@@ -42,14 +42,12 @@ that descends from them or that they descend from.
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "gpus",
         help="show what runs on the GPUs and whose it is; watch them; free one",
         description="Show the NVIDIA GPUs of this machine: use, memory, temperature, power, and "
         "every process on them with its user, memory, start and command.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument("--monitor", action="store_true", help="go on showing, until Ctrl-C")
@@ -70,7 +68,6 @@ def add_parser(commands: Any) -> None:
         help="end processes of your own on a GPU, after showing them",
         description=_FREE,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     free.add_argument("devices", nargs="*", metavar="DEVICE", help="a number, UUID, GPU:INSTANCE")
     free.add_argument(
@@ -103,11 +100,9 @@ def add_parser(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from aflow_tune.gpus.monitor import append, watch
-    from aflow_tune.gpus.nvml import NvmlUnavailable
-    from aflow_tune.gpus.owner import invoking_user
-    from aflow_tune.gpus.reading import snapshot
-    from aflow_tune.gpus.showing import render
+    from aflow_tune.gpus.devices import NvmlUnavailable, snapshot
+    from aflow_tune.gpus.processes import invoking_user
+    from aflow_tune.gpus.showing import append, render, watch
 
     _check_seconds("--interval", options.interval, 0.1)
     owner = invoking_user()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
@@ -26,14 +26,12 @@ examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `graph` with its three verbs."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "graph",
         help="show, draw or export an operator graph",
         description="Look at an operator graph without running it.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 

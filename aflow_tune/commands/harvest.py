@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.eval import arrange as arrange_settings
+from aflow_tune.commands.options import add_config
 from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -51,26 +51,18 @@ exit codes: 0 done, 1 no graph solved a problem, 2 bad input, 3 interrupted, 4 a
 reached; after 3 and 4 the same command goes on.
 """
 
-_SINGLE_VALUED = ("--out", "--limit")
 _LINE_SECONDS = 15.0
 """How often a log is told how far it is."""
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `harvest` to the command line."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "harvest",
         help="collect problems with graphs that solve them, for a supervised warm start",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config", type=Path, metavar="CONFIG", help="a YAML with a section `writer`"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that win over the file"
-    )
+    add_config(parser, config="a YAML with a section `writer`")
     parser.add_argument(
         "--source",
         nargs="+",
@@ -91,11 +83,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the pairs go")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     parser.set_defaults(action=_run)
-
-
-def arrange(arguments: Sequence[str]) -> list[str]:
-    """The arguments with every `key=value` behind CONFIG, wherever it stood among the flags."""
-    return arrange_settings(arguments, _SINGLE_VALUED)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aflow_tune.commands.options import refuse, too_small
 from aflow_tune.commands.trained_model import (
     WHAT_IS_A_CHECKPOINT,
     add_model_options,
@@ -48,14 +49,12 @@ exit codes: 0 an answer came (of every row), 1 none came, 2 bad input.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `infer` to the command line."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "infer",
         help="let a trained policy write a workflow for a problem, and run it",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser)
     parser.add_argument("--problem", metavar="TEXT", help="the problem; - reads it from here")
@@ -196,8 +195,5 @@ def _check(options: argparse.Namespace) -> None:
             if value is not None:
                 cure = f"remove it, or --batch; rows have `{name[2:].replace('-', '_')}`"
                 faults.append(Fault(name, "either it or --batch", "both", cure))
-    for name, value in (("--samples", options.samples), ("--at-once", options.at_once)):
-        if value < 1:
-            faults.append(Fault(f"{name} {value}", "1 or more", str(value), f"{name} 4"))
-    if faults:
-        raise BadInput("Nothing was asked.", faults)
+    faults += too_small(("--samples", options.samples, 1), ("--at-once", options.at_once, 1))
+    refuse("Nothing was asked.", faults)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aflow_tune.commands.options import refuse, too_small
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -60,14 +61,12 @@ def arrange(arguments: Sequence[str]) -> list[str]:
     return [command, "list", *rest]
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `runs` to the command line."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "runs",
         help="list runs; resume one; clear away checkpoints that are not needed",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
@@ -75,7 +74,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "list",
         help="what runs there are, and what became of them (the word may be left out)",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_folders(listed)
     listed.add_argument("--json", action="store_true", help="print JSON and nothing else")
@@ -103,7 +101,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "clean",
         help="take away checkpoints that are neither newest nor best",
         description=_CLEAN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_folders(clean)
     clean.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest (1)")
@@ -232,16 +229,8 @@ def _clean(options: argparse.Namespace) -> int:
     from aflow_tune.runs.clean import carry_out, plan
     from aflow_tune.runs.listing import find_runs
 
-    faults = [
-        Fault(f"{name} {value}", f"{least} or more", str(value), f"{name} 1")
-        for name, value, least in (
-            ("--keep-last", options.keep_last, 1),
-            ("--keep-best", options.keep_best, 0),
-        )
-        if value < least
-    ]
-    if faults:
-        raise BadInput("Nothing was taken away.", faults)
+    small = too_small(("--keep-last", options.keep_last, 1), ("--keep-best", options.keep_best, 0))
+    refuse("Nothing was taken away.", small)
     plans = [
         part
         for run in find_runs(_roots(options.folders))

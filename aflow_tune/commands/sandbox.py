@@ -29,14 +29,12 @@ exit codes:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "sandbox",
         help="show the wall that model-written programs run behind; run one program",
         description="Show the wall that programs written by a model run behind on this machine. "
         "It is proved by starting a program behind it.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_common(parser)
     parser.set_defaults(action=_show, policy="auto", json=False)
@@ -46,7 +44,6 @@ def add_parser(commands: Any) -> None:
         help="run one Python program",
         description="Run one Python program in the sandbox and say how it ended.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("program", type=Path, metavar="FILE.py", help="the program")
     run.add_argument("--stdin", type=Path, metavar="FILE", help="what it reads from stdin")

@@ -28,14 +28,12 @@ rules side by side.
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "score",
         help="score answers by a benchmark's published and strict rule",
         description="Score answers to a benchmark's rows, wherever they came from. Programs run "
         "in the sandbox.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--benchmark",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from typing import Any
 
+from aflow_tune.commands.options import refuse, too_small
 from aflow_tune.commands.trained_model import (
     WHAT_IS_A_CHECKPOINT,
     add_model_options,
     inferer_of,
 )
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.errors import ExitCode, Fault
 
 _DESCRIPTION = """\
 Serve a trained policy with its executor: POST /solve takes a problem as JSON and gives what
@@ -30,14 +32,12 @@ examples:
 {WHAT_IS_A_CHECKPOINT}"""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `serve` to the command line."""
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="offer a trained policy over HTTP on loopback, with a page",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model_options(parser)
     parser.add_argument("--port", type=int, default=8080, metavar="N", help="0: a free one")
@@ -105,9 +105,7 @@ def _check(options: argparse.Namespace) -> None:
     faults = []
     if not 0 <= options.port <= 65535:
         faults.append(Fault("--port", "0 to 65535", str(options.port), "--port 8080"))
-    if options.at_once < 1:
-        faults.append(Fault("--at-once", "1 or more", str(options.at_once), "--at-once 4"))
+    faults += too_small(("--at-once", options.at_once, 1))
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         faults.append(Fault("--timeout", "seconds above 0", f"{options.timeout}", "--timeout 300"))
-    if faults:
-        raise BadInput("Nothing is served.", faults)
+    refuse("Nothing is served.", faults)

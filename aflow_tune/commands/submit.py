@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.commands.options import add_config, refuse
+from aflow_tune.errors import ExitCode, Fault
 
 _EPILOG = """\
 examples:
@@ -29,17 +29,14 @@ exit codes: as those of `aflow-tune CONFIG`; 0 with --detach and --stop once the
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "submit",
         help="run a configuration as a job of a Ray cluster",
         description="Send a configuration with its code, data and keys to a Ray cluster and run "
         "it there.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win")
+    add_config(parser, "settings that win", nargs="?")
     parser.add_argument("--address", metavar="URL", help="the cluster's dashboard (this machine's)")
     parser.add_argument("--detach", action="store_true", help="do not follow the log")
     parser.add_argument("--follow", metavar="JOB", help="follow the log of a job")
@@ -47,20 +44,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--list", action="store_true", help="list the jobs of ours")
     parser.add_argument("--json", action="store_true", help="with --list: print JSON")
     parser.set_defaults(action=_submit)
-
-
-def arrange(arguments: list[str]) -> list[str]:
-    """Options may stand between CONFIG and its overrides; argparse wants them in front."""
-    options: list[str] = []
-    words: list[str] = []
-    rest = iter(arguments[1:])
-    for word in rest:
-        options += [word] if word.startswith("-") else []
-        if word in ("--address", "--follow", "--stop"):
-            options += [value for value in [next(rest, None)] if value is not None]
-        elif not word.startswith("-"):
-            words.append(word)
-    return [arguments[0], *options, *words]
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -124,6 +107,4 @@ def _check(options: argparse.Namespace) -> None:
     if len(named) != 1:
         found = " and ".join(named) or "none of them"
         expected = "one of CONFIG, --follow JOB, --stop JOB, --list"
-        raise BadInput(
-            "nothing was submitted", [Fault("command line", expected, found, "name one")]
-        )
+        refuse("nothing was submitted", [Fault("command line", expected, found, "name one")])

@@ -6,11 +6,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.eval import arrange as arranged
+from aflow_tune.commands.options import add_config, amount, count
 from aflow_tune.errors import ExitCode
 from aflow_tune.sweeps import OBJECTIVES, PRUNERS, SAMPLERS
 
@@ -43,19 +41,14 @@ exit codes:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command's parser."""
     parser = commands.add_parser(
         "sweep",
         help="try a configuration with other settings, and compare by held-out score",
         description="Train one configuration again and again with other settings, drawn by "
         "Optuna, and compare the trials by their held-out score.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that every trial has"
-    )
+    add_config(parser, "settings that every trial has")
     parser.add_argument(
         "--space",
         action="append",
@@ -65,7 +58,7 @@ def add_parser(commands: Any) -> None:
         help="a key and what to try for it, or a YAML file of such lines; may be repeated",
     )
     how = parser.add_argument_group("what is drawn, and how it is compared")
-    how.add_argument("--trials", type=_count, metavar="N", help="trials in all (20; a grid: all)")
+    how.add_argument("--trials", type=count, metavar="N", help="trials in all (20; a grid: all)")
     how.add_argument(
         "--sampler",
         choices=SAMPLERS,
@@ -95,9 +88,9 @@ def add_parser(commands: Any) -> None:
         "or not in the better half when the steps have doubled (default: none)",
     )
     where = parser.add_argument_group("how much at once, and where")
-    where.add_argument("--parallel", type=_count, default=1, metavar="K", help="runs at once (1)")
+    where.add_argument("--parallel", type=count, default=1, metavar="K", help="runs at once (1)")
     where.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="stop this command after that long"
+        "--timeout", type=amount, metavar="SECONDS", help="stop this command after that long"
     )
     where.add_argument(
         "--ray",
@@ -109,11 +102,6 @@ def add_parser(commands: Any) -> None:
         "--json", action="store_true", help="print the content of sweep.json at the end"
     )
     parser.set_defaults(action=_sweep)
-
-
-def arrange(arguments: Sequence[str]) -> list[str]:
-    """The arguments with every `key=value` behind CONFIG, wherever it stood among the flags."""
-    return arranged(arguments, ("--space",))
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -140,22 +128,6 @@ def _sweep(options: argparse.Namespace) -> int:
     ended = sweep_config(request, ray=options.ray, phase=say)
     print(json.dumps(ended.content, indent=1) if options.json else f"\n{ended.text}")
     return ExitCode.DONE
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number above 0, not {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number of seconds above 0, not {text!r}")
-    return value
 
 
 def _seeds(text: str) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.commands.options import refuse
+from aflow_tune.errors import Fault
 
 if TYPE_CHECKING:
     from aflow_tune.using.inferring import Inferer
@@ -87,5 +88,4 @@ def _check(options: argparse.Namespace) -> None:
     if options.temperature is not None and not 0 <= options.temperature <= 100:
         found = f"{options.temperature:g}"
         faults.append(Fault("--temperature", "0 or more", found, "--temperature 0"))
-    if faults:
-        raise BadInput("The model cannot be asked.", faults)
+    refuse("The model cannot be asked.", faults)
