@@ -283,22 +283,6 @@ def test_md_ensemble_is_deterministic_by_seed() -> None:
     assert orders(seed=1) != orders(seed=2)
 
 
-def test_md_ensemble_counts_votes_for_places_not_for_texts(monkeypatch: Any) -> None:
-    """Two votes each for two equal texts, three for another: merged, the equal ones would win."""
-
-    class Unshuffled:
-        def __init__(self, seed: str) -> None:
-            pass
-
-        def shuffle(self, order: list[int]) -> None:
-            pass
-
-    monkeypatch.setattr("aflow_tune.operators.asking.random.Random", Unshuffled)
-    model = choose(*"AABBCCC")
-    result = asyncio.run(MdEnsemble(model, vote_count=7)(["x", "x", "y"], "p"))
-    assert result == {"solution": "y"}
-
-
 def test_md_ensemble_survives_lost_votes_and_breaks_ties_by_place() -> None:
     calls = iter(range(100))
 

@@ -217,7 +217,7 @@ MAX_TAGS = 4_000
 MAX_LOOKED_AT = 50
 """Elements of one name, from the last one back."""
 _ENTITY = re.compile(r"&(?:lt|gt|amp|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});")
-_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+_CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 Span = tuple[int, int]
 
 
@@ -247,7 +247,7 @@ class _Found(NamedTuple):
 
 def elements(text: str, names: Sequence[str], through_fences: bool = False) -> dict[str, Element]:
     """The element of each name that has one. `through_fences`: fenced blocks are no obstacle."""
-    spans = list(_cdata_spans(text))
+    spans = [section.span() for section in _cdata(text)]
     if not through_fences:
         spans += [(block.start, block.end) for block in fenced_blocks(text) if block.closed]
     opaque = _merged(spans)
@@ -321,8 +321,9 @@ def _choose(text: str, name: str, found: dict[str, _Found], tags: Sequence[_Tag]
 
 def _element(content: str, name: str, repaired: bool) -> Element:
     content = content.strip()
-    if _CDATA in content:
-        content = _without_cdata(content).strip("\n")
+    if sections := _cdata(content):
+        content = _CDATA.sub(r"\1", content[: sections[-1].end()]) + content[sections[-1].end() :]
+        content = content.strip("\n")
     opening, closing = f"<{name}>", f"</{name}>"
     if content.startswith(opening) and content.endswith(closing):
         inner = content[len(opening) : -len(closing)].strip()
@@ -331,22 +332,9 @@ def _element(content: str, name: str, repaired: bool) -> Element:
     return Element(content, repaired)
 
 
-def _cdata_spans(text: str) -> Iterator[Span]:
-    start = text.find(_CDATA)
-    while start >= 0:
-        end = text.find(_CDATA_END, start)
-        if end < 0:
-            return
-        yield start, end + len(_CDATA_END)
-        start = text.find(_CDATA, end)
-
-
-def _without_cdata(content: str) -> str:
-    parts, at = [], 0
-    for start, end in _cdata_spans(content):
-        parts += [content[at:start], content[start + len(_CDATA) : end - len(_CDATA_END)]]
-        at = end
-    return "".join([*parts, content[at:]])
+def _cdata(text: str) -> list[re.Match[str]]:
+    """The CDATA sections. Looked for no further than one can end, which keeps it linear."""
+    return [*_CDATA.finditer(text, 0, text.rfind("]]>") + 3)]
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:
