@@ -18,7 +18,6 @@ from graph_samples import (
     simple,
     write_round,
 )
-from graph_samples import write_round as round_of
 
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.flow import ANSWER, PROBLEM
@@ -233,63 +232,39 @@ def simple_edges(tmp_path: Path, call: str, init: str = "pass") -> set[str]:
     return edges_of(own_form(tmp_path / "g", simple(call, init)))
 
 
-def test_math(tmp_path: Path) -> None:
-    edges = edges_of(round_of(tmp_path, "MATH", 2, MATH, MATH_PROMPTS))
-    assert edges == {
-        "problem>custom27",
-        "problem>custom28",
-        "problem>sc_ensemble32",
-        "custom27>custom28",
-        "custom27>sc_ensemble32",
-        "custom28>sc_ensemble32",
-        "sc_ensemble32>answer",
-    }
-
-
-def test_a_loop_that_a_test_ends(tmp_path: Path) -> None:
-    folder = round_of(tmp_path, "HumanEval", 4, CODE, CODE_PROMPTS)
-    assert edges_of(folder) == {
-        "problem>custom_code_generate23",
-        "problem>test26",
-        "custom_code_generate23>test26",
-        "test26?custom_code_generate23",
-        "test26>answer",
-        "custom_code_generate23>answer",
-    }
-    loops = [[loop.label for loop in node.loops] for node in load_graph(folder).flow.nodes]
-    assert loops == [["for attempt in range(2)"]] * 2
-
-
-def test_gather_helpers_and_while(tmp_path: Path) -> None:
-    folder = round_of(tmp_path, "GSM8K", 7, GATHER)
-    flow = load_graph(folder).flow
-    assert [(node.instance, node.line) for node in flow.nodes] == [
-        ("solvers_1", 27),
-        ("solvers_2", 27),
-        ("review", 38),
-        ("revise", 41),
-        ("llm", 46),
-    ]
-    assert edges_of(folder) == {
-        "problem>solvers_127",
-        "problem>solvers_227",
-        "problem>review38",
-        "problem>revise41",
-        "solvers_127>review38",
-        "solvers_227>review38",
-        "solvers_127>revise41",
-        "solvers_227>revise41",
-        "review38>revise41",
-        "revise41~>review38",
-        "revise41~>revise41",
-        "solvers_127>llm46",
-        "solvers_227>llm46",
-        "revise41>llm46",
-        "solvers_127>answer",
-        "solvers_227>answer",
-        "revise41>answer",
+EDGES = {
+    "MATH": (
+        MATH,
+        MATH_PROMPTS,
+        "problem>custom27 problem>custom28 problem>sc_ensemble32 custom27>custom28 "
+        "custom27>sc_ensemble32 custom28>sc_ensemble32 sc_ensemble32>answer",
+    ),
+    "a loop that a test ends": (
+        CODE,
+        CODE_PROMPTS,
+        "problem>custom_code_generate23 problem>test26 custom_code_generate23>test26 "
+        "test26?custom_code_generate23 test26>answer custom_code_generate23>answer",
+    ),
+    "gather, helpers and while": (
+        GATHER,
+        "",
+        "problem>solvers_127 problem>solvers_227 problem>review38 problem>revise41 "
+        "solvers_127>review38 solvers_227>review38 solvers_127>revise41 solvers_227>revise41 "
+        "review38>revise41 revise41~>review38 revise41~>revise41 solvers_127>llm46 "
+        "solvers_227>llm46 revise41>llm46 solvers_127>answer solvers_227>answer revise41>answer "
         "llm46>answer",
-    }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_of_rounds(tmp_path: Path, name: str) -> None:
+    graph, prompts, expected = EDGES[name]
+    folder = write_round(tmp_path, "MATH", 2, graph, prompts)
+    assert edges_of(folder) == set(expected.split())
+    if graph is CODE:
+        loops = [[loop.label for loop in node.loops] for node in load_graph(folder).flow.nodes]
+        assert loops == [["for attempt in range(2)"]] * 2
 
 
 def test_both_branches_and_their_condition(tmp_path: Path) -> None:
@@ -300,12 +275,8 @@ if first["response"] == "easy":
 else:
     result = await self.b(input="again", instruction="")
 return result["response"]"""
-    assert simple_edges(tmp_path, call, "self.b = operator.Custom(self.llm)") == {
-        "problem>custom9",
-        "custom9?b13",
-        "custom9>answer",
-        "b13>answer",
-    }
+    edges = simple_edges(tmp_path, call, "self.b = operator.Custom(self.llm)")
+    assert edges == {"problem>custom9", "custom9?b13", "custom9>answer", "b13>answer"}
 
 
 @pytest.mark.parametrize(
