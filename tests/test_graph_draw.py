@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -28,17 +29,10 @@ def texts(svg: str) -> list[str]:
     return [node.text or "" for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def boxes(svg: str) -> list[tuple[float, float, float, float]]:
+def boxes(svg: str) -> list[tuple[float, ...]]:
     """x, y, width, height of every box."""
-    groups = ElementTree.fromstring(svg).iter(f"{SVG}g")
-    rects = [group.find(f"{SVG}rect") for group in groups]
-    names = ("x", "y", "width", "height")
-    return [
-        (float(r.attrib[a]), float(r.attrib[b]), float(r.attrib[c]), float(r.attrib[d]))
-        for a, b, c, d in [names]
-        for r in rects
-        if r is not None
-    ]
+    rects = ElementTree.fromstring(svg).iterfind(f".//{SVG}g/{SVG}rect")
+    return [tuple(float(r.attrib[name]) for name in ("x", "y", "width", "height")) for r in rects]
 
 
 def test_mermaid_of_a_graph(math: Graph) -> None:
@@ -80,29 +74,24 @@ def test_svg_has_a_box_for_each_call_and_none_lies_on_another(tmp_path: Path) ->
                 assert apart
 
 
+def call_of(who: str, **numbers: Any) -> ModelCall:
+    return ModelCall(caller=who, role="policy", model="m", **numbers)
+
+
 def two_runs() -> list[tuple[Trace, float]]:
     first = Trace(
         [
-            ModelCall(
-                caller="Custom.custom",
-                role="policy",
-                model="m",
-                prompt_tokens=10,
-                completion_tokens=5,
-                cost=0.25,
-            ),
+            call_of("Custom.custom", prompt_tokens=10, completion_tokens=5, cost=0.25),
             OperatorCall(operator="Custom", instance="custom", outcome="answered", seconds=2.0),
-            ModelCall(caller="ScEnsemble.sc_ensemble", role="policy", model="m", prompt_tokens=20),
+            call_of("ScEnsemble.sc_ensemble", prompt_tokens=20),
             OperatorCall(operator="ScEnsemble", instance="sc_ensemble", outcome="answered"),
         ]
     )
     second = Trace(
         [
-            ModelCall(
-                caller="search/Custom.custom", role="policy", model="m", failure="rate_limited"
-            ),
+            call_of("search/Custom.custom", failure="rate_limited"),
             OperatorCall(operator="Custom", instance="custom", outcome="nothing such"),
-            ModelCall(caller="llm", role="policy", model="m", completion_tokens=7, cost=0.5),
+            call_of("llm", completion_tokens=7, cost=0.5),
         ]
     )
     return [(first, 1.0), (second, 3.0)]
@@ -136,17 +125,7 @@ def test_names_from_a_graph_stay_text(tmp_path: Path) -> None:
     graph = read_graph(own_form(tmp_path / "g", simple(call)))
     svg = to_svg(graph.flow, title=HOSTILE)
     tags = {node.tag.removeprefix(SVG) for node in ElementTree.fromstring(svg).iter()}
-    assert tags == {
-        "svg",
-        "title",
-        "style",
-        "defs",
-        "marker",
-        "path",
-        "rect",
-        "g",
-        "text",
-    }
+    assert tags == {"svg", "title", "style", "defs", "marker", "path", "rect", "g", "text"}
     assert "\u202e" not in svg
     mermaid = to_mermaid(graph.flow)
     labels = re.findall(r'\["(.*?)"\]', mermaid)
