@@ -1,18 +1,20 @@
-"""Pictures of graphs: what stands in them, that they hold numbers of a trace, that text is text."""
+"""Pictures of graphs, and `aflow-tune graph`: what they show, and that text stays text."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from graph_samples import GATHER, MATH, MATH_PROMPTS, own_form, simple, write_round
 
-from aflow_tune.graph.draw import to_mermaid
+from aflow_tune.cli import main
+from aflow_tune.errors import ExitCode
+from aflow_tune.graph.draw import Measured, measure, to_mermaid, to_svg
 from aflow_tune.graph.graph import Graph, load_graph, read_graph
-from aflow_tune.graph.measure import Measured, measure
-from aflow_tune.graph.svg import to_svg
+from aflow_tune.report.records import EvalRecord, append_record
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,17 +29,10 @@ def texts(svg: str) -> list[str]:
     return [node.text or "" for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def boxes(svg: str) -> list[tuple[float, float, float, float]]:
+def boxes(svg: str) -> list[tuple[float, ...]]:
     """x, y, width, height of every box."""
-    groups = ElementTree.fromstring(svg).iter(f"{SVG}g")
-    rects = [group.find(f"{SVG}rect") for group in groups]
-    names = ("x", "y", "width", "height")
-    return [
-        (float(r.attrib[a]), float(r.attrib[b]), float(r.attrib[c]), float(r.attrib[d]))
-        for a, b, c, d in [names]
-        for r in rects
-        if r is not None
-    ]
+    rects = ElementTree.fromstring(svg).iterfind(f".//{SVG}g/{SVG}rect")
+    return [tuple(float(r.attrib[name]) for name in ("x", "y", "width", "height")) for r in rects]
 
 
 def test_mermaid_of_a_graph(math: Graph) -> None:
@@ -61,13 +56,6 @@ flowchart TD
     )
 
 
-def test_mermaid_marks_loops_and_what_they_carry(tmp_path: Path) -> None:
-    drawn = to_mermaid(load_graph(write_round(tmp_path, "GSM8K", 7, GATHER)).flow)
-    assert '    subgraph loop_37_0["while turns #60; 3"]\n        n2["review: Review' in drawn
-    assert "n3 -. next turn .-> n2" in drawn
-    assert "n2 -. decides .-> n3" not in drawn  # its feedback is data already
-
-
 def test_svg_has_a_box_for_each_call_and_none_lies_on_another(tmp_path: Path) -> None:
     for graph, prompts in ((MATH, MATH_PROMPTS), (GATHER, "")):
         folder = write_round(tmp_path / str(len(graph)), "D", 1, graph, prompts)
@@ -86,35 +74,24 @@ def test_svg_has_a_box_for_each_call_and_none_lies_on_another(tmp_path: Path) ->
                 assert apart
 
 
-def test_rows_follow_the_data(math: Graph) -> None:
-    tops = [y for _, y, _, _ in boxes(to_svg(math.flow))]
-    assert tops == sorted(tops)
-    assert len(set(tops)) == 5  # problem, draft, second look, choice, answer
+def call_of(who: str, **numbers: Any) -> ModelCall:
+    return ModelCall(caller=who, role="policy", model="m", **numbers)
 
 
 def two_runs() -> list[tuple[Trace, float]]:
     first = Trace(
         [
-            ModelCall(
-                caller="Custom.custom",
-                role="policy",
-                model="m",
-                prompt_tokens=10,
-                completion_tokens=5,
-                cost=0.25,
-            ),
+            call_of("Custom.custom", prompt_tokens=10, completion_tokens=5, cost=0.25),
             OperatorCall(operator="Custom", instance="custom", outcome="answered", seconds=2.0),
-            ModelCall(caller="ScEnsemble.sc_ensemble", role="policy", model="m", prompt_tokens=20),
+            call_of("ScEnsemble.sc_ensemble", prompt_tokens=20),
             OperatorCall(operator="ScEnsemble", instance="sc_ensemble", outcome="answered"),
         ]
     )
     second = Trace(
         [
-            ModelCall(
-                caller="search/Custom.custom", role="policy", model="m", failure="rate_limited"
-            ),
+            call_of("search/Custom.custom", failure="rate_limited"),
             OperatorCall(operator="Custom", instance="custom", outcome="nothing such"),
-            ModelCall(caller="llm", role="policy", model="m", completion_tokens=7, cost=0.5),
+            call_of("llm", completion_tokens=7, cost=0.5),
         ]
     )
     return [(first, 1.0), (second, 3.0)]
@@ -124,16 +101,10 @@ def test_numbers_of_a_trace() -> None:
     measured = measure(two_runs())
     # Rewards 1 and 3: custom gets 1/2 + 3/2 of 4, the ensemble 1/2, the model 3/2.
     assert measured == {
-        "Custom.custom": Measured(2, 2, 15, None, 1, 2.0, 0.5),
-        "ScEnsemble.sc_ensemble": Measured(1, 1, 20, None, 0, 0.0, 0.125),
-        "llm": Measured(1, 1, 7, 0.5, 0, 0.0, 0.375),
+        "Custom.custom": Measured(2, 15, None, 1, 0.5),
+        "ScEnsemble.sc_ensemble": Measured(1, 20, None, 0, 0.125),
+        "llm": Measured(1, 7, 0.5, 0, 0.375),
     }
-
-
-@pytest.mark.parametrize("rewards", [(1.0, -1.0), (0.0, 0.0), (None, None)])
-def test_no_share_of_a_reward_that_has_none(rewards: tuple[float | None, float | None]) -> None:
-    runs = [(trace, reward) for (trace, _), reward in zip(two_runs(), rewards, strict=True)]
-    assert {row.reward_share for row in measure(runs).values()} == {None}
 
 
 def test_numbers_stand_in_the_first_box_of_their_operator(math: Graph) -> None:
@@ -154,17 +125,7 @@ def test_names_from_a_graph_stay_text(tmp_path: Path) -> None:
     graph = read_graph(own_form(tmp_path / "g", simple(call)))
     svg = to_svg(graph.flow, title=HOSTILE)
     tags = {node.tag.removeprefix(SVG) for node in ElementTree.fromstring(svg).iter()}
-    assert tags == {
-        "svg",
-        "title",
-        "style",
-        "defs",
-        "marker",
-        "path",
-        "rect",
-        "g",
-        "text",
-    }
+    assert tags == {"svg", "title", "style", "defs", "marker", "path", "rect", "g", "text"}
     assert "\u202e" not in svg
     mermaid = to_mermaid(graph.flow)
     labels = re.findall(r'\["(.*?)"\]', mermaid)
@@ -183,3 +144,81 @@ def test_control_characters_make_no_broken_svg(tmp_path: Path) -> None:
         "a [2J",
         "answer",
     ]
+
+
+@pytest.fixture
+def math_folder(tmp_path: Path) -> Path:
+    return write_round(tmp_path, "MATH", 2, MATH, MATH_PROMPTS)
+
+
+def test_show(math_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", "show", str(math_folder)]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    assert "(MATH, round 2)" in shown
+    assert "called with: problem" in shown
+    assert "  sc_ensemble: ScEnsemble, line 21" in shown
+    assert "  DRAFT_PROMPT: Solve the problem. Put the answer into a box." in shown
+    assert "  custom (line 27) feeds sc_ensemble (line 32)" in shown
+    assert "  sc_ensemble (line 32) feeds the answer" in shown
+    assert "faults" not in shown
+
+
+def test_show_lists_faults_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark = tmp_path / "ran"
+    head = f"open({str(mark)!r}, 'w').close()"
+    folder = own_form(tmp_path / "g", simple("return prompt_custom.NOPE", head=head))
+    assert main(["graph", "show", str(folder)]) == ExitCode.BAD_INPUT
+    assert "found:    prompt_custom.NOPE" in capsys.readouterr().out
+    assert not mark.exists()
+
+
+def test_draw_with_the_numbers_of_a_run(
+    math_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def record(item: int, reward: float | None) -> EvalRecord:
+        chosen = [{"caller": "ScEnsemble.sc_ensemble", "prompt_tokens": 30, "tokens": 5}]
+        lost = {"caller": "Custom.custom", "prompt_tokens": None, "tokens": None, "failed": True}
+        drafts = [{"caller": "Custom.custom", "prompt_tokens": 10, "tokens": 20}] * 3
+        return EvalRecord(
+            step=4,
+            taskset="held_out",
+            item=item,
+            run=0,
+            score=reward,
+            reward=reward,
+            calls=[*drafts, *chosen] if reward is not None else [lost],
+            operators=[
+                {
+                    "operator": "Custom",
+                    "instance": "custom",
+                    "outcome": "answered" if reward is not None else "model_failed",
+                    "attempts": 1,
+                }
+            ],
+        )
+
+    for item, reward in enumerate([1.0, 0.0, None]):
+        append_record(tmp_path / "run" / "evaluations", record(item, reward))
+    command = ["graph", "draw", str(math_folder), "--run", str(tmp_path / "run")]
+    assert main(command) == ExitCode.DONE
+    drawn = capsys.readouterr().out
+    custom = next(line for line in drawn.splitlines() if "custom: Custom" in line)
+    ensemble = next(line for line in drawn.splitlines() if "sc_ensemble: ScEnsemble" in line)
+    assert "180 tokens" in custom  # two runs of three drafts, thirty tokens each
+    assert "75#37; of the reward" in custom
+    assert "1 failures" in custom
+    assert "70 tokens" in ensemble
+    assert "25#37; of the reward" in ensemble
+
+    assert main([*command[:-1], str(tmp_path / "nowhere")]) == ExitCode.BAD_INPUT
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_export_says_what_aflow_does_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = own_form(tmp_path / "g", simple("return 'x'"), '{"Custom": "{instruction} {input}"}')
+    target = tmp_path / "round_1"
+    arguments = ["graph", "export", str(folder), "--round", str(target), "--dataset", "GSM8K"]
+    assert main(arguments) == ExitCode.DONE
+    assert "AFlow will not use the prompts of Custom: " in capsys.readouterr().out

@@ -14,8 +14,8 @@ import pytest
 from graph_samples import own_form, simple
 from sandbox_outside import eventually
 
+from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import load_graph
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models import ScriptedModel
 

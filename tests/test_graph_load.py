@@ -1,8 +1,7 @@
-"""Graphs on disk: both forms are read, and each fault is found with its place, without running."""
+"""Graphs on disk: both forms are read, with their faults and edges, without running."""
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 
@@ -21,7 +20,8 @@ from graph_samples import (
 )
 
 from aflow_tune.errors import BadInput
-from aflow_tune.graph.graph import load_graph, read_graph
+from aflow_tune.graph.flow import ANSWER, PROBLEM
+from aflow_tune.graph.graph import load_graph
 
 CALL = 'return (await self.custom(input=problem, instruction=""))["response"]'
 
@@ -36,74 +36,6 @@ def faults_of(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "number", "graph", "prompts", "parameters", "instances"),
-    [
-        (
-            "MATH",
-            2,
-            MATH,
-            MATH_PROMPTS,
-            ("problem",),
-            {"custom": "Custom", "sc_ensemble": "ScEnsemble"},
-        ),
-        (
-            "HumanEval",
-            4,
-            CODE,
-            CODE_PROMPTS,
-            ("problem", "entry_point"),
-            {"custom_code_generate": "CustomCodeGenerate", "test": "Test"},
-        ),
-        (
-            "HotpotQA",
-            3,
-            QA,
-            "",
-            ("problem",),
-            {"answer_generate": "AnswerGenerate", "sc_ensemble": "ScEnsemble"},
-        ),
-        (
-            "GSM8K",
-            7,
-            GATHER,
-            "",
-            ("problem",),
-            {
-                "solvers_1": "Custom",
-                "solvers_2": "Custom",
-                "review": "Review",
-                "revise": "Revise",
-            },
-        ),
-    ],
-)
-def test_a_round_of_aflow_is_read_unchanged(
-    tmp_path: Path,
-    dataset: str,
-    number: int,
-    graph: str,
-    prompts: str,
-    parameters: tuple[str, ...],
-    instances: dict[str, str],
-) -> None:
-    loaded = load_graph(write_round(tmp_path, dataset, number, graph, prompts))
-    assert (loaded.dataset, loaded.round) == (dataset, number)
-    assert loaded.shape.parameters == parameters
-    assert loaded.shape.instances == instances
-    assert loaded.sources["graph.py"] == graph
-    assert not loaded.trust
-
-
-def test_the_path_may_name_graph_py_and_prompts_are_seen(tmp_path: Path) -> None:
-    folder = write_round(tmp_path, "MATH", 2, MATH, MATH_PROMPTS)
-    loaded = load_graph(folder / "graph.py")
-    assert loaded.shape.constants == {
-        "DRAFT_PROMPT": "\nSolve the problem. Put the answer into a box.\n",
-        "AGAIN_PROMPT": "Look for an error in the attempt, then solve the problem: ",
-    }
-
-
 def test_away_from_its_place_a_round_is_known_by_its_imports(tmp_path: Path) -> None:
     folder = tmp_path / "anywhere"
     folder.mkdir()
@@ -111,17 +43,6 @@ def test_away_from_its_place_a_round_is_known_by_its_imports(tmp_path: Path) -> 
     (folder / "prompt.py").write_text(MATH_PROMPTS)
     loaded = load_graph(folder)
     assert (loaded.dataset, loaded.round) == ("MATH", 2)
-
-
-def test_our_own_form_needs_no_imports(tmp_path: Path) -> None:
-    body = simple(
-        "x = await self.custom(input=problem, instruction=prompt_custom.SOLVE)\n"
-        "return x['response']"
-    )
-    prompts = json.dumps({"SOLVE": "Solve: "})
-    loaded = load_graph(own_form(tmp_path / "mine", body, prompts))
-    assert loaded.constants == {"SOLVE": "Solve: "}
-    assert loaded.dataset is None
 
 
 def test_a_loaded_graph_travels_without_its_folder(tmp_path: Path) -> None:
@@ -194,39 +115,6 @@ def test_what_is_no_graph_is_refused_with_its_place(
     assert faults_of(own_form(tmp_path / "g", source))[0].startswith(found)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "async def __call__(self, problem)",
-        "async def __call__(self, question, entry_point)",
-        "async def __call__(self, problem, entry_point=None, test=None)",
-        "async def __call__(self, *args)",
-        "async def __call__(self, problem, /)",
-    ],
-)
-def test_calls_that_fit(tmp_path: Path, call: str) -> None:
-    head = INIT.replace(": DatasetType", "")
-    load_graph(own_form(tmp_path / "g", f"{head}\n    {call}:\n        return 'x'\n"))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "def __call__(self, problem)",
-        "async def __call__(self)",
-        "async def __call__(self, problem, entry_point, test)",
-        "async def __call__(self, problem, *, entry_point)",
-    ],
-)
-def test_calls_that_do_not_fit(tmp_path: Path, call: str) -> None:
-    folder = own_form(tmp_path / "g", f"{INIT}\n    {call}:\n        return 'x'\n")
-    (found,) = faults_of(folder)
-    assert found == (
-        "graph.py:12: async def __call__(self, problem), or (self, problem, entry_point) for code "
-        f"| {call}"
-    )
-
-
 def test_names_may_come_by_other_imports(tmp_path: Path) -> None:
     head = """\
 from __future__ import annotations
@@ -260,14 +148,6 @@ class Twice(Ask):
     }
 
 
-def test_prompts_that_prompt_py_computes_are_not_called_missing(tmp_path: Path) -> None:
-    graph = simple("return prompt_custom.MADE_LATER")
-    prompts = 'globals()["MADE_LATER"] = "x"\n'
-    folder = own_form(tmp_path / "g", graph)
-    (folder / "prompt.py").write_text(prompts)
-    assert load_graph(folder).shape.constants == {}
-
-
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [
@@ -294,15 +174,148 @@ def test_a_link_to_somewhere_else_is_no_prompt_file(tmp_path: Path) -> None:
     assert faults_of(folder) == [f"prompt.py: a file | a link to {secret}"]
 
 
-def test_a_folder_without_a_graph_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="There is no graph"):
-        load_graph(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput) as refused:
-        load_graph(tmp_path / "empty")
-    assert refused.value.faults[0].found == "a folder without graph.py"
+@pytest.mark.parametrize(
+    ("number", "graph", "prompts", "parameters", "instances"),
+    [
+        (2, MATH, MATH_PROMPTS, ["problem"], "custom Custom, sc_ensemble ScEnsemble"),
+        (4, CODE, CODE_PROMPTS, ["problem", "entry_point"],
+         "custom_code_generate CustomCodeGenerate, test Test"),
+        (3, QA, "", ["problem"], "answer_generate AnswerGenerate, sc_ensemble ScEnsemble"),
+        (7, GATHER, "", ["problem"],
+         "solvers_1 Custom, solvers_2 Custom, review Review, revise Revise"),
+    ],
+)  # fmt: skip
+def test_a_round_of_aflow_is_read_unchanged(
+    tmp_path: Path, number: int, graph: str, prompts: str, parameters: list[str], instances: str
+) -> None:
+    loaded = load_graph(write_round(tmp_path, "Mine", number, graph, prompts))
+    assert (loaded.dataset, loaded.round, loaded.trust) == ("Mine", number, False)
+    assert list(loaded.shape.parameters) == parameters
+    assert ", ".join(" ".join(pair) for pair in loaded.shape.instances.items()) == instances
+    assert loaded.sources["graph.py"] == graph
 
 
-def test_a_faulty_graph_can_still_be_looked_at(tmp_path: Path) -> None:
-    graph = read_graph(own_form(tmp_path / "g", simple("return prompt_custom.NOT_THERE")))
-    assert [fault.found for fault in graph.shape.faults] == ["prompt_custom.NOT_THERE"]
+@pytest.mark.parametrize(
+    ("call", "fits"),
+    [
+        ("async def __call__(self, problem)", True),
+        ("async def __call__(self, problem, entry_point=None, test=None)", True),
+        ("async def __call__(self, *args)", True),
+        ("def __call__(self, problem)", False),
+        ("async def __call__(self)", False),
+        ("async def __call__(self, problem, entry_point, test)", False),
+        ("async def __call__(self, problem, *, entry_point)", False),
+    ],
+)
+def test_the_workflows_call_takes_a_problem_and_an_entry_point(
+    tmp_path: Path, call: str, fits: bool
+) -> None:
+    head = INIT.replace(": DatasetType", "")
+    folder = own_form(tmp_path / "g", f"{head}\n    {call}:\n        return 'x'\n")
+    if fits:
+        load_graph(folder)
+    else:
+        assert faults_of(folder)[0].startswith("graph.py:12: async def __call__")
+
+
+def edges_of(folder: Path) -> set[str]:
+    """`source>target` for data, `source~>target` for the next turn, `source?target`."""
+    flow = load_graph(folder).flow
+    names = {node.number: f"{node.instance}{node.line}" for node in flow.nodes}
+    names |= {PROBLEM: "problem", ANSWER: "answer"}
+    arrows = {"data": ">", "carried": "~>", "decides": "?"}
+    return {f"{names[e.source]}{arrows[e.kind]}{names[e.target]}" for e in flow.edges}
+
+
+def simple_edges(tmp_path: Path, call: str, init: str = "pass") -> set[str]:
+    """Edges of a graph whose call's body starts in line 9 plus the lines of `init`."""
+    return edges_of(own_form(tmp_path / "g", simple(call, init)))
+
+
+EDGES = {
+    "MATH": (
+        MATH,
+        MATH_PROMPTS,
+        "problem>custom27 problem>custom28 problem>sc_ensemble32 custom27>custom28 "
+        "custom27>sc_ensemble32 custom28>sc_ensemble32 sc_ensemble32>answer",
+    ),
+    "a loop that a test ends": (
+        CODE,
+        CODE_PROMPTS,
+        "problem>custom_code_generate23 problem>test26 custom_code_generate23>test26 "
+        "test26?custom_code_generate23 test26>answer custom_code_generate23>answer",
+    ),
+    "gather, helpers and while": (
+        GATHER,
+        "",
+        "problem>solvers_127 problem>solvers_227 problem>review38 problem>revise41 "
+        "solvers_127>review38 solvers_227>review38 solvers_127>revise41 solvers_227>revise41 "
+        "review38>revise41 revise41~>review38 revise41~>revise41 solvers_127>llm46 "
+        "solvers_227>llm46 revise41>llm46 solvers_127>answer solvers_227>answer revise41>answer "
+        "llm46>answer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_of_rounds(tmp_path: Path, name: str) -> None:
+    graph, prompts, expected = EDGES[name]
+    folder = write_round(tmp_path, "MATH", 2, graph, prompts)
+    assert edges_of(folder) == set(expected.split())
+    if graph is CODE:
+        loops = [[loop.label for loop in node.loops] for node in load_graph(folder).flow.nodes]
+        assert loops == [["for attempt in range(2)"]] * 2
+
+
+def test_both_branches_and_their_condition(tmp_path: Path) -> None:
+    call = """\
+first = await self.custom(input=problem, instruction="")
+if first["response"] == "easy":
+    result = first
+else:
+    result = await self.b(input="again", instruction="")
+return result["response"]"""
+    edges = simple_edges(tmp_path, call, "self.b = operator.Custom(self.llm)")
+    assert edges == {"problem>custom9", "custom9?b13", "custom9>answer", "b13>answer"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "d = {}\nd['x'] = await self.custom(input='a', instruction='')\nreturn d",
+        "d = []\nd.append(await self.custom(input='a', instruction=''))\nreturn sorted(d)[0]",
+        "d = ''\nd += (await self.custom(input='a', instruction=''))['response']\nreturn d",
+        "\n(d, e), f = (1, 2), await self.custom(input='a', instruction='')\nreturn f'{f:>10}'",
+        "\nself.kept = await self.custom(input='a', instruction='')\nreturn self.kept",
+        "\nif (d := await self.custom(input='a', instruction='')):\n    return d",
+        "\nd = (await self.custom(input='a', instruction='')) or 'x'\nreturn d, 0.5",
+    ],
+)
+def test_results_are_followed_through_names(tmp_path: Path, call: str) -> None:
+    assert simple_edges(tmp_path, call) == {"custom10>answer"}
+
+
+def test_functions_inside_and_lambdas(tmp_path: Path) -> None:
+    call = """\
+async def ask(text, *, extra=''):
+    reply = await self.custom(input=text, instruction=extra)
+    return reply["response"]
+one = await ask(problem)
+two = await ask("x", extra=one)
+shout = lambda text: text.upper()
+return shout(two)"""
+    assert simple_edges(tmp_path, call) == {
+        "problem>custom10",
+        "custom10>custom10",
+        "custom10>answer",
+    }
+
+
+def test_a_graph_that_multiplies_its_calls_is_cut_off(tmp_path: Path) -> None:
+    graph = simple("return await self.f0(problem)")
+    for number in range(8):
+        calls = " + ".join([f"await self.f{number + 1}(x)"] * 12)
+        graph += f"\n    async def f{number}(self, x):\n        return {calls}\n"
+    graph += "\n    async def f8(self, x):\n        return await self.custom(x, '')\n"
+    # 12 to the power of 8 calls of one operator: this returns at all.
+    assert len(load_graph(own_form(tmp_path / "g", graph)).flow.nodes) <= 1

@@ -9,7 +9,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ from sandbox_outside import WALLS, alive, eventually, need
 
 from aflow_tune.graph import inside
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models import ScriptedModel
-from aflow_tune.sandbox import Limits, SandboxUnavailable, detect, open_channel
-from aflow_tune.sandbox.engine import engine
+from aflow_tune.sandbox import Limits, SandboxUnavailable, open_channel
 
 PROJECT = Path(__file__).parents[1]
 
@@ -43,19 +40,6 @@ def graph_of(call: str, head: str = "") -> Graph:
 async def run(graph: Graph, problem: str = "p", **given: Any) -> GraphRun:
     model = ScriptedModel(lambda messages: messages[-1]["content"])
     return await graph.run(problem, model=model, **given)
-
-
-def waiting(level: str = "auto") -> list[Any]:
-    """Sandboxes that wait for a graph, as seen at this moment from outside of their thread."""
-    kind = (detect(level).level, Limits().disk_mb, inside.__name__, ())
-    return list(engine()._waiting[kind])  # type: ignore[index]
-
-
-def warm(level: str = "auto") -> None:
-    """See to it that as many wait as are kept."""
-    for _ in range(2):
-        assert asyncio.run(run(graph_of("return 1, 0"), sandbox=level)).ok
-    assert eventually(lambda: len(waiting(level)) == engine()._keep)
 
 
 async def told(program: str, level: str, preload: str = "") -> Any:
@@ -80,11 +64,6 @@ aflow_channel.send([names, hasattr(sys.modules.get("aflow_preloaded"), "Operator
     assert asyncio.run(told(program, level)) == [[], False]
 
 
-def test_what_was_left_out_in_advance_can_be_imported() -> None:
-    ran = asyncio.run(run(graph_of("import ssl; return ssl.OPENSSL_VERSION[:4], 0")))
-    assert ran.answer == "Open"
-
-
 def test_a_module_that_does_not_load_is_no_failure_of_the_program() -> None:
     for name in ("aflow_tune.nothing.here", "aflow_tune.sandbox"):
         with pytest.raises(SandboxUnavailable, match="was not run"):
@@ -92,7 +71,6 @@ def test_a_module_that_does_not_load_is_no_failure_of_the_program() -> None:
 
 
 def test_no_run_meets_what_another_has_left(level: str) -> None:
-    warm(level)
     head = "import json, sys, os"
     call = (
         "found = getattr(json, 'LEFT', 'nothing'), os.path.exists('left'), 'LEFT' in os.environ;"
@@ -110,21 +88,6 @@ def test_no_run_meets_what_another_has_left(level: str) -> None:
     assert answers == [["('nothing', False, False)", "p"]] * 4
 
 
-def test_the_time_of_a_run_begins_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aflow_tune.sandbox.engine.IDLE_SECONDS", 600.0)  # none ends meanwhile
-    warm()
-    before = waiting()
-    time.sleep(7)
-    assert waiting() == before
-    limits = GraphLimits(seconds=6, cpu_seconds=1)
-    ran = asyncio.run(run(graph_of("return 'in time', 0"), limits=limits))
-    assert ran.answer == "in time"
-    # It was one of those that had waited longer than the run may take.
-    assert sum(sandbox in before for sandbox in waiting()) == len(before) - 1
-    ran = asyncio.run(run(graph_of("while True: pass"), limits=limits))
-    assert ran.ending is GraphEnding.TIMED_OUT
-
-
 def test_runs_of_many_threads_and_loops_do_not_mix() -> None:
     graph = graph_of(
         "import asyncio;"
@@ -139,28 +102,6 @@ def test_runs_of_many_threads_and_loops_do_not_mix() -> None:
         answers = list(threads.map(one, range(18)))
     expected = [[f"problem {number}-{n}" for n in range(5)] for number in range(18)]
     assert answers == expected
-
-
-def test_one_that_died_while_it_waited_is_passed_over() -> None:
-    warm()
-    for sandbox in waiting():
-        sandbox._process.kill()
-    assert eventually(lambda: not any(sandbox.alive for sandbox in waiting()))
-    assert asyncio.run(run(graph_of("return 'well', 0"))).answer == "well"
-
-
-def test_those_of_another_size_are_others() -> None:
-    warm()
-    before = waiting()
-    program = "import aflow_channel; aflow_channel.send('here')"
-
-    async def small() -> Any:
-        limits = Limits(seconds=60, disk_mb=8)
-        async with open_channel(program, limits=limits, preload=inside.__name__) as channel:
-            return await channel.receive()
-
-    assert asyncio.run(small()) == "here"
-    assert set(before) <= set(waiting())
 
 
 SCRIPT = """

@@ -1,11 +1,10 @@
-"""Runs of graphs on a scripted model: in the sandbox and trusted, they come to the same."""
+"""Runs of graphs on scripted models: in the sandbox and trusted, they come to the same."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from graph_samples import (
     GATHER,
     MATH,
     MATH_PROMPTS,
-    QA,
     own_form,
     simple,
     write_round,
@@ -24,25 +22,41 @@ from graph_samples import (
 
 from aflow_tune.context import RolloutContext
 from aflow_tune.errors import BadInput, BudgetReached
+from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph, load_graph
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models import Reply, ScriptedModel, Usage
 from aflow_tune.models.prices import FixedPrice
 from aflow_tune.models.types import ModelError, ModelFailure
+from aflow_tune.operators import Operator
+from aflow_tune.operators.prompts import Prompt, fill, use_prompts, with_instruction
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 LETTER = "<thought>t</thought><solution_letter>B</solution_letter>"
+GOOD_REVIEW = "<review_result>true</review_result><feedback>good</feedback>"
 
 
-def run(
-    graph: Graph, problem: str = "1+1?", entry_point: str | None = None, **given: Any
-) -> GraphRun:
-    return asyncio.run(graph.run(problem, entry_point, **given))
+@pytest.fixture(params=[False, True], ids=["sandboxed", "trusted"])
+def trust(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
-def last_text(messages: Sequence[Any]) -> str:
-    return str(messages[-1]["content"])
+def graph_of(call: str, init: str = "pass", head: str = "", **given: Any) -> Graph:
+    """A graph with an operator `custom`; its call's body begins in line 9 plus those of `init`."""
+    return Graph("own", {"graph.py": simple(call, init, head)}, **given)
+
+
+def run(graph: Graph, model: ScriptedModel | None = None, **given: Any) -> GraphRun:
+    model = ScriptedModel([]) if model is None else model
+    return asyncio.run(graph.run("1+1?", model=model, **given))
+
+
+def says(text: str) -> ScriptedModel:
+    return ScriptedModel(lambda _: text)
+
+
+def asked(model: ScriptedModel) -> list[str]:
+    return [str(ask.messages[-1]["content"]) for ask in model.asked]
 
 
 def traced(graph: Graph, model: ScriptedModel, *arguments: Any) -> tuple[GraphRun, Trace]:
@@ -53,66 +67,34 @@ def traced(graph: Graph, model: ScriptedModel, *arguments: Any) -> tuple[GraphRu
     return asyncio.run(both())
 
 
-@pytest.fixture(params=[False, True], ids=["sandboxed", "trusted"])
-def trust(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-@pytest.fixture
-def own(tmp_path: Path, trust: bool) -> Callable[..., Graph]:
-    """A graph in our form from the bodies of its methods."""
-
-    def make(call: str, init: str = "pass", head: str = "", prompts: str = "{}") -> Graph:
-        folder = own_form(tmp_path / "own", simple(call, init, head), prompts)
-        return load_graph(folder, trust=trust)
-
-    return make
-
-
 def test_math_of_metagpt(tmp_path: Path, trust: bool) -> None:
     folder = write_round(tmp_path, "MATH", 2, MATH, MATH_PROMPTS)
     model = ScriptedModel(["first \\boxed{2}", "second \\boxed{3}", LETTER])
     ran, trace = traced(load_graph(folder, trust=trust), model, "What is 1+2?")
-    assert ran.ending is GraphEnding.ANSWERED
-    assert ran.answer == "second \\boxed{3}"
+    assert (ran.ending, ran.answer) == (GraphEnding.ANSWERED, "second \\boxed{3}")
     assert (ran.calls, ran.model_calls, dict(ran.failures)) == (3, 3, {})
-    assert [call.caller for call in trace.of(ModelCall)] == [
-        "Custom.custom",
-        "Custom.custom",
-        "ScEnsemble.sc_ensemble",
-    ]
-    asked = [last_text(ask.messages) for ask in model.asked]
-    assert "Put the answer into a box." in asked[0]
-    assert "What is 1+2?" in asked[0]
-    assert "A first attempt: first \\boxed{2}" in asked[1]
-    assert "second \\boxed{3}" in asked[2]
+    callers = [call.caller for call in trace.of(ModelCall)]
+    assert callers == ["Custom.custom", "Custom.custom", "ScEnsemble.sc_ensemble"]
+    texts = asked(model)
+    assert "Put the answer into a box." in texts[0]
+    assert "What is 1+2?" in texts[0]
+    assert "A first attempt: first \\boxed{2}" in texts[1]
+    assert "second \\boxed{3}" in texts[2]
 
 
 def test_code_with_tests_and_an_entry_point(tmp_path: Path, trust: bool) -> None:
     folder = write_round(tmp_path, "HumanEval", 4, CODE, CODE_PROMPTS)
     problem = 'def twice(x):\n    """Double it.\n\n    >>> twice(2)\n    4\n    """\n'
-    model = ScriptedModel(lambda _: "```python\ndef twice(x):\n    return 2 * x\n```")
-    ran, trace = traced(load_graph(folder, trust=trust), model, problem, "twice")
-    assert ran.ending is GraphEnding.ANSWERED
+    model = says("```python\ndef twice(x):\n    return 2 * x\n```")
+    graph = load_graph(folder, trust=trust)
+    ran, trace = traced(graph, model, problem, "twice")
+    assert ran.ok
     assert "return 2 * x" in ran.text
-    assert "Write the function." in last_text(model.asked[0].messages)
+    assert "Write the function." in asked(model)[0]
     used = [(use.operator, use.instance) for use in trace.of(OperatorCall)]
     assert used[:2] == [("CustomCodeGenerate", "custom_code_generate"), ("Test", "test")]
-
-
-def test_an_entry_point_that_lacks_is_said(tmp_path: Path) -> None:
-    folder = write_round(tmp_path, "HumanEval", 4, CODE, CODE_PROMPTS)
     with pytest.raises(BadInput, match="takes an entry point"):
-        run(load_graph(folder), model=ScriptedModel([]))
-
-
-def test_question_answering_votes_without_naming_the_problem(tmp_path: Path, trust: bool) -> None:
-    folder = write_round(tmp_path, "HotpotQA", 3, QA)
-    replies = [f"<thought>t</thought><answer>{name}</answer>" for name in ("Rome", "Oslo", "Oslo")]
-    model = ScriptedModel([*replies, LETTER])
-    ran = run(load_graph(folder, trust=trust), "Which city?", model=model)
-    assert (ran.answer, ran.model_calls) == ("Oslo", 4)
-    assert "Rome" in last_text(model.asked[3].messages)
+        run(graph)
 
 
 def test_gather_is_concurrent_and_keeps_order_and_attribution(tmp_path: Path, trust: bool) -> None:
@@ -121,7 +103,7 @@ def test_gather_is_concurrent_and_keeps_order_and_attribution(tmp_path: Path, tr
     waiting: list[str] = []
 
     async def reply(messages: Sequence[Any]) -> str:
-        text = last_text(messages)
+        text = str(messages[-1]["content"])
         if text.startswith(("0. ", "1. ")):
             waiting.append(text[:2])
             if len(waiting) == 2:
@@ -130,23 +112,17 @@ def test_gather_is_concurrent_and_keeps_order_and_attribution(tmp_path: Path, tr
             if text.startswith("0. "):
                 await asyncio.sleep(0.05)
             return f"answer {text[0]}"
-        if text.startswith("In one word"):
-            return "done"
-        return "<review_result>true</review_result><feedback>good</feedback>"
+        return "done" if text.startswith("In one word") else GOOD_REVIEW
 
     ran, trace = traced(load_graph(folder, trust=trust), ScriptedModel(reply), "1+1?")
     assert ran.answer == "['answer 0', 'answer 1'] answer 0 done"
     # They end in the other order: attribution follows the call.
-    assert [call.caller for call in trace.of(ModelCall)] == [
-        "Custom.solvers_2",
-        "Custom.solvers_1",
-        "Review.review",
-        "llm",
-    ]
+    callers = [call.caller for call in trace.of(ModelCall)]
+    assert callers == ["Custom.solvers_2", "Custom.solvers_1", "Review.review", "llm"]
 
 
-def test_usage_and_cost_reach_the_graph_and_the_result(own: Callable[..., Graph]) -> None:
-    graph = own(
+def test_usage_and_cost_reach_the_graph_and_the_result(trust: bool) -> None:
+    graph = graph_of(
         "await self.custom(input=problem, instruction='')\n"
         "await self.other(input=problem, instruction='')\n"
         "await self.llm('x')\n"
@@ -154,23 +130,21 @@ def test_usage_and_cost_reach_the_graph_and_the_result(own: Callable[..., Graph]
         "return [mine.total_cost, total['total_cost'], total['total_tokens'],\n"
         "        total['call_count'], self.second.get_usage_summary()['total_cost']], 99.0",
         "self.second = create_llm_instance(llm_config)\nself.other = operator.Custom(self.second)",
+        trust=trust,
     )
     # 10 tokens at a cent and 5 at three cents: a quarter of a dollar.
     said = Reply("a", "m", Usage(10, 5))
-    model = ScriptedModel([said, said, said], price=FixedPrice(10_000, 30_000))
-    ran = run(graph, model=model)
+    ran = run(graph, ScriptedModel([said, said, said], price=FixedPrice(10_000, 30_000)))
     assert ran.answer == [0.5, 0.5, 30, 2, 0.25]
     assert (ran.cost, ran.prompt_tokens, ran.completion_tokens) == (0.75, 30, 15)
-
-
-def test_an_unknown_price_is_not_zero(own: Callable[..., Graph]) -> None:
-    graph = own("await self.llm('x')\nreturn str(self.llm.get_usage_summary()['total_cost'])")
-    ran = run(graph, model=ScriptedModel(["a"]))
+    # An unknown price is not zero.
+    unpriced = graph_of("await self.llm('x')\nreturn str(self.llm.cost_manager.total_cost)")
+    ran = run(unpriced, says("a"))
     assert (ran.answer, ran.cost) == ("nan", None)
 
 
-def test_instances_are_named_by_what_they_are_assigned_to(own: Callable[..., Graph]) -> None:
-    graph = own(
+def test_instances_are_named_by_what_they_are_assigned_to(trust: bool) -> None:
+    graph = graph_of(
         "local = operator.Custom(self.llm)\n"
         "for one in (self.custom, self.pair[1], *self.many, local, Twice(self.llm)):\n"
         "    await one(input=problem, instruction='')\n"
@@ -181,103 +155,77 @@ def test_instances_are_named_by_what_they_are_assigned_to(own: Callable[..., Gra
         "class Twice(operator.Custom):\n"
         "    async def __call__(self, **given):\n"
         "        return await super().__call__(**given)\n",
+        trust=trust,
     )
-    model = ScriptedModel(lambda _: "a")
-    _, trace = traced(graph, model, "p")
-    assert [use.instance for use in trace.of(OperatorCall)] == [
-        "custom",
-        "pair_2",
-        "many",
-        "many",
-        "local",
-        "custom_1",
-        "custom_2",
-    ]
+    _, trace = traced(graph, says("a"), "p")
+    names = [use.instance for use in trace.of(OperatorCall)]
+    assert names == ["custom", "pair_2", "many", "many", "local", "custom_1", "custom_2"]
 
 
-def test_prompts_are_data(own: Callable[..., Graph]) -> None:
-    graph = own(
-        "x = await self.custom(input=problem, instruction=prompt_custom.SOLVE)\n"
-        "y = await self.plain(input=problem, instruction=prompt_custom.SOLVE)\n"
-        "return 'x'",
-        "self.plain = operator.Custom(self.llm)",
-        prompts='{"SOLVE": "Solve: "}',
-    )
-    changed = graph.with_prompts({"SOLVE": "Please: ", "custom": "[{instruction}|{input}]"})
-    model = ScriptedModel(lambda _: "a")
-    run(changed, model=model)
-    texts = [last_text(ask.messages) for ask in model.asked]
-    assert texts[0] == "[Please: |1+1?]"
-    assert "Please: " in texts[1]
-    assert not texts[1].startswith("[")
-
-
-def test_other_roles_for_operators(own: Callable[..., Graph]) -> None:
-    graph = own(
+def test_other_roles_for_operators(trust: bool) -> None:
+    graph = graph_of(
         "await self.custom(input=problem, instruction='')\n"
         "await self.review(problem=problem, solution='s')\n"
         "await create_llm_instance('gpt-9')('x')\n"
         "return 'x'",
         "self.review = operator.Review(self.llm)",
+        trust=trust,
     )
-    policy = ScriptedModel(lambda _: "a")
-    judge = ScriptedModel(
-        lambda _: "<review_result>true</review_result><feedback>f</feedback>", role="judge"
-    )
+    policy = says("a")
+    judge = ScriptedModel(lambda _: GOOD_REVIEW, role="judge")
     models = {"Review": "judge", "gpt-9": "judge"}
-    ran = run(graph, model=policy, clients={"judge": judge}, models=models)
-    assert ran.ok
+    assert run(graph, policy, clients={"judge": judge}, models=models).ok
     assert (len(policy.asked), len(judge.asked)) == (1, 2)
-    unknown = run(graph, model=policy, clients={"judge": judge}, models={"Review": "judge"})
+    unknown = run(graph, policy, clients={"judge": judge}, models={"Review": "judge"})
     assert unknown.ending is GraphEnding.RAISED
-    assert "the graph asks for the model 'gpt-9'" in unknown.reason
-    with pytest.raises(BadInput, match="no client for the role examiner"):
-        run(graph, model=policy, models={"Review": "examiner"})
+    assert "gpt-9" in unknown.reason
+    with pytest.raises(BadInput, match="examiner"):
+        run(graph, policy, models={"Review": "examiner"})
 
 
-def test_a_failing_model_is_an_exception_that_the_graph_may_catch(
-    own: Callable[..., Graph],
+DOWN = ModelError(ModelFailure.SERVER, "it is down")
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "failures"),
+    [
+        ("await self.custom(input=problem)", "ModelError: it is down", {"server_error": 1}),
+        ("await self.custom(question=problem)", "missing a required arg", {"TypeError": 1}),
+    ],
+)
+def test_failures_are_exceptions_that_the_graph_may_catch(
+    trust: bool, call: str, answer: str, failures: dict[str, int]
 ) -> None:
-    graph = own(
-        "try:\n"
-        "    await self.custom(input=problem, instruction='')\n"
-        "except Exception as error:\n"
-        "    return 'caught ' + str(error)",
-    )
-    error = ModelError(ModelFailure.SERVER, "it is down")
-    ran = run(graph, model=ScriptedModel([error]))
-    assert ran.answer == "caught ModelError: it is down (server_error)"
-    assert dict(ran.failures) == {"server_error": 1}
+    graph = graph_of(f"try:\n    {call}\nexcept Exception as e:\n    return str(e)", trust=trust)
+    ran = run(graph, ScriptedModel([DOWN]))
+    assert answer in ran.answer
+    assert dict(ran.failures) == failures
 
 
-def test_wrong_arguments_fail_as_they_would_at_home(own: Callable[..., Graph]) -> None:
-    graph = own(
-        "try:\n"
-        "    await self.custom(question=problem)\n"
-        "except TypeError as error:\n"
-        "    return str(error)",
-    )
-    ran = run(graph, model=ScriptedModel([]))
-    assert ran.answer == "missing a required argument: 'input'"
-    assert dict(ran.failures) == {"TypeError": 1}
+@pytest.mark.parametrize(
+    ("call", "init", "head", "place", "built"),
+    [
+        ("x = {}\nreturn x['response']", "pass", "", "own/graph.py:10: KeyError", True),
+        ("return 1", "raise ValueError('no')", "", "own/graph.py:6: ValueError: no", False),
+        ("return 1", "pass", "1 / 0", "own/graph.py:1: ZeroDivisionError", False),
+    ],
+)
+def test_an_exception_names_its_line_and_whether_the_workflow_was_constructed(
+    trust: bool, call: str, init: str, head: str, place: str, built: bool
+) -> None:
+    ran = run(graph_of(call, init, head, trust=trust))
+    assert (ran.ending, ran.built) == (GraphEnding.RAISED, built)
+    assert ran.reason.startswith(place)
 
 
-def test_an_exception_of_the_graph_names_its_line(own: Callable[..., Graph]) -> None:
-    graph = own("x = {}\nreturn x['response']")
-    ran = run(graph, model=ScriptedModel([]))
-    assert ran.ending is GraphEnding.RAISED
-    assert ran.reason == f"{graph.label}/graph.py:10: KeyError: 'response'"
-    missing = own("return await self.genrate(problem)")
-    assert "graph.py:9: AttributeError: 'Workflow' object has no attribute 'genrate'" in (
-        run(missing, model=ScriptedModel([])).reason
-    )
-
-
-def test_an_exception_while_prompt_py_loads_names_its_line(tmp_path: Path, trust: bool) -> None:
-    folder = own_form(tmp_path / "g", simple("return prompt_custom.A"))
-    (folder / "prompt.py").write_text("A = 'x'\nB = 1 / 0\n")
-    ran = run(load_graph(folder, trust=trust), model=ScriptedModel([]))
-    assert ran.reason == f"{folder}/prompt.py:2: ZeroDivisionError: division by zero"
+def test_who_lies_about_the_construction_loses_by_it() -> None:
+    lie = "import aflow_channel; aflow_channel.send({'built': True})"
+    assert run(graph_of("return 1, 0", lie)).ending is GraphEnding.FORGED  # our side says it again
+    ran = run(graph_of("return 1, 0", f"{lie}; raise ValueError"))
+    assert (ran.ending, ran.built) == (GraphEnding.RAISED, True)
+    for word in ("1", "'true'", "True, 'id': 1"):
+        forged = graph_of("return 1, 0", lie.replace("True", word))
+        assert run(forged).ending is GraphEnding.FORGED
 
 
 @pytest.mark.parametrize(
@@ -292,45 +240,20 @@ def test_an_exception_while_prompt_py_loads_names_its_line(tmp_path: Path, trust
     ],
 )
 def test_what_a_graph_may_return(
-    own: Callable[..., Graph], returned: str, ending: GraphEnding, answer: Any
+    trust: bool, returned: str, ending: GraphEnding, answer: Any
 ) -> None:
-    ran = run(own(f"return {returned}"), model=ScriptedModel([]))
+    ran = run(graph_of(f"return {returned}", trust=trust))
     assert (ran.ending, ran.answer) == (ending, answer)
 
 
-def test_too_many_calls_end_the_run(own: Callable[..., Graph]) -> None:
-    graph = own(
-        "for _ in range(9):\n"
-        "    try:\n"
-        "        await self.llm('x')\n"
-        "    except Exception:\n"
-        "        pass\n"
-        "return 'x'",
-    )
-    model = ScriptedModel(lambda _: "a")
-    ran = run(graph, model=model, limits=GraphLimits(calls=4))
-    assert ran.ending is GraphEnding.TOO_MANY_CALLS
-    assert len(model.asked) == 4
-
-
-def test_a_run_that_waits_too_long_ends(own: Callable[..., Graph]) -> None:
-    graph = own("import asyncio\nawait asyncio.sleep(6000)\nreturn 'x'")
-    ran = run(graph, model=ScriptedModel([]), limits=GraphLimits(seconds=1.5))
-    assert ran.ending is GraphEnding.TIMED_OUT
-
-
-def test_a_budget_ends_the_run_although_the_graph_catches_everything(
-    own: Callable[..., Graph],
-) -> None:
-    graph = own(
-        "try:\n    await self.llm('x')\nexcept BaseException:\n    pass\nreturn 'x'",
-    )
+def test_a_budget_ends_the_run_although_the_graph_catches_everything(trust: bool) -> None:
+    call = "try:\n    await self.llm('x')\nexcept BaseException:\n    pass\nreturn 'x'"
     with pytest.raises(BudgetReached, match="spent"):
-        run(graph, model=ScriptedModel([BudgetReached("spent")]))
+        run(graph_of(call, trust=trust), ScriptedModel([BudgetReached("spent")]))
 
 
-def test_a_cancelled_run_cancels_its_calls(own: Callable[..., Graph]) -> None:
-    graph = own("await self.llm('x')\nreturn 'x'")
+def test_a_cancelled_run_cancels_its_calls(trust: bool) -> None:
+    graph = graph_of("await self.llm('x')\nreturn 'x'", trust=trust)
     said: list[str] = []
 
     async def work() -> None:
@@ -354,25 +277,17 @@ def test_a_cancelled_run_cancels_its_calls(own: Callable[..., Graph]) -> None:
     assert said == ["ended"]
 
 
-def test_trusted_runs_side_by_side_do_not_share_modules(tmp_path: Path) -> None:
+def test_trusted_runs_side_by_side_do_not_share_modules() -> None:
     before = set(sys.modules)
-    head = "kept = []\n"
     call = "kept.append(problem)\nawait self.llm(problem)\nreturn ' '.join(kept)"
-    graph = load_graph(own_form(tmp_path / "g", simple(call, head=head)), trust=True)
+    graph = graph_of(call, head="kept = []\n", trust=True)
 
     async def both() -> list[GraphRun]:
-        model = ScriptedModel(lambda _: "a")
-        return list(await asyncio.gather(*[graph.run(name, model=model) for name in "ab"]))
+        return list(await asyncio.gather(*[graph.run(name, model=says("a")) for name in "ab"]))
 
     assert [ran.answer for ran in asyncio.run(both())] == ["a", "b"]
     assert not {name for name in set(sys.modules) - before if "aflow_graph" in name}
     assert "workspace" not in sys.modules
-
-
-def test_cost_of_a_run_without_calls_is_zero(own: Callable[..., Graph]) -> None:
-    ran = run(own("return 'x'"), model=ScriptedModel([]))
-    assert (ran.cost, ran.model_calls) == (0.0, 0)
-    assert not math.isnan(ran.seconds)
 
 
 def test_the_graph_of_the_documentation_runs(tmp_path: Path, trust: bool) -> None:
@@ -380,4 +295,189 @@ def test_the_graph_of_the_documentation_runs(tmp_path: Path, trust: bool) -> Non
     source = text.partition("```python\n")[2].partition("```")[0]
     folder = own_form(tmp_path / "g", source, '{"SOLVE": "Solve step by step: "}')
     model = ScriptedModel(["a", "b", "c", LETTER])
-    assert run(load_graph(folder, trust=trust), model=model).answer == "b"
+    assert run(load_graph(folder, trust=trust), model).answer == "b"
+
+
+# Prompts and instructions
+
+
+def test_prompts_are_data(trust: bool) -> None:
+    graph = graph_of(
+        "x = await self.custom(input=problem, instruction=prompt_custom.SOLVE)\n"
+        "y = await self.plain(input=problem, instruction=prompt_custom.SOLVE)\n"
+        "return 'x'",
+        "self.plain = operator.Custom(self.llm)",
+        prompts={"SOLVE": "Solve: "},
+        trust=trust,
+    )
+    model = says("a")
+    run(graph.with_prompts({"SOLVE": "Please: ", "custom": "[{instruction}|{input}]"}), model)
+    assert asked(model) == ["[Please: |1+1?]", "Please: 1+1?"]
+
+
+def test_the_instruction_of_custom_is_its_argument_where_the_code_leaves_it_out(
+    trust: bool,
+) -> None:
+    graph = graph_of(
+        "first = await self.custom(input=problem)\n"
+        "second = await self.custom(input=problem, instruction='Of the code.')\n"
+        "third = await self.custom(problem, self.prompts['custom'] + ' Twice.')\n"
+        "fourth = await self.custom(problem, prompt_custom.custom)\n"
+        "return fourth['response'], 0",
+        instructions={"custom": "Add {both} numbers."},
+        trust=trust,
+    )
+    model = says("two")
+    ran = run(graph, model)
+    assert (ran.ending, ran.answer, ran.built) == (GraphEnding.ANSWERED, "two", True)
+    assert asked(model) == [
+        "Add {both} numbers.\n\n1+1?",
+        "Of the code.1+1?",
+        "Add {both} numbers. Twice.1+1?",
+        "Add {both} numbers.1+1?",
+    ]
+
+
+def test_prompts_are_there_in_the_constructor_and_a_name_without_one_is_an_empty_text(
+    trust: bool,
+) -> None:
+    graph = graph_of(
+        "return [self.seen, self.prompts['own'], self.prompts['solve'], self.prompts['x']], 0",
+        "self.seen = self.prompts['solve'] + '|' + self.prompts['other']\n"
+        "self.prompts = {'own': 'kept', 'solve': 'mine'}",
+        instructions={"solve": "given"},
+        trust=trust,
+    )
+    assert run(graph).answer == ["given|", "kept", "given", ""]
+    without = Graph("w", graph.sources, trust=trust)
+    assert run(without).answer is None  # its own dict is a plain one
+
+
+def test_for_other_operators_it_stands_in_front_of_the_text_that_the_run_uses(trust: bool) -> None:
+    graph = graph_of(
+        "await self.judge(problem, 'x')\nawait self.plain(problem, 'y')\nreturn 'done', 0",
+        "self.judge = operator.Review(self.llm)\nself.plain = operator.Review(self.llm)",
+        instructions={"judge": 'Be strict. {problem} {{two}} {"a": 1} {}'},
+        trust=trust,
+    )
+    model = says(GOOD_REVIEW)
+    with use_prompts({"Review": "Look at {solution} of {problem}."}):
+        assert run(graph, model).ok
+    first, second = asked(model)
+    assert first.startswith('Be strict. {problem} {{two}} {"a": 1} {}\n\nLook at x of 1+1?.')
+    assert second.startswith("Look at y of 1+1?.")
+
+
+@pytest.mark.parametrize("text", ["{x}", "{{x}}", "{{{x}}}", "{ x }", "{}", "{x}{y}{{z}}", "}{x{"])
+def test_braces_of_an_instruction_are_text(text: str) -> None:
+    whole = with_instruction("Base {x}.", text, Prompt(needs=("none",)))
+    assert fill(whole, {"x": "X", "y": "Y", "z": "Z"}) == f"{text}\n\nBase X."
+    assert with_instruction("Base {x}.", "All {x}", Prompt(needs=("x",))) == "All {x}"
+
+
+# Limits of the models
+
+
+def model_with(
+    tokens: tuple[int, int], seconds: float = 0.0, together: int = 0
+) -> tuple[ScriptedModel, list[int]]:
+    """A model whose every reply has this usage and waits until so many ran together, and the most
+    of its calls that ran at once."""
+    running, most = 0, [0]
+
+    async def reply(_: Sequence[Any]) -> Reply:
+        nonlocal running
+        running += 1
+        most[0] = max(most[0], running)
+        await asyncio.sleep(seconds)
+        while most[0] < together:
+            await asyncio.sleep(0.01)
+        running -= 1
+        return Reply(text="two", model="m", usage=Usage(*tokens))
+
+    return ScriptedModel(reply), most
+
+
+MANY = (
+    "import asyncio\n"
+    "done = await asyncio.gather(*[self.custom(input=problem) for _ in range(12)],"
+    " return_exceptions=True)\n"
+    "return str(len(done)), 0"
+)
+
+
+def test_gathered_calls_cannot_pass_the_limit_of_model_calls(trust: bool) -> None:
+    model, _ = model_with((10, 5), 0.05)
+    ran = run(graph_of(MANY, trust=trust), model, limits=GraphLimits(model_calls=7))
+    assert ran.ending is GraphEnding.TOO_MANY_CALLS
+    assert "limit model_calls" in ran.reason
+    assert len(model.asked) <= 7
+    ran = run(graph_of(MANY, trust=trust), model, limits=GraphLimits(model_calls=12))
+    assert (ran.answer, ran.model_calls) == ("12", 12)
+
+
+def test_gathered_calls_pass_the_limit_of_tokens_by_one_call_at_most(trust: bool) -> None:
+    model, most = model_with((50, 10), 0.02)
+    limits = GraphLimits(tokens=300, call_completion_tokens=10)
+    ran = run(graph_of(MANY, trust=trust), model, limits=limits)
+    assert ran.ending is GraphEnding.TOO_MANY_CALLS
+    assert "limit tokens" in ran.reason
+    # 5 calls spend 300; what was in flight ends before another begins.
+    assert ran.prompt_tokens + ran.completion_tokens == 300
+    assert len(model.asked) == 5
+    assert model.asked[0].max_tokens == 10
+    model, most = model_with((50, 10), together=12)
+    ran = run(graph_of(MANY, trust=trust), model, limits=GraphLimits(tokens=100_000))
+    assert (ran.answer, most[0]) == ("12", 12)
+
+
+def test_tokens_are_counted_where_a_model_reports_none() -> None:
+    call = "for _ in range(5):\n    await self.custom(input=problem)\nreturn 'done', 0"
+    model = says("x" * 300)
+    ran = run(graph_of(call), model, limits=GraphLimits(tokens=250))
+    # A call is 4 and 300 bytes: 102 tokens. Two are 204, the third passes 250.
+    assert (ran.ending, len(model.asked)) == (GraphEnding.TOO_MANY_CALLS, 3)
+    assert ran.prompt_tokens == 0
+
+
+def test_a_prompt_that_is_too_long_ends_the_run_before_it_is_sent() -> None:
+    graph = graph_of("return (await self.custom(input='word ' * 1000))['response'], 0")
+    model = says("two")
+    ran = run(graph, model, limits=GraphLimits(call_prompt_tokens=1000))
+    assert (ran.ending, len(model.asked)) == (GraphEnding.TOO_MANY_CALLS, 0)
+    assert "1250 tokens" in ran.reason
+    assert run(graph, model, limits=GraphLimits(call_prompt_tokens=1250)).ok
+
+
+class Deaf(Operator):
+    """Asks again whatever happens."""
+
+    async def run(self, input: str) -> dict[str, str]:
+        for _ in range(5):
+            try:
+                await self.llm.complete([{"role": "user", "content": input}])
+            except Exception:
+                continue
+        return {"response": "done"}
+
+
+def test_an_operator_that_catches_everything_passes_no_limit() -> None:
+    call = "try:\n    await self.deaf(problem)\nexcept Exception:\n    pass\nreturn 'done', 0"
+    graph = graph_of(call, "self.deaf = operator.Deaf(self.llm)", operators={"Deaf": Deaf})
+    model = says("two")
+    ran = run(graph, model, limits=GraphLimits(model_calls=2))
+    assert (ran.ending, len(model.asked)) == (GraphEnding.TOO_MANY_CALLS, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "retries", "calls"),
+    [("", None, 3), ("", 0, 1), ("", 1, 2), (", retries=5", 1, 2), (", retries=0", 1, 1)],
+)
+def test_operators_ask_again_as_often_as_the_run_allows(
+    options: str, retries: int | None, calls: int
+) -> None:
+    call = "return str((await self.judge(problem, 'x'))['review_result']), 0"
+    graph = graph_of(call, f"self.judge = operator.Review(self.llm{options})")
+    model = says("hm")
+    assert run(graph, model, limits=GraphLimits(retries=retries)).answer == "False"
+    assert len(model.asked) == calls

@@ -1,20 +1,26 @@
-"""Graphs written back as rounds of AFlow, and what they are when they are read again."""
+"""Graphs written back as rounds of AFlow, which run with AFlow's operators."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import subprocess
 import sys
+import textwrap
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from graph_samples import CODE, CODE_PROMPTS, GATHER, MATH, MATH_PROMPTS, own_form, simple
 from graph_samples import write_round as round_of
 
 from aflow_tune.errors import BadInput
-from aflow_tune.graph.graph import load_graph
-from aflow_tune.graph.save import literal, save_round
+from aflow_tune.graph.graph import Graph, load_graph
+from aflow_tune.graph.run import GraphRun
+from aflow_tune.graph.save import SavedRound, literal, save_round
+from aflow_tune.models import ScriptedModel
 
 CALL = 'return (await self.custom(input=problem, instruction=prompt_custom.SOLVE))["response"], 0.0'
 
@@ -38,29 +44,6 @@ def test_there_and_back(tmp_path: Path, graph: str, prompts: str, dataset: str) 
     assert again.shape.instances == loaded.shape.instances
     assert [edge for edge in again.flow.edges] == [edge for edge in loaded.flow.edges]
     assert saved.files[1].read_text() == prompts
-
-
-def test_the_imports_are_those_of_the_new_place(tmp_path: Path) -> None:
-    loaded = load_graph(round_of(tmp_path, "HumanEval", 4, CODE, CODE_PROMPTS))
-    text = save_round(loaded, target(tmp_path, "MBPP", 3)).files[0].read_text()
-    assert text.startswith(
-        "from typing import Literal\n"
-        "import workspace.MBPP.workflows.template.operator as operator\n"
-        "import workspace.MBPP.workflows.round_3.prompt as prompt_custom\n"
-        "from scripts.async_llm import create_llm_instance\n"
-        "from scripts.evaluator import DatasetType\n"
-        "\nclass Workflow:\n"
-    )
-    assert "HumanEval" not in text
-
-
-def test_a_graph_of_metagpt_stays_one(tmp_path: Path) -> None:
-    loaded = load_graph(round_of(tmp_path, "MATH", 2, MATH, MATH_PROMPTS))
-    text = save_round(loaded, target(tmp_path)).files[0].read_text()
-    assert "optimized.GSM8K.workflows.round_21.prompt as prompt_custom" in text
-    assert text.count("import CostManager") == 1
-    assert text.count("DatasetType = ") == 1
-    assert "optimized.MATH." not in text
 
 
 def test_changed_prompts_are_written_into_prompt_py(tmp_path: Path) -> None:
@@ -111,43 +94,6 @@ import workspace.X.workflows.round_1.prompt as prompt_custom; x = 1
     assert ".X." not in text
 
 
-def test_what_was_written_runs_with_modules_at_those_names(tmp_path: Path) -> None:
-    """The folder is imported as AFlow imports it, with stand-ins for AFlow's own modules."""
-    loaded = load_graph(round_of(tmp_path, "MATH", 2, CODE, CODE_PROMPTS))
-    root = tmp_path / "out"
-    template = target(tmp_path, "MBPP").parent / "template"
-    template.mkdir(parents=True)
-    (template / "operator.py").write_text(
-        "class CustomCodeGenerate:\n"
-        "    def __init__(self, llm): self.llm = llm\n"
-        "    async def __call__(self, problem, entry_point, instruction):\n"
-        "        return {'response': instruction + problem}\n"
-        "class Test(CustomCodeGenerate):\n"
-        "    async def __call__(self, problem, solution, entry_point):\n"
-        "        return {'result': True, 'solution': solution + entry_point}\n"
-    )
-    saved = save_round(loaded.with_prompts({"CODE_PROMPT": "Code:"}), target(tmp_path, "MBPP"))
-    assert not saved.notes
-    scripts = root / "scripts"
-    scripts.mkdir()
-    (scripts / "__init__.py").write_text("")
-    (scripts / "async_llm.py").write_text(
-        "class LLM:\n    def get_usage_summary(self): return {'total_cost': 0.5}\n"
-        "def create_llm_instance(config): return LLM()\n"
-    )
-    (scripts / "evaluator.py").write_text("DatasetType = str\n")
-    program = (
-        "import asyncio\n"
-        "module = __import__('workspace.MBPP.workflows.round_21.graph', fromlist=[''])\n"
-        "graph = module.Workflow(name='MBPP', llm_config={}, dataset={})\n"
-        "print(asyncio.run(graph('p', 'f')))\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert ran.stdout == "('Code:pf', 0.5)\n", ran.stderr
-
-
 def test_where_it_cannot_go(tmp_path: Path) -> None:
     loaded = load_graph(own_form(tmp_path / "mine", simple("return 'x'")))
     with pytest.raises(BadInput) as refused:
@@ -181,3 +127,299 @@ def test_where_it_cannot_go(tmp_path: Path) -> None:
 )
 def test_literals_give_back_their_text(text: str) -> None:
     assert ast.literal_eval(literal(text)) == text
+
+
+CALLS = {
+    "Custom": "input, instruction",
+    "AnswerGenerate": "input, mode=None",
+    "CustomCodeGenerate": "problem, entry_point, instruction",
+    "Programmer": "problem, analysis='None'",
+    "ScEnsemble": "solutions, problem",
+    "Test": "problem, solution, entry_point, test_loop=3",
+}
+RESULTS = {
+    "Custom": "{'response': instruction + input}",
+    "AnswerGenerate": "{'thought': 't', 'answer': str(input)}",
+    "CustomCodeGenerate": "{'response': instruction + problem}",
+    "Programmer": "{'code': 'c', 'output': str(problem)}",
+    "ScEnsemble": "{'response': solutions[0]}",
+    "Test": "{'result': True, 'solution': solution}",
+}
+OFFERED = {
+    "GSM8K": ("Custom", "Programmer", "ScEnsemble"),
+    "MATH": ("Custom", "Programmer", "ScEnsemble"),
+    "HumanEval": ("Custom", "CustomCodeGenerate", "ScEnsemble", "Test"),
+    "MBPP": ("Custom", "CustomCodeGenerate", "ScEnsemble", "Test"),
+    "HotpotQA": ("Custom", "AnswerGenerate", "ScEnsemble"),
+    "DROP": ("Custom", "AnswerGenerate", "ScEnsemble"),
+}
+FIRST_LINE = 5
+"""Of `init`."""
+SOLVE = "self.solve = operator.Custom(self.llm)\n"
+PICK = "self.pick = operator.ScEnsemble(self.llm)\n"
+DONE = "return r['response'], 0"
+
+
+def graph_of(init: str, call: str, parameters: str = "problem") -> Graph:
+    source = (
+        "class Workflow:\n"
+        "    def __init__(self, name, llm_config, dataset):\n"
+        "        self.name = name\n"
+        "        self.llm = create_llm_instance(llm_config)\n"
+        f"{textwrap.indent(init.strip() or 'pass', ' ' * 8)}\n"
+        f"    async def __call__(self, {parameters}):\n"
+        f"{textwrap.indent(call, ' ' * 8)}\n"
+    )
+    return Graph("mine", {"graph.py": source})
+
+
+def written(root: Path, dataset: str, graph: Graph) -> SavedRound:
+    return save_round(graph, root / "workspace" / dataset / "workflows" / "round_2")
+
+
+def run_there(root: Path, dataset: str) -> str:
+    """What the round answers where it is imported and called as AFlow does it."""
+    template = root / "workspace" / dataset / "workflows" / "template"
+    template.mkdir(exist_ok=True)
+    text = "class Operator:\n    pass\n"
+    for name in OFFERED[dataset]:
+        takes = CALLS[name]
+        if name == "ScEnsemble" and dataset in ("HotpotQA", "DROP"):
+            takes = "solutions"
+        text += (
+            f"class {name}(Operator):\n"
+            f"    def __init__(self, llm, name='{name}'): pass\n"
+            f"    async def __call__(self, {takes}): return {RESULTS[name]}\n"
+        )
+    (template / "operator.py").write_text(text)
+    scripts = root / "scripts"
+    scripts.mkdir()
+    (scripts / "__init__.py").write_text("")
+    (scripts / "async_llm.py").write_text(
+        "class LLM:\n"
+        "    async def __call__(self, prompt): return 'said'\n"
+        "    def get_usage_summary(self): return {'total_cost': 0.5}\n"
+        "def create_llm_instance(config): return LLM()\n"
+    )
+    (scripts / "evaluator.py").write_text("DatasetType = str\n")
+    given = "('1+1?', 'f')" if dataset in ("HumanEval", "MBPP") else "('1+1?',)"
+    program = (
+        "import asyncio\n"
+        f"module = __import__('workspace.{dataset}.workflows.round_2.graph', fromlist=[''])\n"
+        "graph = module.Workflow(name='d', llm_config={}, dataset={})\n"
+        f"answer, cost = asyncio.run(graph(*{given}))\n"
+        "assert isinstance(answer, str), answer\n"
+        "print(answer)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+RUNS = {
+    "Custom without instruction": ("MATH", SOLVE, f"r = await self.solve(input=problem)\n{DONE}"),
+    "None as instruction": ("DROP", SOLVE, f"r = await self.solve(problem, None)\n{DONE}"),
+    "a vote without the problem": (
+        "MATH",
+        SOLVE + PICK,
+        f"a = await self.solve(problem)\nr = await self.pick([a['response']] * 2)\n{DONE}",
+    ),
+    "options of ours": (
+        "GSM8K",
+        "self.code = operator.Programmer(self.llm, programs=1, retries=0)",
+        "r = await self.code(problem=problem)\nreturn r['output'], 0",
+    ),
+    "through a dict": (
+        "MATH",
+        "self.steps = {'solve': operator.Custom(self.llm), 'vote': operator.ScEnsemble(self.llm)}",
+        "a = await self.steps['solve'](input=problem)\n"
+        f"r = await self.steps['vote'](solutions=[a['response']])\n{DONE}",
+    ),
+    "through getattr": (
+        "MATH",
+        SOLVE,
+        f"name = 'sol' + 've'\nr = await getattr(self, name)(input=problem)\n{DONE}",
+    ),
+    "built where it is called": (
+        "MATH",
+        "",
+        f"r = await operator.Custom(self.llm)(input=problem)\n{DONE}",
+    ),
+    "inside of a formatted text": (
+        "MATH",
+        SOLVE,
+        "return f\"{(await self.solve(input=problem))['response']}\", 0",
+    ),
+    "an answer without its cost": (
+        "MATH",
+        SOLVE,
+        "r = await self.solve(input=problem)\nreturn r['response']",
+    ),
+    "a workflow of code without the entry point": (
+        "HumanEval",
+        SOLVE,
+        f"r = await self.solve(input=problem)\n{DONE}",
+    ),
+    "prompts that nobody gave": (
+        "MATH",
+        SOLVE,
+        f"r = await self.solve(problem, self.prompts['solve'])\n{DONE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_lacks_is_written_and_what_is_too_much_left_out(tmp_path: Path, name: str) -> None:
+    dataset, init, call = RUNS[name]
+    written(tmp_path, dataset, graph_of(init, call))
+    assert run_there(tmp_path, dataset) == "1+1?"
+
+
+REFUSED = {
+    "an operator that the template lacks": ("MATH", "self.r = operator.Review(self.llm)", "", 0),
+    "through getattr": ("DROP", "k = getattr(operator, 'Programmer')\nself.p = k(self.llm)", "", 0),
+    "a result as the input": (
+        "MATH",
+        SOLVE,
+        f"a = await self.solve(problem)\nr = await self.solve(a)\n{DONE}",
+        3,
+    ),
+    "a whole result as the answer": (
+        "MATH",
+        SOLVE,
+        "r = await self.solve(problem)\nreturn r, 0",
+        3,
+    ),
+    "an argument that must be computed": (
+        "DROP",
+        SOLVE + PICK,
+        f"r = await self.pick([problem], problem=(await self.solve(problem))['response'])\n{DONE}",
+        3,
+    ),
+    "MetaGPT's name of a call": ("MATH", SOLVE, "return await self.llm.aask(problem), 0", 2),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_fails_there_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
+    dataset, init, call, line = REFUSED[name]
+    call = call or "return await self.llm(problem), 0"
+    with pytest.raises(BadInput) as caught:
+        written(tmp_path, dataset, graph_of(init, call))
+    places = {fault.where for fault in caught.value.faults}
+    assert f"mine/graph.py:{FIRST_LINE + line}" in places
+    assert not (tmp_path / "workspace").exists()
+
+
+def test_the_entry_point_of_another_kind_of_problem_is_refused(tmp_path: Path) -> None:
+    graph = graph_of(SOLVE, f"r = await self.solve(problem)\n{DONE}", "problem, entry_point")
+    with pytest.raises(BadInput, match="entry point"):
+        written(tmp_path, "MATH", graph)
+    written(tmp_path, "MBPP", graph)
+    assert run_there(tmp_path, "MBPP") == "1+1?"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "init", "call"),
+    [
+        ("MATH", SOLVE, f"given = {{'input': problem}}\nr = await self.solve(**given)\n{DONE}"),
+        ("MATH", SOLVE, f"r = await outside(self.solve, problem)\n{DONE}"),
+        ("MATH", SOLVE, "r = await self.solve(problem)\npair = (r['response'], 0)\nreturn pair"),
+        (
+            "DROP",
+            "self.steps = [operator.Custom(self.llm), operator.AnswerGenerate(self.llm)]",
+            "for step in self.steps:\n    r = await step(input=problem)\nreturn str(r), 0",
+        ),
+        ("Mine", SOLVE, f"r = await self.solve(problem)\n{DONE}"),
+    ],
+)
+def test_what_may_fail_there_is_noted(tmp_path: Path, dataset: str, init: str, call: str) -> None:
+    assert written(tmp_path, dataset, graph_of(init, call)).notes
+
+
+def test_the_template_that_lies_there_decides(tmp_path: Path) -> None:
+    template = tmp_path / "workspace" / "MATH" / "workflows" / "template"
+    template.mkdir(parents=True)
+    (template / "operator.py").write_text(
+        "class Review:\n    async def __call__(self, solution, problem): ...\n"
+    )
+    review = "self.r = operator.Review(self.llm)"
+    call = "r = await self.r(solution='s', problem=problem)\nreturn r['feedback'], 0"
+    assert not written(tmp_path, "MATH", graph_of(review, call)).notes
+    with pytest.raises(BadInput, match="Custom"):
+        save_round(graph_of(SOLVE, call), template.parent / "round_3")
+
+
+def run(graph: Graph, model: ScriptedModel) -> GraphRun:
+    return asyncio.run(graph.run("1+1?", model=model))
+
+
+def asked(model: ScriptedModel) -> list[str]:
+    return [str(ask.messages[0]["content"]) for ask in model.asked]
+
+
+def test_a_round_keeps_instructions_over_those_that_its_code_sets(tmp_path: Path) -> None:
+    init = (
+        'self.prompts = {"solve": "Plain. ", "more": "More. "}\n'
+        "self.solve = operator.Custom(self.llm)"
+    )
+    call = (
+        'text = self.prompts["solve"] + self.prompts["more"]\n'
+        'return (await self.solve(input=problem, instruction=text))["response"]'
+    )
+    graph = replace(graph_of(init, call), instructions={"solve": "Better. "})
+    save_round(graph, tmp_path / "round_1", dataset="GSM8K")
+    for ran in (graph, load_graph(tmp_path / "round_1")):
+        model = ScriptedModel(lambda _: "two")
+        assert run(ran, model).answer == "two"
+        assert asked(model)[0].startswith("Better. More. ")
+
+
+def test_a_round_holds_instructions_as_constants_that_its_code_hands_over(tmp_path: Path) -> None:
+    graph = graph_of(
+        "self.solve = operator.Custom(self.llm)\n"
+        "self.write = operator.CustomCodeGenerate(self.llm)\n"
+        "self.compute = operator.Programmer(self.llm)",
+        "first = await self.solve(input=problem)\n"
+        "again = await self.solve((first['response']), instruction=self.prompts['other'])\n"
+        "code = await self.write(problem=problem, entry_point='f',)\n"
+        "last = await self.compute(problem=f\"{(await self.solve(input='in'))['response']}\")\n"
+        "return last['output'], 0",
+    )
+    graph = replace(
+        graph,
+        instructions={
+            "solve": "Add.",
+            "write": 'Write "it".',
+            "other": "Once more.",
+            "compute": "Fractions.",
+            "no name": "unused",
+        },
+    )
+    saved = save_round(graph, tmp_path / "Mine" / "workflows" / "round_3")
+    assert saved.only_here == ("compute",)
+    constants: dict[str, Any] = {}
+    exec((saved.folder / "prompt.py").read_text(), constants)
+    assert {name: constants[name] for name in ("solve", "write", "other")} == {
+        "solve": "Add.",
+        "write": 'Write "it".',
+        "other": "Once more.",
+    }
+    kept = json.loads((saved.folder / "prompts.json").read_text())
+    assert list(kept) == ["compute"]
+    assert kept["compute"]["main"].startswith("Fractions.\n\nWrite a Python program")
+
+    def ask(which: Graph) -> list[str]:
+        model = ScriptedModel(
+            lambda messages: (
+                "```python\ndef f():\n    return 1\ndef solve():\n    return 7\n```"
+                if "Python" in messages[0]["content"] or "Write" in messages[0]["content"]
+                else "said"
+            )
+        )
+        assert run(which, model).answer == "7"
+        return asked(model)
+
+    assert ask(load_graph(saved.folder)) == ask(graph)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.cli import main
 from aflow_tune.graph.graph import Graph, load_graph
 from aflow_tune.graph.scoreflow import translated
 from aflow_tune.models import ScriptedModel
@@ -113,27 +112,6 @@ def test_its_operators_know_the_problem_and_give_texts(body: str, expected: str)
     assert run(Graph("g", {"graph.py": source}, trust=True), "p")[0] == expected
 
 
-def test_code_gets_its_entry_point() -> None:
-    source = (
-        "class Workflow:\n"
-        "    def __init__(self, config, problem):\n"
-        "        self.problem = problem\n"
-        "        self.config = create(config)\n"
-        "        self.write = operator.CustomCodeGenerate(llm=self.config, problem=self.problem)\n"
-        "        self.test = operator.Test(self.config, self.problem)\n"
-        "    async def run_workflow(self):\n"
-        "        return await self.test(solution=await self.write(instruction='Write: '))\n"
-    )
-    program = "def f():\n    return 1"
-    model = ScriptedModel([f"```python\n{program}\n```"])
-    graph = Graph("g", {"graph.py": translated(source)}, trust=True)
-    with use_test_cases(TestCases({"f": [("assert candidate() == 1",)]})):
-        ran = asyncio.run(graph.run("p", "f", model=model))
-    assert ran.text == program, ran.reason
-    verdict = check_written(source, operators=OPERATORS, problem_type="code")
-    assert verdict.ok, verdict.refusals
-
-
 def test_lines_stay_where_they_are_and_other_texts_as_they_are() -> None:
     source = HEAD + workflow(VOTE)
     lines = translated(source).splitlines()
@@ -144,35 +122,12 @@ def test_lines_stay_where_they_are_and_other_texts_as_they_are() -> None:
         assert translated(other) == other
 
 
-AFLOW = """\
-class Workflow:
-    def __init__(self, name, llm_config, dataset):
-        self.llm = create_llm_instance(llm_config)
-        self.custom = operator.Custom(self.llm)
-
-    async def __call__(self, problem):
-        r = await self.custom(input=problem, instruction=prompt_custom.SOLVE)
-        return r["response"], 0
-"""
-
-
 @pytest.mark.parametrize(
     ("reply", "form", "prompts"),
     [
         (f"<graph>\n{workflow(VOTE)}</graph>", WrittenForm.CODE, {}),
         (f"Here it is:\n<graph>\n{workflow(VOTE)}", WrittenForm.CODE, {}),
         (f"<think>Two?</think><graph>```python\n{workflow(VOTE)}```</graph>", WrittenForm.CODE, {}),
-        (
-            f"<modification>m</modification><graph>{AFLOW}</graph>\n"
-            '<prompt>\nSOLVE = """Do it: """\n</prompt>',
-            WrittenForm.REPAIRED,
-            {"SOLVE": "Do it: "},
-        ),
-        (
-            f'<graph>{AFLOW}</graph><prompt>{{"SOLVE": "Do it."}}</prompt>',
-            WrittenForm.REPAIRED,
-            {"SOLVE": "Do it."},
-        ),
         (workflow(VOTE), WrittenForm.CODE, {}),
         (
             json.dumps({"prompts": {}, "graph_code": workflow(VOTE)}),
@@ -187,16 +142,3 @@ def test_replies_are_read(reply: str, form: WrittenForm, prompts: dict[str, str]
     assert written.notes
     verdict = check_written(reply, operators=OPERATORS)
     assert verdict.ok, [str(refusal) for refusal in verdict.refusals]
-
-
-def test_check_graph_counts_and_refuses_with_the_lines_of_the_reply(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "reply.txt"
-    file.write_text(f"<graph>\n{workflow(VOTE)}</graph>")
-    assert main(["check-graph", str(file), "--max-calls", "20"]) == 0
-    assert main(["check-graph", str(file), "--max-calls", "2"]) != 0
-    file.write_text(f"<graph>\n{workflow('return await self.custom(wrong=1)')}</graph>")
-    capsys.readouterr()
-    assert main(["check-graph", str(file), "--max-calls", "20"]) != 0
-    assert "line 20" in (said := capsys.readouterr().out) or ":20" in said

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ from test_validate import CONFIG
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.cluster.sent_function import user_modules
 from aflow_tune.config.load import load_config
-from aflow_tune.config.validate import check_data, resolve_functions
+from aflow_tune.config.validate import resolve_functions
 from aflow_tune.context import RolloutContext
-from aflow_tune.contract.signature import check_functions, check_workflow
+from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.workflow import GraphFailed, GraphResponse, GraphWorkflow
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import TestCases
-from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.shipping import gather, write_bundle
 
 ROW = {"question": "What is 1+2?", "answer": "It is 3.\n#### 3"}
@@ -56,11 +54,6 @@ def config_of(tmp_path: Path, graph: str, more: str = "") -> Any:
     return load_config(path)
 
 
-def test_it_keeps_the_contract_of_a_workflow_function(graph_folder: Path) -> None:
-    contract = check_workflow(GraphWorkflow(load_graph(graph_folder), benchmark="gsm8k"))
-    assert contract.returns == "float"
-
-
 def test_an_answer_is_scored_by_both_rules(tmp_path: Path) -> None:
     folder = write_round(tmp_path, "GSM8K", 2, MATH, MATH_PROMPTS)
     workflow = GraphWorkflow(load_graph(folder), benchmark="gsm8k")
@@ -77,12 +70,6 @@ def test_no_answer_is_a_wrong_answer_and_a_failure_is_none(tmp_path: Path) -> No
     broken = load_graph(own_form(tmp_path / "b", simple("return {}['x']")), trust=True)
     with pytest.raises(GraphFailed, match=r"graph\.py:9: KeyError"):
         reward(GraphWorkflow(broken, "gsm8k"), ROW, ScriptedModel([]))
-
-
-def test_what_cannot_be_scored_is_no_zero(graph_folder: Path) -> None:
-    workflow = GraphWorkflow(load_graph(graph_folder, trust=True), "gsm8k")
-    with pytest.raises(Unscored):
-        reward(workflow, {"question": "q", "answer": "no number"}, ScriptedModel(["3"]))
 
 
 def test_a_score_function_of_the_users(graph_folder: Path) -> None:
@@ -191,28 +178,6 @@ def test_a_judge_scores_the_answer_of_a_graph(tmp_path: Path) -> None:
     assert (output.response, output.reward) == ("a", None)
 
 
-def test_operators_of_the_users_are_known_to_the_graph(tmp_path: Path) -> None:
-    (tmp_path / "graph_user_ops.py").write_text(
-        "from aflow_tune.operators import Operator\n\n\n"
-        "class Shout(Operator):\n"
-        '    """Say it loudly."""\n\n'
-        "    async def run(self, text: str) -> dict[str, str]:\n"
-        "        return {'response': text.upper()}\n"
-    )
-    body = simple(
-        "return (await self.shout(problem))['response']", "self.shout = operator.Shout(self.llm)"
-    )
-    own_form(tmp_path / "mine", body)
-    more = "operators: {Shout: graph_user_ops.py:Shout}\n"
-    (tmp_path / "score.py").write_text("def score(task, answer):\n    return answer == 'HO'\n")
-    config = config_of(tmp_path, "{path: mine, score: score.py:score}", more)
-    workflow, _ = resolve_functions(config)
-    assert reward(workflow, {"question": "ho"}, ScriptedModel([]))[0] == 1.0  # type: ignore[arg-type]
-    config.operators = {}
-    with pytest.raises(BadInput, match=r"operator\.Shout"):
-        resolve_functions(config)
-
-
 @pytest.mark.parametrize(
     ("section", "more", "places"),
     [
@@ -244,22 +209,6 @@ def test_faults_of_the_section_name_their_keys(
     assert len(found) == len(places)
     assert all(where.endswith(place) for where, place in zip(found, places, strict=True))
     assert all(where.startswith(f"{config.positions.file}:") for where in found)
-
-
-def test_the_fields_of_the_rows_are_checked_before_a_run(tmp_path: Path) -> None:
-    own_form(tmp_path / "mine", simple(CALL))
-    (tmp_path / "train.jsonl").write_text('{"query": "q", "answer": "#### 1"}\n')
-    (tmp_path / "held_out.jsonl").write_text(json.dumps(ROW) + "\n")
-    config = config_of(tmp_path, "{path: mine, benchmark: gsm8k}")
-    workflow, _ = resolve_functions(config)
-    faults = [fault.expected for fault in check_data(config, workflow).faults]
-    assert len(faults) == 1
-    assert "question" in faults[0]
-
-
-def test_settings_can_be_changed_by_replace(graph_folder: Path) -> None:
-    workflow = GraphWorkflow(load_graph(graph_folder), benchmark="gsm8k")
-    assert replace(workflow, benchmark="math").graph is workflow.graph
 
 
 LETTERS = "def letters(task, answer):\n    return sum(c.isalpha() for c in answer) / len(answer)\n"

@@ -133,13 +133,6 @@ def test_without_the_other_files_our_own_words_ask_for_the_form(tmp_path: Path, 
     assert "<answer>the final answer and nothing else</answer>" in text
 
 
-def test_own_prompts_of_the_run_win_over_the_preset(tmp_path: Path) -> None:
-    more = "  AnswerGenerate: 'Mine: {input}'\n"
-    prompts = prompts_of(tmp_path, checkout(tmp_path / "AFlow"), more)
-    assert asked("AnswerGenerate", prompts, "x").startswith("Mine: x")
-    assert asked("ScEnsemble", prompts, ["a", "b"], "p").startswith("\nOf p")
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [(None, "No such file"), ("X = 1", "ANSWER_GENERATION_PROMPT"), ("X = (", "never closed"),

@@ -12,7 +12,7 @@ import pytest
 from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import OperatorResult, Programmer, Test, TestCases, use_test_cases
-from aflow_tune.operators.test_cases import telling
+from aflow_tune.operators.programs import telling
 from aflow_tune.sandbox import SandboxUnavailable, detect
 from aflow_tune.sandbox.types import Limits
 from aflow_tune.trace import OperatorCall, ProgramRun, Trace
@@ -20,11 +20,7 @@ from aflow_tune.trace import OperatorCall, ProgramRun, Trace
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "benchmarks"
 
 
-def _has_wall() -> bool:
-    return detect().level is not None
-
-
-pytestmark = pytest.mark.skipif(not _has_wall(), reason="no sandbox can be built here")
+pytestmark = pytest.mark.skipif(detect().level is None, reason="no sandbox can be built here")
 
 
 def fenced(code: str) -> str:
@@ -114,19 +110,11 @@ def test_programs_are_bounded_and_the_last_error_is_the_output() -> None:
     assert len(model.asked) == 1
 
 
-def test_a_mending_that_cannot_be_read_leaves_the_failure() -> None:
-    broken = "def solve():\n    return [][7]"
-    model = ScriptedModel([fenced(broken), "sorry", "sorry", "sorry"])
-    result = asyncio.run(Programmer(model)("a problem"))
-    assert result["code"] == broken
-    assert result.outcome == "program_failed"
-
-
 def test_a_missing_sandbox_is_no_failure_of_the_program(monkeypatch: Any) -> None:
     async def none(*_: Any, **__: Any) -> None:
         raise SandboxUnavailable("no wall here")
 
-    monkeypatch.setattr("aflow_tune.operators.programmer.run_program", none)
+    monkeypatch.setattr("aflow_tune.operators.programs.run_program", none)
     trace = Trace()
 
     async def work() -> None:
@@ -183,13 +171,6 @@ def test_a_wrong_solution_is_mended_with_what_was_found() -> None:
     assert "`add`" in asked
 
 
-@pytest.mark.parametrize("solution", [None, {"response": WRONG}, 7])
-def test_a_solution_that_is_no_text_is_mended_like_any_other(solution: Any) -> None:
-    result, model = judged(solution, RIGHT, problem=None)  # type: ignore[arg-type]
-    assert result == {"result": True, "solution": RIGHT}
-    assert len(model.asked) == 1
-
-
 def test_a_wrong_solution_fails_after_the_loop() -> None:
     result, model = judged(WRONG, *[WRONG] * 9)
     assert result["result"] is False
@@ -239,16 +220,6 @@ def test_cheats_do_not_pass(cheat: str) -> None:
     assert result.outcome == "tests_failed"
 
 
-def test_helpers_of_the_problem_are_there() -> None:
-    problem = (
-        "import math\n\n\ndef twice(x):\n    return 2 * x\n\n\n"
-        "def add(a, b):\n    '''Twice the sum.'''\n"
-    )
-    solution = "def add(a, b):\n    return twice(a + b) + int(math.floor(0.5))"
-    cases = {"add": ["assert candidate(1, 2) == 6"]}
-    assert judged(solution, cases=cases, problem=problem)[0]["result"] is True
-
-
 def test_tests_come_from_the_context_where_none_are_given() -> None:
     async def work() -> list[bool]:
         operator = Test(ScriptedModel([]))
@@ -272,12 +243,6 @@ def test_an_assert_tells_what_it_found_and_calls_once() -> None:
         exec(telling("assert not candidate(1)"), space)
     for other in ("assert x == 1, 'mine'", "x = 1", "assert (", "assert 1 < candidate(1) < 2"):
         assert telling(other).startswith(other)
-
-
-def test_rows_of_test_cases_are_checked() -> None:
-    with pytest.raises(BadInput) as caught:
-        TestCases.of_rows([{"entry_point": "f"}, {"test": ["assert 1"]}, 3, {"entry_point": 1}])
-    assert len(caught.value.faults) == 4
 
 
 def test_a_file_of_test_cases_is_read_with_its_faults(tmp_path: Path) -> None:

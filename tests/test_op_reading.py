@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.operators.fields import Field, Kind, labels, schema_of
-from aflow_tune.operators.objects import MAX_REPAIRED
+from aflow_tune.operators.fields import Field, Form, Kind, forms_for, schema_of
 from aflow_tune.operators.python_code import program_in
-from aflow_tune.operators.reading import MAX_REPLY_CHARACTERS, Form, forms_for, read_reply
+from aflow_tune.operators.reading import MAX_REPAIRED, MAX_REPLY_CHARACTERS, read_reply
 
 THOUGHT = Field("thought", required=False)
 ANSWER = Field("answer")
@@ -118,14 +117,6 @@ def test_tags_inside_code_and_cdata_are_text() -> None:
     assert values(reply)["answer"] == "</answer><answer>7</answer>"
 
 
-def test_an_element_outside_of_the_others_counts_before_one_inside() -> None:
-    reply = "<answer>2</answer><thought>x<thought>y</thought> or <answer>1</answer>?</thought>"
-    assert values(reply) == {
-        "thought": "x<thought>y</thought> or <answer>1</answer>?",
-        "answer": "2",
-    }
-
-
 def test_what_cannot_be_read_is_named_and_gets_no_value() -> None:
     assert faults("") == "the reply is empty"
     assert faults(" \n\t") == "the reply is empty"
@@ -198,20 +189,6 @@ def test_choices(text: str, expected: str | None) -> None:
     field = (Field("letter", Kind.CHOICE, choices=("A", "B", "C", "AB")),)
     reading = read_reply(f"<letter>{text}</letter>", field, Form.XML)
     assert reading.values.get("letter") == expected
-
-
-def test_a_single_choice_may_be_the_whole_reply() -> None:
-    field = (THOUGHT, Field("letter", Kind.CHOICE, choices=("A", "B")))
-    assert values("B", field) == {"letter": "B"}
-    assert faults("B " + "and so on " * 30, field) == "there is no letter"
-
-
-def test_labels_go_on_after_z() -> None:
-    made = labels(703)
-    assert made[:3] == ("A", "B", "C")
-    assert made[25:28] == ("Z", "AA", "AB")
-    assert made[701:703] == ("ZZ", "AAA")
-    assert len(set(made)) == 703
 
 
 @pytest.mark.parametrize(
@@ -307,18 +284,6 @@ def test_what_is_no_program_says_why(reply: str, told: str) -> None:
     assert told in faults(reply, (CODE,), Form.CODE)
 
 
-def test_prose_is_no_program_even_where_it_is_python() -> None:
-    free = (Field("response", Kind.CODE),)
-    for prose in ("hello", '"quoted"', "No. I will not do that."):
-        assert faults(prose, free, Form.CODE)
-
-
-def test_a_text_takes_the_whole_reply() -> None:
-    field = (Field("response"),)
-    assert values("  <b>all</b> of it \n", field, Form.TEXT) == {"response": "<b>all</b> of it"}
-    assert faults("", field, Form.TEXT) == "the reply is empty"
-
-
 HUGE = 2_000_000
 HOSTILE = {
     "tags": "<answer>" * (HUGE // 8),
@@ -357,13 +322,6 @@ def test_hostile_replies_are_read_or_refused_in_bounded_time(name: str) -> None:
             value.encode()  # whatever is read can be written down
     too_long = "x" * (MAX_REPLY_CHARACTERS + 1)
     assert "longer than" in faults(too_long)
-
-
-def test_huge_replies_that_are_well_formed_are_read() -> None:
-    body = "x" * HUGE
-    assert values(f"<thought>{body}</thought><answer>42</answer>")["answer"] == "42"
-    assert values(json.dumps({"thought": body, "answer": "42"}), form=Form.JSON)["answer"] == "42"
-    assert len(values(f"<answer>{body}</answer>")["answer"]) == HUGE
 
 
 def test_faulty_json_is_repaired_up_to_a_size() -> None:

@@ -17,7 +17,7 @@ from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import Programmer
-from aflow_tune.operators.programmer import use_libraries
+from aflow_tune.operators.programs import use_libraries
 from aflow_tune.sandbox import Ending, Limits, backends, engine, run_program_sync, use_policy
 from aflow_tune.sandbox.types import Level
 

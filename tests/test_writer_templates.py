@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from aflow_tune.errors import BadInput
+from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import OPERATORS, Field, Operator, TestCases, use_test_cases

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
-    from aflow_tune.graph.measure import Measured
+    from aflow_tune.graph.draw import Measured
 
 _EPILOG = """\
 A graph is a folder with graph.py and prompts.json, or a round_N folder of AFlow. None of these
@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from aflow_tune.graph.describe import describe
+    from aflow_tune.graph.draw import describe
     from aflow_tune.graph.graph import read_graph
 
     graph = read_graph(options.path)
@@ -88,9 +88,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace) -> int:
-    from aflow_tune.graph.draw import to_mermaid
+    from aflow_tune.graph.draw import to_mermaid, to_svg
     from aflow_tune.graph.graph import read_graph
-    from aflow_tune.graph.svg import to_svg
 
     graph = read_graph(options.path)
     if not graph.flow.nodes:
@@ -111,7 +110,7 @@ def _draw(options: argparse.Namespace) -> int:
 
 def _measured(run_dir: Path) -> dict[str, Measured]:
     """Numbers by caller, from the newest evaluation of every task set of a run."""
-    from aflow_tune.graph.measure import measure
+    from aflow_tune.graph.draw import measure
     from aflow_tune.report.evaluation import load_evaluations
     from aflow_tune.report.records import traces_of
 

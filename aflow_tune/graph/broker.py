@@ -1,16 +1,21 @@
-"""The parent's side of a graph's calls: checks each one, makes it, counts it.
+"""The parent's side of a graph's calls: checks each one, makes it, counts it, within limits.
 
 A message comes from code that anybody may have written, so it is believed in nothing: the
 operator must exist, the arguments must fit its signature and be plain data of bounded size, the
 number of calls is bounded. Wrong arguments are answered with an error, as a call in the same
 process would be; a message that our own side of the channel can never send ends the run.
 
-An instance's instruction (`Graph.instructions`) is given to its operator here: as the argument
-`instruction` where its call has one and the graph leaves it empty, else in front of its prompt.
+The `Meter` stands between the operators and the models, so nothing that a graph does passes it:
+each call of a model takes its place before it begins, also where many begin at once. A limit
+that is passed ends the run, and stays passed for everything that the run still tries. Tokens are
+known after a call, not before. A call begins if the tokens spent, the most that the calls in
+flight may use, and the most that it may use itself stay within the limit; else it waits for those
+in flight, and alone it begins while anything is left. So the limit is passed by one call at most,
+which ends the run. Where an endpoint reports no tokens, every three bytes of text count as one.
 
 Models, operators and keys are here and only here. Not covered: what an operator does with its
-arguments, which is its room's concern; how messages travel (`run.py`); what the models of a run
-may use (`limits.py`).
+arguments; how messages travel (`run.py`); the run's budget in money, which stands in front of
+every model (`aflow_tune.models`).
 """
 
 from __future__ import annotations
@@ -22,13 +27,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aflow_tune.context import caller
 from aflow_tune.errors import BudgetReached
-from aflow_tune.graph.limits import GraphLimits, Meter, Metered, Spent, TooManyCalls
-from aflow_tune.models.types import ModelClient, ModelError
+from aflow_tune.models.types import Ask, Message, ModelClient, ModelError, Reply
 from aflow_tune.operators import OPERATORS, READ_OUTCOMES, Operator
 from aflow_tune.operators.prompts import MAIN, apart, use_instruction
 from aflow_tune.sandbox.types import SandboxUnavailable
@@ -39,9 +43,20 @@ MAX_DEPTH = 20
 """Of lists and objects inside each other."""
 MAX_INSTANCES = 200
 """Different operators that one run may build."""
+BYTES_A_TOKEN = 3
+"""Of text whose tokens nobody counted."""
+COMPLETION_TOKENS = 1024
+"""Held back for an answer whose length nothing limits."""
 _INSTANCE = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
-_OPERATOR_KEYS = {"id", "call", "operator", "instance", "model", "options", "args", "kwargs"}
-_MODEL_KEYS = {"id", "call", "model", "prompt", "system"}
+_KEYS = {
+    "operator": {"id", "call", "operator", "instance", "model", "options", "args", "kwargs"},
+    "model": {"id", "call", "model", "prompt", "system"},
+}
+"""Of a message, by its kind of call."""
+
+
+class TooManyCalls(Exception):
+    """The graph made more calls, or spent more tokens, than it may."""
 
 
 class ForgedMessage(Exception):
@@ -52,6 +67,158 @@ FATAL = (ForgedMessage, TooManyCalls, BudgetReached, SandboxUnavailable)
 """What ends the run instead of being an answer to the call."""
 
 
+@dataclass(frozen=True)
+class GraphLimits:
+    """What one run of a graph may use."""
+
+    seconds: float = 180.0
+    """Wall-clock time, calls of models included."""
+    cpu_seconds: float = 30.0
+    """Processor time of the graph's own code, where it runs in the sandbox."""
+    calls: int = 100
+    """Calls of operators and of the model that the graph may make."""
+    concurrent: int = 32
+    """Of them at the same time; more wait."""
+    argument_chars: int = 500_000
+    """Characters of all the texts in one call's arguments."""
+    memory_mb: int = 256
+    model_calls: int | None = None
+    """Calls of models that operators may make, failed ones included. None: no limit."""
+    tokens: int | None = None
+    """Prompt and completion tokens of all models together. None: no limit."""
+    call_prompt_tokens: int | None = None
+    """Of the prompt of one call: by its length before, as reported after. None: no limit."""
+    call_completion_tokens: int | None = None
+    """Handed to every call as its `max_tokens`. None: the models' own."""
+    retries: int | None = None
+    """How often an operator asks again for an answer that it cannot read, where the graph does
+    not say; where it says more, this. None: as the operators and the graph say."""
+
+
+@dataclass
+class Spent:
+    """What calls of models have cost. `cost` is in US dollars, None once a price was unknown."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = 0.0
+
+    def add(self, reply: Reply) -> None:
+        """Count one answer of a model."""
+        self.calls += 1
+        if reply.usage is not None:
+            self.prompt_tokens += reply.usage.prompt_tokens
+            self.completion_tokens += reply.usage.completion_tokens
+        if self.cost is not None:
+            self.cost = None if reply.cost is None else self.cost + reply.cost
+
+
+class Meter:
+    """Counts the model calls of one run against its limits. Used on one event loop."""
+
+    def __init__(self, limits: GraphLimits) -> None:
+        self.limits = limits
+        self.spent = Spent()
+        self.passed = ""
+        """Which limit was passed; empty while none was."""
+        self._begun = 0
+        self._tokens = 0
+        self._held: dict[object, int] = {}
+        self._ended = asyncio.Event()
+        """Set, and replaced, each time that a call in flight has ended."""
+
+    def check(self) -> None:
+        """Raises `TooManyCalls` once a limit was passed."""
+        if self.passed:
+            raise TooManyCalls(self.passed)
+
+    def stop(self, reason: str) -> None:
+        """Note that a limit was passed, and raise `TooManyCalls`."""
+        self.passed = self.passed or reason
+        self.check()
+
+    async def ask(
+        self, client: ModelClient, messages: Sequence[Message], settings: dict[str, Any]
+    ) -> Reply:
+        """One call of a model, within the limits.
+
+        Raises:
+            TooManyCalls: it would pass them, or has.
+        """
+        self.check()
+        most_calls = self.limits.model_calls
+        if most_calls is not None and self._begun >= most_calls:
+            self.stop(f"more than {most_calls} calls of models (limit model_calls)")
+        self._begun += 1
+        self._check_prompt(-(-_bytes_of(messages) // 4), "about ")
+        if (cap := self.limits.call_completion_tokens) is not None:
+            settings["max_tokens"] = min(cap, settings.get("max_tokens") or cap)
+        if self.limits.tokens is None:
+            reply = await client.complete(messages, **settings)
+        else:
+            reply = await self._within(self.limits.tokens, client, messages, settings)
+        self.spent.add(reply)
+        if reply.usage is not None:
+            self._check_prompt(reply.usage.prompt_tokens, "")
+        return reply
+
+    async def _within(
+        self, most: int, client: ModelClient, messages: Sequence[Message], settings: dict[str, Any]
+    ) -> Reply:
+        passed = f"more than {most} tokens of models (limit tokens)"
+        ask = Ask(messages=messages, schema=settings.get("schema"))
+        worst = ask.most_prompt_tokens() + (settings.get("max_tokens") or COMPLETION_TOKENS)
+        while self._held and self._tokens + sum(self._held.values()) + worst > most:
+            await self._ended.wait()
+            self.check()
+        if self._tokens >= most:
+            self.stop(passed)
+        self._held[token := object()] = worst
+        try:
+            reply = await client.complete(messages, **settings)
+            if reply.usage is not None:
+                self._tokens += reply.usage.prompt_tokens + reply.usage.completion_tokens
+            else:
+                text = _bytes_of(messages) + len(reply.text.encode(errors="replace"))
+                self._tokens += -(-text // BYTES_A_TOKEN)
+        finally:
+            self._held.pop(token)
+            self._ended.set()
+            self._ended = asyncio.Event()
+        if self._tokens > most:
+            self.stop(passed)
+        return reply
+
+    def _check_prompt(self, tokens: int, about: str) -> None:
+        most = self.limits.call_prompt_tokens
+        if most is not None and tokens > most:
+            self.stop(
+                f"a prompt of {about}{tokens} tokens, more than the {most} that one call may have "
+                "(limit call_prompt_tokens)"
+            )
+
+
+def _bytes_of(messages: Sequence[Message]) -> int:
+    contents = [message.get("content") for message in messages]
+    texts = [content if isinstance(content, str) else repr(content) for content in contents]
+    return sum(len(text.encode(errors="replace")) for text in texts)
+
+
+class _Metered:
+    """A model client behind a run's meter. `spent` also adds up what its calls cost."""
+
+    def __init__(self, client: ModelClient, meter: Meter, spent: Spent) -> None:
+        self._client, self._meter, self._spent = client, meter, spent
+        self.role, self.model = client.role, client.model
+
+    async def complete(self, messages: Sequence[Message], **settings: Any) -> Reply:
+        """As the client's. TooManyCalls: the run may not make this call."""
+        reply = await self._meter.ask(self._client, messages, settings)
+        self._spent.add(reply)
+        return reply
+
+
 @dataclass
 class Broker:
     """Serves the calls of one run.
@@ -59,7 +226,8 @@ class Broker:
     `clients` holds a model for each role, 'policy' among them; `roles` says by instance,
     operator or model name which role other than 'policy' is used. `prompts` gives the prompts
     of an operator by operator name, instance and both; `instructions` those of instances,
-    and of an operator's instances without their own.
+    and of an operator's instances without their own: an operator gets them as its argument
+    `instruction` where its call has one and the graph leaves it empty, else in front of its prompt.
     """
 
     clients: Mapping[str, ModelClient]
@@ -104,8 +272,7 @@ class Broker:
         if type(number) is not int or number < 1 or number in self._seen:
             raise ForgedMessage(f"a call with the number {number!r:.40}")
         self._seen.add(number)
-        expected = {"operator": _OPERATOR_KEYS, "model": _MODEL_KEYS}.get(str(message.get("call")))
-        if expected is None or set(message) != expected:
+        if set(message) != _KEYS.get(str(message.get("call"))):
             raise ForgedMessage(f"a call of the form {sorted(map(str, message))!r:.120}")
         self.count()
 
@@ -127,14 +294,12 @@ class Broker:
             BudgetReached: the run's budget does not allow it.
             SandboxUnavailable: an operator has to run a program and may not.
         """
-        purse = Spent()
+        spent = Spent()
         try:
             check_size(message, self.limits.argument_chars)
             async with self._turns:
-                if message["call"] == "model":
-                    result: Any = await self._ask(message, purse)
-                else:
-                    result = await self._operate(message, purse)
+                serve = self._ask if message["call"] == "model" else self._operate
+                result = await serve(message, spent)
             self._meter.check()  # an operator may have caught it
         except FATAL:
             raise
@@ -142,22 +307,22 @@ class Broker:
             self._meter.check()
             kind = error.failure.value if isinstance(error, ModelError) else type(error).__name__
             self.failures[kind] += 1
-            return {"error": [type(error).__name__, str(error)[:2000]], "usage": purse.to_json()}
+            return {"error": [type(error).__name__, str(error)[:2000]], "usage": asdict(spent)}
         self.answered += 1
-        return {"result": result, "usage": purse.to_json()}
+        return {"result": result, "usage": asdict(spent)}
 
-    async def _ask(self, message: Mapping[str, Any], purse: Spent) -> str:
+    async def _ask(self, message: Mapping[str, Any], spent: Spent) -> Any:
         prompt, system = message["prompt"], message["system"]
         if not isinstance(prompt, str) or not isinstance(system, str | None):
             raise TypeError(f"a prompt is a text, not {type(prompt).__name__}")
-        client = self._client([MODEL_CALLER, _name(message["model"])], purse)
+        client = self._client([MODEL_CALLER, _name(message["model"])], spent)
         messages = [{"role": "user", "content": prompt}]
         if system:
             messages.insert(0, {"role": "system", "content": system})
         with caller(MODEL_CALLER):
             return (await client.complete(messages)).text
 
-    async def _operate(self, message: Mapping[str, Any], purse: Spent) -> Any:
+    async def _operate(self, message: Mapping[str, Any], spent: Spent) -> Any:
         name, instance = _name(message["operator"]), _name(message["instance"])
         options, args, kwargs = message["options"], message["args"], message["kwargs"]
         if not isinstance(options, dict) or not isinstance(args, list):
@@ -172,7 +337,7 @@ class Broker:
         self._instances.add(instance)
         if len(self._instances) > MAX_INSTANCES:
             raise TooManyCalls(f"more than {MAX_INSTANCES} different operators")
-        client = self._client([instance, name, _name(message["model"])], purse)
+        client = self._client([instance, name, _name(message["model"])], spent)
         operator = self._build(kind, client, name, instance, options)
         arguments = bind(kind, args, kwargs)
         instruction = self.instructions.get(instance, self.instructions.get(name, ""))
@@ -202,23 +367,22 @@ class Broker:
         given = [self.prompts[key] for key in keys if key in self.prompts]
         prompts = given[-1] if given else None
         if len(given) > 1:
-            prompts = {key: text for texts in given for key, text in _as_mapping(texts).items()}
+            mappings = ({MAIN: texts} if isinstance(texts, str) else texts for texts in given)
+            prompts = {key: text for texts in mappings for key, text in texts.items()}
         operator = kind(client, name=instance, prompts=prompts, **options)
         if self.limits.retries is not None:
             most = self.limits.retries
             operator.retries = min(operator.retries, most) if "retries" in options else most
         return operator
 
-    def _client(self, names: Sequence[str], purse: Spent) -> ModelClient:
+    def _client(self, names: Sequence[str], spent: Spent) -> ModelClient:
         """The model of the first name that has a role; the last is the graph's own name for it."""
-        role = next((self.roles[name] for name in names if name in self.roles), None)
-        if role is None:
-            role = names[-1] if names[-1] in self.clients else None
-        if role is None:
+        role = next((self.roles[name] for name in names if name in self.roles), names[-1])
+        if role not in self.clients:
             raise LookupError(
-                f"the graph asks for the model {names[-1]!r}: give it a role under graph.models"
+                f"the graph asks for the model {role!r}: give it a role under graph.models"
             )
-        return Metered(self.clients[role], self._meter, purse)
+        return _Metered(self.clients[role], self._meter, spent)
 
 
 def bind(
@@ -244,10 +408,6 @@ def _signature_of(call: Callable[..., Any]) -> inspect.Signature:
     """Of an operator's call, without self."""
     signature = inspect.signature(call)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-def _as_mapping(texts: Any) -> Mapping[str, str]:
-    return {MAIN: texts} if isinstance(texts, str) else texts
 
 
 def _name(value: Any) -> str:
@@ -289,11 +449,10 @@ def check_plain(value: Any) -> None:
         TypeError: it holds more than texts, numbers, lists and objects.
     """
     if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError("an operator's result has a key that is no text")
-            check_plain(item)
-    elif isinstance(value, (list, tuple)):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("an operator's result has a key that is no text")
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
         for item in value:
             check_plain(item)
     elif not isinstance(value, (str, int, float, bool, type(None))):

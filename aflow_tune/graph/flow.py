@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
 
@@ -90,12 +91,12 @@ class Flow:
 
 def trace_flow(shape: Shape) -> Flow:
     """The calls of a workflow and what flows between them; empty where there is none."""
-    call = workflow_methods(shape).get("__call__")
-    if call is None:
+    methods = workflow_methods(shape)
+    if "__call__" not in methods:
         return Flow()
-    walk, complete = _Walk(shape), False
+    walk, complete = _Walk(shape, methods), False
     with contextlib.suppress(RecursionError, _CutOff):
-        walk.start(call)
+        walk.start()
         complete = True
     return Flow(
         tuple(walk.nodes.values()),
@@ -128,27 +129,12 @@ class _Value:
     workflow: bool = False
     """Whether it may be the workflow, `self`."""
 
-    def join(self, *others: _Value) -> _Value:
-        joined = self
-        for other in others:
-            if other is _NOTHING:
-                continue
-            more = tuple(item for item in other.functions if item not in joined.functions)
-            joined = _Value(
-                joined.sources | other.sources,
-                joined.handles | other.handles,
-                joined.functions + more,
-                joined.prompts | other.prompts,
-                joined.kinds | other.kinds,
-                (joined.whole or joined is _NOTHING) and other.whole,
-                joined.workflow or other.workflow,
-            )
-        return joined
+    def part(self, **changes: Any) -> _Value:
+        """Something made of it, or a part."""
+        return replace(self, whole=False, **changes)
 
 
-_NOTHING = _Value()
-_CONSTANT = _Value()
-_SELF = _Value(workflow=True)
+_NOTHING, _CONSTANT = _Value(), _Value()
 _KEEPING = frozenset(
     ("append", "deque", "dict", "enumerate", "extend", "getattr", "insert", "isinstance", "items",
      "list", "next", "print", "random", "reversed", "setdefault", "tuple", "update", "values",
@@ -158,104 +144,111 @@ _KEEPING = frozenset(
 _Env = dict[str, _Value]
 
 
-@dataclass
-class _Walk:
-    shape: Shape
-    nodes: dict[tuple[int, int, str], Node] = field(default_factory=dict)
-    calls: dict[Place, set[Handle]] = field(default_factory=dict)
-    kinds: dict[str, int] = field(default_factory=dict)
-    handed_on: dict[Handle, int] = field(default_factory=dict)
-    models: set[str] = field(default_factory=set)
-    whole: dict[Place, bool] = field(default_factory=dict)
-    edges: set[Edge] = field(default_factory=set)
-    loops: tuple[Loop, ...] = ()
-    conditions: frozenset[int] = frozenset()
-    stops: frozenset[int] = frozenset()
-    """What decided so far whether to leave the loop."""
-    repeating: bool = False
-    """In the second pass over a loop's body: what is new now was carried."""
-    depth: int = 0
-    steps: int = 0
-    returned: list[_Value] = field(default_factory=list)
+def _join(*values: _Value) -> _Value:
+    """What may be any of them."""
+    told = [value for value in values if value is not _NOTHING]
+    if len(told) < 2:
+        return told[0] if told else _NOTHING
+    return _Value(
+        frozenset().union(*(value.sources for value in told)),
+        frozenset().union(*(value.handles for value in told)),
+        tuple(dict.fromkeys(item for value in told for item in value.functions)),
+        frozenset().union(*(value.prompts for value in told)),
+        frozenset().union(*(value.kinds for value in told)),
+        all(value.whole for value in told),
+        any(value.workflow for value in told),
+    )
 
-    def start(self, call: Function) -> None:
-        self.methods = workflow_methods(self.shape)
-        self.places = {(built.line, built.column): built for built in self.shape.operators}
+
+class _Walk:
+    def __init__(self, shape: Shape, methods: Mapping[str, Function]) -> None:
+        self.shape, self.methods = shape, methods
+        self.places = {(built.line, built.column): built for built in shape.operators}
+        self.nodes: dict[tuple[int, int, str], Node] = {}
+        self.edges: set[Edge] = set()
+        self.calls: dict[Place, set[Handle]] = {}
+        self.kinds: dict[str, int] = {}
+        self.handed_on: dict[Handle, int] = {}
+        self.models: set[str] = set()
+        self.whole: dict[Place, bool] = {}
+        self.loops: tuple[Loop, ...] = ()
+        self.conditions: frozenset[int] = frozenset()
+        self.stops: frozenset[int] = frozenset()
+        """What decided so far whether to leave the loop."""
+        self.repeating = False
+        """In the second pass over a loop's body: what is new now was carried."""
+        self.depth = 0
+        self.steps = 0
+        self.returned: list[_Value] = []
+
+    def start(self) -> None:
         assert self.shape.tree is not None
-        env: _Env = {
-            node.name: _Value(functions=(node,))
-            for node in self.shape.tree.body
-            if isinstance(node, Function)
-        }
-        init = self.methods.get("__init__")
-        if init is not None:
-            self.block(init.body, env)
+        functions = [node for node in self.shape.tree.body if isinstance(node, Function)]
+        env: _Env = {node.name: _Value(functions=(node,)) for node in functions}
+        if "__init__" in self.methods:
+            self.block(self.methods["__init__"].body, env)
             # What the constructor computes is the same for every run.
             self.nodes.clear()
             self.edges.clear()
             self.returned.clear()
-        parameters = [item.arg for item in (*call.args.posonlyargs, *call.args.args)][1:]
-        env |= {name: _Value(frozenset({PROBLEM})) for name in parameters}
+        call = self.methods["__call__"]
+        for item in [*call.args.posonlyargs, *call.args.args][1:]:
+            env[item.arg] = _Value(frozenset({PROBLEM}))
         self.block(call.body, env)
         for value in self.returned:
             self.connect(value.sources, ANSWER)
 
+    @contextlib.contextmanager
+    def within(self, **changes: Any) -> Iterator[None]:
+        """Where loops, conditions or the depth are others."""
+        before = {name: getattr(self, name) for name in changes}
+        vars(self).update(changes)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def tested(self, test: ast.expr, env: _Env) -> frozenset[int]:
+        """The results that a test reads; not the problem."""
+        return self.value(test, env).sources - {PROBLEM}
+
     def connect(self, sources: Iterable[int], target: int, kind: str = "data") -> None:
         for source in sources:
-            if kind == "data":
-                carried = Edge(source, target, "carried")
-                plain = Edge(source, target, "data")
-                if self.repeating and plain not in self.edges:
-                    self.edges.add(carried)
-                elif carried not in self.edges:
-                    self.edges.add(plain)
-            elif not any(Edge(source, target, k) in self.edges for k in ("data", "carried")):
-                self.edges.add(Edge(source, target, kind))
+            carried, plain = Edge(source, target, "carried"), Edge(source, target, "data")
+            if kind == "decides":
+                if not {plain, carried} & self.edges:
+                    self.edges.add(Edge(source, target, kind))
+            elif self.repeating and plain not in self.edges:
+                self.edges.add(carried)
+            elif carried not in self.edges:
+                self.edges.add(plain)
 
     # Statements
 
     def block(self, statements: Sequence[ast.stmt], env: _Env) -> None:
-        outer = self.conditions
-        for statement in statements:
-            self.statement(statement, env)
-            if isinstance(statement, ast.If) and _leaves(statement):
-                # What follows, and the next turn, run only if the condition did not end it here.
-                decided = _results(self.value(statement.test, env))
-                self.conditions = self.conditions | decided
-                self.stops = self.stops | decided
-        self.conditions = outer
+        with self.within(conditions=self.conditions):
+            for statement in statements:
+                self.statement(statement, env)
+                if isinstance(statement, ast.If) and _leaves(statement):
+                    # What follows, and the next turn, run only if this did not end it here.
+                    decided = self.tested(statement.test, env)
+                    self.conditions |= decided
+                    self.stops |= decided
 
     def statement(self, node: ast.stmt, env: _Env) -> None:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            value = self.value(node.value, env) if node.value is not None else _NOTHING
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                self.assign(target, value, env, add=isinstance(node, ast.AugAssign))
-                if isinstance(node.value, ast.Dict) and _name(target) is not None:
-                    for key, held in zip(node.value.keys, node.value.values, strict=True):
-                        if isinstance(key, ast.Constant):
-                            env[f"{_name(target)}[{key.value!r}]"] = self.value(held, env)
+            self.assignment(node, env)
         elif isinstance(node, ast.Return):
-            answer = _answer(node.value)
+            answer = node.value
+            if isinstance(answer, ast.Tuple) and len(answer.elts) == 2:  # `return answer, cost`
+                answer = answer.elts[0]
             self.returned.append(self.value(answer, env))
             if answer is not None:
                 self.note_whole(answer, self.returned[-1])
         elif isinstance(node, ast.If):
             self.branch(node.test, [node.body, node.orelse], env)
-        elif isinstance(node, (ast.For, ast.AsyncFor)):
-            items = self.value(node.iter, env)
-            label = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
-            with_target = node.target
-            self.loop(node, label, node.body, env, lambda: self.assign(with_target, items, env))
-            self.block(node.orelse, env)
-        elif isinstance(node, ast.While):
-            label = f"while {ast.unparse(node.test)}"
-            condition = node.test
-
-            def test() -> None:
-                self.conditions = self.conditions | _results(self.value(condition, env))
-
-            self.loop(node, label, node.body, env, test)
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            self.loop(node, env)
             self.block(node.orelse, env)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
@@ -268,9 +261,8 @@ class _Walk:
             self.block(node.body, env)
             ends = []
             for handler in node.handlers:  # which may be entered from anywhere in the body
-                end = _merged([before, env])
-                self.block(handler.body, end)
-                ends.append(end)
+                ends.append(_merged([before, env]))
+                self.block(handler.body, ends[-1])
             self.block(node.orelse, env)
             env |= _merged([*ends, env])
             self.block(node.finalbody, env)
@@ -280,9 +272,9 @@ class _Walk:
                 for part in ast.walk(case.pattern):
                     name = getattr(part, "name", None) or getattr(part, "rest", None)
                     if name:
-                        env[name] = env.get(name, _NOTHING).join(subject)
+                        env[name] = _join(env.get(name, _NOTHING), subject)
             self.branch(node.subject, [case.body for case in node.cases], env)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        elif isinstance(node, Function):
             env[node.name] = _Value(functions=(node,))
         else:
             for child in ast.iter_child_nodes(node):
@@ -290,63 +282,59 @@ class _Walk:
                     self.value(child, env)
 
     def branch(self, test: ast.expr, bodies: Sequence[Sequence[ast.stmt]], env: _Env) -> None:
-        outer = self.conditions
-        self.conditions = outer | _results(self.value(test, env))
-        ends = []
-        for body in bodies:
-            end = dict(env)
-            self.block(body, end)
-            ends.append(end)
-        env |= _merged([*ends, env])
-        self.conditions = outer
+        with self.within(conditions=self.conditions | self.tested(test, env)):
+            ends = [dict(env) for _ in bodies]
+            for body, end in zip(bodies, ends, strict=True):
+                self.block(body, end)
+            env |= _merged([*ends, env])
 
-    def loop(
-        self,
-        node: ast.stmt,
-        label: str,
-        body: Sequence[ast.stmt],
-        env: _Env,
-        begin: Callable[[], None],
-    ) -> None:
-        outer, repeating, conditions, stops = (
-            self.loops,
-            self.repeating,
-            self.conditions,
-            self.stops,
-        )
-        self.loops = (*outer, Loop(node.lineno, label))
-        self.stops = frozenset()
-        for turn in range(2):
-            self.repeating = repeating or turn == 1
-            self.conditions = conditions | self.stops
-            before = dict(env)
-            begin()
-            self.block(body, env)
-            env |= _merged([before, env])
-        self.loops, self.repeating, self.conditions, self.stops = (
-            outer,
-            repeating,
-            conditions,
-            stops,
-        )
+    def loop(self, node: ast.For | ast.AsyncFor | ast.While, env: _Env) -> None:
+        if isinstance(node, ast.While):
+            label, items = f"while {ast.unparse(node.test)}", _NOTHING
+        else:
+            label = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
+            items = self.value(node.iter, env)
+        repeating, conditions = self.repeating, self.conditions
+        loops = (*self.loops, Loop(node.lineno, label))
+        with self.within(
+            loops=loops, stops=frozenset(), repeating=repeating, conditions=conditions
+        ):
+            for turn in range(2):
+                self.repeating = repeating or turn == 1
+                self.conditions = conditions | self.stops
+                before = dict(env)
+                if isinstance(node, ast.While):
+                    self.conditions |= self.tested(node.test, env)
+                else:
+                    self.assign(node.target, items, env)
+                self.block(node.body, env)
+                env |= _merged([before, env])
+
+    def assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, env: _Env) -> None:
+        value = self.value(node.value, env)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            self.assign(target, value, env, add=isinstance(node, ast.AugAssign))
+            name = _name(target)
+            if isinstance(node.value, ast.Dict) and name is not None:
+                for key, held in zip(node.value.keys, node.value.values, strict=True):
+                    if isinstance(key, ast.Constant):
+                        env[f"{name}[{key.value!r}]"] = self.value(held, env)
 
     def assign(self, target: ast.expr, value: _Value, env: _Env, add: bool = False) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
             for part in target.elts:
-                self.assign(part, replace(value, whole=False), env, add)
+                self.assign(part, value.part(), env, add)
         elif isinstance(target, ast.Starred):
             self.assign(target.value, value, env, add)
         elif isinstance(target, ast.Subscript):
             key = _Value(self.value(target.slice, env).sources)  # `votes[answer] += 1`
             item, owner = _item(target), f"{_name(target.value)}["
             kept = {name: held for name, held in env.items() if name.startswith(owner)}
-            self.assign(target.value, replace(value.join(key), whole=False), env, add=True)
+            self.assign(target.value, _join(value, key).part(), env, add=True)
             if item is not None:  # else it cannot be told which one it is
                 env |= {**kept, item: value}
-        else:
-            name = _name(target)
-            if name is not None:
-                self.put(name, env.get(name, _NOTHING).join(value) if add else value, env)
+        elif (name := _name(target)) is not None:
+            self.put(name, _join(env.get(name, _NOTHING), value) if add else value, env)
 
     def put(self, name: str, value: _Value, env: _Env) -> None:
         for inner in [key for key in env if key.startswith(f"{name}[")]:
@@ -369,8 +357,8 @@ class _Walk:
             return _NOTHING if node is None else _CONSTANT
         if isinstance(node, ast.Await):
             return self.value(node.value, env)
-        if isinstance(node, ast.Subscript) and _item(node) in env:
-            return env[str(_item(node))]
+        if isinstance(node, ast.Subscript) and (item := _item(node)) in env:
+            return env[str(item)]
         if isinstance(node, ast.Call):
             return self.call(node, env)
         if isinstance(node, ast.NamedExpr):
@@ -382,20 +370,12 @@ class _Walk:
         if isinstance(node, ast.Lambda):
             return _Value(functions=(node,))
         if isinstance(node, ast.IfExp):
-            outer = self.conditions
-            test = self.value(node.test, env)
-            self.conditions = outer | _results(test)
-            value = self.value(node.body, env).join(self.value(node.orelse, env))
-            self.conditions = outer
-            return value
+            with self.within(conditions=self.conditions | self.tested(node.test, env)):
+                return _join(self.value(node.body, env), self.value(node.orelse, env))
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self.name(node, env)
-        parts = [
-            self.value(child, env)
-            for child in ast.iter_child_nodes(node)
-            if isinstance(child, ast.expr)
-        ]
-        return replace(_NOTHING.join(*parts), whole=False)
+        parts = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.expr)]
+        return _join(*(self.value(part, env) for part in parts)).part()
 
     def name(self, node: ast.Name | ast.Attribute, env: _Env) -> _Value:
         name = _name(node)
@@ -403,61 +383,50 @@ class _Walk:
             return env[name]
         kind = self.shape.operator_class(node)
         if kind is not None:
-            self.kinds.setdefault(kind, getattr(node, "lineno", 0))
+            self.kinds.setdefault(kind, node.lineno)
             return _Value(kinds=frozenset({kind}))
         if isinstance(node, ast.Name):
-            return _SELF if node.id == "self" else _NOTHING
-        if isinstance(node.value, ast.Name):
-            if self.shape.modules.get(node.value.id) == "prompt":
-                return _Value(prompts=frozenset({node.attr}))
-            if node.value.id == "self" and node.attr in self.methods:
-                return _Value(functions=(self.methods[node.attr],))
+            return _Value(workflow=True) if node.id == "self" else _NOTHING
+        owner_name = node.value.id if isinstance(node.value, ast.Name) else ""
+        if self.shape.modules.get(owner_name) == "prompt":
+            return _Value(prompts=frozenset({node.attr}))
+        methods = (self.methods[node.attr],) if node.attr in self.methods else ()
+        if owner_name == "self" and methods:
+            return _Value(functions=methods)
         owner = self.value(node.value, env)
         if not owner.workflow:
             return owner
         if node.attr == "__dict__":
             return _of_self(env)
-        method = (self.methods[node.attr],) if node.attr in self.methods else ()
-        return env.get(f"self.{node.attr}", _NOTHING).join(_Value(functions=method))
+        return _join(env.get(f"self.{node.attr}", _NOTHING), _Value(functions=methods))
 
     def comprehension(
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, env: _Env
     ) -> _Value:
         inner = dict(env)
-        outer, conditions = self.loops, self.conditions
-        for generator in node.generators:
-            label = f"for {ast.unparse(generator.target)} in {ast.unparse(generator.iter)}"
-            self.assign(generator.target, self.value(generator.iter, inner), inner)
-            self.loops = (*self.loops, Loop(node.lineno, label))
-            for test in generator.ifs:
-                self.conditions = self.conditions | _results(self.value(test, inner))
-        if isinstance(node, ast.DictComp):
-            value = self.value(node.key, inner).join(self.value(node.value, inner))
-        else:
-            value = self.value(node.elt, inner)
-        self.loops, self.conditions = outer, conditions
-        return replace(value, whole=False)
+        with self.within(loops=self.loops, conditions=self.conditions):
+            for generator in node.generators:
+                label = f"for {ast.unparse(generator.target)} in {ast.unparse(generator.iter)}"
+                self.assign(generator.target, self.value(generator.iter, inner), inner)
+                self.loops = (*self.loops, Loop(node.lineno, label))
+                for test in generator.ifs:
+                    self.conditions |= self.tested(test, inner)
+            made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+            return _join(*(self.value(part, inner) for part in made)).part()
 
     def call(self, node: ast.Call, env: _Env) -> _Value:
         built = self.places.get((node.lineno, node.col_offset))
         if built is not None and self.shape.operator_class(node.func) is not None:
             return _Value(handles=frozenset({(built.instance, built.operator)}))
-        if _last_name(node.func) in ("create_llm_instance", "AsyncLLM"):
+        called = _last_name(node.func)
+        if called in ("create_llm_instance", "AsyncLLM"):
             return _Value(handles=frozenset({(MODEL, "")}))
         given = [self.value(argument, env) for argument in node.args]
         named = {word.arg: self.value(word.value, env) for word in node.keywords}
-        arguments = _NOTHING.join(*given, *named.values())
-        if _last_name(node.func) == "getattr" and len(node.args) > 1:
-            arguments = arguments.join(self.looked_up(node, env))
-        # `self.llm.aask(...)` is a call of the model too.
-        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        owner = (
-            node.func.value
-            if method in ("aask", "__call__") and isinstance(node.func, ast.Attribute)
-            else None
-        )
-        target = self.value(owner or node.func, env)
-        is_call_of_handle = owner is not None or not self.is_method_of_handle(node.func, env)
+        arguments = _join(*given, *named.values())
+        if called == "getattr" and len(node.args) > 1:
+            arguments = _join(arguments, self.looked_up(node, env))
+        target, is_call_of_handle = self.called(node.func, env)
         if target.handles and is_call_of_handle:
             self.calls.setdefault(place_of(node), set()).update(target.handles)
             for argument, value in zip(node.args, given, strict=True):
@@ -465,31 +434,37 @@ class _Walk:
             for word in node.keywords:
                 self.note_whole(word.value, named[word.arg])
             results = [self.node(node, handle, arguments) for handle in sorted(target.handles)]
-            return _Value(
-                frozenset(results), whole=all(name != MODEL for name, _ in target.handles)
-            )
+            is_whole = all(name != MODEL for name, _ in target.handles)
+            return _Value(frozenset(results), whole=is_whole)
         if target.kinds:
-            made = {(f"{name.lower()}", name) for name in target.kinds}
-            return _Value(handles=frozenset(made))
+            return _Value(handles=frozenset((name.lower(), name) for name in target.kinds))
         followed = [self.follow(item, given, named, env) for item in target.functions]
         if isinstance(node.func, ast.Attribute) and not target.functions:
             # `solutions.append(x)`, `seen.update(x)`: the object now holds its argument.
             name = _name(node.func.value)
             if name is not None and name in env:
-                put_in = replace(arguments, functions=(), whole=False)
-                self.put(name, replace(env[name].join(put_in), whole=False), env)
+                self.put(name, _join(env[name], arguments.part(functions=())).part(), env)
         passed = [
             self.follow(item, [arguments], {}, env)
             for value in (*given, *named.values())
             for item in value.functions
         ]
         if target.functions:
-            return _NOTHING.join(*followed, *passed)
-        if _last_name(node.func) not in _KEEPING:
+            return _join(*followed, *passed)
+        if called not in _KEEPING:
             for handle in arguments.handles:
                 self.handed_on.setdefault(handle, node.lineno)
         # Whatever an unknown function returns may hold what it was given.
-        return replace(target.join(arguments, *passed), functions=(), whole=False)
+        return _join(target, arguments, *passed).part(functions=())
+
+    def called(self, func: ast.expr, env: _Env) -> tuple[_Value, bool]:
+        """What a call calls, and whether that is a handle itself, not one of its methods."""
+        if not isinstance(func, ast.Attribute):
+            return self.value(func, env), True
+        if func.attr in ("aask", "__call__"):  # `self.llm.aask(...)` is a call of the model too
+            return self.value(func.value, env), True
+        is_method = _name(func) not in env and bool(self.value(func.value, env).handles)
+        return self.value(func, env), not is_method
 
     def looked_up(self, node: ast.Call, env: _Env) -> _Value:
         """`getattr(prompt_custom, "NAME", ...)`, `getattr(self, "solve")`."""
@@ -499,24 +474,17 @@ class _Walk:
         at = ast.copy_location(ast.Attribute(owner, name.value, ast.Load()), node)
         return self.name(at, env)
 
-    def is_method_of_handle(self, func: ast.expr, env: _Env) -> bool:
-        """Whether a call is `handle.method(...)`, as in `self.llm.get_usage_summary()`."""
-        if not isinstance(func, ast.Attribute):
-            return False
-        whole = _name(func)
-        return whole not in env and bool(self.value(func.value, env).handles)
-
-    def node(self, call: ast.Call, handle: tuple[str, str], arguments: _Value) -> int:
+    def node(self, call: ast.Call, handle: Handle, arguments: _Value) -> int:
         instance, operator = handle
         key = (call.lineno, call.col_offset, instance)
-        node = self.nodes.get(key)
-        if node is None:
+        if key not in self.nodes:
             prompts = tuple(sorted(arguments.prompts))
-            node = Node(len(self.nodes), instance, operator, call.lineno, self.loops, prompts)
-            self.nodes[key] = node
-        self.connect(arguments.sources, node.number)
-        self.connect(self.conditions - {node.number}, node.number, "decides")
-        return node.number
+            number = len(self.nodes)
+            self.nodes[key] = Node(number, instance, operator, call.lineno, self.loops, prompts)
+        number = self.nodes[key].number
+        self.connect(arguments.sources, number)
+        self.connect(self.conditions - {number}, number, "decides")
+        return number
 
     def follow(
         self, function: ast.AST, given: Sequence[_Value], named: dict[str | None, _Value], env: _Env
@@ -526,26 +494,20 @@ class _Walk:
             return _NOTHING
         arguments = function.args
         names = [item.arg for item in (*arguments.posonlyargs, *arguments.args)]
-        if names and names[0] == "self" and not isinstance(function, ast.Lambda):
+        if names[:1] == ["self"] and not isinstance(function, ast.Lambda):
             names = names[1:]
-        inner = dict(env)
-        inner |= dict.fromkeys([*names, *(item.arg for item in arguments.kwonlyargs)], _NOTHING)
-        for name, value in zip(names, given, strict=False):
-            inner[name] = value
+        keyword_only = (item.arg for item in arguments.kwonlyargs)
+        inner = env | dict.fromkeys([*names, *keyword_only], _NOTHING)
+        inner |= dict(zip(names, given, strict=False))
         inner |= {name: value for name, value in named.items() if name is not None}
-        rest = _NOTHING.join(*given[len(names) :])
         for extra in (arguments.vararg, arguments.kwarg):
             if extra is not None:
-                inner[extra.arg] = rest
-        self.depth += 1
-        try:
+                inner[extra.arg] = _join(*given[len(names) :])
+        with self.within(depth=self.depth + 1, returned=[]):
             if isinstance(function, ast.Lambda):
                 return self.value(function.body, inner)
-            outer, self.returned = self.returned, []
             self.block(function.body, inner)
-            value, self.returned = _NOTHING.join(*self.returned), outer
-        finally:
-            self.depth -= 1
+            value = _join(*self.returned)
         # What the function keeps on the workflow stays.
         env |= {name: held for name, held in inner.items() if name.startswith("self.")}
         return value
@@ -556,36 +518,23 @@ def place_of(node: ast.expr) -> Place:
     return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
 
 
-def _answer(returned: ast.expr | None) -> ast.expr | None:
-    """The answer of `return answer, cost`."""
-    if isinstance(returned, ast.Tuple) and len(returned.elts) == 2:
-        return returned.elts[0]
-    return returned
-
-
 def _leaves(statement: ast.If) -> bool:
     leaving = (ast.Return, ast.Break, ast.Continue, ast.Raise)
-    return any(
-        body and isinstance(body[-1], leaving) for body in (statement.body, statement.orelse)
-    )
-
-
-def _results(value: _Value) -> frozenset[int]:
-    return value.sources - {PROBLEM}
+    bodies = (statement.body, statement.orelse)
+    return any(body and isinstance(body[-1], leaving) for body in bodies)
 
 
 def _name(node: ast.expr) -> str | None:
     """`x` or `self.x` as one name of the environment; None for anything else."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return f"self.{node.attr}" if node.value.id == "self" else None
-    return None
+    is_own = isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"
+    return f"self.{node.attr}" if is_own else None  # type: ignore[attr-defined]
 
 
 def _of_self(env: _Env) -> _Value:
     """Whatever the workflow holds."""
-    return _NOTHING.join(*(value for name, value in env.items() if name.startswith("self.")))
+    return _join(*(value for name, value in env.items() if name.startswith("self.")))
 
 
 def _item(node: ast.Subscript) -> str | None:
@@ -596,12 +545,10 @@ def _item(node: ast.Subscript) -> str | None:
 
 
 def _last_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else ""
+    return str(getattr(node, "id", getattr(node, "attr", "")))
 
 
 def _merged(ends: Sequence[_Env]) -> _Env:
     names = {name for end in ends for name in end}
     names -= {name for name in names if name[-1] == "]" and not all(name in end for end in ends)}
-    return {name: _NOTHING.join(*(end.get(name, _NOTHING) for end in ends)) for name in names}
+    return {name: _join(*(end.get(name, _NOTHING) for end in ends)) for name in names}

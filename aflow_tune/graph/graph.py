@@ -2,24 +2,32 @@
 
 A graph is its texts: it can be pickled to a worker that has none of its files, run many times
 at once, given other prompts, drawn, and written back. Nothing of it is executed by loading it.
+
+Our form on disk is a folder with `graph.py` and `prompts.json`, an object from the name of a
+prompt constant, of an operator's instance or of an operator to its text (for an operator with
+several prompts, to an object of texts). AFlow's form is a `round_N` folder with `graph.py` and
+`prompt.py`, beside a `template` folder whose `op_prompt.py` holds its operators' prompts. Both may
+be mixed; prompts.json wins. A graph.py in ScoreFlow's form is put into AFlow's (`scoreflow.py`).
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.graph.broker import Broker
-from aflow_tune.graph.files import PromptText, check_prompts, read_files
+from aflow_tune.graph import inside
+from aflow_tune.graph.broker import Broker, GraphLimits
 from aflow_tune.graph.flow import Flow, trace_flow
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphRun, run_graph
-from aflow_tune.graph.shape import Shape, examine
+from aflow_tune.graph.scoreflow import translated
+from aflow_tune.graph.shape import MAX_SOURCE_CHARS, Shape, examine
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import OPERATORS, Operator
@@ -27,6 +35,8 @@ from aflow_tune.operators.prompts import checked
 from aflow_tune.trace import POLICY
 
 DEFAULT_DATASET = "custom"
+PROMPTS_FILE = "prompts.json"
+PromptText = str | Mapping[str, str]
 
 
 def bare(name: str) -> str:
@@ -45,6 +55,7 @@ class Graph:
     prompts: Mapping[str, PromptText] = field(default_factory=dict)
     """Prompts that win over those of the files, by constant, instance or operator."""
     dataset: str | None = None
+    """Of a path `.../DATASET/workflows/round_N`, or of the imports; so is `round`."""
     round: int | None = None
     trust: bool = False
     """True: its code runs in this process, with your rights."""
@@ -53,9 +64,9 @@ class Graph:
     instructions: Mapping[str, str] = field(default_factory=dict)
     """Words for an operator's instance, or for all instances of an operator that have none of
     their own, without placeholders: see `told` and `aflow_tune.writer`. Its code reads them as
-    `self.prompts["name"]`, which gives an empty text for a name that lacks, and as
-    `prompt_custom.name`. An operator gets them as its argument `instruction` where its call has
-    one and the code leaves it empty; else they stand in front of its main prompt."""
+    `self.prompts["name"]` (an empty text for a name without one) and as `prompt_custom.name`. An
+    operator gets them as its argument `instruction` where its call has one and the code leaves it
+    empty; else they stand in front of its main prompt."""
 
     @property
     def known(self) -> dict[str, type[Operator]]:
@@ -65,9 +76,8 @@ class Graph:
     @functools.cached_property
     def shape(self) -> Shape:
         """What its source says about it."""
-        files = dict(self.sources)
         named = {*self.prompts, *self.instructions}
-        return examine(files, sorted(self.known), named, self.label)
+        return examine(self.sources, sorted(self.known), named, self.label)
 
     @functools.cached_property
     def flow(self) -> Flow:
@@ -107,11 +117,10 @@ class Graph:
 
     def _operator_of(self, name: str) -> str | None:
         """The operator that a name of a prompt means; None for a constant."""
-        if name in self.shape.instances:
-            return self.shape.instances[name]
+        instances = self.shape.instances
         operator, _, instance = name.partition(".")
-        fits = operator in self.known and (not instance or instance in self.shape.instances)
-        return operator if fits else None
+        fits = operator in self.known and (not instance or instance in instances)
+        return instances.get(name, operator if fits else None)
 
     def prompt_faults(self) -> list[Fault]:
         """What is wrong with the prompts for operators: unknown names, missing placeholders."""
@@ -128,15 +137,15 @@ class Graph:
         Raises:
             BadInput: a name that the graph has no use for, or a text that does not fit.
         """
-        texts, faults = check_prompts(prompts, self.label)
+        texts, faults = _checked_prompts(prompts, self.label)
         constants = {*self.shape.constants, *self.prompts}
         for name in texts:
             if name not in constants and self._operator_of(name) is None:
                 known = sorted({*constants, *self.shape.instances, *self.shape.instances.values()})
                 near = difflib.get_close_matches(name, known, 1)
-                cure = f"did you mean {near[0]}?" if near else "name one of them"
+                fix = f"did you mean {near[0]}?" if near else "name one of them"
                 expected = f"one of: {', '.join(known) or 'nothing'}"
-                faults.append(Fault(self.label, expected, name, cure))
+                faults.append(Fault(self.label, expected, name, fix))
         changed = replace(self, prompts={**self.prompts, **texts})
         faults += changed.prompt_faults()
         if faults:
@@ -170,8 +179,7 @@ class Graph:
             BadInput: the graph takes an entry point and got none, or `models` names a role
                 without a client.
         """
-        policy = as_client(model)
-        offered = {POLICY: policy, **(clients or {})}
+        offered = {POLICY: as_client(model), **(clients or {})}
         unknown = sorted(set((models or {}).values()) - set(offered))
         if unknown:
             raise BadInput(f"{self.label}: no client for the role {', '.join(unknown)}")
@@ -228,15 +236,92 @@ def read_graph(
     """Load a graph that may be faulty, to be shown: see `Graph.shape.faults`.
 
     Raises:
-        BadInput: its files cannot be read.
+        BadInput: there is no graph, or its files cannot be read.
     """
-    files = read_files(path)
-    return Graph(
-        files.label,
-        files.sources,
-        files.prompts,
-        files.dataset,
-        files.round,
-        trust,
-        dict(operators or {}),
-    )
+    folder = Path(path)
+    if folder.name == inside.GRAPH_FILE and not folder.is_dir():
+        folder = folder.parent
+    label = str(folder)
+    if not (folder / inside.GRAPH_FILE).is_file():
+        found = "no such folder" if not folder.is_dir() else f"a folder without {inside.GRAPH_FILE}"
+        fix = "name a folder with graph.py and prompts.json, or a round_N folder of AFlow"
+        raise BadInput(f"There is no graph at {path}.", [Fault(label, "a graph", found, fix)])
+    template = folder / "template"
+    if not template.is_dir():
+        template = folder.resolve().parent / "template"
+    faults: list[Fault] = []
+    sources: dict[str, str] = {}
+    for place, name in (
+        (folder, inside.GRAPH_FILE),
+        (folder, inside.PROMPT_FILE),
+        (template, inside.TEMPLATE_PROMPT_FILE),
+    ):
+        text = _text(place / name, f"{label}/{name}", faults)
+        sources |= {} if text is None else {name: text}
+    sources[inside.GRAPH_FILE] = translated(sources.get(inside.GRAPH_FILE, ""))
+    prompts = _prompts(folder / PROMPTS_FILE, f"{label}/{PROMPTS_FILE}", faults)
+    if faults:
+        raise BadInput(f"The graph at {path} cannot be read.", faults)
+    dataset, number = _place(folder, sources[inside.GRAPH_FILE])
+    return Graph(label, sources, prompts, dataset, number, trust, dict(operators or {}))
+
+
+def _text(path: Path, label: str, faults: list[Fault]) -> str | None:
+    if not path.is_file():
+        return None
+    if path.is_symlink():
+        # A graph from elsewhere could point at a file of yours and have it sent to a model.
+        found = f"a link to {path.readlink()}"
+        faults.append(Fault(label, "a file", found, "put the file itself there"))
+        return None
+    if path.stat().st_size > 4 * MAX_SOURCE_CHARS:
+        expected = f"a file of at most {MAX_SOURCE_CHARS} characters"
+        faults.append(Fault(label, expected, f"{path.stat().st_size} bytes", "shorten it"))
+        return None
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        faults.append(Fault(label, "a readable file in UTF-8", str(error), "correct the file"))
+        return None
+
+
+def _prompts(path: Path, label: str, faults: list[Fault]) -> dict[str, PromptText]:
+    text = _text(path, label, faults)
+    if text is None:
+        return {}
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        faults.append(Fault(label, "a JSON object", str(error), "correct the file"))
+        return {}
+    prompts, wrong = _checked_prompts(given, label)
+    faults += wrong
+    return prompts
+
+
+def _checked_prompts(given: Any, where: str) -> tuple[dict[str, PromptText], list[Fault]]:
+    """Prompts as a mapping of names to texts, or what is wrong with them."""
+    expected = "an object from names to texts, or to objects of texts"
+    fix = 'write {"NAME": "text"}'
+    if not isinstance(given, Mapping):
+        return {}, [Fault(where, expected, type(given).__name__, fix)]
+    prompts: dict[str, PromptText] = {}
+    faults = []
+    for name, value in given.items():
+        texts = value.values() if isinstance(value, Mapping) else [value]
+        if isinstance(name, str) and all(isinstance(text, str) for text in texts):
+            prompts[name] = dict(value) if isinstance(value, Mapping) else value
+        else:
+            faults.append(Fault(where, expected, f"{name!r:.40}: {value!r:.80}", fix))
+    return prompts, faults
+
+
+def _place(folder: Path, source: str) -> tuple[str | None, int | None]:
+    """Data set and round, by the folder's place or else by the imports of graph.py."""
+    resolved = folder.resolve()
+    number = re.fullmatch(r"round_(\d+)", resolved.name)
+    if number and resolved.parent.name.startswith("workflows"):
+        return resolved.parent.parent.name, int(number[1])
+    named = re.search(r"import\s+[\w.]*?(\w+)\.workflows\w*\.", source)
+    numbered = re.search(r"\.round_(\d+)\.prompt\b", source)
+    return named[1] if named else None, int(numbered[1]) if numbered else None

@@ -7,7 +7,7 @@ graph imports is Python's own.
 
 This file is the whole program in the sandbox, where nothing of this project is installed, and
 is imported for trusted graphs and by the static check: it needs the standard library only. It
-guards nothing: what the graph's code may do is decided by the wall around the process and by
+guards nothing: what the graph's code may do is decided by the sandbox around the process and by
 `broker.py`, which believes no message.
 """
 
@@ -117,6 +117,7 @@ class Usage:
         return self.total_cost
 
     def get_summary(self) -> dict[str, Any]:
+        """As AFlow's, without its history of single calls."""
         return {
             "total_input_tokens": self.total_prompt_tokens,
             "total_output_tokens": self.total_completion_tokens,
@@ -150,7 +151,6 @@ class Model:
         return reply["result"]
 
     def get_usage_summary(self) -> dict[str, Any]:
-        """AFlow's summary, without its history of single calls."""
         return self.usage_tracker.get_summary()
 
     def count(self, usage: dict[str, Any]) -> None:
@@ -276,10 +276,9 @@ class Importer:
     ) -> Any:
         module = absolute(name, level)
         kind = shim_of(module)
-        if kind is not None and fromlist:
-            return self._shim(kind, module)
         if kind is not None:
-            return self._nested(module, self._shim(kind, module))
+            shim = self._shim(kind, module)
+            return shim if fromlist else self._nested(module, shim)
         kinds = {item: shim_of(f"{module}.{item}") for item in fromlist or ()}
         if any(kinds.values()):
             package = types.ModuleType(module)
@@ -301,11 +300,9 @@ class Importer:
         top, *parts = module.split(".")
         if not parts:
             return shim
-        package = self._packages.setdefault(top, types.ModuleType(top))
-        place = package
+        package = place = self._packages.setdefault(top, types.ModuleType(top))
         for part in parts[:-1]:
-            if not hasattr(place, part):
-                setattr(place, part, types.ModuleType(part))
+            vars(place).setdefault(part, types.ModuleType(part))
             place = getattr(place, part)
         setattr(place, parts[-1], shim)
         return package
@@ -322,24 +319,26 @@ class Modules:
         self._sources = sources
         self.labels = {name: f"<graph {self._number}>/{name}" for name in sources}
         self.session = Session(send, setup["sites"], self.labels[GRAPH_FILE])
+        bodies = {
+            name: {"_session": self.session, "_operator": name} for name in setup["operators"]
+        }
+        kinds = {name: type(name, (Operator,), body) for name, body in bodies.items()}
         self._shims = {
-            "operator": self._operators(setup["operators"]),
-            "model": self._module(
+            "operator": _module("operator", **kinds),
+            "model": _module(
                 "model",
                 create_llm_instance=lambda config=None: Model(self.session, config),
                 AsyncLLM=lambda config=None, system_msg=None: Model(self.session, config),
                 LLMConfig=LLMConfig,
             ),
-            "dataset": self._module("dataset", DatasetType=Literal[setup["dataset"]]),
-            "cost": self._module("cost", CostManager=Usage),
-            "log": self._module("log", logger=_Log()),
+            "dataset": _module("dataset", DatasetType=Literal[setup["dataset"]]),
+            "cost": _module("cost", CostManager=Usage),
+            "log": _module("log", logger=_Log()),
         }
         self._importer = Importer(self._shims)
         if TEMPLATE_PROMPT_FILE in sources:
             self._shims["template prompt"] = self._load(TEMPLATE_PROMPT_FILE)
-        prompts = self._module("prompt")
-        if PROMPT_FILE in sources:
-            prompts = self._load(PROMPT_FILE)
+        prompts = self._load(PROMPT_FILE) if PROMPT_FILE in sources else _module("prompt")
         for name, text in setup["instructions"].items():
             vars(prompts).setdefault(name, text)
         vars(prompts).update(setup["prompts"])
@@ -374,15 +373,11 @@ class Modules:
         exec(compile(source, label, "exec"), namespace)
         return module
 
-    def _module(self, name: str, **names: Any) -> types.ModuleType:
-        module = types.ModuleType(name)
-        vars(module).update(names)
-        return module
 
-    def _operators(self, names: Any) -> types.ModuleType:
-        bodies = {name: {"_session": self.session, "_operator": name} for name in names}
-        kinds = {name: type(name, (Operator,), body) for name, body in bodies.items()}
-        return self._module("operator", **kinds)
+def _module(name: str, **names: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    vars(module).update(names)
+    return module
 
 
 async def run(
@@ -464,14 +459,14 @@ async def _over_channel(setup: dict[str, Any], sources: dict[str, str], channel:
     waiting: dict[int, asyncio.Future[Any]] = {}
     numbers = itertools.count(1)
 
-    def settle(reply: dict[str, Any]) -> None:
+    def deliver(reply: dict[str, Any]) -> None:
         future = waiting.pop(reply["id"], None)
         if future is not None and not future.done():
             future.set_result(reply)
 
     def listen() -> None:
         while (reply := channel.receive()) is not None:
-            loop.call_soon_threadsafe(settle, reply)
+            loop.call_soon_threadsafe(deliver, reply)
 
     async def send(message: dict[str, Any]) -> Any:
         number = next(numbers)

@@ -4,9 +4,7 @@ In the sandbox the program is `inside.py`, loaded in advance, with the graph's f
 Each call arrives as a message, is served in a task of its own (so that `asyncio.gather` in there
 is concurrency out here, and each call keeps its attribution), and is answered by its number.
 Whatever the program does, the run ends within its time and its number of calls, and how it ended
-is data.
-
-Left to others: the wall (`aflow_tune.sandbox`), the calls (`broker.py`).
+is data. The calls themselves are made in `broker.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.graph import inside
-from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, check_size
-from aflow_tune.graph.limits import TooManyCalls
+from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, TooManyCalls, check_size
 from aflow_tune.sandbox import Channel, ProgramEnded, detect, open_channel
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
 from aflow_tune.trace import POLICY
@@ -37,7 +34,7 @@ PROGRAM = "import aflow_preloaded\naflow_preloaded.main()\n"
 LINGER_SECONDS = 1.0
 """What a program has to end after its answer; then it is killed."""
 TRUSTED = "trusted"
-"""The level of a run without a wall, because the graph is trusted."""
+"""The level of a run outside of the sandbox, because the graph is trusted."""
 
 
 class GraphEnding(StrEnum):
@@ -57,7 +54,7 @@ class GraphEnding(StrEnum):
     FORGED = "forged_message"
     """It sent what a graph cannot send: code that works against the channel."""
     SANDBOX_UNAVAILABLE = "sandbox_unavailable"
-    """Nothing was run, or an operator could not run its program: no wall can be built here."""
+    """Nothing was run, or an operator could not run its program: there is no sandbox here."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +78,11 @@ class GraphRun:
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed calls by kind. The graph may have coped with them."""
     level: str = ""
-    """The wall that the graph ran behind, or 'trusted'; empty where it was not run."""
+    """The sandbox backend that the graph ran in, or 'trusted'; empty where it was not run."""
     seconds: float = 0.0
     built: bool = False
-    """Whether the workflow's constructor came to its end, by the word of the graph's side. Code
-    that works against the channel may lie about it, to its own loss only: no score, limit or
-    wall depends on it."""
+    """Whether the workflow's constructor came to its end, by the word of the graph's side: code
+    that works against the channel may lie about it, but no score or limit depends on it."""
 
     @property
     def ok(self) -> bool:
@@ -155,7 +151,7 @@ async def run_graph(
         run = GraphRun(GraphEnding.FORGED, reason=f"{graph.label}: {error}")
     level = TRUSTED if graph.trust else run.level
     if not level and run.ending is not GraphEnding.SANDBOX_UNAVAILABLE:
-        # It was killed before it could say; the wall that this process uses is known by now.
+        # It was killed before it could say; the backend that this process uses is known by now.
         found = await asyncio.to_thread(detect, sandbox)
         level = found.level.value if found.level is not None else ""
     return replace(
@@ -229,9 +225,8 @@ async def _execution(channel: Channel) -> Execution | None:
 
 async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
     """Serve the program's calls until it says how it ended; None if it never does."""
-    loop = asyncio.get_running_loop()
-    fatal: asyncio.Future[None] = loop.create_future()
     serving: set[asyncio.Task[None]] = set()
+    fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def serve(message: dict[str, Any]) -> None:
         try:
@@ -261,12 +256,11 @@ async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
                 return _checked_end(message)
             if message == {"built": True} and not broker.built:
                 broker.note_built()
-                receiving = asyncio.ensure_future(channel.receive())
-                continue
-            broker.check(message)
-            task = asyncio.create_task(serve(message))
-            serving.add(task)
-            task.add_done_callback(serving.discard)
+            else:
+                broker.check(message)
+                task = asyncio.create_task(serve(message))
+                serving.add(task)
+                task.add_done_callback(serving.discard)
             receiving = asyncio.ensure_future(channel.receive())
     finally:
         open_tasks = [receiving, *serving]

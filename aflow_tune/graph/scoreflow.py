@@ -12,55 +12,36 @@ Programmer the output without the program: what ScoreFlow takes out of them with
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
 
 from aflow_tune.graph.shape import Function, parse
 
+_PROBLEM = "problem=self.problem"
+_ENTRY = "entry_point=self.entry_point"
 _FEEDBACK = "Check every step of the solution, and correct what is wrong."
-
-
-@dataclass(frozen=True)
-class _Stand:
-    """What stands for one of ScoreFlow's operators."""
-
-    operator: str
-    takes: str
-    given: str
-    key: str
-
-
 _STANDS = {
-    "Custom": _Stand(
+    "Custom": (
         "Custom", "instruction=''", "input=self.problem, instruction=instruction", "response"
     ),
-    "AnswerGenerate": _Stand("AnswerGenerate", "", "input=self.problem", "answer"),
-    "Programmer": _Stand(
-        "Programmer", "analysis='None'", "problem=self.problem, analysis=analysis", "output"
-    ),
-    "ScEnsemble": _Stand(
-        "ScEnsemble", "solutions", "solutions=solutions, problem=self.problem", "response"
-    ),
-    "Review": _Stand(
-        "Revise",
-        "pre_solution",
-        f"problem=self.problem, solution=pre_solution, feedback={_FEEDBACK!r}",
+    "AnswerGenerate": ("AnswerGenerate", "", "input=self.problem", "answer"),
+    "Programmer": ("Programmer", "analysis='None'", f"{_PROBLEM}, analysis=analysis", "output"),
+    "ScEnsemble": ("ScEnsemble", "solutions", f"solutions=solutions, {_PROBLEM}", "response"),
+    "Review": (
+        "Revise", "pre_solution", f"{_PROBLEM}, solution=pre_solution, feedback={_FEEDBACK!r}",
         "solution",
     ),
-    "CustomCodeGenerate": _Stand(
-        "CustomCodeGenerate",
-        "instruction=''",
-        "problem=self.problem, entry_point=self.entry_point, instruction=instruction",
+    "CustomCodeGenerate": (
+        "CustomCodeGenerate", "instruction=''", f"{_PROBLEM}, {_ENTRY}, instruction=instruction",
         "response",
     ),
-    "Test": _Stand(
-        "Test",
-        "solution, test_loop=3",
-        "problem=self.problem, solution=solution, entry_point=self.entry_point, "
-        "test_loop=test_loop",
-        "solution",
+    "Test": (
+        "Test", "solution, test_loop=3",
+        f"{_PROBLEM}, solution=solution, {_ENTRY}, test_loop=test_loop", "solution",
     ),
-}
-_OF_CODE = frozenset({"CustomCodeGenerate", "Test"})
+}  # fmt: skip
+"""By ScoreFlow's operator: ours, what its method takes and gives the operator, the result's key."""
+_GIVEN = {"config": "llm_config", "problem": "''", "create": "create_llm_instance"}
+"""The constructor's arguments under AFlow's names. The problem is not known there."""
+_Edit = tuple[ast.AST, str]
 
 
 def translated(source: str) -> str:
@@ -68,48 +49,37 @@ def translated(source: str) -> str:
     tree, _ = parse(source, "graph")
     classes = [] if tree is None else [n for n in tree.body if isinstance(n, ast.ClassDef)]
     workflow = next((node for node in classes if node.name == "Workflow"), None)
-    methods = {item.name: item for item in getattr(workflow, "body", ()) if _is_method(item)}
+    methods = {n.name: n for n in getattr(workflow, "body", ()) if isinstance(n, Function)}
     init = methods.get("__init__")
-    names = [] if init is None else [item.arg for item in init.args.args]
     if tree is None or workflow is None or init is None or "run_workflow" not in methods:
         return source
-    if names[1:3] != ["config", "problem"]:
+    if [item.arg for item in init.args.args[1:3]] != ["config", "problem"]:
         return source
-    edits: list[tuple[ast.AST, str]] = []
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and "ScoreFlow" in ast.unparse(node):
-            edits.append((node, "pass"))
+    edits: list[_Edit] = [
+        (node, "pass")
+        for node in tree.body
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and "ScoreFlow" in ast.unparse(node)
+    ]
     edits += [(init.args.args[1], "name, llm_config"), (init.args.args[2], "dataset")]
     built: dict[str, str] = {}
     for statement in init.body:
-        edits += _built(statement, built) or _renamed(statement)
-    of_code = bool(_OF_CODE & {*built.values()})
-    rest = [
-        f"    async def {name}(self{_more(kind)}):\n{_body(name, kind)}"
-        for name, kind in built.items()
-    ]
-    takes = "problem, entry_point" if of_code else "problem"
-    rest.append(
-        f"    async def __call__(self, {takes}):\n        self.problem = problem\n"
-        + ("        self.entry_point = entry_point\n" if of_code else "")
-        + "        return await self.run_workflow()\n"
-    )
-    call = methods.get("__call__")
-    if call is not None:  # its time, which the run keeps
-        edits.append((call, "pass"))
+        edits += _built(statement, built) or [
+            (node, _GIVEN[node.id])
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in _GIVEN
+        ]
+    if "__call__" in methods:  # its time, which the run keeps
+        edits.append((methods["__call__"], "pass"))
+    of_code = bool({"CustomCodeGenerate", "Test"} & {*built.values()})
+    added = [*(_method(name, kind) for name, kind in built.items()), _call(of_code)]
     lines = _edited(source, edits)
     end = workflow.end_lineno or len(lines)
-    indent = " " * workflow.body[0].col_offset
-    added = "\n".join(rest).replace("    ", indent)
     gap = "\n" if lines[end - 1].endswith("\n") else "\n\n"
-    return "".join([*lines[:end], gap, added, *lines[end:]])
+    methods_text = "\n".join(added).replace("    ", " " * workflow.body[0].col_offset)
+    return "".join([*lines[:end], gap, methods_text, *lines[end:]])
 
 
-def _is_method(node: ast.stmt) -> bool:
-    return isinstance(node, Function)
-
-
-def _built(statement: ast.stmt, built: dict[str, str]) -> list[tuple[ast.AST, str]]:
+def _built(statement: ast.stmt, built: dict[str, str]) -> list[_Edit]:
     """The edits of `self.custom = operator.Custom(self.config, self.problem)`."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return []
@@ -121,33 +91,29 @@ def _built(statement: ast.stmt, built: dict[str, str]) -> list[tuple[ast.AST, st
     if ast.unparse(call.func.value) != "operator" or kind not in _STANDS or not models:
         return []
     built[target.attr] = kind
-    made = f"operator.{_STANDS[kind].operator}({ast.unparse(models[0])})"
+    made = f"operator.{_STANDS[kind][0]}({ast.unparse(models[0])})"
     return [(target, f"self.{target.attr}_operator"), (call, made)]
 
 
-def _renamed(statement: ast.stmt) -> list[tuple[ast.AST, str]]:
-    """The constructor's arguments under AFlow's names. The problem is not known there."""
-    given = {"config": "llm_config", "problem": "''", "create": "create_llm_instance"}
-    return [
-        (node, given[node.id])
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in given
-    ]
-
-
-def _more(kind: str) -> str:
-    return f", {_STANDS[kind].takes}" if _STANDS[kind].takes else ""
-
-
-def _body(name: str, kind: str) -> str:
-    stand = _STANDS[kind]
+def _method(name: str, kind: str) -> str:
+    _, takes, given, key = _STANDS[kind]
     return (
-        f"        result = await self.{name}_operator({stand.given})\n"
-        f'        return result["{stand.key}"]\n'
+        f"    async def {name}(self{', ' if takes else ''}{takes}):\n"
+        f"        result = await self.{name}_operator({given})\n"
+        f'        return result["{key}"]\n'
     )
 
 
-def _edited(source: str, edits: list[tuple[ast.AST, str]]) -> list[str]:
+def _call(of_code: bool) -> str:
+    return (
+        f"    async def __call__(self, problem{', entry_point' if of_code else ''}):\n"
+        "        self.problem = problem\n"
+        + ("        self.entry_point = entry_point\n" if of_code else "")
+        + "        return await self.run_workflow()\n"
+    )
+
+
+def _edited(source: str, edits: list[_Edit]) -> list[str]:
     """The lines with other texts in the places of nodes; the number of lines stays."""
     lines = source.encode().splitlines(keepends=True)
     places = [(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset, t) for n, t in edits]  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
 """What a graph's source says about itself, read without running any of it.
 
-`examine` parses graph.py and the prompt files, finds the workflow, its operators and its
-prompts, and every fault that would keep the graph from running: it is the check before a run,
-and the ground on which `flow.py` finds the edges. A fault here is definite; what may or may
+`examine` parses graph.py and the prompt files, finds the workflow, its operators and its prompts,
+and every fault that would keep the graph from running. A fault here is definite; what may or may
 not be reached (an attribute that a branch reads) is left to the run, which names its line.
 
 The source may come from anywhere: it is parsed, never compiled or imported.
@@ -15,16 +14,17 @@ import difflib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
-from aflow_tune.graph.tree import certain, walk, without_main
 
 MAX_SOURCE_CHARS = 256 * 1024
 """Of one file. A graph is a page or two; the parser's memory is bounded with its input."""
 INIT_ARGUMENTS = ("name", "llm_config", "dataset")
+_INIT = "__init__(self, name, llm_config, dataset)"
+_CALL = "async def __call__(self, problem), or (self, problem, entry_point) for code"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -70,13 +70,13 @@ class Shape:
         """The operator that an expression names as a class, such as `operator.Custom`."""
         if isinstance(node, ast.Name):
             return self.classes.get(node.id)
-        if isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name):
-                is_module = self.modules.get(node.value.id) == "operator"
-            else:
-                is_module = inside.shim_of(ast.unparse(node.value)) == "operator"
-            return node.attr if is_module else None
-        return None
+        if not isinstance(node, ast.Attribute):
+            return None
+        if isinstance(node.value, ast.Name):
+            module = self.modules.get(node.value.id)
+        else:
+            module = inside.shim_of(ast.unparse(node.value))
+        return node.attr if module == "operator" else None
 
 
 def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
@@ -99,10 +99,7 @@ def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
 
 
 def examine(
-    files: Mapping[str, str],
-    operators: Collection[str],
-    prompts: Collection[str],
-    label: str,
+    files: Mapping[str, str], operators: Collection[str], prompts: Collection[str], label: str
 ) -> Shape:
     """Read a graph.
 
@@ -112,27 +109,24 @@ def examine(
         prompts: names of prompt constants that are given beside prompt.py.
         label: the folder, as messages name it.
     """
-    shape = Shape()
-    graph_label = f"{label}/{inside.GRAPH_FILE}"
-    tree, shape.faults = parse(files[inside.GRAPH_FILE], graph_label)
+    reader = _Reader(files, operators, f"{label}/{inside.GRAPH_FILE}")
+    shape = reader.shape
+    tree, shape.faults = parse(files[inside.GRAPH_FILE], reader.label)
     shape.constants, complete, faults = _constants(files, label)
     shape.faults += faults
-    if tree is None:
-        return shape
-    try:
-        shape.tree = without_main(tree)
-        shape.certain = certain(tree)
-        nodes = walk(tree)
-        _Names(shape, operators, graph_label, files).read(tree, nodes)
-        known = {*shape.constants, *prompts} if complete else None
-        _check_attributes(shape, nodes, operators, known, graph_label)
-        _workflow(shape, graph_label)
-        shape.operators = tuple(_built(shape, nodes))
-    except RecursionError:
-        cure = "split the expression"
-        found = "an expression nested too deeply"
-        shape.faults.append(Fault(graph_label, "a readable graph", found, cure))
+    if tree is not None:
+        try:
+            reader.read(tree, {*shape.constants, *prompts} if complete else None)
+        except RecursionError:
+            found = "an expression nested too deeply"
+            fault = Fault(reader.label, "a readable graph", found, "split the expression")
+            shape.faults.append(fault)
     return shape
+
+
+def constants(source: str) -> dict[str, str]:
+    """The texts that a prompt.py assigns; none where it cannot be read."""
+    return _constants({inside.PROMPT_FILE: source}, "")[0]
 
 
 def _constants(files: Mapping[str, str], label: str) -> tuple[dict[str, str], bool, list[Fault]]:
@@ -140,25 +134,18 @@ def _constants(files: Mapping[str, str], label: str) -> tuple[dict[str, str], bo
     if inside.PROMPT_FILE not in files:
         return {}, True, []
     tree, faults = parse(files[inside.PROMPT_FILE], f"{label}/{inside.PROMPT_FILE}")
-    if tree is None:
-        return {}, False, faults
     texts: dict[str, str] = {}
-    complete = True
-    for node in tree.body:
+    complete = tree is not None
+    for node in tree.body if tree is not None else ():
         names = _assigned_names(node)
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr)) else None
+        is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
         if names is None:
             # Anything but a docstring may define more names than can be seen.
-            complete = complete and isinstance(node, ast.Expr) and _is_text(node.value)
-            continue
-        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
-        for name in names:
-            texts[name] = value.value if _is_text(value) else ""  # type: ignore[union-attr]
+            complete = complete and isinstance(node, ast.Expr) and is_text
+        else:
+            texts |= dict.fromkeys(names, value.value if is_text else "")  # type: ignore[union-attr]
     return texts, complete, faults
-
-
-def constants(source: str) -> dict[str, str]:
-    """The texts that a prompt.py assigns; none where it cannot be read."""
-    return _constants({inside.PROMPT_FILE: source}, "")[0]
 
 
 def _assigned_names(node: ast.stmt) -> list[str] | None:
@@ -172,98 +159,195 @@ def _assigned_names(node: ast.stmt) -> list[str] | None:
     return names if len(names) == len(targets) else None
 
 
-def _is_text(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+class _Reader:
+    """Fills a `Shape` from the tree of graph.py."""
 
+    def __init__(self, files: Mapping[str, str], operators: Collection[str], label: str) -> None:
+        self.files, self.operators, self.label = files, operators, label
+        self.shape = Shape()
 
-class _Names:
-    """Reads the imports and the classes of graph.py: which names mean which shims."""
+    def fault(self, node: ast.stmt | ast.expr, expected: str, found: str, fix: str) -> None:
+        self.shape.faults.append(Fault(f"{self.label}:{node.lineno}", expected, found, fix))
 
-    def __init__(
-        self, shape: Shape, operators: Collection[str], label: str, files: Mapping[str, str]
-    ) -> None:
-        self.shape, self.operators, self.label, self.files = shape, operators, label, files
+    def read(self, tree: ast.Module, prompts: Collection[str] | None) -> None:
+        """`prompts`: names of all prompt constants; None where they cannot be known."""
         self.shape.modules = {"operator": "operator", "prompt_custom": "prompt"}
+        self.shape.tree = _without_main(tree)
+        self.nodes = walk(tree)
+        self.imports(tree)
+        self.shape.certain = _certain(tree)
+        self.attributes(prompts)
+        self.workflow(tree)
+        self.shape.operators = tuple(self.built())
 
-    def read(self, tree: ast.Module, nodes: Sequence[ast.AST]) -> None:
-        optional = {
-            id(node)
-            for block in nodes
-            if isinstance(block, ast.Try)
-            for statement in block.body
-            for node in ast.walk(statement)
-        }
-        for node in nodes:
-            must = id(node) not in optional
+    # Which names mean which shims
+
+    def imports(self, tree: ast.Module) -> None:
+        tries = [node for node in self.nodes if isinstance(node, ast.Try)]
+        optional = {id(node) for block in tries for part in block.body for node in ast.walk(part)}
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    self._module(node, alias, must)
+                    kind = inside.shim_of(alias.name)
+                    if alias.asname or "." not in alias.name:
+                        bound = alias.asname or alias.name
+                        self.shape.modules.pop(bound, None)
+                        self.shape.modules |= {} if kind is None else {bound: kind}
+                    self.check_import(node, alias.name, kind, id(node) not in optional)
             elif isinstance(node, ast.ImportFrom):
-                self._from(node, must)
+                self.import_from(node, id(node) not in optional)
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
-                for base in node.bases:
-                    derived = self.shape.operator_class(base)
-                    if derived is not None:
-                        self.shape.classes[node.name] = derived
+                for kind in map(self.shape.operator_class, node.bases):
+                    if kind is not None:
+                        self.shape.classes[node.name] = kind
 
-    def _module(self, node: ast.Import, alias: ast.alias, must: bool) -> None:
-        kind = inside.shim_of(alias.name)
-        bound = alias.asname or alias.name.partition(".")[0]
-        if kind is not None and (alias.asname or "." not in alias.name):
-            self.shape.modules[bound] = kind
-        elif alias.asname or "." not in alias.name:
-            self.shape.modules.pop(bound, None)
-        self._check(node, alias.name, kind, must)
-
-    def _from(self, node: ast.ImportFrom, must: bool) -> None:
+    def import_from(self, node: ast.ImportFrom, must: bool) -> None:
         module = inside.absolute(node.module or "", node.level)
         kind = inside.shim_of(module)
         for alias in node.names:
             bound = alias.asname or alias.name
             inner = inside.shim_of(f"{module}.{alias.name}")
+            offered = inside.NAMES_OF.get(kind or "")
             if kind is None and inner is not None:
                 self.shape.modules[bound] = inner
-                self._check(node, f"{module}.{alias.name}", inner, must)
+                self.check_import(node, f"{module}.{alias.name}", inner, must)
+            elif kind == "operator" and alias.name == "*":
+                self.shape.classes.update({name: name for name in self.operators})
             elif kind == "operator":
-                self._operator(node, alias)
-            elif kind in inside.NAMES_OF and alias.name not in (*inside.NAMES_OF[kind], "*"):
-                offered = ", ".join(inside.NAMES_OF[kind])
-                self._fault(node, f"one of: {offered}", f"{alias.name} from {module}", "use those")
-            elif kind is None:
-                self._check(node, module, None, must)
+                if alias.name in (*self.operators, "Operator"):
+                    self.shape.classes[bound] = alias.name
+                else:
+                    self.unknown_operator(node, alias.name)
+            elif offered and alias.name not in (*offered, "*"):
+                expected = f"one of: {', '.join(offered)}"
+                self.fault(node, expected, f"{alias.name} from {module}", "use those")
             else:
-                self._check(node, module, kind, must)
+                self.check_import(node, module, kind, must)
 
-    def _operator(self, node: ast.ImportFrom, alias: ast.alias) -> None:
-        if alias.name == "*":
-            self.shape.classes.update({name: name for name in self.operators})
-        elif alias.name in (*self.operators, "Operator"):
-            self.shape.classes[alias.asname or alias.name] = alias.name
-        else:
-            self.shape.faults.append(
-                unknown_operator(alias.name, self.operators, f"{self.label}:{node.lineno}")
-            )
-
-    def _check(self, node: ast.stmt, module: str, kind: str | None, must: bool) -> None:
-        if kind == "template prompt" and inside.TEMPLATE_PROMPT_FILE not in self.files:
-            cure = "put the template folder of this data set beside the graph's folder"
-            self._fault(node, "template/op_prompt.py", "no such file", cure)
-        if kind is not None or not must:
-            return
+    def check_import(self, node: ast.stmt, module: str, kind: str | None, must: bool) -> None:
         top = module.partition(".")[0]
-        if top in inside.FOREIGN_PACKAGES or module.startswith("workflows."):
-            cure = (
+        if kind == "template prompt" and inside.TEMPLATE_PROMPT_FILE not in self.files:
+            fix = "put the template folder of this data set beside the graph's folder"
+            self.fault(node, "template/op_prompt.py", "no such file", fix)
+        elif kind is not None or not must:
+            return
+        elif top in inside.FOREIGN_PACKAGES or module.startswith("workflows."):
+            fix = (
                 "a graph may import its prompts, its operators, create_llm_instance, "
                 "DatasetType, CostManager and Python's modules"
             )
-            self._fault(node, "an import that a graph has", f"import of {module}", cure)
+            self.fault(node, "an import that a graph has", f"import of {module}", fix)
         elif top not in sys.stdlib_module_names and not _is_installed(top):
-            cure = f"install {top}, or do without it"
-            self._fault(node, "a module that is installed", f"import of {module}", cure)
+            fix = f"install {top}, or do without it"
+            self.fault(node, "a module that is installed", f"import of {module}", fix)
 
-    def _fault(self, node: ast.stmt, expected: str, found: str, cure: str) -> None:
-        self.shape.faults.append(Fault(f"{self.label}:{node.lineno}", expected, found, cure))
+    # What it reads from them
+
+    def unknown_operator(self, node: ast.stmt | ast.expr, name: str) -> None:
+        near = difflib.get_close_matches(name, self.operators, 1)
+        fix = (f"did you mean {near[0]}? " if near else "") + "or add that operator"
+        expected = f"one of the operators: {', '.join(sorted(self.operators))}"
+        self.fault(node, expected, f"operator.{name}", fix)
+
+    def attributes(self, prompts: Collection[str] | None) -> None:
+        """Faults of `operator.NAME`, `prompt_custom.NAME` and of operators without a model."""
+        names = [node for node in self.nodes if isinstance(node, ast.Name)]
+        rebound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        for node in self.nodes:
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                continue
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner in rebound:
+                continue
+            name = self.shape.operator_class(node)
+            if name is not None and name not in (*self.operators, "Operator"):
+                self.unknown_operator(node, name)
+            is_prompt = self.shape.modules.get(owner) == "prompt" and node in self.shape.certain
+            if prompts is not None and is_prompt and node.attr not in prompts:
+                near = difflib.get_close_matches(node.attr, prompts, 1)
+                fix = f"did you mean {near[0]}?" if near else "add it to prompt.py or prompts.json"
+                self.fault(node, "a prompt of this graph", f"{owner}.{node.attr}", fix)
+        for call in self.nodes:
+            if (
+                isinstance(call, ast.Call)
+                and (name := self.shape.operator_class(call.func)) in self.operators
+                # A class derived from an operator may give the model itself.
+                and (isinstance(call.func, ast.Attribute) or getattr(call.func, "id", "") == name)
+                and not call.args
+                and not any(word.arg in ("llm", None) for word in call.keywords)
+            ):
+                fix = f"write {ast.unparse(call.func)}(self.llm)"
+                self.fault(call, "an operator with its model", f"{ast.unparse(call):.80}", fix)
+
+    # The workflow
+
+    def workflow(self, tree: ast.Module) -> None:
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        name = "Workflow"
+        for node in tree.body:  # `Workflow = SolveGraph`
+            if _assigned_names(node) == [name] and isinstance(node, ast.Assign):
+                name = node.value.id if isinstance(node.value, ast.Name) else name
+        workflow = self.shape.workflow = classes.get(name)
+        if workflow is None:
+            found = f"classes {', '.join(classes)}" if classes else "no class"
+            fix = "name the class that holds `async def __call__(self, problem)` Workflow"
+            self.shape.faults.append(Fault(self.label, "a class Workflow", found, fix))
+            return
+        bases = [base for node in _family(workflow, classes) for base in node.bases]
+        closed = all(getattr(base, "id", "") in (*classes, "object") for base in bases)
+        methods = workflow_methods(self.shape)
+        for method, expected, check in (
+            ("__init__", _INIT, self.check_init),
+            ("__call__", _CALL, self.check_call),
+        ):
+            if method in methods:
+                check(methods[method])
+            elif closed:  # else a base class from elsewhere may have it
+                self.fault(workflow, expected, "a class without it", "add it")
+
+    def check_init(self, init: Function) -> None:
+        arguments = init.args
+        names = [item.arg for item in (*arguments.args[1:], *arguments.kwonlyargs)]
+        lacks = not arguments.kwarg and not {*INIT_ARGUMENTS} <= {*names}
+        if lacks or not {*_required(init)} <= {*INIT_ARGUMENTS} or arguments.posonlyargs:
+            found = f"__init__({ast.unparse(arguments)})"
+            self.fault(init, _INIT, found, "take those arguments")
+
+    def check_call(self, call: Function) -> None:
+        arguments = call.args
+        positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
+        required = _required(call)
+        keyword_only = {item.arg for item in arguments.kwonlyargs} & {*required}
+        fits = (positional or arguments.vararg) and not keyword_only and len(required) <= 2
+        if not fits or isinstance(call, ast.FunctionDef):
+            kind = "def" if isinstance(call, ast.FunctionDef) else "async def"
+            found = f"{kind} __call__({ast.unparse(arguments)})"
+            self.fault(call, _CALL, found, "write that line")
+        self.shape.parameters = tuple(positional[:2])
+        self.shape.needs_entry_point = len(required) == 2
+
+    # Its operators
+
+    def built(self) -> Iterator[BuiltOperator]:
+        """Every place where an operator is built, with the name of what it is assigned to."""
+        calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        at_once = {id(node.func) for node in calls}
+        calls = [node for node in calls if self.shape.operator_class(node.func) is not None]
+        wanted = {id(call) for call in calls if id(call) not in at_once}
+        names: dict[int, str] = {}
+        for node in self.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    _name_calls(target, node.value, wanted, names)
+        counts: dict[str, int] = {}
+        for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+            operator = self.shape.operator_class(call.func) or ""
+            name = names.get(id(call))
+            if name is None:
+                counts[operator] = counts.get(operator, 0) + 1
+                name = f"{operator.lower()}_{counts[operator]}"
+            yield BuiltOperator(name, operator, call.lineno, call.col_offset)
 
 
 def _is_installed(top: str) -> bool:
@@ -273,128 +357,13 @@ def _is_installed(top: str) -> bool:
         return False
 
 
-def unknown_operator(name: str, operators: Collection[str], where: str) -> Fault:
-    """The fault of an operator that does not exist."""
-    near = difflib.get_close_matches(name, operators, 1)
-    cure = f"did you mean {near[0]}? " if near else ""
-    known = ", ".join(sorted(operators))
-    return Fault(
-        where, f"one of the operators: {known}", f"operator.{name}", f"{cure}or add that operator"
-    )
-
-
-def _check_attributes(
-    shape: Shape,
-    nodes: Sequence[ast.AST],
-    operators: Collection[str],
-    prompts: Collection[str] | None,
-    label: str,
-) -> None:
-    """Faults of `operator.NAME` and `prompt_custom.NAME` that do not exist."""
-    rebound = {
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    for node in nodes:
-        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
-            continue
-        where = f"{label}:{node.lineno}"
-        if isinstance(node.value, ast.Name) and node.value.id in rebound:
-            continue
-        name = shape.operator_class(node)
-        if name is not None and name not in (*operators, "Operator"):
-            shape.faults.append(unknown_operator(name, operators, where))
-        if (
-            prompts is not None
-            and node in shape.certain
-            and isinstance(node.value, ast.Name)
-            and shape.modules.get(node.value.id) == "prompt"
-            and node.attr not in prompts
-        ):
-            near = difflib.get_close_matches(node.attr, prompts, 1)
-            cure = f"did you mean {near[0]}?" if near else "add it to prompt.py or prompts.json"
-            shape.faults.append(
-                Fault(where, "a prompt of this graph", f"{node.value.id}.{node.attr}", cure)
-            )
-    for call in nodes:
-        if (
-            isinstance(call, ast.Call)
-            and shape.operator_class(call.func) in operators
-            and not call.args
-            and not any(word.arg in ("llm", None) for word in call.keywords)
-            and _constructs(shape, call)
-        ):
-            text = ast.unparse(call)
-            cure = f"write {ast.unparse(call.func)}(self.llm)"
-            shape.faults.append(
-                Fault(f"{label}:{call.lineno}", "an operator with its model", f"{text:.80}", cure)
-            )
-
-
-def _constructs(shape: Shape, call: ast.Call) -> bool:
-    """Whether a call builds an operator: a derived class may give the model itself."""
-    return isinstance(call.func, ast.Attribute) or (
-        isinstance(call.func, ast.Name) and shape.classes.get(call.func.id) == call.func.id
-    )
-
-
-def _workflow(shape: Shape, label: str) -> None:
-    assert shape.tree is not None
-    classes = {node.name: node for node in shape.tree.body if isinstance(node, ast.ClassDef)}
-    name = "Workflow"
-    for node in shape.tree.body:  # `Workflow = SolveGraph`
-        if _assigned_names(node) == [name] and isinstance(node, ast.Assign):
-            name = node.value.id if isinstance(node.value, ast.Name) else name
-    shape.workflow = classes.get(name)
-    if shape.workflow is None:
-        found = f"classes {', '.join(classes)}" if classes else "no class"
-        cure = "name the class that holds `async def __call__(self, problem)` Workflow"
-        shape.faults.append(Fault(label, "a class Workflow", found, cure))
-        return
-    family = list(_family(shape.workflow, classes))
-    init, call = _method(family, "__init__"), _method(family, "__call__")
-    # A base class from elsewhere may have either.
-    closed = all(isinstance(base, ast.Name) for node in family for base in node.bases) and all(
-        base.id in (*classes, "object")
-        for node in family
-        for base in node.bases
-        if isinstance(base, ast.Name)
-    )
-    if init is not None:
-        _check_init(shape, init, label)
-    elif closed:
-        expected = "__init__(self, name, llm_config, dataset)"
-        where = f"{label}:{shape.workflow.lineno}"
-        shape.faults.append(Fault(where, expected, "a class without it", "add it"))
-    if call is not None:
-        _check_call(shape, call, label)
-    elif closed:
-        expected = "async def __call__(self, problem), or (self, problem, entry_point) for code"
-        where = f"{label}:{shape.workflow.lineno}"
-        shape.faults.append(Fault(where, expected, "a class without it", "add it"))
-
-
-def _family(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
-    seen: set[str] = set()
-    queue = [node]
-    while queue:
-        here = queue.pop(0)
-        if here.name in seen:
-            continue
-        seen.add(here.name)
-        yield here
-        queue += [
-            classes[base.id]
-            for base in here.bases
-            if isinstance(base, ast.Name) and base.id in classes
-        ]
-
-
-def _method(family: Sequence[ast.ClassDef], name: str) -> Function | None:
-    for node in family:
-        for member in node.body:
-            if isinstance(member, Function) and member.name == name:
-                return member
-    return None
+def _family(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """A class and its bases in the same file."""
+    family = [node]
+    for here in family:
+        bases = [classes[base.id] for base in here.bases if getattr(base, "id", "") in classes]  # type: ignore[attr-defined]
+        family += [base for base in dict.fromkeys(bases) if base not in family]
+    return family
 
 
 def workflow_methods(shape: Shape) -> dict[str, Function]:
@@ -410,96 +379,155 @@ def workflow_methods(shape: Shape) -> dict[str, Function]:
     return methods
 
 
-def _check_init(shape: Shape, init: Function, label: str) -> None:
-    arguments = init.args
-    names = [item.arg for item in (*arguments.args[1:], *arguments.kwonlyargs)]
-    missing = [] if arguments.kwarg else [name for name in INIT_ARGUMENTS if name not in names]
-    wanting = [name for name in _required(init) if name not in INIT_ARGUMENTS]
-    if missing or wanting or arguments.posonlyargs:
-        expected = "__init__(self, name, llm_config, dataset)"
-        found = ast.unparse(arguments)
-        shape.faults.append(
-            Fault(f"{label}:{init.lineno}", expected, f"__init__({found})", "take those arguments")
-        )
-
-
-def _check_call(shape: Shape, call: Function, label: str) -> None:
-    arguments = call.args
-    positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
-    required = _required(call)
-    keyword_only = [item.arg for item in arguments.kwonlyargs if item.arg in required]
-    fits = (positional or arguments.vararg) and not keyword_only and len(required) <= 2
-    if not fits or isinstance(call, ast.FunctionDef):
-        expected = "async def __call__(self, problem), or (self, problem, entry_point) for code"
-        kind = "def" if isinstance(call, ast.FunctionDef) else "async def"
-        found = f"{kind} __call__({ast.unparse(arguments)})"
-        shape.faults.append(Fault(f"{label}:{call.lineno}", expected, found, "write that line"))
-    shape.parameters = tuple(positional[:2])
-    shape.needs_entry_point = len(required) == 2
-
-
 def _required(function: Function) -> list[str]:
     """Names of parameters without a default, self apart."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     given = len(positional) - len(arguments.defaults)
-    names = [item.arg for item in positional[:given]][1:]
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return names + [item.arg for item, default in pairs if default is None]
-
-
-def _built(shape: Shape, nodes: Sequence[ast.AST]) -> Iterator[BuiltOperator]:
-    """Every place where an operator is built, with the name of what it is assigned to."""
-    calls = [
-        node
-        for node in nodes
-        if isinstance(node, ast.Call) and shape.operator_class(node.func) is not None
-    ]
-    at_once = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-    named = {id(call): call for call in calls if id(call) not in at_once}
-    names: dict[int, str] = {}
-    for node in nodes:
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                _name_calls(target, node.value, named, names)
-        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-            _name_calls(node.target, node.value, named, names)
-    counts: dict[str, int] = {}
-    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-        operator = shape.operator_class(call.func) or ""
-        name = names.get(id(call))
-        if name is None:
-            counts[operator] = counts.get(operator, 0) + 1
-            name = f"{operator.lower()}_{counts[operator]}"
-        yield BuiltOperator(name, operator, call.lineno, call.col_offset)
+    plain = [item.arg for item in positional[:given]][1:]
+    return plain + [item.arg for item, default in pairs if default is None]
 
 
 def _name_calls(
-    target: ast.expr, value: ast.expr, wanted: Mapping[int, ast.expr], names: dict[int, str]
+    target: ast.expr, value: ast.expr, wanted: Collection[int], names: dict[int, str]
 ) -> None:
     """Give the wanted calls inside `value` the name of `target`."""
-    if (
-        isinstance(target, (ast.Tuple, ast.List))
-        and isinstance(value, (ast.Tuple, ast.List))
-        and len(target.elts) == len(value.elts)
-    ):
-        for one, other in zip(target.elts, value.elts, strict=True):
-            _name_calls(one, other, wanted, names)
-        return
-    if isinstance(target, ast.Attribute):
-        name = target.attr
-    elif isinstance(target, ast.Name):
-        name = target.id
-    else:
-        return
-    if not any(_within(call, value) for call in wanted.values()):
-        return
-    found = [node for node in ast.walk(value) if id(node) in wanted]
-    for number, node in enumerate(found, 1):
-        names.setdefault(id(node), name if len(found) == 1 else f"{name}_{number}")
+    displays = (ast.Tuple, ast.List)
+    if isinstance(target, displays) and isinstance(value, displays):
+        if len(target.elts) == len(value.elts):
+            for one, other in zip(target.elts, value.elts, strict=True):
+                _name_calls(one, other, wanted, names)
+    elif isinstance(target, (ast.Attribute, ast.Name)):
+        name = target.attr if isinstance(target, ast.Attribute) else target.id
+        found = [node for node in ast.walk(value) if id(node) in wanted]
+        for number, node in enumerate(found, 1):
+            names.setdefault(id(node), name if len(found) == 1 else f"{name}_{number}")
 
 
-def _within(node: ast.expr, other: ast.expr) -> bool:
-    """Whether one expression stands inside another, by their places."""
-    start, end = (other.lineno, other.col_offset), (other.end_lineno, other.end_col_offset)
-    return start <= (node.lineno, node.col_offset) < end
+# Going through a syntax tree, without what says nothing about a graph: `ast.walk` also visits the
+# contexts of names and the signs of operators, which are half of a tree.
+
+_PASSED_OVER = frozenset({"ctx", "op", "ops", "type_ignores", "type_comment", "kind"})
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """The nodes directly below one, in the order of the source."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        value = None if name in _PASSED_OVER else getattr(node, name, None)
+        if isinstance(value, ast.AST):
+            found.append(value)
+        elif type(value) is list:
+            found += [item for item in value if isinstance(item, ast.AST)]
+    return found
+
+
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """All nodes, level by level, as `ast.walk` has them."""
+    nodes = [tree]
+    for node in nodes:
+        nodes += children(node)
+    return nodes
+
+
+def levels(tree: ast.AST, most_nodes: int, most_depth: int) -> tuple[list[ast.AST], int]:
+    """As `walk`, and how many levels; ends early past one of the limits."""
+    nodes: list[ast.AST] = []
+    level: Sequence[ast.AST] = [tree]
+    depth = 0
+    while level and len(nodes) <= most_nodes and depth <= most_depth:
+        nodes += level
+        depth += 1
+        level = [child for node in level for child in children(node)]
+    return nodes, depth
+
+
+def parameters(arguments: ast.arguments) -> list[ast.arg]:
+    """Every parameter of a function, those that take the rest last."""
+    rest = [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]
+
+
+def _without_main(tree: ast.Module) -> ast.Module:
+    """The tree as a module runs that is imported, which a graph always is.
+
+    The body of `if __name__ == "__main__":` is left out, and that of functions that nothing but
+    it calls: their defaults and decorators are evaluated all the same.
+    """
+    left_out: list[ast.AST] = []
+    body: list[ast.stmt] = []
+    for node in tree.body:
+        if isinstance(node, ast.If) and _asks_for_main(node.test):
+            left_out += node.body
+            body += node.orelse
+        else:
+            body.append(node)
+    tree.body = body
+    while left_out:
+        named, read = _names_in(left_out), _names_in([tree])
+        functions = [node for node in tree.body if isinstance(node, Function)]
+        unread = [node for node in functions if node.name in named and node.name not in read]
+        left_out = []
+        for function in unread:
+            left_out += [item for item in function.body if not isinstance(item, ast.Pass)]
+            function.body = [ast.copy_location(ast.Pass(), function.body[0])]
+    return tree
+
+
+def _asks_for_main(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    return {item.id for node in nodes for item in walk(node) if isinstance(item, ast.Name)}
+
+
+_ALWAYS = {
+    ast.If: "test", ast.While: "test", ast.IfExp: "test", ast.Try: "finalbody",
+    ast.Match: "subject", ast.Lambda: "args",
+}  # fmt: skip
+"""The part of a node that is reached whenever the node is."""
+_LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
+
+
+def _certain(tree: ast.Module) -> set[ast.AST]:
+    """The nodes that every run of a graph reaches that does not fail before: not those of
+    branches, of what follows a branch that may leave, nor of functions that only such places call.
+    """
+    functions = {node.name: node for node in walk(tree) if isinstance(node, Function)}
+    found: set[ast.AST] = set()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            pending += _reached(functions[name].body) if name in functions else []
+        pending += _always_in(node)
+    return found
+
+
+def _always_in(node: ast.AST) -> Sequence[ast.AST]:
+    if type(node) in _ALWAYS:
+        part = getattr(node, _ALWAYS[type(node)])
+        return part if isinstance(part, list) else [part]
+    if isinstance(node, ast.BoolOp):
+        return node.values[:1]
+    if isinstance(node, Function):
+        run = node.name in ("__init__", "__call__")
+        return [*node.decorator_list, node.args, *(_reached(node.body) if run else ())]
+    body = getattr(node, "body", None)
+    if isinstance(body, list):
+        return [*(part for part in children(node) if part not in body), *_reached(body)]
+    return children(node)
+
+
+def _reached(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements up to the first one that may leave the others out."""
+    for statement in body:
+        yield statement
+        if any(isinstance(part, _LEAVING) for part in walk(statement)):
+            return

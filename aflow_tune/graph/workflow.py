@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Dict  # noqa: UP035 (the contract's spell
 from aflow_tune.context import record_metrics
 from aflow_tune.data.fields import FieldRead
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
+from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph, load_graph
-from aflow_tune.graph.limits import GraphLimits
 from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models.clients import make_client
 from aflow_tune.models.settings import check_models
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import Operator, TestCases, use_test_cases
-from aflow_tune.operators.programmer import use_libraries
+from aflow_tune.operators.programs import use_libraries
 from aflow_tune.sandbox.policy import MATHEMATICS
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find, score_both
@@ -95,7 +95,7 @@ class GraphFunction:
 
         Raises:
             GraphFailed: it ended otherwise, which is no wrong answer.
-            SandboxUnavailable: code would have to run, and no wall can be built here.
+            SandboxUnavailable: code would have to run, and there is no sandbox here.
         """
         entry_point = task.get(self.entry_point)
         name = self.benchmark or self.graph.dataset or ""
@@ -129,7 +129,7 @@ def problem_of(
     usually stands.
 
     Args:
-        section: of the configuration, `graph` or `writer`, for the cure.
+        section: of the configuration, `graph` or `writer`, for the fix.
 
     Raises:
         BadInput: the row has none.
@@ -205,37 +205,35 @@ def workflow_from_config(
     """
     graph = load_graph(path or section.path or "", trust=section.trust, operators=operators)
     faults = []
+
+    def fault(key: str, expected: str, found: str, fix: str) -> None:
+        faults.append(Fault(where(f"graph.{key}"), expected, found, fix))
+
     if section.benchmark is not None:
         try:
             find(section.benchmark)
         except BadInput as error:
-            key = where("graph.benchmark")
-            faults += [replace(fault, where=key) for fault in error.faults]
+            faults += [replace(wrong, where=where("graph.benchmark")) for wrong in error.faults]
     scorers = [section.benchmark is not None and not judged, score is not None, judged]
     if sum(scorers) != 1:
         found = "none of them" if not any(scorers) else "more than one"
-        cure = (
+        fix = (
             "write `graph: {benchmark: gsm8k}`, `graph: {score: path/file.py:function}`, or "
             "`judge: path/file.py:function`"
         )
-        expected = "one that scores: a benchmark, a score function or a judge"
-        faults.append(Fault(where("graph.benchmark"), expected, found, cure))
+        fault("benchmark", "one that scores: a benchmark, a score function or a judge", found, fix)
     if not 0 < section.timeout < math.inf:
-        cure = "graph: {timeout: 180}"
-        found = f"{section.timeout:g}"
-        faults.append(Fault(where("graph.timeout"), "seconds above 0", found, cure))
+        fault("timeout", "seconds above 0", f"{section.timeout:g}", "graph: {timeout: 180}")
     if section.max_calls < 1:
-        cure = "graph: {max_calls: 100}"
-        faults.append(Fault(where("graph.max_calls"), "1 or more", str(section.max_calls), cure))
+        fault("max_calls", "1 or more", str(section.max_calls), "graph: {max_calls: 100}")
     names = {*graph.shape.instances, *graph.shape.instances.values()}
     for name, role in section.models.items():
         if role not in settings and role != POLICY:
             expected = f"a role of `models:` ({', '.join(settings) or 'none is there'})"
-            key = f"graph.models.{name}"
-            faults.append(Fault(where(key), expected, role, "add it under `models:`"))
+            fault(f"models.{name}", expected, role, "add it under `models:`")
         if name[:1].isupper() and name not in names:
             expected = f"an operator of the graph ({', '.join(sorted(names))})"
-            faults.append(Fault(where(f"graph.models.{name}"), expected, name, "name one of them"))
+            fault(f"models.{name}", expected, name, "name one of them")
     roles = set(section.models.values()) - {POLICY}
     if not faults:
         faults += check_models({role: settings[role] for role in roles})

@@ -6,7 +6,7 @@ so that scores compare with published ones. The texts are AFlow's and stay in it
 parsed, never executed, and become prompts of our operators. Beside `op_prompt.py` two more files
 are read where they are: `operator_an.py` (what AFlow says about each field) and
 `scripts/formatter.py` of the checkout (how it asks for a form). With all three a first question is
-AFlow's to the letter; where one lacks, our own sentences about the form stand at the end. What
+AFlow's to the letter; where one is missing, our own sentences about the form stand at the end. What
 differs in any case: what is said after a failed program or test, and being asked again.
 """
 
@@ -16,8 +16,8 @@ import ast
 import re
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.operators.prompts import FORMS, MAIN, NO_FORM, Texts
@@ -29,8 +29,7 @@ _REPLACED = {"question": "problem", "problem_description": "problem"}
 """AFlow's words for values, where they are not ours."""
 
 
-@dataclass(frozen=True)
-class _Constant:
+class _Constant(NamedTuple):
     """What one constant of AFlow's is for."""
 
     operator: str
@@ -41,14 +40,11 @@ class _Constant:
     """What stands for placeholders that our operator has no value for."""
 
 
+_PLACES = {"solutions": "{solutions}\n\n"}
 _CONSTANTS = {
     "ANSWER_GENERATION_PROMPT": [_Constant("AnswerGenerate", MAIN, "AnswerGenerateOp", {})],
-    "SC_ENSEMBLE_PROMPT": [
-        _Constant("ScEnsemble", MAIN, "ScEnsembleOp", {"solutions": "{solutions}\n\n"})
-    ],
-    "MD_ENSEMBLE_PROMPT": [
-        _Constant("MdEnsemble", MAIN, "MdEnsembleOp", {"solutions": "{solutions}\n\n"})
-    ],
+    "SC_ENSEMBLE_PROMPT": [_Constant("ScEnsemble", MAIN, "ScEnsembleOp", _PLACES)],
+    "MD_ENSEMBLE_PROMPT": [_Constant("MdEnsemble", MAIN, "MdEnsembleOp", _PLACES)],
     "PYTHON_CODE_VERIFIER_PROMPT": [
         _Constant("Programmer", MAIN, "", {"feedback": ""}),
         _Constant("Programmer", "again", "", {"feedback": _FAILED}),
@@ -94,8 +90,8 @@ def aflow_prompts(path: Path) -> dict[str, Texts]:
     if not found:
         expected = f"constants such as {', '.join(list(_CONSTANTS)[:3])}"
         shown = ", ".join(list(texts)[:5]) or "no texts"
-        cure = "name workspace/DATASET/workflows/template/op_prompt.py of an AFlow checkout"
-        raise BadInput("These are no prompts of AFlow.", [Fault(str(path), expected, shown, cure)])
+        fix = "name workspace/DATASET/workflows/template/op_prompt.py of an AFlow checkout"
+        raise BadInput("These are no prompts of AFlow.", [Fault(str(path), expected, shown, fix)])
     if (code := asks.code("{entry_point}")) is not None:
         found["CustomCodeGenerate"] = {MAIN: f"{{instruction}}{{problem}}{code}{{{NO_FORM}}}"}
     return {**found, FORMS: {"candidate": _CANDIDATE}}
@@ -118,8 +114,8 @@ def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8-sig"))
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        cure = "name workspace/DATASET/workflows/template/op_prompt.py of an AFlow checkout"
-        fault = Fault(str(path), "a Python file with prompts", str(error), cure)
+        fix = "name workspace/DATASET/workflows/template/op_prompt.py of an AFlow checkout"
+        fault = Fault(str(path), "a Python file with prompts", str(error), fix)
         raise BadInput("The prompts of AFlow cannot be read.", [fault]) from None
 
 
@@ -134,8 +130,8 @@ def _ours(text: str, values: Mapping[str, str], where: str) -> str:
                 made += "\0"  # braces around it may be text
                 put.append(values.get(known, f"{{{known}}}"))
     except ValueError as error:
-        cure = "leave the file as AFlow has it"
-        fault = Fault(where, "a text for str.format", str(error), cure)
+        fix = "leave the file as AFlow has it"
+        fault = Fault(where, "a text for str.format", str(error), fix)
         raise BadInput("A prompt of AFlow cannot be read.", [fault]) from None
     pieces = _escaped(made).split("\0")
     return "".join(piece + value for piece, value in zip(pieces, [*put, ""], strict=True))

@@ -1,17 +1,38 @@
-"""Operators that ask once: Custom, AnswerGenerate, CustomCodeGenerate, Format.
+"""The operators that only ask a model: eight of AFlow's ten.
 
-Custom and Format take the whole reply; only an empty one cannot be read.
+The ensembles choose one of several solutions, in one vote or by majority. Candidates are labelled A
+to Z, AA, AB and so on, so there is no limit of 26. Each candidate is a place in the list: equal
+texts stay two candidates. A candidate may be a whole result of another operator: as in AFlow it is
+shown as its text and handed back as it is. Empty candidates, which is what operators return that
+could not be read, are not put to the vote. Where no vote can be read the candidate that occurs most
+often is returned (of several the first), with the outcome 'unreadable'.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
-from aflow_tune.operators.base import Operator
-from aflow_tune.operators.fields import Field, Kind
-from aflow_tune.operators.outcome import OperatorResult
-from aflow_tune.operators.prompts import Prompt
-from aflow_tune.operators.reading import Form
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.operators.base import (
+    READ_OUTCOMES,
+    RETRIES,
+    Operator,
+    OperatorResult,
+    Outcome,
+    whole_number,
+)
+from aflow_tune.operators.fields import Field, Form, Kind, labels
+from aflow_tune.operators.prompts import Prompt, form_text
+
+T = TypeVar("T")
+LETTER = "solution_letter"
+VOTES = 5
+MAX_VOTES = 100
 
 
 class Custom(Operator):
@@ -73,3 +94,195 @@ class Format(Operator):
         answer = await self.ask({"problem": problem, "solution": solution}, mode=mode)
         answer["solution"] = answer["response"]
         return answer
+
+
+class Review(Operator):
+    """Checks a solution and says whether it is right."""
+
+    fields = (
+        Field("review_result", Kind.BOOL, "whether the solution is right"),
+        Field("feedback", description="what is wrong with it and how to mend it", required=False),
+    )
+    asks = {"main": Prompt(needs=("solution",), may=("problem",))}
+
+    async def run(self, problem: str, solution: str, mode: str | None = None) -> OperatorResult:
+        """`review_result` is a bool. A review that cannot be read approves nothing: False."""
+        return await self.ask({"problem": problem, "solution": solution}, mode=mode)
+
+
+class Revise(Operator):
+    """Writes a solution anew after a review."""
+
+    fields = (Field("solution", description="the whole corrected solution"),)
+    asks = {"main": Prompt(needs=("solution", "feedback"), may=("problem",))}
+
+    async def run(
+        self, problem: str, solution: str, feedback: str, mode: str | None = None
+    ) -> OperatorResult:
+        """A revision that cannot be read leaves the solution as it was."""
+        values = {"problem": problem, "solution": solution, "feedback": feedback}
+        revised = await self.ask(values, mode=mode)
+        if revised.outcome is Outcome.UNREADABLE:
+            revised["solution"] = solution
+        return revised
+
+
+class _Ensemble(Operator):
+    """What both ensembles share: checking the candidates, and one vote."""
+
+    fields = (
+        Field("thought", description="how the candidates compare", required=False),
+        Field(LETTER, Kind.CHOICE, "the label of the candidate that you choose"),
+    )
+    asks = {"main": Prompt(needs=("solutions",), may=("problem",))}
+
+    def _candidates(self, solutions: Sequence[Any]) -> tuple[list[str], list[int]]:
+        """The candidates as texts, and the places of those that have one."""
+        where, expected = f"{self.caller}: solutions", "a list of at least one text"
+        if isinstance(solutions, str) or not isinstance(solutions, Sequence) or not solutions:
+            fix = "pass the list of solutions to choose from"
+            fault = Fault(where, expected, f"{solutions!r:.80}", fix)
+            raise BadInput("There is nothing to choose from.", [fault])
+        faults = [
+            Fault(f"{where}[{number}]", "a text or a result", f"{item!r:.80}", "pass its text")
+            for number, item in enumerate(solutions)
+            if not isinstance(item, str | int | float | Mapping) and item is not None
+        ]
+        if faults:
+            raise BadInput("These candidates are no texts.", faults)
+        texts = [_shown(item) for item in solutions]
+        return texts, [place for place, text in enumerate(texts) if text.strip()]
+
+    async def _vote(
+        self, problem: str, candidates: Sequence[str], order: Sequence[int], mode: str | None
+    ) -> tuple[int | None, OperatorResult]:
+        """The place of the chosen candidate, or None; `order` is how they are shown."""
+        names = labels(len(order))
+        shown = [
+            form_text("candidate", {"label": name, "solution": candidates[place]})
+            for name, place in zip(names, order, strict=True)
+        ]
+        fields = [self.fields[0], replace(self.fields[1], choices=names)]
+        values = {"problem": problem, "solutions": "\n\n".join(shown)}
+        answer = await self.ask(values, fields=fields, mode=mode)
+        if answer.outcome not in READ_OUTCOMES:
+            return None, answer
+        return order[names.index(answer[LETTER])], answer
+
+
+class ScEnsemble(_Ensemble):
+    """Chooses the solution whose result most solutions agree on, in one vote."""
+
+    returns = {"response": "the chosen solution"}
+
+    async def run(self, solutions: list[str], problem: str = "") -> OperatorResult:
+        """The chosen candidate.
+
+        Raises:
+            BadInput: there is no candidate, or one is neither a text nor a result.
+        """
+        candidates, order = self._candidates(solutions)
+        if not order:
+            return _nothing("response", solutions)
+        place, vote = await self._vote(problem, candidates, order, None)
+        place = _most_frequent(candidates, order) if place is None else place
+        return OperatorResult({"response": _given(solutions, place)}, vote.outcome, vote.reason)
+
+
+class MdEnsemble(_Ensemble):
+    """Chooses the best solution by majority over several votes, shuffled each time.
+
+    So a preference for places cancels out. The order is drawn from `seed`, the problem and the
+    candidates: equal uses ask equal questions.
+
+    Args:
+        vote_count: how many votes, from 1 to 100.
+        seed: of the orders in which candidates are shown.
+    """
+
+    returns = {"solution": "the chosen solution"}
+
+    def __init__(
+        self,
+        llm: Any,
+        name: str | None = None,
+        prompts: Any = None,
+        vote_count: int = VOTES,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(llm, name, prompts, **settings)
+        whole_number(f"{self.caller}: vote_count", vote_count, 1, MAX_VOTES)
+        self.vote_count, self.seed = vote_count, seed
+
+    @classmethod
+    def most_calls(
+        cls, *, retries: int = RETRIES, vote_count: int | None = VOTES, **settings: Any
+    ) -> int:
+        """One call for each vote."""
+        return (MAX_VOTES if vote_count is None else vote_count) * (1 + retries)
+
+    async def run(
+        self, solutions: list[str], problem: str = "", mode: str | None = None
+    ) -> OperatorResult:
+        """The candidate with most votes; of several the one that stands first.
+
+        Raises:
+            BadInput: there is no candidate, or one is neither a text nor a result.
+        """
+        candidates, filled = self._candidates(solutions)
+        if not filled:
+            return _nothing("solution", solutions)
+        orders = []
+        drawn = random.Random(repr((self.seed, problem, candidates)))
+        for _ in range(self.vote_count):
+            drawn.shuffle(order := list(filled))
+            orders.append(order)
+        votes = await together([self._vote(problem, candidates, order, mode) for order in orders])
+        tally = Counter(place for place, _ in votes if place is not None)
+        lost = self.vote_count - tally.total()
+        if not tally:
+            chosen = _given(solutions, _most_frequent(candidates, filled))
+            reason = f"no vote could be read: {votes[0][1].reason}"
+            return OperatorResult({"solution": chosen}, Outcome.UNREADABLE, reason)
+        winner = min(tally, key=lambda place: (-tally[place], place))
+        plain = all(vote.outcome is Outcome.ANSWERED for _, vote in votes)
+        reason = f"{lost} of {self.vote_count} votes could not be read" if lost else ""
+        outcome = Outcome.ANSWERED if plain else Outcome.REPAIRED
+        return OperatorResult({"solution": _given(solutions, winner)}, outcome, reason)
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; if one raises, the others are cancelled before it is passed on."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _most_frequent(candidates: Sequence[str], places: Sequence[int]) -> int:
+    counts = Counter(candidates[place].strip() for place in places)
+    return max(places, key=lambda place: counts[candidates[place].strip()])
+
+
+def _nothing(key: str, solutions: Sequence[Any]) -> OperatorResult:
+    """What is returned where there is nothing to vote on: a result where results were given."""
+    chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
+    return OperatorResult({key: chosen}, Outcome.UNREADABLE, "no candidate has a text")
+
+
+def _shown(item: Any) -> str:
+    """A candidate's text. A result without any value is empty, as operators return it that could
+    not be read."""
+    if isinstance(item, Mapping):
+        return str(dict(item)) if any(str(value).strip() for value in item.values()) else ""
+    return "" if item is None else str(item)
+
+
+def _given(solutions: Sequence[Any], place: int) -> Any:
+    """The candidate as it was given; a number as its text."""
+    item = solutions[place]
+    return item if isinstance(item, Mapping) else _shown(item)

@@ -23,27 +23,29 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from aflow_tune.context import caller
-from aflow_tune.errors import BudgetReached, Fault
+from aflow_tune.errors import BadInput, BudgetReached, Fault
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient, ModelError
-from aflow_tune.operators.checks import number_faults
-from aflow_tune.operators.fields import Field, schema_of
-from aflow_tune.operators.forms import again, described, prompt_with_form
-from aflow_tune.operators.outcome import OperatorResult, Outcome
+from aflow_tune.operators.fields import Field, Form, described, forms_for, schema_of
 from aflow_tune.operators.prompts import (
+    FORM,
     MAIN,
+    NO_FORM,
     Prompt,
     Texts,
     checked,
+    fill,
+    form_text,
     own_text,
     placeholders,
     raise_faults,
     text_of,
 )
-from aflow_tune.operators.reading import Form, Reading, forms_for, read_reply
+from aflow_tune.operators.reading import Reading, read_reply
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.trace import OperatorCall, note
 
@@ -52,6 +54,8 @@ RETRIES = 2
 MAX_RETRIES = 10
 MAX_REASON = 500
 """Characters of a reason in the trace."""
+MAX_SHOWN_REPLY = 4_000
+"""Characters of a reply that go back to the model when it is asked again."""
 _NAME = re.compile(r"[\w-]{1,80}")
 _MODES = {
     "xml_fill": Form.XML,
@@ -60,6 +64,69 @@ _MODES = {
     "json_fill": Form.JSON,
 }
 """AFlow's words for forms, besides our own."""
+
+
+class Outcome(StrEnum):
+    """How one use ended. The value is its word in traces and metrics."""
+
+    ANSWERED = "answered"
+    """Read as it was asked for, at the first attempt."""
+    REPAIRED = "repaired"
+    """Read, but only after repairs or after asking again; or some of several votes were lost, or
+    a program had to be corrected before it ran or passed its tests."""
+    UNREADABLE = "unreadable"
+    """No attempt could be read. The keys are there, with the operator's fallback values."""
+    PROGRAM_FAILED = "program_failed"
+    """No program ran to a result."""
+    TESTS_FAILED = "tests_failed"
+    """The last solution does not pass the tests."""
+    NO_TESTS = "no_tests"
+    """There was nothing to test with, so nothing was tested and nothing passed."""
+    UNDECIDED = "undecided"
+    """The tests could not be run, which says nothing about the solution."""
+    # What follows is noted in the trace; the call itself raises.
+    MODEL_FAILED = "model_failed"
+    """The model gave no reply after its retries: `ModelError`."""
+    SANDBOX_UNAVAILABLE = "sandbox_unavailable"
+    """A program could not be run at all: `SandboxUnavailable`."""
+    STOPPED = "stopped"
+    """Cancelled, or ended by the run's budget."""
+    RAISED = "raised"
+    """Any other exception: wrong arguments, or a defect of an operator."""
+
+
+READ_OUTCOMES = frozenset({Outcome.ANSWERED, Outcome.REPAIRED})
+"""The outcomes with an answer that the model gave."""
+
+
+class OperatorResult(dict[str, Any]):
+    """What an operator returns: a dict with the operator's keys, plus how it came about.
+
+    Attributes:
+        outcome: see `Outcome`. Values are the operator's fallbacks where it is 'unreadable'.
+        reason: why it is no plain answer; empty where there is nothing to say.
+        attempts: model calls that it took.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        outcome: Outcome | str = Outcome.ANSWERED,
+        reason: str = "",
+        attempts: int = 0,
+    ) -> None:
+        super().__init__(values)
+        self.outcome = Outcome(outcome)
+        self.reason = reason
+        self.attempts = attempts
+
+    @property
+    def ok(self) -> bool:
+        """Whether it holds an answer. Not whether that is right."""
+        return self.outcome in READ_OUTCOMES
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self), self.outcome, self.reason, self.attempts)
 
 
 @dataclass
@@ -141,7 +208,7 @@ class Operator:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             expected = "letters, digits, _ and -"
             faults.append(Fault(f"{type(self).__name__}: name", expected, repr(name), "rename it"))
-        faults += number_faults(f"{self.caller}: retries", retries, 0, MAX_RETRIES)
+        faults += _number_faults(f"{self.caller}: retries", retries, 0, MAX_RETRIES)
         self._form = type(self).form
         if form is not None:
             allowed = [item.value for item in forms_for(self.fields)]
@@ -149,8 +216,8 @@ class Operator:
                 self._form = Form(form)
             else:
                 expected = "one of " + ", ".join(allowed)
-                cure = "leave it out for the operator's own form"
-                faults.append(Fault(f"{self.caller}: form", expected, repr(form), cure))
+                fix = "leave it out for the operator's own form"
+                faults.append(Fault(f"{self.caller}: form", expected, repr(form), fix))
         raise_faults(faults)
         self.llm: ModelClient = as_client(llm)
 
@@ -186,9 +253,11 @@ class Operator:
         """
         use = _use.get() or _Use()
         fields = self.fields if fields is None else fields
-        form = self._form_for(fields, mode)
+        allowed = forms_for(fields)
+        wanted = (_MODES.get(mode or "", mode), self._form, allowed[0])
+        form = Form(next(item for item in wanted if item in allowed))
         template = text_of(type(self).__name__, self.name, prompt, self.asks, self._prompts)
-        text = prompt_with_form(template, values, described(fields, form))
+        text = _with_form(template, values, described(fields, form))
         schema = schema_of(fields) if form is Form.JSON else None
         messages: list[dict[str, str]] = [{"role": "user", "content": text}]
         reading, attempt = Reading({}), 0
@@ -199,32 +268,22 @@ class Operator:
             reading = read_reply(reply, fields, form)
             if not reading.faults:
                 break
-            messages = again(text, reply, "; ".join(reading.faults))
+            messages = _again(text, reply, "; ".join(reading.faults))
         values_read = {field.name: field.fallback for field in fields} | dict(reading.values)
         reason = "; ".join(reading.faults)
+        outcome = Outcome.REPAIRED if reading.repaired or attempt > 1 else Outcome.ANSWERED
         if reading.faults:
             outcome = Outcome.UNREADABLE
-        elif reading.repaired or attempt > 1:
-            outcome = Outcome.REPAIRED
-        else:
-            outcome = Outcome.ANSWERED
         use.outcomes.append(outcome)
         use.reasons += [reason] if reason else []
         return OperatorResult(values_read, outcome, reason, attempt)
-
-    def _form_for(self, fields: Sequence[Field], mode: str | None) -> Form:
-        wanted = _MODES.get(mode or "", mode)
-        allowed = forms_for(fields)
-        if wanted in allowed:
-            return Form(wanted)
-        return self._form if self._form in allowed else allowed[0]
 
     @classmethod
     def most_calls(cls, *, retries: int = RETRIES, **settings: Any) -> int:
         """Model calls of one use at worst, for those who must know before they allow it.
 
         This is the figure of an operator that asks once. One whose `run` may ask more often
-        declares its own; `tests/test_op_most_calls.py` holds the shipped ones against real uses.
+        declares its own; `tests/test_op_ten.py` holds the shipped ones against real uses.
 
         Args:
             retries: how often each answer is asked for again.
@@ -310,3 +369,39 @@ def _failed(error: BaseException) -> Outcome:
     if isinstance(error, (BudgetReached, asyncio.CancelledError, GeneratorExit)):
         return Outcome.STOPPED
     return Outcome.RAISED
+
+
+def _with_form(template: str, values: Mapping[str, object], form: str) -> str:
+    """A prompt filled in, with the description of the form in its place or at the end."""
+    text = fill(template, {**values, FORM: form, NO_FORM: ""})
+    if form and not placeholders(template) & {FORM, NO_FORM}:
+        text = f"{text}\n\n{form}"
+    return text
+
+
+def _again(prompt: str, reply: str, fault: str) -> list[dict[str, str]]:
+    """The messages that ask once more, with the reply that could not be read."""
+    if len(reply) > MAX_SHOWN_REPLY:
+        half = MAX_SHOWN_REPLY // 2
+        reply = f"{reply[:half]}\n[...]\n{reply[-half:]}"
+    # Endpoints refuse lone surrogates and empty messages.
+    shown = reply.encode(errors="replace").decode().replace("\0", "\ufffd")
+    return [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": shown if shown.strip() else "(an empty reply)"},
+        {"role": "user", "content": form_text("again", {"fault": fault})},
+    ]
+
+
+def _number_faults(where: str, value: Any, least: int, most: int) -> list[Fault]:
+    if type(value) is int and least <= value <= most:
+        return []
+    expected = f"a whole number from {least} to {most}"
+    return [Fault(where, expected, f"{value!r:.80}", f"give {expected}")]
+
+
+def whole_number(where: str, value: Any, least: int, most: int) -> None:
+    """Raises `BadInput` for anything else: a graph that a model wrote may choose the value."""
+    faults = _number_faults(where, value, least, most)
+    if faults:
+        raise BadInput("An operator cannot be built.", faults)

@@ -1,7 +1,7 @@
-"""Typed fields: what an operator asks a model for, and how a text becomes a value.
+"""Typed fields: what an operator asks a model for, how, and how a text becomes a value.
 
 A field knows what its values look like and which texts mean one. Where in a reply its text
-stands is for `reading.py`; how it is asked for is for `forms.py`.
+stands is for `reading.py`. The sentences that ask are prompts (`forms:` in `prompts.yaml`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from aflow_tune.operators.prompts import form_text
 from aflow_tune.operators.python_code import program_in
 
 
@@ -28,12 +29,30 @@ class Kind(StrEnum):
     """A Python program."""
 
 
+class Form(StrEnum):
+    """How fields are asked for."""
+
+    TEXT = "text"
+    XML = "xml"
+    JSON = "json"
+    CODE = "code"
+
+
 class Unreadable(ValueError):
     """A text is no value of the field. The message completes 'the field NAME ...'."""
 
 
 MAX_SHORT_TEXT = 200
 """Characters of a text in which a truth value, a number or a choice is looked for."""
+MAX_SHOWN_CHOICES = 30
+_TYPES = {
+    Kind.TEXT: ("string", ""),
+    Kind.BOOL: ("boolean", "true or false"),
+    Kind.INT: ("integer", "a whole number"),
+    Kind.CHOICE: ("string", "one of "),
+    Kind.CODE: ("string", "a Python program"),
+}
+"""JSON's word and ours."""
 _DECORATION = " \t\r\n*_`\"'()[]{}.,:;#!"
 _TRUE = frozenset({"true", "yes", "correct", "1"})
 _FALSE = frozenset({"false", "no", "incorrect", "wrong", "0"})
@@ -67,9 +86,7 @@ class Field:
     @property
     def fallback(self) -> Any:
         """The value where none could be read: '' for texts and code, False, else None."""
-        if self.kind in (Kind.TEXT, Kind.CODE):
-            return ""
-        return False if self.kind is Kind.BOOL else None
+        return {Kind.TEXT: "", Kind.CODE: "", Kind.BOOL: False}.get(self.kind)
 
     def value_of(self, raw: Any) -> tuple[Any, bool]:
         """The value that a text (or a value of JSON) means, and whether it had to be repaired.
@@ -95,21 +112,34 @@ class Field:
 
     def schema(self) -> dict[str, Any]:
         """Its part of a JSON schema."""
-        schema: dict[str, Any] = {"type": _JSON_TYPES[self.kind]}
+        schema: dict[str, Any] = {"type": _TYPES[self.kind][0]}
         if self.kind is Kind.CHOICE:
             schema["enum"] = list(self.choices)
         if self.description:
             schema["description"] = self.description
         return schema
 
+    def meaning(self, form: Form) -> str:
+        """What is said about it where it is asked for."""
+        # The sentence around a program says that it is Python.
+        what = "" if form is Form.CODE else _TYPES[self.kind][1]
+        if self.kind is Kind.CHOICE:
+            shown = list(self.choices[:MAX_SHOWN_CHOICES])
+            if len(self.choices) > MAX_SHOWN_CHOICES:
+                shown.append(f"and so on to {self.choices[-1]}")
+            what += ", ".join(shown)
+        if self.entry_point:
+            what += f"{', ' if what else ''}defines `{self.entry_point}`"
+        if not self.description:
+            return what or "the program"
+        return f"{self.description} ({what})" if what else self.description
 
-_JSON_TYPES = {
-    Kind.TEXT: "string",
-    Kind.BOOL: "boolean",
-    Kind.INT: "integer",
-    Kind.CHOICE: "string",
-    Kind.CODE: "string",
-}
+
+def forms_for(fields: Sequence[Field]) -> tuple[Form, ...]:
+    """The forms that these fields can be asked for in."""
+    kind = fields[0].kind if len(fields) == 1 else None
+    alone = {Kind.TEXT: (Form.TEXT,), Kind.CODE: (Form.CODE,)}
+    return (Form.XML, Form.JSON, *(alone.get(kind, ()) if kind else ()))
 
 
 def schema_of(fields: Sequence[Field]) -> dict[str, Any]:
@@ -120,6 +150,15 @@ def schema_of(fields: Sequence[Field]) -> dict[str, Any]:
         "required": [field.name for field in fields],
         "additionalProperties": False,
     }
+
+
+def described(fields: Sequence[Field], form: Form) -> str:
+    """What is said about the answer's form; empty where the whole reply is the answer."""
+    if form is Form.TEXT:
+        return ""
+    lines = {Form.XML: "<{0}>{1}</{0}>", Form.JSON: '"{0}": {1}', Form.CODE: "{1}"}
+    said = [lines[form].format(field.name, field.meaning(form)) for field in fields]
+    return form_text(form.value, {"fields": "\n".join(said)})
 
 
 def labels(count: int) -> tuple[str, ...]:
@@ -169,11 +208,11 @@ def _number(raw: Any) -> tuple[int, bool]:
 def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
     if text in choices:
         return text, False
-    by_word = {choice.casefold(): choice for choice in choices}
-    bare = text[: MAX_SHORT_TEXT + 1].strip(_DECORATION).casefold()
-    if bare in by_word and len(text) <= MAX_SHORT_TEXT:
-        return by_word[bare], True
     if len(text) <= MAX_SHORT_TEXT:
+        by_word = {choice.casefold(): choice for choice in choices}
+        bare = text.strip(_DECORATION).casefold()
+        if bare in by_word:
+            return by_word[bare], True
         first = _FIRST.match(text)
         marked = [match[2] for match in _MARKED.finditer(text) if not _goes_on(match, text)]
         named = {word for word in [*marked, first[1] if first else ""] if word in choices}

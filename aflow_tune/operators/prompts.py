@@ -28,10 +28,11 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from aflow_tune.errors import BadInput, Fault
 
+T = TypeVar("T")
 Texts = str | Mapping[str, str]
 """The prompts of one operator or instance, as users give them."""
 MAIN = "main"
@@ -44,6 +45,10 @@ FORMS = "forms"
 APART = "\n\n"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 _ONE_BRACE = re.compile(r"\{(\w+)\}")
+_run: ContextVar[Mapping[str, Texts] | None] = ContextVar("aflow_tune_prompts", default=None)
+_instruction: ContextVar[tuple[str, str, str]] = ContextVar(
+    "aflow_tune_instruction", default=("", "", "")
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,36 @@ FORM_PROMPTS: Mapping[str, Prompt] = {
 }
 
 
+@contextlib.contextmanager
+def use(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """A context variable's value, in the current context and in everything it starts."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # closed by the collector, in another context
+            variable.reset(token)
+
+
+def use_prompts(prompts: Mapping[str, Texts]) -> contextlib.AbstractContextManager[None]:
+    """Use these prompts in the current context and in everything it starts: the run's.
+
+    An inner block's entry for an operator or instance replaces an outer one's.
+    Check them first with `registry.check_prompts`, which knows the operators; here a text is
+    checked when it is used.
+    """
+    return use(_run, {**(_run.get() or {}), **prompts})
+
+
+def use_instruction(
+    operator: str, instance: str, text: str
+) -> contextlib.AbstractContextManager[None]:
+    """Put these words in front of the main prompt of one instance, in the current context and
+    in everything it starts. No words: nothing changes.
+    """
+    return use(_instruction, (operator, instance, text))
+
+
 @functools.cache
 def shipped() -> Mapping[str, Mapping[str, str]]:
     """The texts of `prompts.yaml`, by operator and prompt."""
@@ -77,41 +112,9 @@ def shipped() -> Mapping[str, Mapping[str, str]]:
     return loaded
 
 
-@contextlib.contextmanager
-def use_prompts(prompts: Mapping[str, Texts]) -> Iterator[None]:
-    """Use these prompts in the current context and in everything it starts: the run's.
-
-    An inner block's entry for an operator or instance replaces an outer one's.
-    Check them first with `registry.check_prompts`, which knows the operators; here a text is
-    checked when it is used.
-    """
-    token = _run.set({**(_run.get() or {}), **prompts})
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # closed by the collector, in another context
-            _run.reset(token)
-
-
-_run: ContextVar[Mapping[str, Texts] | None] = ContextVar("aflow_tune_prompts", default=None)
-
-
-@contextlib.contextmanager
-def use_instruction(operator: str, instance: str, text: str) -> Iterator[None]:
-    """Put these words in front of the main prompt of one instance, in the current context and
-    in everything it starts. No words: nothing changes.
-    """
-    token = _instruction.set((operator, instance, text))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # closed by the collector, in another context
-            _instruction.reset(token)
-
-
-_instruction: ContextVar[tuple[str, str, str]] = ContextVar(
-    "aflow_tune_instruction", default=("", "", "")
-)
+def own_text(operator: str, name: str, prompt: Prompt) -> str:
+    """The text that an operator brings along."""
+    return shipped()[operator][name] if prompt.text is None else prompt.text
 
 
 def text_of(
@@ -130,7 +133,15 @@ def text_of(
     Raises:
         BadInput: a text of the run does not fit its prompt.
     """
-    text = _chosen(operator, instance, name, slots, given)
+    text = given.get(name)
+    run = _run.get() or {}
+    for key in (f"{operator}.{instance}", operator):
+        if text is None and key in run:
+            texts, faults = checked(run[key], slots, f"prompts.{key}")
+            raise_faults(faults)
+            text = texts.get(name)
+    if text is None:
+        text = own_text(operator, name, slots[name])
     whose, which, instruction = _instruction.get()
     main = MAIN if MAIN in slots else next(iter(slots), MAIN)
     if (whose, which, name) != (operator, instance, main) or not instruction.strip():
@@ -151,74 +162,13 @@ def with_instruction(text: str, instruction: str, prompt: Prompt) -> str:
 
 def apart(instruction: str) -> str:
     """An instruction as it goes in front of an input that follows straight after it."""
-    return (
-        instruction
-        if not instruction.strip() or instruction[-1].isspace()
-        else f"{instruction}{APART}"
-    )
-
-
-def _chosen(
-    operator: str,
-    instance: str,
-    name: str,
-    slots: Mapping[str, Prompt],
-    given: Mapping[str, str],
-) -> str:
-    if name in given:
-        return given[name]
-    run = _run.get() or {}
-    for key in (f"{operator}.{instance}", operator):
-        if key in run:
-            texts, faults = checked(run[key], slots, f"prompts.{key}")
-            raise_faults(faults)
-            if name in texts:
-                return texts[name]
-    return own_text(operator, name, slots[name])
-
-
-def own_text(operator: str, name: str, prompt: Prompt) -> str:
-    """The text that an operator brings along."""
-    return shipped()[operator][name] if prompt.text is None else prompt.text
+    ends = not instruction.strip() or instruction[-1].isspace()
+    return instruction if ends else f"{instruction}{APART}"
 
 
 def form_text(name: str, values: Mapping[str, Any]) -> str:
     """One of the sentences that ask for a form, filled in."""
     return fill(text_of(FORMS, "", name, FORM_PROMPTS, {}), values)
-
-
-def checked(
-    prompts: Texts | None, slots: Mapping[str, Prompt], where: str
-) -> tuple[dict[str, str], list[Fault]]:
-    """The texts that a user gave for an operator, by prompt, and what is wrong with them."""
-    if prompts is None:
-        return {}, []
-    if isinstance(prompts, str) and MAIN not in slots and len(slots) == 1:
-        prompts = {next(iter(slots)): prompts}
-    texts = _as_mapping(prompts)
-    if texts is None:
-        expected = f"a text, or a mapping of {_listed(slots)} to texts"
-        return {}, [Fault(where, expected, f"{prompts!r:.80}", "write `main: ...`")]
-    good: dict[str, str] = {}
-    faults: list[Fault] = []
-    for name, text in texts.items():
-        place = f"{where}.{name}"
-        if name not in slots:
-            near = difflib.get_close_matches(str(name), slots, 1)
-            cure = f"did you mean `{near[0]}`?" if near else "name one of these"
-            faults.append(Fault(place, f"one of the prompts {_listed(slots)}", str(name), cure))
-        elif not isinstance(text, str):
-            faults.append(Fault(place, "a text", f"{text!r:.80}", "write the prompt's text"))
-        else:
-            faults += _faults_of(place, slots[name], text)
-            good[name] = text
-    return good, faults
-
-
-def raise_faults(faults: list[Fault]) -> None:
-    """Raises `BadInput` if there are any."""
-    if faults:
-        raise BadInput("A prompt does not fit its operator.", faults)
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
@@ -238,39 +188,56 @@ def placeholders(template: str) -> set[str]:
     return {match[2] for match in _PLACEHOLDER.finditer(template) if match[2] is not None}
 
 
+def checked(
+    prompts: Texts | None, slots: Mapping[str, Prompt], where: str
+) -> tuple[dict[str, str], list[Fault]]:
+    """The texts that a user gave for an operator, by prompt, and what is wrong with them."""
+    listed = ", ".join(f"`{name}`" for name in slots)
+    if prompts is None:
+        return {}, []
+    if isinstance(prompts, str):
+        only = next(iter(slots)) if MAIN not in slots and len(slots) == 1 else MAIN
+        prompts = {only: prompts}
+    if not isinstance(prompts, Mapping):
+        expected = f"a text, or a mapping of {listed} to texts"
+        return {}, [Fault(where, expected, f"{prompts!r:.80}", "write `main: ...`")]
+    good: dict[str, str] = {}
+    faults: list[Fault] = []
+    for name, text in prompts.items():
+        place = f"{where}.{name}"
+        if name not in slots:
+            near = difflib.get_close_matches(str(name), slots, 1)
+            fix = f"did you mean `{near[0]}`?" if near else "name one of these"
+            faults.append(Fault(place, f"one of the prompts {listed}", str(name), fix))
+        elif not isinstance(text, str):
+            faults.append(Fault(place, "a text", f"{text!r:.80}", "write the prompt's text"))
+        else:
+            needs, may = slots[name].needs, slots[name].may
+            faults += _faults_of(place, needs, may, text)
+            good[name] = text
+    return good, faults
+
+
+def raise_faults(faults: list[Fault]) -> None:
+    """Raises `BadInput` if there are any."""
+    if faults:
+        raise BadInput("A prompt does not fit its operator.", faults)
+
+
 @functools.lru_cache(maxsize=1024)
-def _problems(needs: tuple[str, ...], may: tuple[str, ...], text: str) -> tuple[str, ...]:
+def _faults_of(
+    where: str, needs: tuple[str, ...], may: tuple[str, ...], text: str
+) -> tuple[Fault, ...]:
+    """A text is checked each time that it is used, so the answer is kept."""
     found = placeholders(text)
-    known = {*needs, *may, FORM, NO_FORM}
-    problems = [f"`{{{name}}}` is missing" for name in needs if name not in found]
-    return (*problems, *(f"unknown `{{{name}}}`" for name in sorted(found - known)))
-
-
-def _faults_of(where: str, prompt: Prompt, text: str) -> list[Fault]:
-    problems = _problems(prompt.needs, prompt.may, text)
-    if not problems:
-        return []
-    expected = f"a text with {_placeholders(prompt.needs) or 'any words'}"
-    if prompt.may:
-        expected += f", and if wanted {_placeholders(prompt.may)}"
-    cure = "put each missing placeholder where its value belongs"
-    unknown = [problem for problem in problems if problem.startswith("unknown")]
-    if unknown:
-        cure = "for braces that are text write them twice, as in {{name}}"
-        if len(unknown) < len(problems):
-            cure += "; put each missing placeholder where its value belongs"
-    return [Fault(where, expected, "; ".join(problems), cure)]
-
-
-def _placeholders(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{{{name}}}`" for name in names)
-
-
-def _listed(slots: Mapping[str, Prompt]) -> str:
-    return ", ".join(f"`{name}`" for name in slots)
-
-
-def _as_mapping(texts: Any) -> Any:
-    if isinstance(texts, str):
-        return {MAIN: texts}
-    return texts if isinstance(texts, Mapping) else None
+    missing = [f"`{{{name}}}` is missing" for name in needs if name not in found]
+    unknown = sorted(found - {*needs, *may, FORM, NO_FORM})
+    if not missing and not unknown:
+        return ()
+    expected = f"a text with {', '.join(f'`{{{name}}}`' for name in needs) or 'any words'}"
+    if may:
+        expected += f", and if wanted {', '.join(f'`{{{name}}}`' for name in may)}"
+    fixes = ["for braces that are text write them twice, as in {{name}}"] if unknown else []
+    fixes += ["put each missing placeholder where its value belongs"] if missing else []
+    problems = [*missing, *(f"unknown `{{{name}}}`" for name in unknown)]
+    return (Fault(where, expected, "; ".join(problems), "; ".join(fixes)),)

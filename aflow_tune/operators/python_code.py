@@ -20,7 +20,7 @@ import textwrap
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from aflow_tune.scoring.programs import MAX_CHARACTERS
 
@@ -40,8 +40,7 @@ _CODE_LINE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """One fenced block; `start` and `end` take in its fences."""
 
     language: str
@@ -77,27 +76,18 @@ def program_in(text: str, entry_point: str = "") -> tuple[str, bool]:
         ValueError: there is none; the message completes 'the code ...'.
     """
     blocks = list(fenced_blocks(text))
+    blocks = [block for block in blocks if block.language in _PYTHON] or blocks
+    blocks = blocks[-MAX_BLOCKS:]
+    codes = [textwrap.dedent(block.code).strip("\n") for block in blocks]
     reason = ""
-    python = [block for block in blocks if block.language in _PYTHON]
-    codes = [
-        (textwrap.dedent(block.code).strip("\n"), block)
-        for block in (python or blocks)[-MAX_BLOCKS:]
-    ]
-    for code, block in reversed(codes):
-        try:
-            _check(code, entry_point)
-        except ValueError as error:
-            reason = reason or str(error)
-            continue
-        whole = _completed(code, [other for other, place in codes if place is not block])
-        return whole, not block.closed or whole != code
-    if not blocks:
-        for code in _candidates(text):
-            try:
-                _check(code, entry_point)
-                return code, code != text.strip()
-            except ValueError as error:
-                reason = reason or str(error)
+    for number, code in [*enumerate(codes)][::-1] if blocks else enumerate(_candidates(text)):
+        fault = _fault(code, entry_point)
+        reason = reason or fault
+        if not fault and not blocks:
+            return code, code != text.strip()
+        if not fault:
+            whole = _completed(code, codes[:number] + codes[number + 1 :])
+            return whole, not blocks[number].closed or whole != code
     raise ValueError(reason or "is missing")
 
 
@@ -133,18 +123,23 @@ def _candidates(text: str) -> Iterator[str]:
         lines = lines[: max(0, min(line - 1, len(lines) - 1))]
 
 
-def _check(code: str, entry_point: str) -> None:
+def _fault(code: str, entry_point: str) -> str:
+    """Why it is not the program; empty where it is."""
     if len(code) > MAX_CHARACTERS:
-        raise ValueError(f"is longer than {MAX_CHARACTERS:,} characters")
+        return f"is longer than {MAX_CHARACTERS:,} characters"
     tree = _parse(code)
     if isinstance(tree, SyntaxError):
-        raise ValueError(f"is no Python: {tree.msg} (line {tree.lineno})")
+        return f"is no Python: {tree.msg} (line {tree.lineno})"
     if isinstance(tree, Exception):
-        raise ValueError(f"is no Python: {type(tree).__name__}")
+        return f"is no Python: {type(tree).__name__}"
     if entry_point and entry_point not in _defined(tree):
-        raise ValueError(f"defines no `{entry_point}`")
-    if not any(not _says_nothing(node) for node in tree.body):
-        raise ValueError("is missing")
+        return f"defines no `{entry_point}`"
+    # A word or a text on its own is prose that happens to be Python.
+    prose = (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Name | ast.Constant)
+        for node in tree.body
+    )
+    return "is missing" if all(prose) else ""
 
 
 def _parse(code: str) -> ast.Module | Exception:
@@ -159,15 +154,12 @@ def _parse(code: str) -> ast.Module | Exception:
 def _completed(code: str, others: Sequence[str]) -> str:
     """The code after the definitions and imports of other blocks that it needs, and no more of
     them: an example of its use is to be left where it is."""
-    needed = _needed(code)
-    if not needed:
-        return code
+    wanted = [*_needed(code)]
     found: list[tuple[ast.stmt, set[str]]] = []
-    for tree in map(_parse, others):
+    for tree in map(_parse, others if wanted else ()):
         body = tree.body if isinstance(tree, ast.Module) else []
         found += [(node, names) for node in body if (names := _gives(node))]
     taken: list[ast.stmt] = []
-    wanted = [*needed]
     while wanted:
         name = wanted.pop()
         # Of several the last counts, as if the blocks stood in one file.
@@ -208,11 +200,6 @@ def _gives(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return _defined(ast.Module([node], []))
-
-
-def _says_nothing(node: ast.stmt) -> bool:
-    """A word or a text on its own: prose that happens to be Python."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Name | ast.Constant)
 
 
 def _defined(tree: ast.Module) -> set[str]:

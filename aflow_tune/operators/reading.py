@@ -1,42 +1,37 @@
 """From a reply to the values of fields, in the form that was asked for or in any other.
 
     text    the whole reply is the one field
-    xml     an element a field (rules: `elements.py`)
-    json    one object; of several the last with all fields (`objects.py`)
+    xml     an element a field
+    json    one object; of several the last with all fields
     code    the one field is a Python program (rules: `python_code.py`)
 
 The form that was asked for is tried first, then repairs of it, then the other forms, then lines
 like `answer: 42`, then, for a single truth value, number or choice, the whole reply. The first
 that gives every required field wins. A field that cannot be read gets no value, never an empty
-one. Nothing here takes more than linear time, whatever the reply holds.
+one. Nothing here takes more than linear time, whatever the reply holds; what a reply holds too much
+of is looked at from the end.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
+import html
 import itertools
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
-from aflow_tune.operators.elements import elements, unescaped
-from aflow_tune.operators.fields import MAX_SHORT_TEXT, Field, Kind, Unreadable
-from aflow_tune.operators.objects import objects_in, repaired_object, whole_object
-from aflow_tune.operators.python_code import names_entities, program_in
+from aflow_tune.operators.fields import MAX_SHORT_TEXT, Field, Form, Kind, Unreadable
+from aflow_tune.operators.python_code import fenced_blocks, names_entities, program_in
 
 MAX_REPLY_CHARACTERS = 4_000_000
 """A longer reply is not read."""
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
-
-
-class Form(StrEnum):
-    """How fields are asked for."""
-
-    TEXT = "text"
-    XML = "xml"
-    JSON = "json"
-    CODE = "code"
+"""What no text can hold: null characters, lone surrogates."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +43,11 @@ class Reading:
     repaired: bool = False
 
 
-def forms_for(fields: Sequence[Field]) -> tuple[Form, ...]:
-    """The forms that these fields can be asked for in."""
-    forms = [Form.XML, Form.JSON]
-    if len(fields) == 1 and fields[0].kind is Kind.TEXT:
-        forms.append(Form.TEXT)
-    if len(fields) == 1 and fields[0].kind is Kind.CODE:
-        forms.append(Form.CODE)
-    return tuple(forms)
-
-
 def read_reply(reply: str, fields: Sequence[Field], form: Form) -> Reading:
     """Read `fields` from a reply that was asked for in `form`."""
     if len(reply) > MAX_REPLY_CHARACTERS:
         return Reading({}, (f"the reply is longer than {MAX_REPLY_CHARACTERS:,} characters",))
-    text, cleaned = _clean(reply)
+    text = _NO_TEXT.sub("\ufffd", reply)
     if not text.strip():
         return Reading({}, ("the reply is empty",))
     best: Reading | None = None
@@ -70,18 +55,12 @@ def read_reply(reply: str, fields: Sequence[Field], form: Form) -> Reading:
         found = find(text, fields)
         if found is None:
             continue
-        reading = _values(found, fields, repaired=cleaned or number > 0)
+        reading = _values(found, fields, repaired=text != reply or number > 0)
         if not reading.faults:
             return reading
         if best is None or len(reading.values) > len(best.values):
             best = reading
     return best or Reading({}, tuple(f"there is no {field.name}" for field in _required(fields)))
-
-
-def _clean(reply: str) -> tuple[str, bool]:
-    """The reply without what no text can hold: lone surrogates, null characters."""
-    text = _NO_TEXT.sub("\ufffd", reply)
-    return text, text != reply
 
 
 def _required(fields: Sequence[Field]) -> list[Field]:
@@ -97,7 +76,7 @@ def _values(found: Found, fields: Sequence[Field], repaired: bool) -> Reading:
     values: dict[str, Any] = {}
     faults = []
     for field in fields:
-        raw, mended = found.get(field.name, (None, False))
+        raw, repair = found.get(field.name, (None, False))
         if raw is None:
             if field.required:
                 faults.append(f"there is no {field.name}")
@@ -108,7 +87,7 @@ def _values(found: Found, fields: Sequence[Field], repaired: bool) -> Reading:
             if field.required:
                 faults.append(f"{field.name} {error}")
             continue
-        repaired |= mended or converted
+        repaired |= repair or converted
     return Reading(values, tuple(faults), repaired)
 
 
@@ -121,31 +100,21 @@ def _code(text: str, fields: Sequence[Field]) -> Found | None:
     if len(required) != 1 or required[0].kind is not Kind.CODE:
         return None
     try:
-        code, mended = program_in(text, required[0].entry_point)
+        code, repair = program_in(text, required[0].entry_point)
     except ValueError:
         return {required[0].name: (text, True)}  # the field says what is wrong with it
-    return {required[0].name: (code, mended or code.strip() == text.strip())}
+    return {required[0].name: (code, repair or code.strip() == text.strip())}
 
 
-def _xml(text: str, fields: Sequence[Field]) -> Found | None:
-    return _from_elements(text, fields, through_fences=False)
-
-
-def _xml_in_fences(text: str, fields: Sequence[Field]) -> Found | None:
-    return _from_elements(text, fields, through_fences=True)
-
-
-def _from_elements(text: str, fields: Sequence[Field], through_fences: bool) -> Found | None:
+def _xml(text: str, fields: Sequence[Field], through_fences: bool = False) -> Found | None:
     found = elements(text, [field.name for field in fields], through_fences)
     raws: dict[str, Raw] = {}
     for field in fields:
-        element = found.get(field.name)
-        if element is None:
-            continue
-        content = element.content
-        if field.kind is not Kind.CODE or _is_escaped(content, field):
-            content = unescaped(content)
-        raws[field.name] = (content, element.repaired)
+        if field.name in found:
+            content, repaired = found[field.name]
+            if field.kind is not Kind.CODE or _is_escaped(content, field):
+                content = unescaped(content)
+            raws[field.name] = (content, repaired)
     return raws or None
 
 
@@ -214,13 +183,12 @@ def _nothing_else(text: str, fields: Sequence[Field]) -> Found | None:
     """The reply is just the value, where such a value cannot be mistaken."""
     required = _required(fields)
     short = len(required) == 1 and len(text.strip()) <= MAX_SHORT_TEXT
-    if short and required[0].kind in (Kind.BOOL, Kind.INT, Kind.CHOICE):
-        return {required[0].name: (text.strip(), True)}
-    return None
+    fits = short and required[0].kind in (Kind.BOOL, Kind.INT, Kind.CHOICE)
+    return {required[0].name: (text.strip(), True)} if fits else None
 
 
 _Way = Callable[[str, Sequence[Field]], Found | None]
-_FROM_XML: tuple[_Way, ...] = (_xml, _xml_in_fences)
+_FROM_XML: tuple[_Way, ...] = (_xml, functools.partial(_xml, through_fences=True))
 _FROM_JSON: tuple[_Way, ...] = (_json, _json_within, _json_repaired)
 _FROM_REST: tuple[_Way, ...] = (_labelled, _nothing_else)
 _WAYS: Mapping[Form, tuple[_Way, ...]] = {
@@ -229,3 +197,221 @@ _WAYS: Mapping[Form, tuple[_Way, ...]] = {
     Form.JSON: (*_FROM_JSON, *_FROM_XML, _code, *_FROM_REST),
     Form.CODE: (_code, *_FROM_XML, *_FROM_JSON),
 }
+
+# Elements like `<answer>...</answer>` in a reply that is no XML document.
+#
+# A model writes around, between and into its elements whatever it likes, so there is no tree:
+# each field's tags are paired on their own. Rules, for one name:
+#
+# - case and attributes do not matter; tags in CDATA sections and in closed fenced blocks are text;
+# - elements inside an element of the same name belong to its content;
+# - of several elements the last that is not empty counts, and one outside of all other fields'
+#   elements before one inside;
+# - without a closing tag the content goes to the next tag of any field, or to the end; without
+#   an opening one it begins at the tag before, or at the start.
+
+MAX_ATTRIBUTES = 300
+"""Characters between a tag's name and its `>`."""
+MAX_TAGS = 4_000
+"""Of more tags in a reply the last ones are looked at."""
+MAX_LOOKED_AT = 50
+"""Elements of one name, from the last one back."""
+_ENTITY = re.compile(r"&(?:lt|gt|amp|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});")
+_CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
+Span = tuple[int, int]
+
+
+class Element(NamedTuple):
+    """The content of a field's element, and whether the element had to be repaired."""
+
+    content: str
+    repaired: bool
+
+
+class _Tag(NamedTuple):
+    name: str
+    closes: bool
+    start: int
+    end: int
+    as_asked: bool
+
+
+class _Found(NamedTuple):
+    """What the tags of one name amount to; spans are of contents."""
+
+    closed: list[Span]
+    open_at: list[int]
+    stray: list[int]
+    as_asked: bool
+
+
+def elements(text: str, names: Sequence[str], through_fences: bool = False) -> dict[str, Element]:
+    """The element of each name that has one. `through_fences`: fenced blocks are no obstacle."""
+    spans = [section.span() for section in _cdata(text)]
+    if not through_fences:
+        spans += [(block.start, block.end) for block in fenced_blocks(text) if block.closed]
+    opaque = _merged(spans)
+    tags = [tag for tag in _tags(text, names) if not _inside(tag.start, opaque)]
+    found = {name: _pair([tag for tag in tags if tag.name == name]) for name in names}
+    chosen = {name: _choose(text, name, found, tags) for name in names}
+    return {name: element for name, element in chosen.items() if element is not None}
+
+
+def unescaped(content: str) -> str:
+    """XML's entities replaced, where the content is escaped throughout."""
+    if "<" in content or content.count("&") != len(_ENTITY.findall(content)):
+        return content
+    return _ENTITY.sub(lambda match: html.unescape(match[0]), content)
+
+
+def _tags(text: str, names: Sequence[str]) -> Iterator[_Tag]:
+    known = {name.casefold(): name for name in names}
+    pattern = re.compile(
+        rf"<(/?)[ \t]{{0,3}}({'|'.join(map(re.escape, names))})(?=[\s/>])", re.IGNORECASE
+    )
+    for match in deque(pattern.finditer(text), MAX_TAGS):
+        end = text.find(">", match.end(), match.end() + MAX_ATTRIBUTES)
+        if end < 0 or "<" in text[match.end() : end]:
+            continue
+        name = known[match[2].casefold()]
+        as_asked = match[2] == name
+        yield _Tag(name, bool(match[1]), match.start(), end + 1, as_asked)
+        if not match[1] and text[end - 1] == "/":  # <name/>: opened and closed at once
+            yield _Tag(name, True, end + 1, end + 1, as_asked)
+
+
+def _pair(tags: Sequence[_Tag]) -> _Found:
+    found = _Found([], [], [], all(tag.as_asked for tag in tags))
+    for tag in tags:
+        if not tag.closes:
+            found.open_at.append(tag.end)
+        elif found.open_at:
+            start = found.open_at.pop()
+            while found.closed and found.closed[-1][0] > start:
+                found.closed.pop()
+            found.closed.append((start, tag.start))
+        else:
+            found.stray.append(tag.start)
+    return found
+
+
+def _choose(text: str, name: str, found: dict[str, _Found], tags: Sequence[_Tag]) -> Element | None:
+    own = found[name]
+    if own.closed:
+        last = own.closed[: -MAX_LOOKED_AT - 1 : -1]
+        full = [span for span in last if text[span[0] : span[1]].strip()]
+        others = [other.closed for key, other in found.items() if key != name]
+        free = [span for span in full if not any(_inside(span[0], other) for other in others)]
+        start, end = (free or full or last)[0]
+        return _element(text[start:end], name, repaired=not own.as_asked)
+    starts = [tag.start for tag in tags]
+    ends = sorted(tag.end for tag in tags)
+    for start in own.open_at[: -MAX_LOOKED_AT - 1 : -1]:
+        after = bisect.bisect_left(starts, start)
+        content = text[start : starts[after] if after < len(starts) else len(text)]
+        if content.strip():
+            return _element(content, name, repaired=True)
+    for stop in own.stray[: -MAX_LOOKED_AT - 1 : -1]:
+        before = bisect.bisect_right(ends, stop)
+        content = text[ends[before - 1] if before else 0 : stop]
+        if content.strip():
+            return _element(content, name, repaired=True)
+    return Element("", True) if own.open_at or own.stray else None
+
+
+def _element(content: str, name: str, repaired: bool) -> Element:
+    content = content.strip()
+    if sections := _cdata(content):
+        content = _CDATA.sub(r"\1", content[: sections[-1].end()]) + content[sections[-1].end() :]
+        content = content.strip("\n")
+    opening, closing = f"<{name}>", f"</{name}>"
+    if content.startswith(opening) and content.endswith(closing):
+        inner = content[len(opening) : -len(closing)].strip()
+        if inner and opening not in inner and closing not in inner:
+            return Element(inner, True)
+    return Element(content, repaired)
+
+
+def _cdata(text: str) -> list[re.Match[str]]:
+    """The CDATA sections. Looked for no further than one can end, which keeps it linear."""
+    return [*_CDATA.finditer(text, 0, text.rfind("]]>") + 3)]
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """Sorted, overlapping ones joined."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _inside(place: int, spans: Sequence[Span]) -> bool:
+    """Whether a place lies in one of spans that are sorted and do not overlap."""
+    index = bisect.bisect_right(spans, (place, float("inf"))) - 1
+    return index >= 0 and spans[index][0] <= place < spans[index][1]
+
+
+# JSON objects: the reply itself, objects within it, one that has to be repaired. The repair is
+# json_repair's. It takes quadratic time in quotes and brackets, so it gets only what an object of a
+# few fields can need; measured over hostile texts within these limits it took at most 0.4 s.
+
+MAX_REPAIRED = 8_000
+"""Characters of a faulty object that is repaired."""
+MAX_REPAIRED_BRACKETS = 20
+MAX_REPAIRED_QUOTES = 300
+MAX_PLACES = 50
+"""Opening braces at which an object is looked for: half from each end of the reply."""
+_QUOTES = "\"'`\u201c\u201d"
+
+
+def whole_object(text: str) -> Any:
+    """The reply as JSON, or None."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def objects_in(text: str) -> Iterator[Any]:
+    """Valid objects in the reply, in order, those inside of others left out."""
+    places = [match.start() for match in re.finditer(r"\{", text)]
+    if len(places) > MAX_PLACES:
+        places = [*places[: MAX_PLACES // 2], *places[-MAX_PLACES // 2 :]]
+    decoder, read_to = json.JSONDecoder(strict=False), 0
+    for place in places:
+        if place < read_to:
+            continue
+        try:
+            value, read_to = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            continue
+        yield value
+
+
+def repaired_object(text: str, names: Sequence[str]) -> Any:
+    """What json_repair makes of the last fenced object, or of all from the first one on.
+
+    An object begins with a brace and one of `names`: other braces may be anything.
+    """
+    begin = re.compile(
+        rf"\{{\s{{0,20}}[{_QUOTES}]?(?:{'|'.join(map(re.escape, names))})[{_QUOTES}]?\s{{0,5}}:",
+        re.IGNORECASE,
+    )
+    fenced = [block.code for block in fenced_blocks(text) if begin.search(block.code)]
+    text = fenced[-1] if fenced else text
+    start = begin.search(text)
+    faulty = text[start.start() : start.start() + MAX_REPAIRED + 1] if start else ""
+    brackets = sum(map(faulty.count, "{["))
+    quotes = sum(map(faulty.count, _QUOTES))
+    too_much = brackets > MAX_REPAIRED_BRACKETS or quotes > MAX_REPAIRED_QUOTES
+    if not faulty or len(faulty) > MAX_REPAIRED or too_much:
+        return None
+    from json_repair import repair_json
+
+    try:
+        return repair_json(faulty, return_objects=True, skip_json_loads=True)
+    except Exception:  # its own limits, such as on nesting
+        return None

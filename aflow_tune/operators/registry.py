@@ -15,25 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.operators.asking import AnswerGenerate, Custom, CustomCodeGenerate, Format
+from aflow_tune.operators import asking, programs
 from aflow_tune.operators.base import Operator
-from aflow_tune.operators.ensembles import MdEnsemble, ScEnsemble
-from aflow_tune.operators.programmer import Programmer
 from aflow_tune.operators.prompts import FORM_PROMPTS, FORMS, checked
-from aflow_tune.operators.reviewing import Review, Revise
-from aflow_tune.operators.testing import Test
 
 OPERATORS: dict[str, type[Operator]] = {
-    "Custom": Custom,
-    "AnswerGenerate": AnswerGenerate,
-    "CustomCodeGenerate": CustomCodeGenerate,
-    "ScEnsemble": ScEnsemble,
-    "Programmer": Programmer,
-    "Test": Test,
-    "Format": Format,
-    "Review": Review,
-    "Revise": Revise,
-    "MdEnsemble": MdEnsemble,
+    "Custom": asking.Custom,
+    "AnswerGenerate": asking.AnswerGenerate,
+    "CustomCodeGenerate": asking.CustomCodeGenerate,
+    "ScEnsemble": asking.ScEnsemble,
+    "Programmer": programs.Programmer,
+    "Test": programs.Test,
+    "Format": asking.Format,
+    "Review": asking.Review,
+    "Revise": asking.Revise,
+    "MdEnsemble": asking.MdEnsemble,
 }
 """Every operator that graphs can name."""
 BUILT_IN = frozenset(OPERATORS)
@@ -69,8 +65,8 @@ def load_operators(
             continue
         if not (inspect.isclass(kind) and issubclass(kind, Operator) and "run" in dir(kind)):
             expected = "a subclass of aflow_tune.operators.Operator with `async def run`"
-            cure = "name the class: path/file.py:Class"
-            faults.append(Fault(where, expected, f"{kind!r:.80}", cure))
+            fix = "name the class: path/file.py:Class"
+            faults.append(Fault(where, expected, f"{kind!r:.80}", fix))
             continue
         name = name or kind.__name__
         taken = found.get(name) or OPERATORS.get(name)
@@ -106,8 +102,8 @@ def check_prompts(
             faults += checked(texts, operators[name].asks, f"{where}.{key}")[1]
         else:
             near = difflib.get_close_matches(name, [*operators, FORMS], 1)
-            cure = f"did you mean {near[0]}?" if near else "name the operator, or Operator.instance"
+            fix = f"did you mean {near[0]}?" if near else "name the operator, or Operator.instance"
             expected = "one of " + ", ".join([*operators, FORMS])
-            faults.append(Fault(f"{where}.{key}", expected, name, cure))
+            faults.append(Fault(f"{where}.{key}", expected, name, fix))
     if faults:
         raise BadInput("The prompts do not fit the operators.", faults)

@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
+from aflow_tune.graph.draw import to_svg
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.inside import GRAPH_FILE
-from aflow_tune.graph.svg import to_svg
 from aflow_tune.operators import OPERATORS, Operator
 from aflow_tune.report.charts import Curve, Point, number
 from aflow_tune.report.curves import Chart, Scale, draw_chart

@@ -26,10 +26,9 @@ from aflow_tune.engines.local.checkpoint import CheckpointError
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.evaluation.trained import RESOLVED, Found, config_source, stage_folders, trained_run
 from aflow_tune.files import write_json
-from aflow_tune.graph.aflow_template import AFLOW_NAMES
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.inside import GRAPH_FILE
-from aflow_tune.graph.save import save_round
+from aflow_tune.graph.save import AFLOW_NAMES, save_round
 from aflow_tune.operators import Operator, load_operators
 from aflow_tune.report.evaluation import best_step, load_evaluations
 from aflow_tune.report.records import read_rollouts

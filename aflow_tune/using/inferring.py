@@ -37,8 +37,7 @@ from aflow_tune.engines.trinity.rollout.recording import (
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.evaluation.evaluating import LocalModels, endpoint_model
 from aflow_tune.evaluation.trained import config_source, find_weights, make_ready
-from aflow_tune.graph.draw import to_mermaid
-from aflow_tune.graph.svg import to_svg
+from aflow_tune.graph.draw import to_mermaid, to_svg
 from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.sandbox.policy import use_policy

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Iterator
 
 from aflow_tune.graph import inside
-from aflow_tune.graph.tree import children, parameters
+from aflow_tune.graph.shape import children, parameters
 from aflow_tune.writer.types import MAX_REFUSALS, RefusalKind, Refusals, did_you_mean, shown
 
 

@@ -7,7 +7,7 @@ What one call of an operator may ask of models is the operator's own figure
 (`Operator.most_calls`).
 
 Where something that costs may happen nobody knows how often, a graph has no bound that can be
-told. That is no fault: the meter of the run (`aflow_tune.graph.limits`) stops every graph at its
+told. That is no fault: the meter of the run (`aflow_tune.graph.broker`) stops every graph at its
 limits. Refused is only what plainly never ends.
 """
 
@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from aflow_tune.graph.shape import Function
-from aflow_tune.graph.tree import children
+from aflow_tune.graph.shape import Function, children
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import FUNCTIONS
 from aflow_tune.writer.calls import Calls

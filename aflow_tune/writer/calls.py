@@ -20,8 +20,7 @@ from aflow_tune.errors import BadInput
 from aflow_tune.graph import inside
 from aflow_tune.graph.broker import bind
 from aflow_tune.graph.flow import MODEL, Flow, place_of
-from aflow_tune.graph.shape import Function, Shape, workflow_methods
-from aflow_tune.graph.tree import parameters, walk
+from aflow_tune.graph.shape import Function, Shape, parameters, walk, workflow_methods
 from aflow_tune.models.client import ScriptedModel
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import (

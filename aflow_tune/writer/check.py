@@ -21,11 +21,10 @@ from typing import Any
 
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
+from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph, bare
-from aflow_tune.graph.limits import GraphLimits
-from aflow_tune.graph.shape import Function, Shape, workflow_methods
-from aflow_tune.graph.tree import children, levels, parameters
+from aflow_tune.graph.shape import Function, Shape, children, levels, parameters, workflow_methods
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import BUILTINS, Scopes, check_syntax
 from aflow_tune.writer.bound import WorstCase

@@ -24,9 +24,8 @@ from typing import Any
 
 from aflow_tune.graph.scoreflow import translated
 from aflow_tune.graph.shape import constants
-from aflow_tune.operators.elements import elements
-from aflow_tune.operators.objects import objects_in, repaired_object, whole_object
 from aflow_tune.operators.python_code import fenced_blocks, program_in
+from aflow_tune.operators.reading import elements, objects_in, repaired_object, whole_object
 from aflow_tune.writer.types import Refusal, RefusalKind, Written, WrittenForm
 
 _ESCAPES = frozenset('"\\/bfnrt')

@@ -40,7 +40,7 @@ from aflow_tune.errors import AflowTuneError
 from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM, Flow, Loop
 from aflow_tune.graph.graph import Graph
 from aflow_tune.models.types import ModelFailure
-from aflow_tune.operators.objects import whole_object
+from aflow_tune.operators.reading import whole_object
 from aflow_tune.scoring import find
 from aflow_tune.scoring.five_part import Usage, five_part
 from aflow_tune.scoring.rewards import WEIGHTS, reward_settings, weighted

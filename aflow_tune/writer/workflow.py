@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Dict, cast  # noqa: UP035 (the contract's
 from aflow_tune.context import caller, keep, record_metrics, state_key
 from aflow_tune.data.fields import FieldRead
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.graph.limits import GraphLimits
+from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.workflow import ScoreFunction, problem_of
 from aflow_tune.models import as_client
 from aflow_tune.models.clients import client_for
@@ -39,7 +39,7 @@ from aflow_tune.models.settings import check_models
 from aflow_tune.models.types import Message, ModelClient, ModelError, ModelFailure, Reply, Usage
 from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
 from aflow_tune.operators.base import MAX_RETRIES
-from aflow_tune.operators.programmer import use_libraries
+from aflow_tune.operators.programs import use_libraries
 from aflow_tune.operators.registry import BUILT_IN
 from aflow_tune.sandbox.policy import MATHEMATICS
 from aflow_tune.scoring import find, score_both, with_form

@@ -1,0 +1,397 @@
+"""The operators that run programs, always in the sandbox: Programmer and Test.
+
+Programmer answers by a program that defines `solve()`: the answer is what that returns, or what was
+printed where it returns None. Test runs a task's public tests on a solution. Solution and tests run
+in two sandboxed processes (`aflow_tune.scoring.code`), so a solution can neither see the tests nor
+fake their result.
+
+Which sandbox backend they use is the run's configuration, never an argument: an operator may be
+built by a graph that somebody's model wrote.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, Fault
+from aflow_tune.operators.base import (
+    READ_OUTCOMES,
+    RETRIES,
+    Operator,
+    OperatorResult,
+    Outcome,
+    whole_number,
+)
+from aflow_tune.operators.fields import Field, Form, Kind
+from aflow_tune.operators.prompts import Prompt, use
+from aflow_tune.operators.python_code import program_in
+from aflow_tune.sandbox import run_program
+from aflow_tune.sandbox.policy import installed, meant, parts
+from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
+from aflow_tune.scoring.boxed import boxed_if_asked
+from aflow_tune.scoring.code import check_code
+from aflow_tune.scoring.programs import helpers_of
+
+PROGRAMS = 3
+MAX_PROGRAMS = 10
+"""How many programs are written at most, the first included."""
+MAX_OUTPUT = 20_000
+"""Characters of an output that are handed on."""
+MAX_ERROR = 2_000
+"""Characters of an error that the model is shown, its end."""
+LOOPS = 3
+MAX_LOOP = 20
+_UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+_libraries: ContextVar[tuple[str, ...]] = ContextVar("aflow_tune_programmer", default=())
+
+
+def use_libraries(names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """Let programs of Programmer import these packages, those of them that are installed, in the
+    current context and in everything it starts."""
+    return use(_libraries, tuple(names))
+
+
+class Programmer(Operator):
+    """Writes a Python program that computes the answer, runs it in the sandbox, mends it.
+
+    Args:
+        programs: how many programs are written at most, from 1 to 10.
+        limits: of one run.
+    """
+
+    fields = (Field("code", Kind.CODE, "the whole program", entry_point="solve"),)
+    form = Form.CODE
+    asks = {
+        "main": Prompt(needs=("problem",), may=("analysis", "seconds", "libraries")),
+        "again": Prompt(
+            needs=("problem", "code", "error"), may=("analysis", "seconds", "libraries")
+        ),
+    }
+    returns = {
+        "code": "the last program; empty where none could be read",
+        "output": "what it computed, as text; where it failed a line that begins with `Error:`",
+    }
+
+    def __init__(
+        self,
+        llm: Any,
+        name: str | None = None,
+        prompts: Any = None,
+        programs: int = PROGRAMS,
+        limits: Limits | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(llm, name, prompts, **settings)
+        whole_number(f"{self.caller}: programs", programs, 1, MAX_PROGRAMS)
+        self.programs, self.limits = programs, _checked_limits(limits, self.caller)
+
+    @classmethod
+    def most_calls(
+        cls, *, retries: int = RETRIES, programs: int | None = PROGRAMS, **settings: Any
+    ) -> int:
+        """One call for each program."""
+        return (MAX_PROGRAMS if programs is None else programs) * (1 + retries)
+
+    async def run(self, problem: str, analysis: str = "None") -> OperatorResult:
+        """The program and its output.
+
+        Raises:
+            SandboxUnavailable: no program was run.
+        """
+        policy = meant("+".join(("auto", *installed(_libraries.get()))))
+        *others, last_one = ("the standard library", *parts(policy)[1])
+        values: dict[str, object] = {
+            "libraries": f"{', '.join(others)} and {last_one}" if others else last_one,
+            "problem": problem,
+            "analysis": analysis,
+            "seconds": f"{self.limits.seconds:g}",
+        }
+        written = await self.ask(values)
+        if written.outcome is Outcome.UNREADABLE:
+            output = f"Error: no program could be read: {written.reason}"
+            return OperatorResult({"code": "", "output": output}, written.outcome, written.reason)
+        for attempt in range(1, self.programs + 1):
+            output, error = outcome_of(await self._execute(written["code"], policy))
+            if not error:
+                answer = boxed_if_asked(output, problem)  # a program computes the bare value
+                outcome = Outcome.REPAIRED if attempt > 1 else written.outcome
+                return OperatorResult({"code": written["code"], "output": answer}, outcome)
+            if attempt == self.programs:
+                break
+            rewritten = await self.ask({**values, "code": written["code"], "error": error}, "again")
+            if rewritten.outcome is Outcome.UNREADABLE:
+                break
+            written = rewritten
+        last = error.strip().splitlines()[-1]
+        result = {"code": written["code"], "output": f"Error: {last}"}
+        return OperatorResult(result, Outcome.PROGRAM_FAILED, last)
+
+    async def _execute(self, code: str, policy: str) -> Execution:
+        files = {"solution.py": code}
+        # Room for an error beside the longest output; what exceeds it is the program's fault.
+        limits = replace(self.limits, output_kb=max(self.limits.output_kb, 64))
+        try:
+            return await run_program(_runner(), files=files, limits=limits, policy=policy)
+        except SandboxUnavailable:
+            if policy == meant("auto"):
+                raise
+        # Nobody asked for these packages, and they may lie where no program can reach them.
+        return await run_program(_runner(), files=files, limits=limits)
+
+
+def outcome_of(execution: Execution) -> tuple[str, str]:
+    """(output, error) of a run; the error is empty where there is an output."""
+    hit = f" (limit reached: {', '.join(execution.limits_hit)})" if execution.limits_hit else ""
+    if execution.ending is Ending.FINISHED:
+        output = execution.stdout.strip()
+        if output:
+            return (output if len(output) <= MAX_OUTPUT else output[:MAX_OUTPUT] + "..."), ""
+        return "", "solve() returned None and printed nothing, or it ended the program"
+    if execution.ending is Ending.FAILED:
+        told = execution.stderr.strip()[-MAX_ERROR:]
+        return "", told or f"the program ended with exit code {execution.exit_code}{hit}"
+    return "", f"the program was stopped: {execution.ending.value}{hit}"
+
+
+@functools.cache
+def _runner() -> str:
+    return Path(__file__).with_name("_solve_program.py").read_text(encoding="utf-8")
+
+
+def _checked_limits(limits: Limits | None, caller: str) -> Limits:
+    """The limits, or the sandbox's own where there are none. Raises `BadInput`."""
+    if limits is None or isinstance(limits, Limits):
+        return limits or Limits()
+    fix = "pass aflow_tune.sandbox.Limits(...)"
+    fault = Fault(f"{caller}: limits", "limits of the sandbox", f"{limits!r:.80}", fix)
+    raise BadInput("An operator cannot be built.", [fault])
+
+
+@dataclass(frozen=True)
+class TestCases:
+    """The public tests that the operator Test may use: asserts on `candidate`, by entry point.
+
+    These are tests that a solver may see, such as AFlow's `humaneval_public_test.jsonl`. The tests
+    that an answer is scored by must never be among them: a workflow that sees those learns the
+    answers, so nothing here reads a task's `test` by itself.
+
+    A file may hold several rows for one entry point, of different problems (HumanEval has six such
+    names). The row whose calls stand in the problem's text is taken; where that does not tell them
+    apart there are no tests for it, rather than those of another problem.
+    """
+
+    __test__ = False  # for pytest: no test class
+
+    sets: Mapping[str, Sequence[tuple[str, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Any], where: str = "test cases") -> TestCases:
+        """From rows with `entry_point` and `test`, a list of asserts or one text.
+
+        Raises:
+            BadInput: with every faulty row.
+        """
+        sets: dict[str, list[tuple[str, ...]]] = {}
+        faults = []
+        for number, row in enumerate(rows, 1):
+            values = row if isinstance(row, Mapping) else {}
+            entry_point, tests = values.get("entry_point"), values.get("test")
+            tests = [tests] if isinstance(tests, str) else tests
+            good = isinstance(tests, list) and all(isinstance(test, str) for test in tests)
+            if not isinstance(entry_point, str) or not good:
+                expected = '{"entry_point": NAME, "test": [ASSERT, ...]}'
+                fix = "correct the row, or leave it out"
+                faults.append(Fault(f"{where}:{number}", expected, f"{row!r:.120}", fix))
+                continue
+            kept = tuple(test for test in tests or () if test.strip())
+            if kept and kept not in sets.setdefault(entry_point, []):
+                sets[entry_point].append(kept)
+        if faults:
+            raise BadInput("These are no test cases.", faults)
+        return cls(sets)
+
+    @classmethod
+    def load(cls, path: str | Path) -> TestCases:
+        """From a JSONL file.
+
+        Raises:
+            BadInput: it cannot be read, or holds something else.
+        """
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            fix = "name a JSONL file in UTF-8"
+            fault = Fault(str(path), "a file with test cases", str(error), fix)
+            raise BadInput("The test cases cannot be read.", [fault]) from None
+        return cls.of_rows([_row(line) for line in lines if line.strip()], str(path))
+
+    def of(self, entry_point: str, problem: str = "") -> tuple[tuple[str, ...], str]:
+        """The asserts for an entry point of a problem, and where there are none, why."""
+        sets = self.sets.get(entry_point, ())
+        if not sets:
+            return (), f"there are no tests for {entry_point!r}"
+        if len(sets) == 1:
+            return tuple(sets[0]), ""
+        squeezed = "".join(problem.split())
+        shown = [sum(call in squeezed for call in _calls(tests, entry_point)) for tests in sets]
+        best = max(shown)
+        if best and shown.count(best) == 1:
+            return tuple(sets[shown.index(best)]), ""
+        return (), f"{len(sets)} problems have tests for {entry_point!r}, and the text fits no one"
+
+
+_cases: ContextVar[TestCases] = ContextVar("aflow_tune_test_cases", default=TestCases())  # noqa: B039
+
+
+def use_test_cases(cases: TestCases) -> contextlib.AbstractContextManager[None]:
+    """Let Test operators of this context, and of what it starts, use these."""
+    return use(_cases, cases)
+
+
+class Test(Operator):
+    """Runs the public tests of a task on a program and mends the program where they fail.
+
+    Where there is no test for the entry point, nothing passes: `result` is False and the outcome
+    says 'no_tests'.
+
+    Args:
+        tests: where its tests come from: `TestCases`, or asserts by entry point. None: those of
+            the context, see `use_test_cases`.
+        limits: of one round of tests.
+    """
+
+    __test__ = False  # for pytest: no test class
+
+    fields = (Field("solution", Kind.CODE, "the whole corrected program"),)
+    form = Form.CODE
+    asks = {"revise": Prompt(needs=("solution", "failure"), may=("problem", "entry_point"))}
+    returns = {
+        "result": "whether the solution passes the tests (a bool; False without tests)",
+        "solution": "the last solution",
+    }
+
+    def __init__(
+        self,
+        llm: Any,
+        name: str | None = None,
+        prompts: Any = None,
+        tests: TestCases | Mapping[str, Sequence[str]] | None = None,
+        limits: Limits | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(llm, name, prompts, **settings)
+        if tests is not None and not isinstance(tests, TestCases):
+            rows = [{"entry_point": key, "test": list(value)} for key, value in tests.items()]
+            tests = TestCases.of_rows(rows, f"{self.caller}: tests")
+        self.tests, self.limits = tests, _checked_limits(limits, self.caller)
+
+    @classmethod
+    def most_calls(
+        cls, *, retries: int = RETRIES, test_loop: int | None = LOOPS, **settings: Any
+    ) -> int:
+        """One call for each time that the program is mended."""
+        loops = MAX_LOOP if test_loop is None else min(max(0, test_loop), MAX_LOOP)
+        return loops * (1 + retries)
+
+    async def run(
+        self, problem: str, solution: str, entry_point: str, test_loop: int = LOOPS
+    ) -> OperatorResult:
+        """Test, and mend at most `test_loop` times; the last program is tested as well.
+
+        Raises:
+            SandboxUnavailable: nothing could be tested.
+        """
+        # As AFlow's, which puts whatever a graph hands over into a text.
+        problem, solution = ("" if item is None else str(item) for item in (problem, solution))
+
+        def result(passed: bool, outcome: Outcome, reason: str = "") -> OperatorResult:
+            return OperatorResult({"result": passed, "solution": solution}, outcome, reason)
+
+        cases = _cases.get() if self.tests is None else self.tests
+        tests, why_none = cases.of(entry_point, problem)
+        if not tests:
+            return result(False, Outcome.NO_TESTS, why_none)
+        asserts = [telling(test) for test in tests]
+        fields = [replace(self.fields[0], entry_point=entry_point)]
+        # Of a problem in words that happens to be Python there is nothing to run.
+        helpers = helpers_of(problem, entry_point) if f"def {entry_point}" in problem else ""
+        loops = min(max(0, int(test_loop)), MAX_LOOP)
+        for loop in range(loops + 1):
+            program = _program(solution, entry_point)
+            verdict = await check_code(
+                program, asserts, entry_point, helpers=helpers, limits=self.limits
+            )
+            if verdict.passed is None:
+                return result(False, Outcome.UNDECIDED, verdict.reason)
+            if verdict.passed:
+                return result(True, Outcome.REPAIRED if loop else Outcome.ANSWERED)
+            if loop == loops:
+                break
+            values = {"problem": problem, "solution": solution, "entry_point": entry_point}
+            values["failure"] = verdict.reason
+            revised = await self.ask(values, "revise", fields=fields)
+            if revised.outcome in READ_OUTCOMES:
+                solution = revised["solution"]
+        return result(False, Outcome.TESTS_FAILED, verdict.reason)
+
+
+def telling(test: str) -> str:
+    """The assert with a message of its own: its text, and the value that was not expected.
+
+    What is no single assert, or has a message, stays as it is.
+    """
+    try:
+        body = ast.parse(test).body
+    except _UNPARSED:
+        return test
+    if len(body) != 1 or not isinstance(body[0], ast.Assert) or body[0].msg:
+        return test
+    condition = body[0].test
+    shown = ast.unparse(body[0])
+    shown = shown if len(shown) <= 300 else shown[:297] + "..."
+    if not isinstance(condition, ast.Compare) or len(condition.ops) != 1:
+        return f"assert {ast.unparse(condition)}, {shown!r}"
+    # The call is made once: a second one could print, or give something else.
+    left = ast.unparse(condition.left)
+    condition.left = ast.Name("got_", ast.Load())
+    message = f'{shown!r} + " -- but the left side is " + repr(got_)[:200]'
+    return f"got_ = {left}\nassert {ast.unparse(condition)}, {message}"
+
+
+def _program(solution: str, entry_point: str) -> str:
+    """The solution without a fence around it, as graphs may hand it over."""
+    try:
+        return program_in(solution, entry_point)[0] if "```" in solution else solution
+    except ValueError:
+        return solution
+
+
+def _row(line: str) -> Any:
+    """The row of a line; of a faulty one its text, which `of_rows` refuses with its number."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+
+
+def _calls(tests: Sequence[str], entry_point: str) -> set[str]:
+    """The calls in asserts as the problem's text may show them, without spaces."""
+    found = set()
+    for test in tests:
+        with contextlib.suppress(*_UNPARSED):
+            for node in ast.walk(ast.parse(test)):
+                name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+                if name and name in ("candidate", entry_point):
+                    text = ast.get_source_segment(test, node) or ""
+                    arguments = "".join(text.partition("(")[2].split())
+                    found.add(f"{entry_point}({arguments}")
+    return found
