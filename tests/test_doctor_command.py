@@ -35,7 +35,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No check is given up because the machine is busy; one that hangs ends the process."""
     for name in ("CONFIG_SECONDS", "MACHINE_SECONDS"):
         monkeypatch.setattr(f"aflow_tune.doctor.doctor.{name}", 240.0)
-    monkeypatch.setattr("aflow_tune.doctor.keys.SECONDS", 60.0)
+    monkeypatch.setattr("aflow_tune.doctor.services.SECONDS", 60.0)
     monkeypatch.setattr("aflow_tune.commands.doctor._LAST_SECONDS", 60.0)
 
 

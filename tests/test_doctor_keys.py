@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from models_server import GOOD, LISTED, ModelsServer
 
-from aflow_tune.doctor.keys import check_keys, check_variables
 from aflow_tune.doctor.lines import Line, State
+from aflow_tune.doctor.services import check_keys, check_variables
 from aflow_tune.sections import ModelSettings
 
 WRONG = "sk-wrong-0123456789"
@@ -25,7 +25,7 @@ PROVIDERS = [
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever answers has the time to do so on a busy machine."""
-    monkeypatch.setattr("aflow_tune.doctor.keys.SECONDS", 60.0)
+    monkeypatch.setattr("aflow_tune.doctor.services.SECONDS", 60.0)
 
 
 def _model(server: ModelsServer, provider: str, model: str = "m", **more: object) -> ModelSettings:
@@ -127,7 +127,7 @@ def test_a_server_without_a_list_proves_nothing(
 
 
 def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aflow_tune.doctor.keys.SECONDS", 0.5)
+    monkeypatch.setattr("aflow_tune.doctor.services.SECONDS", 0.5)
     settings = ModelSettings(model="m", base_url="http://127.0.0.1:9/v1")
     (line,) = check_keys({"executor": settings})
     assert line.state is State.FAULT
@@ -158,8 +158,8 @@ def test_variables_of_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HUB = """
 import json, sys
-from aflow_tune.doctor import hub
-from aflow_tune.doctor.hub import check_hub
+from aflow_tune.doctor import services as hub
+from aflow_tune.doctor.services import check_hub
 hub.SECONDS = 60.0
 for name, kind in json.loads(sys.argv[1]):
     lines, there = check_hub("model", name, kind)
@@ -224,7 +224,7 @@ def test_an_environment_that_no_client_can_be_made_with(
     """In a process of its own: certificates are read once a process."""
     code = (
         "from aflow_tune.sections import ModelSettings\n"
-        "from aflow_tune.doctor.keys import check_keys\n"
+        "from aflow_tune.doctor.services import check_keys\n"
         "from aflow_tune.errors import BadInput\n"
         "settings = ModelSettings(provider='openai', model='m', base_url='http://127.0.0.1:9',\n"
         "                         api_key_env='DOCTOR_TEST_KEY')\n"

@@ -19,10 +19,9 @@ from fake_nvml import GIB, Gpu, Library
 from gpu_machine import machine
 from safetensors.torch import save_file
 
-from aflow_tune.doctor import gpus
-from aflow_tune.doctor.disk import check_folder
+from aflow_tune.doctor import machine as gpus
 from aflow_tune.doctor.lines import Check, Line, Once, State, fault, ok, run_checks, size
-from aflow_tune.doctor.machine import check_python, check_sandbox, torch_cuda
+from aflow_tune.doctor.machine import check_folder, check_python, check_sandbox, torch_cuda
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.sandbox import _confine, walls
 
@@ -100,7 +99,7 @@ def test_no_gpu_is_fine_for_the_local_engine_only() -> None:
         "import ctypes, json\n"
         "def none(name, *rest): raise OSError(name)\n"
         "ctypes.CDLL = none\n"
-        "from aflow_tune.doctor.gpus import check_gpus\n"
+        "from aflow_tune.doctor.machine import check_gpus\n"
         "lines = [check_gpus(needed)[0] for needed in (None, False, True)]\n"
         "print(json.dumps([line.to_json() for line in lines]))"
     )

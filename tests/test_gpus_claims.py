@@ -18,10 +18,9 @@ from aflow_tune.config.engine import own_devices
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.gpus import claims as claims_module
-from aflow_tune.gpus.choosing import Chosen, choose, visible, wanted
+from aflow_tune.gpus.choosing import Chosen, choose, isolated, visible, visible_to_cuda, wanted
 from aflow_tune.gpus.claims import Claims, holder_of, protected_by_runs
-from aflow_tune.gpus.isolation import isolated, visible_to_cuda
-from aflow_tune.gpus.reading import snapshot
+from aflow_tune.gpus.devices import snapshot
 
 __all__ = ["children", "machine"]
 
@@ -232,7 +231,7 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 import fake_nvml
 from aflow_tune.gpus import claims
-from aflow_tune.gpus.isolation import isolated
+from aflow_tune.gpus.choosing import isolated
 from aflow_tune.errors import BadInput
 claims.FOLDER = Path({folder!r})
 fake_nvml.install([fake_nvml.Gpu() for _ in range({gpus})])

@@ -19,10 +19,10 @@ from fake_nvml import GIB, UNKNOWN, Gpu, Library
 from gpu_machine import OTHER_UID, Children, children, machine, needs_root
 
 from aflow_tune.cli import main
-from aflow_tune.gpus import monitor
+from aflow_tune.gpus import showing as monitor
 from aflow_tune.gpus.claims import Claims
+from aflow_tune.gpus.devices import snapshot, use_and_memory
 from aflow_tune.gpus.processes import look
-from aflow_tune.gpus.reading import snapshot, use_and_memory
 
 __all__ = ["children", "machine"]
 

@@ -15,7 +15,7 @@ from aflow_tune.config import engine
 from aflow_tune.config.engine import use_recorded
 from aflow_tune.config.load import load_config
 from aflow_tune.gpus import use
-from aflow_tune.gpus.reading import snapshot
+from aflow_tune.gpus.devices import snapshot
 from aflow_tune.gpus.use import UseLog
 from aflow_tune.report.gpu_use import facts, low_use, mean_use, peak_memory, use_by_step
 from aflow_tune.report.html import summary_text, write_report

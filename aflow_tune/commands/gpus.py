@@ -100,11 +100,9 @@ def add_parser(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from aflow_tune.gpus.monitor import append, watch
-    from aflow_tune.gpus.nvml import NvmlUnavailable
-    from aflow_tune.gpus.owner import invoking_user
-    from aflow_tune.gpus.reading import snapshot
-    from aflow_tune.gpus.showing import render
+    from aflow_tune.gpus.devices import NvmlUnavailable, snapshot
+    from aflow_tune.gpus.processes import invoking_user
+    from aflow_tune.gpus.showing import append, render, watch
 
     _check_seconds("--interval", options.interval, 0.1)
     owner = invoking_user()

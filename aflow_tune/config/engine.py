@@ -22,13 +22,10 @@ from aflow_tune.config.settings import AflowConfig
 from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import find_ray, uses_ray
-from aflow_tune.gpus.choosing import obstacles, visible, wanted_faults
-from aflow_tune.gpus.devices import Device
+from aflow_tune.gpus.choosing import isolated, mapping_lines, obstacles, visible, wanted_faults
+from aflow_tune.gpus.devices import Device, NvmlUnavailable, snapshot
 from aflow_tune.gpus.freeing import pid_faults
-from aflow_tune.gpus.isolation import isolated, mapping_lines
-from aflow_tune.gpus.nvml import NvmlUnavailable
 from aflow_tune.gpus.processes import look
-from aflow_tune.gpus.reading import snapshot
 from aflow_tune.gpus.use import UseLog
 from aflow_tune.report.gpu_use import ROLE
 from aflow_tune.report.metrics import FILE_NAME, append_metrics, parse_line

@@ -53,7 +53,7 @@ def package_fault(error: BaseException) -> Fault | None:
         top = str(error.name or "").partition(".")[0]
     else:
         top = _being_imported(error)
-    if top in ("", Path(__file__).parent.name):
+    if top in ("", Path(__file__).parents[1].name):
         return None
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
     expected = "that it can be imported"
@@ -107,4 +107,4 @@ def _is_users(filename: str) -> bool:
         return False
     path = Path(filename).resolve()
     places = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib", "stdlib")}
-    return not any(path.is_relative_to(place) for place in (*places, Path(__file__).parent))
+    return not any(path.is_relative_to(place) for place in (*places, Path(__file__).parents[1]))

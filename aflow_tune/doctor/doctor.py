@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING
 
 from aflow_tune.config.clashes import hollow, installed_versions, known_clashes, missing
 from aflow_tune.doctor import ray_check
-from aflow_tune.doctor.disk import check_folder
-from aflow_tune.doctor.gpus import check_gpus
-from aflow_tune.doctor.hub import OnHub, check_hub
 from aflow_tune.doctor.lines import Check, Line, Once, fault, line_of, note, ok
-from aflow_tune.doctor.machine import check_python, check_sandbox
+from aflow_tune.doctor.machine import check_folder, check_gpus, check_python, check_sandbox
+from aflow_tune.doctor.services import OnHub, check_hub
 from aflow_tune.doctor.versions import check_versions
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, is_cached
 from aflow_tune.errors import BadInput, Fault
@@ -253,7 +251,7 @@ class Examination:
 
     def keys(self) -> list[Line]:
         """The variables that the models name, and whether their endpoints take them."""
-        from aflow_tune.doctor.keys import check_keys, check_variables
+        from aflow_tune.doctor.services import check_keys, check_variables
 
         found = self._settings()
         if found is None:

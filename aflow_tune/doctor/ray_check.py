@@ -104,7 +104,7 @@ def _ask(question: dict[str, Any], **environment: str) -> dict[str, Any]:
         "aflow_tune.cluster._ray_probe",
         str(write_end),
     ]
-    package = str(Path(__file__).parents[4])
+    package = str(Path(__file__).parents[2])
     inherited = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join([package, inherited] if inherited else [package])
     process = subprocess.Popen(

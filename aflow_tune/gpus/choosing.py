@@ -1,23 +1,29 @@
-"""Free devices for a run: which ones, and a claim on each.
+"""Free devices for a run: which ones, a claim on each, and no others in its sight.
 
 A device is free if no run holds it, the driver lists no other process that computes or draws on
 it, and hardly any of its memory is used (which also tells of processes that cannot be seen from
 inside a container). Devices that the user names may show a picture meanwhile, as a desktop's only
 GPU does, but no other process may compute on them.
+
+CUDA reads `CUDA_VISIBLE_DEVICES` once, when it is first used in a process, so `isolated` comes
+before anything may look for CUDA. What the process starts (Ray, its workers) inherits it. Whole
+GPUs are given by number, in the order of the bus, because vLLM reads numbers only; instances of
+divided ones have no number and are given by UUID, and where any GPU is divided so are the whole
+ones, since CUDA then numbers differently.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.gpus.claims import holder_of, in_turn
-from aflow_tune.gpus.devices import Device, Snapshot
-from aflow_tune.gpus.nvml import NvmlUnavailable
-from aflow_tune.gpus.reading import snapshot
+from aflow_tune.gpus.claims import Claims, holder_of, in_turn
+from aflow_tune.gpus.devices import Device, NvmlUnavailable, Snapshot, snapshot
 
 AUTO = "auto"
 FREE_BYTES = 2**30
@@ -26,20 +32,6 @@ FREE_SHARE = 0.03
 GPU's memory as used while nothing runs."""
 
 _EXAMPLE = "physical_gpus: auto, or a list such as [0, 1]"
-
-
-class Taking(Protocol):
-    """What takes devices: `claims.Claims`."""
-
-    def take(self, uuid: str) -> bool:
-        """Whether the device was to be had."""
-
-
-class _Looking:
-    """Takes nothing."""
-
-    def take(self, uuid: str) -> bool:
-        return True
 
 
 @dataclass(frozen=True)
@@ -156,13 +148,13 @@ def taken(device: Device, *, named: bool = False) -> str | None:
     return None
 
 
-def choose(value: Any, count: int | None, claims: Taking, where: str) -> Chosen:
+def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> Chosen:
     """Claim the devices for a run, at once all or none.
 
     Args:
         value: the setting, free of `wanted_faults`.
         count: how many the run needs; None: all that are free (or named).
-        claims: takes the locks; the caller releases them.
+        claims: takes the locks; the caller releases them. None: only look.
         where: the place of the setting, for messages.
 
     Raises:
@@ -189,14 +181,14 @@ def choose(value: Any, count: int | None, claims: Taking, where: str) -> Chosen:
 def obstacles(value: Any, count: int | None, where: str) -> list[Fault]:
     """What would make `choose` refuse now. Claims nothing."""
     try:
-        choose(value, count, _Looking(), where)
+        choose(value, count, None, where)
     except BadInput as error:
         return list(error.faults)
     return []
 
 
 def _auto(
-    now: Snapshot, reachable: list[Device], count: int | None, claims: Taking, where: str
+    now: Snapshot, reachable: list[Device], count: int | None, claims: Claims | None, where: str
 ) -> list[Device]:
     got: list[Device] = []
     reasons = []
@@ -236,7 +228,7 @@ def _named(
     reachable: list[Device],
     words: str | tuple[str, ...],
     count: int | None,
-    claims: Taking,
+    claims: Claims | None,
     where: str,
 ) -> list[Device]:
     faults: list[Fault] = []
@@ -281,11 +273,11 @@ def _named(
     return got
 
 
-def _claim(device: Device, claims: Taking) -> str | None:
+def _claim(device: Device, claims: Claims | None) -> str | None:
     """Take the lock; why it could not be had, or None."""
     if device.uuid is None:
         return "the driver does not tell its UUID"
-    if claims.take(device.uuid):
+    if claims is None or claims.take(device.uuid):
         return None
     holder = holder_of(device.uuid)
     return f"claimed by {holder.words() if holder is not None else 'another run'}"
@@ -293,3 +285,79 @@ def _claim(device: Device, claims: Taking) -> str | None:
 
 def _refused(faults: list[Fault]) -> BadInput:
     return BadInput("There are no GPUs for this run; nothing was started.", faults)
+
+
+@contextlib.contextmanager
+def isolated(
+    value: Any, count: int | None, *, run: str, protected: Iterable[int], where: str
+) -> Iterator[Chosen]:
+    """Claim devices and let this process and what it starts see no others, for the block.
+
+    Args:
+        value, count, where: as for `choose`.
+        run: what others are told about who holds them.
+        protected: processes that others' `gpus free` leaves alone meanwhile.
+
+    Raises:
+        BadInput: not to be had, or too late: CUDA is in use in this process.
+    """
+    if _cuda_is_in_use():
+        raise BadInput(
+            "GPUs cannot be chosen any more.",
+            [
+                Fault(
+                    where,
+                    "a process that has not used CUDA yet",
+                    "CUDA was used in this process before",
+                    "start Python anew (a notebook: restart its kernel), and call tune() first",
+                )
+            ],
+        )
+    claims = Claims(run, protected)
+    try:
+        chosen = choose(value, count, claims, where)
+        with _environment(visible_to_cuda(chosen)):
+            yield chosen
+    finally:
+        # What this process itself holds on a device stays there until it ends, and so do claims.
+        if not _cuda_is_in_use():
+            claims.release()
+
+
+def visible_to_cuda(chosen: Chosen) -> dict[str, str]:
+    """The environment in which the chosen devices are cuda:0, cuda:1 and so on."""
+    names = [str(d.uuid) if chosen.by_uuid else str(d.index) for d in chosen.devices]
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(names),
+        # PyTorch then asks NVML whether there is a GPU, and CUDA stays unused in this process.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+
+
+def mapping_lines(devices: Sequence[Device]) -> list[str]:
+    """Which physical device is which for the run."""
+    return [
+        f"GPU {device.label} ({device.name}, {device.uuid}) is cuda:{number} of this run"
+        for number, device in enumerate(devices)
+    ]
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        if not _cuda_is_in_use():
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _cuda_is_in_use() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from aflow_tune.gpus.devices import Device
-from aflow_tune.gpus.nvml import NvmlUnavailable
-from aflow_tune.gpus.reading import use_and_memory
+from aflow_tune.gpus.devices import Device, NvmlUnavailable, use_and_memory
 
 INTERVAL_SECONDS = 1.0
 LOW_USE = 0.5
