@@ -26,9 +26,9 @@ class RolloutSection:
     """How the workflow function is run."""
 
     run_timeout: float = 300.0
-    """Seconds that one run of the function may take; after that it counts as timed out."""
+    """Seconds that one rollout may take; after that it counts as timed out."""
     max_failed_fraction: float = 1.0
-    """Training stops when more than this share of a step's runs failed. 1: only if all did."""
+    """Training stops when more than this share of a step's rollouts failed. 1: only if all did."""
     system_prompt: str | None = None
     """Handed to a workflow function that takes `system_prompt`. None: it gets none."""
 
@@ -149,9 +149,9 @@ class GraphSection:
     """A file of public tests for the operator Test: rows with entry_point and test, a list of
     asserts on `candidate`. Never the tests that answers are scored by."""
     timeout: float = 180.0
-    """Seconds that one run of the graph may take, calls of models included."""
+    """Seconds that one rollout of the graph may take, calls of models included."""
     max_calls: int = 100
-    """Calls of operators and of the model that one run may make."""
+    """Calls of operators and of the model that one rollout may make."""
     models: dict[str, str] = field(default_factory=dict)
     """Which of `models` an operator uses, by the name of its instance in the graph or of the
     operator, such as {Review: judge}. All others use the model being tuned."""
@@ -274,11 +274,11 @@ class FivePartSection:
     highest: float = 10.0
     """The weighted sum 0 becomes `lowest`, 1 becomes `highest`."""
     usd_limit: float = 0.01
-    """Efficiency falls from 1 at no cost to 0 at this cost of a run, in US dollars."""
+    """Efficiency falls from 1 at no cost to 0 at this cost of a rollout, in US dollars."""
     token_limit: int = 8192
-    """The same in tokens, for runs with a call whose price is not known."""
+    """The same in tokens, for rollouts with a call whose price is not known."""
     seconds_limit: float = 60.0
-    """Half of simplicity falls from 1 to 0 at this time of a run."""
+    """Half of simplicity falls from 1 to 0 at this time of a rollout."""
     operator_limit: int = 10
     """The other half falls from 1 to 0 at this number of operator calls."""
 
@@ -358,9 +358,9 @@ class AflowSections:
     """Processes that `aflow-tune gpus free` never ends: while the run holds claimed GPUs, and
     with `--config` and this file always."""
     sandbox: Any = "auto"
-    """The wall that programs written by a model run behind: auto, bubblewrap, landlock or
-    unsafe_subprocess. auto: the strongest that can be built; where none can, they do not run.
-    unsafe_subprocess: no wall, with your rights. With packages that programs may import:
+    """The sandbox backend that programs written by a model run in: auto, bubblewrap, landlock or
+    unsafe_subprocess. auto: the strongest that works here; where none does, they do not run.
+    unsafe_subprocess: no isolation, with your rights. With packages that programs may import:
     `{policy: auto, packages: [numpy, sympy]}`, which is kept as `auto+numpy+sympy`."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)

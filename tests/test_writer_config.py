@@ -122,7 +122,7 @@ OF_MODELS = "models: {executor: {model: m, " + ADDRESS
     ("section", "more", "places", "words"),
     [
         ("executor: frozen", AUXILIARY + OF_FROZEN, ROLE, "both under"),
-        ("operators: [Custom, Xyz]", MODELS, "writer.operators", "'Xyz'"),
+        ("operators: [Custom, Xyz]", MODELS, "writer.operators", "Xyz"),
         ("max_calls: 0, retries: 99", MODELS, "writer.max_calls writer.retries", "1 or more"),
         ("executor: frozen, max_usd: 0.5", AUXILIARY, "writer.max_usd", "max_tokens instead"),
         ("max_usd: 0.5", f"{OF_MODELS}, max_tokens: 9}}}}\n", "models.executor.prices", "dollars"),

@@ -107,4 +107,6 @@ def _is_users(filename: str) -> bool:
         return False
     path = Path(filename).resolve()
     places = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib", "stdlib")}
+    if "site-packages" in path.parts:  # of an environment that this one borrows from
+        return False
     return not any(path.is_relative_to(place) for place in (*places, Path(__file__).parents[1]))

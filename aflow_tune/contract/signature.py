@@ -430,17 +430,18 @@ def check_functions(
         BadInput: with every fault of both functions.
     """
     errors: list[BadInput] = []
-    found: list[Checked | None] = [None, None]
-    for place, (check, function) in enumerate(((check_workflow, workflow), (check_judge, judge))):
-        try:
-            found[place] = check(function) if function is not None or place == 0 else None
-        except BadInput as error:
-            errors.append(error)
-    if errors:
+    checked = scorer = None
+    try:
+        checked = check_workflow(workflow)
+    except BadInput as error:
+        errors.append(error)
+    try:
+        scorer = check_judge(judge) if judge is not None else None
+    except BadInput as error:
+        errors.append(error)
+    if errors or checked is None:
         faults = [fault for error in errors for fault in error.faults]
         raise BadInput("\n".join(error.title for error in errors), faults)
-    checked, scorer = found
-    assert checked is not None
     if scorer is not None and checked.returns == "float":
         raise _Check(workflow, WORKFLOW).has_no_use_for(scorer.name)
     return checked, scorer
