@@ -214,9 +214,9 @@ def largest_micro_batch(config: AflowConfig, lengths: Lengths) -> MicroBatch | N
     """The largest micro-batch of a step, as `packing.micro_batches` fills it; None where the mode
     trains nothing.
 
-    Runs of a task share the prompt of their first call, later calls of a run have prompts of their
-    own, and a run stays in one micro-batch; one whole task does where the loss needs its group. A
-    row of `mode: train` is a sample, or a pair.
+    Where it was not seen what prompts share, runs of a task share that of their first call, and
+    later calls have prompts of their own. A run stays in one micro-batch; one whole task does where
+    the loss needs its group. A row of `mode: train` is a sample, or a pair.
     """
     if config.mode not in ("both", "train"):
         return None
@@ -227,7 +227,8 @@ def largest_micro_batch(config: AflowConfig, lengths: Lengths) -> MicroBatch | N
         repeats = 2 if config.algorithm.algorithm_type == "dpo" else 1
     response = min(lengths.response.ceiling(), max(1, most - prompt))
     length, later = prompt + response, repeats * (calls - 1)
-    task = prompt + repeats * response + later * length
+    prompts = prompt * (1.0 + later) if lengths.unshared is None else repeats * lengths.unshared
+    task = prompts + repeats * calls * response
     run = calls * min(most, lengths.longest_prompt + lengths.longest_response)
     tokens = min(tasks * task, max(config.local.micro_batch_tokens, run))
     if _loss(config).per_group:

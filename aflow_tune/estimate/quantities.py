@@ -116,13 +116,15 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Calls of a run, mean tokens of a call's prompt and response, and the longest of each."""
+    """Calls of a run, mean tokens of a call's prompt and response, and the longest of each.
+    `unshared`: tokens of a run's prompts that no other run has, where that was seen."""
 
     calls: Number
     prompt: Number
     response: Number
     longest_prompt: float
     longest_response: float
+    unshared: float | None = None
 
 
 def limits_of(config: AflowConfig) -> tuple[int, int, int]:
@@ -163,6 +165,7 @@ def lengths_of(
         _best(given.response_tokens, earlier, "response_length/mean", responses),
         float(longest_prompt or prompt),
         float(longest_response or response),
+        seen.unshared if seen is not None else None,
     )
 
 

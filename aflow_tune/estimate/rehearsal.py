@@ -43,6 +43,8 @@ from aflow_tune.config.tasksets import (
 )
 from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.sampling import Completion, SamplingParams, Vocabulary, prompt_faults
+from aflow_tune.engines.local.packing import TokenTrie
+from aflow_tune.engines.local.sampling import Completion, SamplingParams, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.engines.trinity.inline import InlineRollouts
 from aflow_tune.engines.trinity.readers import (
@@ -72,12 +74,14 @@ _WORDS = (
 @dataclass(frozen=True)
 class Seen:
     """What runs or rows showed: `calls` of a run, tokens of a prompt on average and of the longest;
-    of a response only where it is given by the rows."""
+    of a response only where it is given by the rows. `unshared`: tokens of a run's prompts that no
+    other has, on average."""
 
     how: str
     calls: float
     prompt: float
     longest_prompt: float
+    unshared: float
     response: float | None = None
     longest_response: float | None = None
 
@@ -152,7 +156,8 @@ async def _rehearse(
         return "every run failed with a model that answers in plain words"
     prompts = [item.prompt_length for item in good]
     how = f"a rehearsal of {runs} runs without a model"
-    return Seen(how, len(good) / runs, statistics.fmean(prompts), max(prompts))
+    unshared = _unshared(good) / runs
+    return Seen(how, len(good) / runs, statistics.fmean(prompts), max(prompts), unshared)
 
 
 class _Rollouts(InlineRollouts):
@@ -222,12 +227,13 @@ def read_rows(config: AflowConfig, folder: Path | None) -> Seen | str:
         with tempfile.TemporaryDirectory(prefix="aflow-rows-") as place:
             copied.checkpoint_job_dir = place
             materialise_experiences(copied)
-            rows = asyncio.run(_first_rows(open_experiences(copied)))
+            steps = asyncio.run(_first_steps(open_experiences(copied)))
     except Exception as error:
         # Whatever a reader or a template raises here costs knowledge, not the estimate.
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    if not rows:
+    if not steps:
         return "they are fewer than one step takes"
+    rows = [row for step in steps for row in step]
     prompts = [row.prompt_length for row in rows]
     responses = [len(row.tokens) - row.prompt_length for row in rows]
     return Seen(
@@ -235,14 +241,23 @@ def read_rows(config: AflowConfig, folder: Path | None) -> Seen | str:
         1.0,
         statistics.fmean(prompts),
         max(prompts),
+        max(_unshared(step) / len(step) for step in steps),
         statistics.fmean(responses),
         max(responses),
     )
 
 
-async def _first_rows(reader: Experiences) -> list[Experience]:
-    rows: list[Experience] = []
+async def _first_steps(reader: Experiences) -> list[list[Experience]]:
+    steps: list[list[Experience]] = []
     with contextlib.suppress(StopAsyncIteration):
         for _ in range(STEPS):
-            rows += await reader.read()
-    return rows
+            steps.append(await reader.read())
+    return steps
+
+
+def _unshared(calls: list[Experience]) -> int:
+    """Tokens of all prompts, what they begin with in common once."""
+    trie = TokenTrie()
+    for call in calls:
+        trie.add(call.tokens[: call.prompt_length].tolist())
+    return len(trie)
