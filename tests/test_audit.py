@@ -148,7 +148,7 @@ def test_groups_without_variance_are_told_with_their_reason() -> None:
     assert (easy.cure[:23], hard.cure[:23]) == (
         "The tasks are too easy ", "The tasks are too hard:",
     )  # fmt: skip
-    assert "50% solve their task in every run and 50% never" in both.found
+    assert "50% solve their task in every rollout and 50% never" in both.found
 
 
 def test_a_healthy_run_passes_and_says_what_was_looked_for(tmp_path: Path) -> None:

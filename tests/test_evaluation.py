@@ -180,9 +180,9 @@ def test_no_interval_from_one_value_and_an_error_from_none() -> None:
     alone = mean_interval([0.5])
     assert (alone.low, alone.high, alone.excludes_zero) == (None, None, False)
     assert standard_deviation([0.5]) is None
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="at least one"):
         mean_interval([])
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="at least one"):
         mean([])
     with pytest.raises(ValueError, match=r"shorter|longer"):
         paired_difference([1.0], [1.0, 2.0])

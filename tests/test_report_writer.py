@@ -263,7 +263,7 @@ def test_fallbacks_that_earn_are_told() -> None:
     found = earning_fallbacks(earning, "training")
     assert found is not None
     assert "2 rollouts whose answer came from a fallback have a reward of up to 3" in found.found
-    assert "while a clean run has one of -8" in found.found
+    assert "while a clean one has one of -8" in found.found
 
 
 def test_one_structure_for_everything_is_told() -> None:

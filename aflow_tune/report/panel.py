@@ -380,7 +380,7 @@ class Panel:
         for name, points in progress.held_out.items():
             table.add_row("held-out", Text(f"{_held_out(points)}  [{name}]"))
         if progress.failures:
-            table.add_row("failed rollouts", Text(_failures(progress.failures), style="yellow"))
+            table.add_row("failed", Text(_failures(progress.failures), style="yellow"))
         if progress.tokens_per_second:
             table.add_row("sampling", f"{progress.tokens_per_second:.0f} tokens/s")
         left = self._left(progress)
