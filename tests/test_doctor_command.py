@@ -15,13 +15,13 @@ from models_server import GOOD, ModelsServer
 from project import write_project
 
 from aflow_tune.cli import main
-from aflow_tune.doctor.disk_use import (
+from aflow_tune.doctor.doctor import (
+    Examination,
     checkpoints_kept,
     shapes_of,
     trained_parameters,
     will_write,
 )
-from aflow_tune.doctor.doctor import Examination
 from aflow_tune.doctor.lines import State
 
 MODELS = """

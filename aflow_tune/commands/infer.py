@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import refuse, too_small
-from aflow_tune.commands.trained_model import (
+from aflow_tune.commands.options import (
     WHAT_IS_A_CHECKPOINT,
     add_model_options,
     inferer_of,
+    refuse,
+    too_small,
 )
 from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 

@@ -6,11 +6,12 @@ import argparse
 import asyncio
 from typing import Any
 
-from aflow_tune.commands.options import refuse, too_small
-from aflow_tune.commands.trained_model import (
+from aflow_tune.commands.options import (
     WHAT_IS_A_CHECKPOINT,
     add_model_options,
     inferer_of,
+    refuse,
+    too_small,
 )
 from aflow_tune.errors import ExitCode, Fault
 
