@@ -149,7 +149,7 @@ def dry_run_config(
     """Play one step of a configuration by a script on a tiny random model; nothing is kept.
 
     Args:
-        answers: a file of what a good and a bad policy would say (`dry_run/answers.py`).
+        answers: a file of what a good and a bad policy would say (`dry_run/script.py`).
         call_apis: whether models behind an API are called; else plain words stand in for them.
         tasks: tasks to play; None: those of a step, as long as that is short.
         stage: of a chain, the stage to play; None: the first that trains on rollouts.

@@ -490,7 +490,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 # --- The writer, and the harvest of its graphs ----------------------------------------------------
-# The sections `writer`, `models` and the auxiliary models are checked in `writer/settings.py`,
+# The sections `writer`, `models` and the auxiliary models are checked in `writer/workflow.py`,
 # which knows no configuration; here stands what only a whole one can tell.
 
 _OVER_TURNS = ("multi_step_grpo", "gigpo")

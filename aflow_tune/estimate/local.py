@@ -4,7 +4,7 @@ What each part holds is read off our own code; the docstrings name the places. T
 are added up instead of taking turns: the allocator keeps what one thread freed for that thread, so
 that sampler and trainer each hold on to their largest moment (glibc: M_MMAP_THRESHOLD, mallopt(3)).
 What it wastes between its pieces is the allowance `WASTE`. Where the C library has malloc_trim the
-freed memory goes back after each train step (`engines/local/memory.py`), so that the export at the
+freed memory goes back after each train step (`engines/local/models.py`), so that the export at the
 end counts only beyond what a step takes.
 
 All allowances are as `benchmarks/estimate_memory.py` measured them, which runs real configurations

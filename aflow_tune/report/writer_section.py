@@ -337,7 +337,7 @@ class Structure:
 def draw(code: str, operators: Collection[str] = (), name: str = "graph") -> Drawing:
     """Draw the graph of this code.
 
-    The drawing is `graph/svg.py`'s without its own style and background: the page's style gives
+    The drawing is `graph/draw.py`'s without its own style and background: the page's style gives
     it the colours of light and dark, and a style inside a page would reach everything on it.
 
     Args:

@@ -500,8 +500,8 @@ class Sweep:
 def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | None:
     """The best or last score of a run that has ended, its step and interval; None if it has none.
 
-    Scores are the run's own, as `report/best.py` ranks them. Of a chain the last stage counts that
-    was evaluated. There is no interval where there are several task sets.
+    Scores are the run's own, as `report/evaluation.py` ranks them. Of a chain the last stage counts
+    that was evaluated. There is no interval where there are several task sets.
 
     Raises:
         ValueError: a record file is damaged; file and line are named.

@@ -15,7 +15,7 @@ graph that fails for reasons of its own has fallbacks (`execute.py`), and earns 
 says.
 
 `writer_from_config` makes one from the section `writer:`, with every fault of it at once. What
-needs the rest of the configuration is asked in `config/rules/refusals_writer.py`.
+needs the rest of the configuration is asked in `config/file_rules.py`.
 """
 
 from __future__ import annotations

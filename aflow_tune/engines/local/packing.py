@@ -6,8 +6,8 @@ packed row, with the position it has in its sample. A node attends to its ancest
 makes the row equal to the separate samples for any causal model. Tokens after the last
 scored one are left out, and the output head is applied only to nodes whose next token counts.
 
-This module builds layouts from plain token lists; the arithmetic is in `trie_attention.py`
-and `token_scores.py`.
+This module builds layouts from plain token lists; the arithmetic is in
+`packed_model.py`.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class SyncCheck:
 _WHAT_TO_DO = (
     "Look for errors of the weight sync in the run's log folder, try another "
     "synchronizer.sync_method, and compare the versions of vllm, verl and peft with the set of the "
-    "README (`aflow-tune doctor`)."
+    "docs/engines.md (`aflow-tune doctor`)."
 )
 
 

@@ -5,7 +5,7 @@
   that verl imports from flash-attn: without that package the first step of training ends with
   ModuleNotFoundError. flash-attn has to be compiled, and is not in our GPU set. transformers has
   the same functions in plain torch. The model itself is another matter: it attends with flash-attn
-  unless told otherwise (`config/rules/adaptations.py` does that with `use_remove_padding: false`).
+  unless told otherwise (`config/prepare.py` does that with `use_remove_padding: false`).
 - **Whole pairs in DPO.** Trinity's loss sums the log-probabilities of a whole micro-batch before
   it compares chosen and rejected: margins of 2 and -1 with beta 0.1 give 0.644397, where the mean
   over the pairs is 0.671268 (Rafailov et al. 2023, equation 7). And verl cuts batches where it
