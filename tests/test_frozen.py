@@ -137,6 +137,7 @@ def faults_of(text: str) -> list[str]:
     return re.findall(r"^\d+\. (.*)\n    expected:", text, re.M)
 
 
+@pytest.mark.slow
 def test_verdicts_and_places(run: Run, here: Path) -> None:
     """Broken settings, functions, data and command lines: exit code, then each fault's place."""
     found: dict[str, list[Any]] = {}

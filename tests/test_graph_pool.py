@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from graph_samples import simple
-from sandbox_outside import WALLS, alive, eventually, need
+from sandbox_outside import BACKENDS, alive, eventually, need
 
 from aflow_tune.graph import inside
 from aflow_tune.graph.graph import Graph
@@ -27,7 +27,7 @@ from aflow_tune.sandbox import Limits, SandboxUnavailable, open_channel
 PROJECT = Path(__file__).parents[1]
 
 
-@pytest.fixture(params=[*WALLS, "unsafe_subprocess"])
+@pytest.fixture(params=[*BACKENDS, "unsafe_subprocess"])
 def level(request: pytest.FixtureRequest) -> str:
     return need(request.param)
 

@@ -137,7 +137,7 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
     check_functions(workflow, judge)
     local_model = request.endpoint is None
     prepare(config, Purpose.EVALUATE, workflow=workflow, judge=judge, local_model=local_model)
-    run_dir = Path(config.checkpoint_job_dir)
+    run_dir = Path(config.get_checkpoint_job_dir())
     plan = make_plan(request.wanted, run_dir)
     if request.endpoint is not None:
         names = [column.side.served_model for column in plan.columns]

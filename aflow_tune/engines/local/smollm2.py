@@ -129,4 +129,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         pad_token_id=fresh.config.pad_token_id,
     )
     fresh.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    # Transformers 5.12 takes the mark that begins a turn for the one that ends it; 5.23 does not.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(fresh.config.eos_token_id)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(fresh.config.pad_token_id)
+    tokenizer.save_pretrained(folder)
