@@ -63,6 +63,7 @@ async def test_one_who_leaves_does_not_take_the_answer_from_the_others(sampler: 
         await leaving
 
 
+@pytest.mark.slow
 @in_loop
 async def test_when_all_leave_the_place_is_free_and_nothing_is_remembered(sampler: Sampler) -> None:
     answers, before = GreedyAnswers(sampler.submit), drawn(sampler)

@@ -215,7 +215,13 @@ def test_what_was_executed_is_not_executed_again(tmp_path: Path, executor: Fault
     assert len(executor.requests) == 33
 
 
-@pytest.mark.parametrize("trouble", [Step(status=500), Step(kind="hang")], ids=["error", "slow"])
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        pytest.param(Step(status=500), id="error"),
+        pytest.param(Step(kind="hang"), id="hangs", marks=pytest.mark.slow),
+    ],
+)
 def test_what_failed_for_want_of_an_answer_is_tried_again(
     tmp_path: Path, executor: FaultyServer, trouble: Step
 ) -> None:

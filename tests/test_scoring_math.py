@@ -289,6 +289,7 @@ def test_boxes() -> None:
     assert shallow_boxed(text) == ["1", r"\boxed{2}"]
 
 
+@pytest.mark.slow
 def test_a_comparison_without_end_is_undecided() -> None:
     with pytest.raises(Undecided, match="SymPy found no verdict within 10 s of processor time"):
         published_equal("9^{9^{9^{9}}}", "8")

@@ -281,6 +281,7 @@ def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
     assert not torch.equal(begun, LocalTrainer(base_path, whole).logprobs([sample])[0])
 
 
+@pytest.mark.slow
 def test_changed_stages_are_refused_under_their_key(chain: Path) -> None:
     run_config(chain)
     changes = ("stages[0].buffer.train_batch_size=3", "stages[1].algorithm.optimizer.lr=0.1")

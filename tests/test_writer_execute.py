@@ -177,7 +177,10 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "asleep" else n for n in FAILING],
+)
 def test_a_graph_that_fails_while_it_runs_is_replaced_by_a_simpler_one(name: str) -> None:
     body, ending = FAILING[name]
     code = f"{HEAD}\n    async def __call__(self, problem):\n        {body}\n"
@@ -266,6 +269,7 @@ def test_an_executor_that_never_answers_ends_in_time_and_leaves_nothing() -> Non
     assert left == []
 
 
+@pytest.mark.slow
 def test_what_a_graph_has_started_is_gone_when_its_time_is_up() -> None:
     mark = f"12{secrets.randbelow(10**9)}.5"
     start = f"import os; os.posix_spawn('/usr/bin/sleep', ['sleep', '{mark}'], {{}})"
