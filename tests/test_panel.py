@@ -12,7 +12,7 @@ import pytest
 from fake_run import TASKSET, write_evaluation, write_fake_run, write_step
 from rich.console import Console
 
-from aflow_tune.report.panel import Panel, Progress, RunFollower, StepState, read_progress
+from aflow_tune.report.panel import Panel, Progress, RunFollower, StepState
 
 
 def _lines(output: io.StringIO) -> list[str]:
@@ -20,7 +20,7 @@ def _lines(output: io.StringIO) -> list[str]:
 
 
 def test_progress_of_a_whole_run(tmp_path: Path) -> None:
-    progress = read_progress(write_fake_run(tmp_path / "run"), 6)
+    progress = RunFollower(write_fake_run(tmp_path / "run"), 6).update()
     assert (progress.step, progress.rolled_out) == (6, 6)
     assert progress.reward == pytest.approx(0.8)
     assert progress.health == {"mixed": 0.75, "all best": 0.125, "all worst": 0.125}
@@ -33,7 +33,7 @@ def test_progress_of_a_whole_run(tmp_path: Path) -> None:
 def test_an_evaluation_under_way_is_counted_but_has_no_score_yet(tmp_path: Path) -> None:
     write_evaluation(tmp_path, 0, [1.0, 0.0, 0.0, 0.0])
     write_evaluation(tmp_path, 4, [1.0, 1.0], finished=False)
-    progress = read_progress(tmp_path, 8)
+    progress = RunFollower(tmp_path, 8).update()
     assert progress.held_out == {TASKSET: [(0, 0.25)]}
     assert (progress.evaluated_now, progress.evaluated_of) == (2, 4)
     left_over = RunFollower(tmp_path, 8, since=time.time() + 60).update()

@@ -237,11 +237,6 @@ class RunFollower:
             return False
 
 
-def read_progress(run_dir: Path, total: int) -> Progress:
-    """The state of a run, read once."""
-    return RunFollower(run_dir, total).update()
-
-
 class Panel:
     """`with Panel(run_dir, total_steps) as panel: panel.phase("rolling out")`.
 

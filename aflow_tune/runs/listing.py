@@ -88,11 +88,6 @@ class RunInfo:
     host: str = ""
     stages: tuple[RunInfo, ...] = field(default=())
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether it consists of stages."""
-        return (self.path / CHAIN_FILE).exists()
-
     def to_json(self) -> dict[str, Any]:
         """As plain data; the path is absolute."""
         return {

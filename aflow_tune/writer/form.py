@@ -181,26 +181,6 @@ PROMPTS, CODE = "prompts", "graph_code"
 _CODE_KEYS = ("graphcode", "workflowcode", "workflow", "graph", "code")
 """Under which the code is found, spelt as `_key` spells; the first that an object has is meant."""
 
-HYBRID_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        PROMPTS: {
-            "type": "object",
-            "additionalProperties": {"type": "string"},
-            "maxProperties": MAX_PROMPTS,
-            "description": "an instruction for each operator instance of the graph",
-        },
-        CODE: {
-            "type": "string",
-            "minLength": 1,
-            "description": "Python: `class Workflow` over the operators",
-        },
-    },
-    "required": [PROMPTS, CODE],
-    "additionalProperties": False,
-}
-"""The hybrid form as JSON schema."""
-
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _CLASS = re.compile(r"^[ \t]*class[ \t]+\w+", re.MULTILINE)
 _CODE_LINE = re.compile(

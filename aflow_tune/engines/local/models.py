@@ -248,11 +248,6 @@ def give_back() -> None:
         trim(0)
 
 
-def can_give_back() -> bool:
-    """Whether `give_back` does anything here: not on macOS, nor with musl."""
-    return _malloc_trim() is not None
-
-
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
     try:
