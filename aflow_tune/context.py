@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, cast
@@ -64,8 +64,6 @@ class _Place:
     block_key: str | None = None
     next_key: _NextKey | None = None
     blocks: tuple[_Block, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """What `using` gave to this code."""
 
 
 _NOWHERE = _Place()
@@ -86,8 +84,7 @@ class RolloutContext:
     @contextlib.contextmanager
     def activate(self) -> Iterator[RolloutContext]:
         """Make this the rollout of the current context and of everything it starts."""
-        settings = _place.get().settings
-        token = _place.set(_Place(self, scope=_Scope(_current_task()), settings=settings))
+        token = _place.set(_Place(self, scope=_Scope(_current_task())))
         try:
             yield self
         finally:
@@ -115,27 +112,6 @@ def current_rollout() -> RolloutContext | None:
 def current_caller() -> str:
     """Who the next model call of this context is attributed to."""
     return _place.get().caller
-
-
-@contextlib.contextmanager
-def using(**settings: Any) -> Iterator[None]:
-    """Let `setting` find these values in the block and in everything it starts.
-
-    For other rooms: what a rollout carries is in this one context variable.
-    """
-    before = _place.get().settings
-    token = _place.set(replace(_place.get(), settings={**before, **settings}))
-    try:
-        yield
-    finally:
-        now = _place.get()
-        with contextlib.suppress(ValueError):  # closed by the collector, in another context
-            _place.reset(token)
-            _place.set(replace(now, settings=before))
-
-
-def setting(name: str, default: Any = None) -> Any:
-    return _place.get().settings.get(name, default)
 
 
 class _Block:

@@ -1,8 +1,8 @@
 """What happened inside one rollout: model calls, operators, programs run in the sandbox.
 
-One `Trace` exists per traced rollout and travels with it (`context.using`). Whoever does something
-worth telling notes an event; outside of a traced rollout `note` does nothing. Events hold names,
-counts and outcomes, never keys, and no text but the reason of a failure.
+One `Trace` exists per traced rollout and travels with it in a context variable. Whoever does
+something worth telling notes an event; outside of a traced rollout `note` does nothing. Events hold
+names, counts and outcomes, never keys, and no text but the reason of a failure.
 
 An event's `caller` is the path that `context.caller` had opened; operators open one block
 `Operator.instance` each, so that events, experiences and graph drawings share one name.
@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from aflow_tune.context import current_caller, setting, using
+from aflow_tune.context import current_caller
 
 POLICY = "policy"
 """The role of the model that is tuned."""
@@ -78,8 +79,13 @@ class Trace:
     @contextlib.contextmanager
     def activate(self) -> Iterator[Trace]:
         """Make this the trace of the current context and of everything it starts."""
-        with using(trace=self):
+        token = _trace.set(self)
+        try:
             yield self
+        finally:
+            # A rollout that was given up may be closed by the collector, in another context.
+            with contextlib.suppress(ValueError):
+                _trace.reset(token)
 
     def of(self, kind: type[T]) -> list[T]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -103,10 +109,12 @@ class Trace:
         return numbers
 
 
+_trace: ContextVar[Trace | None] = ContextVar("aflow_tune_trace", default=None)
+
+
 def current_trace() -> Trace | None:
     """The trace of the rollout that the current code belongs to, or None."""
-    found: Trace | None = setting("trace")
-    return found
+    return _trace.get()
 
 
 def note(event: Event) -> None:

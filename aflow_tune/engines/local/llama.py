@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aflow_tune.engines.local.decoder import logprobs_of
 from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore, Span, plan
+from aflow_tune.engines.local.sampling import logprobs_of
 from aflow_tune.engines.local.weights import Weights
 
 if TYPE_CHECKING:

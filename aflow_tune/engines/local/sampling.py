@@ -372,3 +372,10 @@ class Draft:
             return False
         tail = self.vocabulary.text(self.tokens[-self._window :])
         return any(stop in tail for stop in self.params.stop)
+
+
+def logprobs_of(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the targets, fp32 [T]."""
+    scaled_TV = logits_TV.float() / temperature
+    chosen_T = scaled_TV.gather(-1, targets_T[:, None])[:, 0]
+    return chosen_T - torch.logsumexp(scaled_TV, dim=-1)

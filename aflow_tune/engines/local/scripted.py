@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aflow_tune.engines.local.decoder import logprobs_of
 from aflow_tune.engines.local.models import BUNDLED, cache_dir
 from aflow_tune.engines.local.protocol import ChatRequest, NamedToolChoice
 from aflow_tune.engines.local.sampler import Sampler
-from aflow_tune.engines.local.sampling import Completion, SamplingParams, prompt_faults
+from aflow_tune.engines.local.sampling import Completion, SamplingParams, logprobs_of, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.errors import BadInput
 
