@@ -19,17 +19,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph, bare
-from aflow_tune.graph.shape import Function, Shape, children, levels, parameters, workflow_methods
+from aflow_tune.graph.shape import Function, Shape, children, levels, parameters
 from aflow_tune.operators import Operator
-from aflow_tune.writer.allowed import BUILTINS, Scopes, check_syntax
+from aflow_tune.writer.allowed import BUILTINS, check_syntax
 from aflow_tune.writer.bound import WorstCase
-from aflow_tune.writer.calls import CallCheck, Calls, returns_of
+from aflow_tune.writer.calls import CallCheck, check_names
 from aflow_tune.writer.form import Unreadable, read_with_refusals
+from aflow_tune.writer.source import Source, is_self, returns_of
 from aflow_tune.writer.types import (
     Bound,
     CheckLimits,
@@ -51,7 +51,6 @@ MAX_PROMPT_CHARS = 20_000
 """Of one instruction."""
 LABEL = "graph_code"
 """How messages name the graph."""
-_CODE_PROBLEM = "code"
 _MOST_PASSES = 12
 """Over the code, for where results go. What takes more is not refused."""
 
@@ -92,7 +91,7 @@ def check_graph_of(
     try:
         check.all()
     except (RecursionError, MemoryError):
-        check.too_large("the graph is too large to be followed; write fewer and shorter steps")
+        check.too_large("is too large to be followed")
     return Verdict(written, check.graph, check.refusals.in_order(), check.bound)
 
 
@@ -109,10 +108,10 @@ class _Check:
         self.refusals = Refusals()
         self.graph: Graph | None = None
         self.bound: Bound | None = None
-        self.spenders: Counter[tuple[int, int, str]] = Counter()
 
-    def too_large(self, message: str) -> None:
+    def too_large(self, what: str) -> None:
         self.bound = None
+        message = f"the graph {what}; a graph is a page of plain steps"
         self.refusals.add(RefusalKind.TOO_LARGE, message)
 
     def all(self) -> None:
@@ -128,82 +127,64 @@ class _Check:
         shape = self.graph.shape
         assert shape.tree is not None
         check_syntax(shape.tree, shape.workflow, self.refusals)
-        scopes = Scopes(shape.tree, shape.workflow)
-        scopes.check(self.refusals)
+        source = Source(self.graph, self.operators)
+        check_names(source, self.refusals)
         used: set[str] = set()
-        if shape.workflow is not None and "__call__" in workflow_methods(shape):
-            used = self._follow(shape, scopes)
-        self._shape(shape)
+        worst: WorstCase | None = None
+        if "__call__" in source.methods and self.graph.flow.complete:
+            used = CallCheck(source, self.graph.told, self.refusals).used_prompts
+            worst = WorstCase(source, self.limits, self.refusals)
+            self.bound = worst.bound
+            self._answer(source)
+        elif "__call__" in source.methods:
+            self.too_large("is too large to be followed")
+        self._shape(shape, source)
         self._prompts(shape, used)
-        if self.bound is not None:
-            self._budget(self.bound)
+        if worst is not None and worst.bound is not None:
+            self._budget(worst.bound, worst.spenders)
 
     # Syntax
 
     def _is_python(self) -> bool:
         code = self.written.code
-        if len(code) > MAX_CODE_CHARS:
-            message = f"the code has {len(code):,} characters; write at most {MAX_CODE_CHARS:,}"
-            self.too_large(message)
-            return False
-        if _max_nesting(code) > MAX_DEPTH:
-            self.too_large("the code is nested too deeply; split it into statements")
-            return False
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(code)
-                if self._is_small(tree):
-                    compile(tree, inside.GRAPH_FILE, "exec", dont_inherit=True)
-                    return True
+            if len(code) > MAX_CODE_CHARS:
+                self.too_large(f"has {len(code):,} characters, at most {MAX_CODE_CHARS:,} may be")
+            elif _max_nesting(code) > MAX_DEPTH:
+                self.too_large("is nested too deeply")
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    tree = ast.parse(code)
+                    nodes, depth = levels(tree, MAX_NODES, MAX_DEPTH)
+                    if len(nodes) <= MAX_NODES and depth <= MAX_DEPTH:
+                        compile(tree, inside.GRAPH_FILE, "exec", dont_inherit=True)
+                        return True
+                self.too_large("has too many parts, or is nested too deeply")
         except SyntaxError as error:
-            self._syntax(error)
+            lines = code.splitlines()
+            line = min(error.lineno or 0, len(lines))
+            text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+            message = f"this is no Python: {error.msg}" + (f", in `{text:.60}`" if text else "")
+            self.refusals.at(RefusalKind.SYNTAX, message, line, max(1, error.offset or 1))
         except (RecursionError, MemoryError):
-            self.too_large("the code is nested too deeply; split it into statements")
+            self.too_large("is nested too deeply")
         except ValueError as error:
             self.refusals.add(RefusalKind.SYNTAX, f"this is no Python: {error}")
         return False
 
-    def _syntax(self, error: SyntaxError) -> None:
-        lines = self.written.code.splitlines()
-        line = min(error.lineno or 0, len(lines))
-        text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-        message = f"this is no Python: {error.msg}"
-        message += f", in `{text:.60}`" if text else ""
-        self.refusals.at(RefusalKind.SYNTAX, message, line, max(1, error.offset or 1))
-
-    def _is_small(self, tree: ast.Module) -> bool:
-        nodes, depth = levels(tree, MAX_NODES, MAX_DEPTH)
-        if len(nodes) <= MAX_NODES and depth <= MAX_DEPTH:
-            return True
-        what = "has too many parts" if len(nodes) > MAX_NODES else "is nested too deeply"
-        self.too_large(f"the code {what}; a graph is a page of plain steps")
-        return False
-
     # What the graph does
 
-    def _follow(self, shape: Shape, scopes: Scopes) -> set[str]:
-        """Check the calls and what they cost; the names of `prompts` that the code reads."""
-        assert self.graph is not None
-        if not self.graph.flow.complete:
-            self.too_large("the graph is too large to be followed; write fewer and shorter steps")
-            return set()
-        calls = Calls(shape, self.graph.flow, scopes, self.operators)
-        found = CallCheck(calls, self.graph.told, self.refusals)
-        worst = WorstCase(calls, self.limits, self.refusals)
-        self.bound, self.spenders = worst.bound, worst.spenders
-        if not self.refusals.any() or not returns_of(calls.methods["__call__"]):
-            self._answer(calls)
-        return found.used_prompts
-
-    def _answer(self, calls: Calls) -> None:
+    def _answer(self, source: Source) -> None:
         """Whether the answer comes from an operator: a policy is to write workflows, not answers.
 
         An answer that the policy knew would otherwise earn the most, for the least.
         """
-        flow, call = calls.flow, calls.methods["__call__"]
+        flow, call = source.graph.flow, source.methods["__call__"]
         if not returns_of(call):
             message = "__call__ returns nothing; end it with `return answer, cost`"
+        elif self.refusals.any():
+            return
         elif not flow.nodes and not flow.handed_on:
             message = (
                 "the workflow calls no operator; build one in __init__ and call it, as in "
@@ -211,7 +192,7 @@ class _Check:
             )
         elif any(edge.target == ANSWER and edge.source >= 0 for edge in flow.edges):
             return
-        elif not _Carried(calls).reaches_answer():
+        elif not _Carried(source).reaches_answer():
             message = (
                 "no operator's result reaches the answer; return what an operator gave, as in "
                 'return solution["response"]'
@@ -220,17 +201,16 @@ class _Check:
             return
         self.refusals.add(RefusalKind.SHAPE, message, call)
 
-    def _shape(self, shape: Shape) -> None:
+    def _shape(self, shape: Shape, source: Source) -> None:
         """What `graph/shape.py` finds, where nothing was said about that line."""
         for fault in shape.faults:
-            line = _line_of(fault)
-            if line and self.refusals.has_line(line):
-                continue
-            message = f"expected {fault.expected}, found {fault.found}; {fault.cure}"
-            self.refusals.at(RefusalKind.SHAPE, message, line, 1 if line else 0)
-        call = workflow_methods(shape).get("__call__")
-        other = self.problem_type not in (None, _CODE_PROBLEM)
-        if call is not None and other and shape.needs_entry_point:
+            place = re.search(r":(\d+)$", fault.where)
+            line = int(place[1]) if place else 0
+            if not (line and self.refusals.has_line(line)):
+                message = f"expected {fault.expected}, found {fault.found}; {fault.cure}"
+                self.refusals.at(RefusalKind.SHAPE, message, line, 1 if line else 0)
+        call = source.methods.get("__call__")
+        if call is not None and shape.needs_entry_point and self.problem_type not in (None, "code"):
             message = (
                 f"a problem of the type {self.problem_type} has no entry point; write "
                 "async def __call__(self, problem)"
@@ -240,15 +220,15 @@ class _Check:
     # Prompts and budget
 
     def _prompts(self, shape: Shape, used: set[str]) -> None:
-        called = {name for _, _, name in self.spenders} & set(self.operators)
+        flow = self.graph.flow if self.graph is not None else None
+        called = {name for handles in flow.calls.values() for _, name in handles} if flow else set()
         known = [*dict.fromkeys([*shape.instances, *sorted(used)])]
         meant = {bare(name) for name in (*shape.instances, *shape.instances.values(), *called)}
         for name, text in self.written.prompts.items():
             if name not in known and bare(name) not in meant:
-                near = did_you_mean(name, known)
                 message = (
-                    f"the prompt {name!r:.60} belongs to no operator of the graph{near}; its "
-                    f"instances are {listed(shape.instances)}"
+                    f"the prompt {name!r:.60} belongs to no operator of the graph"
+                    f"{did_you_mean(name, known)}; its instances are {listed(shape.instances)}"
                 )
                 self.refusals.add(RefusalKind.PROMPT, message)
             elif len(text) > MAX_PROMPT_CHARS:
@@ -258,48 +238,51 @@ class _Check:
                 )
                 self.refusals.add(RefusalKind.PROMPT, message)
 
-    def _budget(self, bound: Bound) -> None:
+    def _budget(self, bound: Bound, spenders: Counter[tuple[int, int, str]]) -> None:
         limits = self.limits
-        if bound.model_calls > limits.model_calls:
-            what = f"{bound.model_calls:,} calls of models, and {limits.model_calls:,} are allowed"
-        elif limits.tokens is not None and bound.tokens > limits.tokens:
-            what = f"{bound.tokens:,} tokens, and {limits.tokens:,} are allowed"
-        elif limits.usd is not None and bound.usd is not None and bound.usd > limits.usd:
-            what = f"${bound.usd:.4f}, and ${limits.usd:.4f} are allowed"
-        elif bound.operator_calls > (most := max(GraphLimits().calls, limits.model_calls)):
-            what = f"{bound.operator_calls:,} calls of operators, and {most:,} are allowed"
-        else:
+        most_calls = max(GraphLimits().calls, limits.model_calls)
+        budgets: tuple[tuple[float | None, float | None, str, str], ...] = (
+            (bound.model_calls, limits.model_calls, ",", "calls of models"),
+            (bound.tokens, limits.tokens, ",", "tokens"),
+            (bound.usd, limits.usd, ".4f", "US dollars"),
+            (bound.operator_calls, most_calls, ",", "calls of operators"),
+        )
+        for used, allowed, form, what in budgets:
+            if used is None or allowed is None or used <= allowed:
+                continue
+            message = (
+                f"the graph can use {used:{form}} {what}, and {allowed:{form}} are allowed; write "
+                "fewer calls, or fewer turns of its loops"
+            )
+            line = column = 0
+            if spenders:
+                (line, column, operator), calls = spenders.most_common(1)[0]
+                message += f" ({operator} on line {line} takes up to {calls:,})"
+            self.refusals.at(RefusalKind.OVER_BUDGET, message, line, column)
             return
-        message = f"the graph can use {what}; write fewer calls, or fewer turns of its loops"
-        place = (0, 0)
-        if self.spenders:
-            (line, column, operator), calls = self.spenders.most_common(1)[0]
-            place = (line, column)
-            message += f" ({operator} on line {line} takes up to {calls:,})"
-        self.refusals.at(RefusalKind.OVER_BUDGET, message, *place)
 
 
 class _Carried:
     """The names that may hold what an operator gave, or hang on it: variables, and `.name` for
     attributes. Everything that may carry a result counts as carrying it, over all of the code."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
+    def __init__(self, source: Source) -> None:
+        self.source = source
         self.names: set[str] = set()
         self.decided: set[ast.AST] = set()
         """What is reached, or not, by what an operator gave."""
-        self.settled = any(self._settles() for _ in range(_MOST_PASSES))
-
-    def _settles(self) -> bool:
-        """One pass over the code; whether it found nothing new."""
-        before = len(self.names) + len(self.decided)
-        for node in self.calls.nodes:
-            self._pass_on(node)
-        return before == len(self.names) + len(self.decided)
+        self.settled = False
+        for _ in range(_MOST_PASSES):
+            before = len(self.names) + len(self.decided)
+            for node in source.nodes:
+                self._pass_on(node)
+            if before == len(self.names) + len(self.decided):
+                self.settled = True
+                return
 
     def reaches_answer(self) -> bool:
         """Whether an answer of the workflow may come from an operator."""
-        returns = returns_of(self.calls.methods["__call__"])
+        returns = returns_of(self.source.methods["__call__"])
         return not self.settled or any(map(self._returned, returns))
 
     def _returned(self, node: ast.Return) -> bool:
@@ -311,31 +294,30 @@ class _Carried:
     def _holds(self, *parts: ast.AST | None) -> bool:
         for node in (item for part in parts if part is not None for item in ast.walk(part)):
             call = node.value if isinstance(node, ast.Await) else None
-            own = isinstance(call, ast.Call) and self.calls.function(call.func) is not None
+            own = isinstance(call, ast.Call) and self.source.function(call.func) is not None
             name = getattr(node, "id", f".{getattr(node, 'attr', '')}")
-            if (call is not None and not own) or self.calls.handles(node) or name in self.names:
+            if (call is not None and not own) or self.source.handles(node) or name in self.names:
                 return True
         return False
 
     def _pass_on(self, node: Any) -> None:
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            keys = [part.slice for target in targets for part in _subscripts(target)]
+            inside_ = [part for target in targets for part in ast.walk(target)]
+            keys = [part.slice for part in inside_ if isinstance(part, ast.Subscript)]
             if node in self.decided or self._holds(node.value, *keys):
                 self._put(targets)
             if isinstance(node.value, (ast.Name, ast.Attribute)) and self._holds(*targets):
                 self._put([node.value])  # both may be the same list
         elif isinstance(node, (ast.For, ast.comprehension)):
-            left = any(isinstance(item, (ast.Break, ast.Continue)) and item in self.decided
-                       for item in ast.walk(node))  # fmt: skip
+            leaving = (ast.Break, ast.Continue)
+            left = any(isinstance(one, leaving) and one in self.decided for one in ast.walk(node))
             if left or self._holds(node.iter, node.target):
                 self._put([node.target, node.iter])
                 self._decide(getattr(node, "body", []))
         elif isinstance(node, (ast.If, ast.While, ast.Match)):
             if self._holds(getattr(node, "test", None), getattr(node, "subject", None)):
-                self._decide([*children(node)])
-        elif isinstance(node, ast.withitem) and self._holds(node.context_expr):
-            self._put([node.optional_vars] if node.optional_vars is not None else [])
+                self._decide(children(node))
         elif isinstance(node, ast.Call):
             self._call(node)
         elif isinstance(node, Function) and any(map(self._returned, returns_of(node))):
@@ -343,11 +325,11 @@ class _Carried:
 
     def _call(self, node: ast.Call) -> None:
         """What a call is given may end up in its owner, and in what else it is given."""
-        given = [*node.args, *(word.value for word in node.keywords)]
-        python = self.calls.python_name(node.func)
-        if self.calls.handles(node) or python in BUILTINS:
+        python = self.source.python_name(node.func)
+        if self.source.handles(node) or python in BUILTINS:
             return
-        function = self.calls.function(node.func)
+        given = [*node.args, *(word.value for word in node.keywords)]
+        function = self.source.function(node.func)
         taken = [] if function is None else [item.arg for item in parameters(function.args)]
         if self._holds(*given):
             self.names.update(item for item in taken if item != "self")
@@ -361,23 +343,17 @@ class _Carried:
                 self._put(target.elts)
                 continue
             node: Any = target
-            while not isinstance(node, ast.Name):
-                if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
+            while node is not None and not isinstance(node, ast.Name):
+                if isinstance(node, ast.Attribute) and is_self(node.value):
+                    self.names.add(f".{node.attr}")
                     break
                 node = getattr(node, "value", getattr(node, "func", None))
-                if node is None or isinstance(node, str):
-                    break
-            if isinstance(node, ast.Attribute):
-                self.names.add(f".{node.attr}")
-            elif isinstance(node, ast.Name) and node.id not in ("self", "operator"):
+                node = node if isinstance(node, ast.AST) else None
+            if isinstance(node, ast.Name) and node.id not in ("self", "operator"):
                 self.names.add(node.id)
 
     def _decide(self, statements: Sequence[ast.AST]) -> None:
         self.decided.update(part for item in statements for part in ast.walk(item))
-
-
-def _subscripts(target: ast.AST) -> list[ast.Subscript]:
-    return [item for item in ast.walk(target) if isinstance(item, ast.Subscript)]
 
 
 def _max_nesting(code: str) -> int:
@@ -387,8 +363,3 @@ def _max_nesting(code: str) -> int:
         depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
         most = max(most, depth)
     return most
-
-
-def _line_of(fault: Fault) -> int:
-    place = re.search(r":(\d+)$", fault.where)
-    return int(place[1]) if place else 0
