@@ -47,8 +47,8 @@ class Usage:
         ends = [event.started + event.seconds for event in trace.events]
         starts = [event.started for event in trace.events]
         return cls(
-            usd=_sum(costs),
-            tokens=_sum(tokens),
+            usd=total(costs),
+            tokens=total(tokens),
             seconds=max(ends) - min(starts) if ends else 0.0,
             operators=len(trace.of(OperatorCall)),
         )
@@ -125,6 +125,7 @@ def _left(used: float, limit: float) -> float:
     return max(0.0, 1.0 - used / limit)
 
 
-def _sum(values: Sequence[N | None]) -> N | None:
+def total(values: Sequence[N | None]) -> N | None:
+    """The sum; None where there is none, or one of them is not known."""
     known = [value for value in values if value is not None]
     return sum(known[1:], known[0]) if known and len(known) == len(values) else None

@@ -279,7 +279,7 @@ class Inferer:
         except (Unscored, AflowTuneError) as error:
             return replace(solved, score_reason=str(error))
         parts = dict(reward.parts)
-        return replace(solved, score=score, score_reason=reason, reward=reward.total, parts=parts)
+        return replace(solved, score=score, score_reason=reason, reward=reward.reward, parts=parts)
 
 
 def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[str, Any]]:

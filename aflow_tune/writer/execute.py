@@ -23,7 +23,6 @@ Left to others: what an answer is worth and what a fallback costs (`results.py`)
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from typing import Any
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphEnding, GraphRun
+from aflow_tune.graph.shape import walk
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import OPERATORS, Operator
@@ -66,50 +66,33 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Executed:
-    """What became of a written workflow: the attempt that counts, and what all of them spent."""
+    """What became of a written workflow: all attempts in order, of which the last one counts.
 
-    level: Level
-    """Of the last attempt."""
-    run: GraphRun
-    """The last attempt's, which is the only one that may have an answer."""
-    graph: Graph
-    """That was run last."""
+    Only the last one may have an answer. `seconds` is the wall-clock time of everything.
+    """
+
     attempts: tuple[Attempt, ...]
-    """All, in order; at least one."""
     seconds: float
-    """Wall-clock time of everything."""
 
     @property
-    def calls(self) -> int:
-        """Calls of operators and models that the graphs made."""
-        return sum(attempt.run.calls for attempt in self.attempts)
+    def level(self) -> Level:
+        """Of the last attempt."""
+        return self.attempts[-1].level
 
     @property
-    def model_calls(self) -> int:
-        """Answers of models, of all attempts."""
-        return sum(attempt.run.model_calls for attempt in self.attempts)
+    def run(self) -> GraphRun:
+        """The last attempt's."""
+        return self.attempts[-1].run
 
     @property
-    def prompt_tokens(self) -> int:
-        """Of all attempts."""
-        return sum(attempt.run.prompt_tokens for attempt in self.attempts)
+    def graph(self) -> Graph:
+        """That was run last."""
+        return self.attempts[-1].graph
 
     @property
-    def completion_tokens(self) -> int:
-        """Of all attempts."""
-        return sum(attempt.run.completion_tokens for attempt in self.attempts)
-
-    @property
-    def cost(self) -> float | None:
-        """US dollars of all attempts; None if the price of a call is not known."""
-        costs = [attempt.run.cost for attempt in self.attempts]
-        known = [cost for cost in costs if cost is not None]
-        return sum(known) if len(known) == len(costs) else None
-
-    @property
-    def failed(self) -> tuple[Attempt, ...]:
-        """The attempts without an answer."""
-        return tuple(attempt for attempt in self.attempts if not attempt.run.ok)
+    def why(self) -> str:
+        """Why the first attempt that failed did; empty where none failed."""
+        return next((attempt.why for attempt in self.attempts if attempt.why), "")
 
 
 async def run_written(
@@ -123,7 +106,7 @@ async def run_written(
     limits: GraphLimits | None = None,
     sandbox: str = "auto",
     problem_type: str = "math",
-    operators: Mapping[str, type[Operator]] | None = None,
+    operators: Mapping[str, type[Operator]] = OPERATORS,
     fallbacks: bool = True,
 ) -> Executed:
     """Run what the policy wrote on a problem; where that fails, what stands in for it.
@@ -135,7 +118,7 @@ async def run_written(
         clients: other models by role.
         models: role by operator, instance or the graph's own name of a model.
         limits: `seconds` for everything together, the rest for each attempt.
-        operators: those that a graph may use, by name. None: every shipped one.
+        operators: those that a graph may use, by name.
         fallbacks: False: a graph that passed the check is run once, and its failure is the
             result; for whoever only wants to know whether it works.
 
@@ -144,104 +127,66 @@ async def run_written(
         SandboxUnavailable: no sandbox can be built here.
         BadInput: `models` names a role without a client, or no operator can answer a problem.
     """
-    allowed = OPERATORS if operators is None else operators
-    running = _Running(
-        problem,
-        entry_point,
-        limits or GraphLimits(),
-        {"model": as_client(executor), "clients": clients, "models": models, "sandbox": sandbox},
-    )
-    if verdict.ok and verdict.graph is not None and not fallbacks:
-        await running.attempt(Level.CLEAN, verdict.graph, share=1.0)
-    else:
-        await running.written(verdict, problem_type, allowed)
-    last = running.attempts[-1]
-    seconds = time.monotonic() - running.started
-    return Executed(last.level, last.run, last.graph, tuple(running.attempts), seconds)
+    most = limits or GraphLimits()
+    given = {"model": as_client(executor), "clients": clients, "models": models, "sandbox": sandbox}
+    names_entry = entry_point is not None
+    default = default_graph(problem_type, operators, names_entry)
+    started = time.monotonic()
+    attempts: list[Attempt] = []
 
+    async def run_graph(graph: Graph, seconds: float) -> GraphRun:
+        if seconds < LEAST_SECONDS:
+            reason = f"no time is left of {most.seconds:g} s"
+            return GraphRun(GraphEnding.TIMED_OUT, reason=reason)
+        if graph.shape.needs_entry_point and not names_entry:
+            reason = "its __call__ takes an entry point, and the problem has none"
+            return GraphRun(GraphEnding.RAISED, reason=reason)
+        bounded = replace(most, seconds=seconds)
+        return (await graph.run(problem, entry_point, limits=bounded, **given)).with_text()
 
-class _Running:
-    """The attempts on one problem."""
-
-    def __init__(
-        self,
-        problem: str,
-        entry_point: str | None,
-        limits: GraphLimits,
-        given: Mapping[str, Any],
-    ) -> None:
-        self.started = time.monotonic()
-        self.attempts: list[Attempt] = []
-        self._problem, self._entry_point = problem, entry_point
-        self._limits, self._given = limits, given
-
-    async def written(
-        self, verdict: Verdict, problem_type: str, allowed: Mapping[str, type[Operator]]
-    ) -> None:
-        """Attempt after attempt until one has an answer, or none is left."""
-        names_entry = self._entry_point is not None
-        default = default_graph(problem_type, allowed, names_entry)
-        graph = verdict.graph
-        if graph is not None and verdict.code_ok:
-            run = await self.attempt(Level.CLEAN, graph) if verdict.ok else None
-            if run is None or (run.ending is GraphEnding.RAISED and run.level and not run.built):
-                plain = with_default_prompts(graph, problem_type)
-                run = await self.attempt(Level.DEFAULT_PROMPTS, plain)
-            if run.ok:
-                return
-            named = list(graph.shape.instances.values())
-            line = straight_line(named, allowed, problem_type, names_entry)
-            if line is not None and (await self.attempt(Level.SIMPLER, line)).ok:
-                return
-        await self.attempt(Level.DEFAULT_WORKFLOW, default, share=1.0)
-
-    async def attempt(self, level: Level, graph: Graph, share: float = SHARE) -> GraphRun:
+    async def attempt(level: Level, graph: Graph, share: float = SHARE) -> GraphRun:
         """Run a graph in `share` of the time that is left, and note how it went."""
-        seconds = (self._limits.seconds - (time.monotonic() - self.started)) * share
-        run = (await self._run(graph, seconds)).with_text()
+        seconds = (most.seconds - (time.monotonic() - started)) * share
+        run = await run_graph(graph, seconds)
         if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:
             raise SandboxUnavailable(run.reason)
         if run.ok and not run.answered:
             reason = f"{graph.label}: it answered without a result of any operator"
             run = replace(run, ending=GraphEnding.NO_ANSWER, answer=None, reason=reason)
-        self.attempts.append(Attempt(level, graph, run))
+        attempts.append(Attempt(level, graph, run))
         return run
 
-    async def _run(self, graph: Graph, seconds: float) -> GraphRun:
-        if seconds < LEAST_SECONDS:
-            reason = f"no time is left of {self._limits.seconds:g} s"
-            return GraphRun(GraphEnding.TIMED_OUT, reason=reason)
-        if graph.shape.needs_entry_point and self._entry_point is None:
-            reason = "its __call__ takes an entry point, and the problem has none"
-            return GraphRun(GraphEnding.RAISED, reason=reason)
-        limits = replace(self._limits, seconds=seconds)
-        return await graph.run(self._problem, self._entry_point, limits=limits, **self._given)
+    async def written(graph: Graph) -> bool:
+        """What was written, and what is built of its parts; whether one gave an answer."""
+        run = await attempt(Level.CLEAN, graph) if verdict.ok else None
+        if run is None or (run.ending is GraphEnding.RAISED and run.level and not run.built):
+            plain = with_default_prompts(graph, problem_type)
+            run = await attempt(Level.DEFAULT_PROMPTS, plain)
+        named = list(graph.shape.instances.values())
+        line = None if run.ok else straight_line(named, operators, problem_type, names_entry)
+        return run.ok or (line is not None and (await attempt(Level.SIMPLER, line)).ok)
+
+    graph = verdict.graph
+    if graph is not None and verdict.ok and not fallbacks:
+        await attempt(Level.CLEAN, graph, share=1.0)
+    elif graph is None or not verdict.code_ok or not await written(graph):
+        await attempt(Level.DEFAULT_WORKFLOW, default, share=1.0)
+    return Executed(tuple(attempts), time.monotonic() - started)
 
 
 def with_default_prompts(graph: Graph, problem_type: str) -> Graph:
-    """The same code with plain instructions, and every name of a prompt that it reads."""
+    """The same code with plain instructions, and one for every name of a prompt that it reads:
+    `self.prompts["name"]`, `prompt_custom.name`."""
+    shape = graph.shape
     plain = INSTRUCTIONS.get(problem_type, INSTRUCTIONS["math"])
-    read = dict.fromkeys(_names_read(graph), plain)
-    own = dict.fromkeys(graph.shape.instances, "")
-    takes = default_instructions(graph.shape.instances, graph.known, problem_type)
+    read = {}
+    for node in walk(shape.tree) if shape.tree is not None else ():
+        owner = getattr(node, "value", None)
+        key = getattr(getattr(node, "slice", None), "value", None)
+        if getattr(owner, "attr", "") == "prompts" and isinstance(key, str):
+            read[key] = plain
+        elif shape.modules.get(getattr(owner, "id", "")) == "prompt" and hasattr(node, "attr"):
+            read[node.attr] = plain
+    own = dict.fromkeys(shape.instances, "")
+    takes = default_instructions(shape.instances, graph.known, problem_type)
     return replace(graph, prompts={}, instructions={**read, **own, **takes})
-
-
-def _names_read(graph: Graph) -> list[str]:
-    """Names that the code reads, as `self.prompts["name"]` or as `prompt_custom.name`."""
-    names = []
-    for node in ast.walk(graph.shape.tree or ast.Module([], [])):
-        if isinstance(node, ast.Subscript) and _is_prompts(node.value):
-            if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-                names.append(node.slice.value)
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and graph.shape.modules.get(node.value.id) == "prompt"
-        ):
-            names.append(node.attr)
-    return names
-
-
-def _is_prompts(node: ast.expr) -> bool:
-    return isinstance(node, ast.Attribute) and node.attr == "prompts"

@@ -12,9 +12,10 @@ any.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +47,8 @@ Problem:
 """The shipped template. A line with a placeholder that has no value is left out."""
 KEEP = "KEEP"
 """The word by which the policy keeps its graph; the JSON object {"keep": true} means the same."""
-_PASSED_OVER = "mode"
-"""An argument that operators take for the sake of AFlow's graphs: the form of the answer, which
-is not a matter of the workflow."""
+_COST = ', self.llm.get_usage_summary()["total_cost"]'
+"""What AFlow's graphs return beside the answer; a run counts its own."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,17 @@ def policy_messages(
     values = {
         "operators": "\n".join(operator_line(kind, limits) for kind in operators.values()),
         "budget": budget_text(limits),
-        "example": example_for(operators, problem_type, limits),
+        "example": _example(tuple(sorted(operators.items())), problem_type, limits),
         "problem": problem,
         "problem_type": problem_type or "",
         "entry_point": entry_point or "",
         "answer_form": answer_form,
     }
-    text = _filled(TEMPLATE if template is None else template, values)
-    messages = [{"role": "user", "content": text}]
+    # Lines that would show an empty value are left out, except that of the problem.
+    empty = {name for name, value in values.items() if not value and name != "problem"}
+    lines = (TEMPLATE if template is None else template).split("\n")
+    kept = [line for line in lines if not placeholders(line) & empty]
+    messages = [{"role": "user", "content": fill("\n".join(kept), values)}]
     for turn in earlier:
         messages.append({"role": "assistant", "content": turn.text})
         messages.append({"role": "user", "content": turn.said})
@@ -99,13 +102,22 @@ def policy_messages(
 def operator_line(kind: type[Operator], limits: CheckLimits) -> str:
     """One operator: its call, the keys it returns, its most calls of the model, its purpose."""
     about = kind.describe()
-    arguments = ", ".join(
-        _argument(argument) for argument in about["arguments"] if argument["name"] != _PASSED_OVER
-    )
+    # Operators take `mode` for the sake of AFlow's graphs; it is no matter of the workflow.
+    arguments = ", ".join(_argument(one) for one in about["arguments"] if one["name"] != "mode")
     calls = kind.most_calls(retries=limits.retries)
     counted = "1 call" if calls == 1 else f"up to {calls} calls"
     keys = ", ".join(about["returns"])
     return f"- {about['name']}({arguments}) -> {keys} ({counted}). {about['description']}"
+
+
+def _argument(argument: Mapping[str, Any]) -> str:
+    text = str(argument["name"])
+    if argument["type"] not in ("str", "Any"):
+        text += f": {argument['type']}"
+    if "default" in argument:
+        default = argument["default"]
+        text += f'="{default}"' if isinstance(default, str) else f"={default!r}"
+    return text
 
 
 def budget_text(limits: CheckLimits) -> str:
@@ -135,62 +147,22 @@ def template_faults(template: str, where: str) -> list[Fault]:
     return faults
 
 
-def _argument(argument: Mapping[str, Any]) -> str:
-    text = str(argument["name"])
-    if argument["type"] not in ("str", "Any"):
-        text += f": {argument['type']}"
-    if "default" in argument:
-        default = argument["default"]
-        text += f'="{default}"' if isinstance(default, str) else f"={default!r}"
-    return text
-
-
-def _filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with its values; lines that would show an empty one are left out, except
-    that of the problem."""
-    empty = {name for name, value in values.items() if not value and name != "problem"}
-    kept = [line for line in template.split("\n") if not placeholders(line) & empty]
-    return fill("\n".join(kept), values)
-
-
-_COST = ', self.llm.get_usage_summary()["total_cost"]'
-
-
-def example_for(
-    operators: Mapping[str, type[Operator]],
-    problem_type: ProblemType | None,
-    limits: CheckLimits,
-) -> str:
-    """A workflow in the hybrid form; empty where nothing passes the check."""
-    return _example(tuple(sorted(operators.items())), problem_type, limits)
-
-
 @functools.lru_cache(maxsize=64)
 def _example(
     operators: tuple[tuple[str, type[Operator]], ...],
     problem_type: ProblemType | None,
     limits: CheckLimits,
 ) -> str:
+    """The shortest workflow in the hybrid form that passes the check, without the cost beside its
+    answer; empty where none passes."""
     allowed = dict(operators)
-    for text in _candidates(allowed, problem_type):
-        verdict = check_written(text, operators=allowed, problem_type=problem_type, limits=limits)
-        if verdict.ok:
+    templates = [(one.prompts, one.code) for one in templates_for(problem_type, allowed)]
+    texts = sorted((as_text(p, code.replace(_COST, "").strip()) for p, code in templates), key=len)
+    with contextlib.suppress(BadInput):
+        graph = default_graph(problem_type or "math", allowed)
+        code = graph.sources[inside.GRAPH_FILE].replace(_COST, "").strip()
+        texts.append(as_text(graph.instructions, code))
+    for text in texts:
+        if check_written(text, operators=allowed, problem_type=problem_type, limits=limits).ok:
             return text
     return ""
-
-
-def _candidates(
-    allowed: Mapping[str, type[Operator]], problem_type: ProblemType | None
-) -> Iterator[str]:
-    templates = templates_for(problem_type, allowed)
-    yield from sorted((_text(item.prompts, item.code) for item in templates), key=len)
-    try:
-        graph = default_graph(problem_type or "math", allowed)
-    except BadInput:
-        return
-    yield _text(graph.instructions, graph.sources[inside.GRAPH_FILE])
-
-
-def _text(prompts: Mapping[str, str], code: str) -> str:
-    """Without the cost beside the answer, which AFlow's graphs return: a run counts its own."""
-    return as_text(prompts, code.replace(_COST, "").strip())

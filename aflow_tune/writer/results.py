@@ -27,29 +27,67 @@ and in the records of evaluations under `writer`. Nothing of the gold answer is 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aflow_tune.errors import AflowTuneError
-from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM, Flow, Loop
+from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM, Flow
 from aflow_tune.graph.graph import Graph
 from aflow_tune.models.types import ModelFailure
 from aflow_tune.operators.reading import whole_object
 from aflow_tune.scoring import find
-from aflow_tune.scoring.five_part import Usage, five_part
+from aflow_tune.scoring.five_part import FivePart, Usage, five_part
 from aflow_tune.scoring.rewards import WEIGHTS, reward_settings, weighted
 from aflow_tune.sections import FivePartSection
 from aflow_tune.trace import ModelCall, Trace
 from aflow_tune.writer.execute import Executed
 from aflow_tune.writer.prompting import KEEP, Turn
-from aflow_tune.writer.types import Level, ProblemType, Refusal, RefusalKind, Verdict, WrittenForm
+from aflow_tune.writer.types import (
+    MAX_REFUSALS,
+    Level,
+    ProblemType,
+    Refusal,
+    RefusalKind,
+    Verdict,
+    WrittenForm,
+)
 
+START = "start"
+"""The state before anything was written."""
+UNREADABLE, REFUSED, NOT_BUILT = "unreadable", "refused", "not_built"
+"""Outcomes beside the endings of a graph's run."""
+CLEAN_FLOOR = 0.1
+"""Share of the span that every clean run earns, and no fallback."""
+FALLBACK_STEP = 0.03
+"""Share of the span between the lowest rewards of two neighbouring levels."""
+FALLBACK_SPAN = 0.02
+"""Share of the span within one level; below FALLBACK_STEP, so that levels do not touch."""
+FORM_WORTH = {WrittenForm.HYBRID: 1.0, WrittenForm.REPAIRED: 0.75, WrittenForm.CODE: 0.5}
+REFUSAL_COST, MOST_REFUSALS = 0.1, 9
+"""More refusals cost no more: there is always something left to lose by writing nothing."""
+MAX_PROBLEM, MAX_ANSWER, MAX_TEXT, MAX_REASON = 2_000, 500, 200_000, 2_000
+"""Characters that a record keeps."""
+_TOLD = 400
+"""Characters of an answer or a reason that the policy is shown."""
+_TOLD_REFUSALS = 8
+_MAX_KEEP = 200
+_FENCE = re.compile(r"^```\w*\s*|\s*```$")
+_STAND_IN = {
+    Level.DEFAULT_PROMPTS: "the same graph with plain prompts",
+    Level.SIMPLER: "a simpler workflow of the same operators",
+    Level.DEFAULT_WORKFLOW: "the default workflow",
+}
+_ASK = (
+    'Reply with a better workflow as one JSON object with "prompts" and "graph_code", or with '
+    f"{KEEP} to stay with this one."
+)
+_BLAMELESS = frozenset(failure.value for failure in ModelFailure) - {ModelFailure.REFUSED.value}
+"""Failures of a model that no workflow can be blamed for. What is refused may be too long."""
 _MARKS = {"data": ">", "carried": "~", "decides": "?"}
 _ROUNDS = 6
 """Of colour refinement: graphs are a few calls deep."""
@@ -64,25 +102,16 @@ def structure_of(graph: Graph) -> str:
     """
     flow = graph.flow
     order = _order(flow)
-    place = {number: at for at, number in enumerate(order)}
-    loops: dict[Loop, int] = {}
+    place = {PROBLEM: -1, ANSWER: len(order)} | {number: at for at, number in enumerate(order)}
+    shown = {-1: "P", len(order): "A"}
+    loops: dict[Any, str] = {}
     calls = []
-    for number in order:
-        node = flow.nodes[number]
-        numbers = [loops.setdefault(loop, len(loops) + 1) for loop in node.loops]
-        around = f"[{'.'.join(map(str, numbers))}]" if numbers else ""
-        calls.append((node.operator or MODEL) + around)
-    if not calls:
-        return ""
-    edges = sorted(
-        (place.get(edge.source, -1), place.get(edge.target, len(order)), _MARKS[edge.kind])
-        for edge in flow.edges
-    )
-    drawn = [
-        f"{'P' if source < 0 else source}{mark}{'A' if target == len(order) else target}"
-        for source, target, mark in edges
-    ]
-    return f"{' '.join(calls)} | {' '.join(drawn)}"
+    for node in map(flow.nodes.__getitem__, order):
+        around = [loops.setdefault(loop, str(len(loops) + 1)) for loop in node.loops]
+        calls.append((node.operator or MODEL) + (f"[{'.'.join(around)}]" if around else ""))
+    edges = sorted((place[e.source], place[e.target], _MARKS[e.kind]) for e in flow.edges)
+    drawn = [f"{shown.get(a, a)}{mark}{shown.get(b, b)}" for a, b, mark in edges]
+    return f"{' '.join(calls)} | {' '.join(drawn)}" if calls else ""
 
 
 def _order(flow: Flow) -> list[int]:
@@ -92,11 +121,8 @@ def _order(flow: Flow) -> list[int]:
     the order of the source.
     """
     count = len(flow.nodes)
-    colours: dict[int, str] = {
-        node.number: f"{node.operator or MODEL}/{len(node.loops)}" for node in flow.nodes
-    }
-    names = dict(colours)
-    colours |= {PROBLEM: "P", ANSWER: "A"}
+    names = {node.number: f"{node.operator or MODEL}/{len(node.loops)}" for node in flow.nodes}
+    colours = {**names, PROBLEM: "P", ANSWER: "A"}
     for _ in range(min(count, _ROUNDS)):
         around: dict[int, list[str]] = {number: [] for number in colours}
         for edge in flow.edges:
@@ -117,30 +143,10 @@ def _order(flow: Flow) -> list[int]:
     return sorted(range(count), key=lambda n: (depths[n], names[n], colours[n], n))
 
 
-def operators_of(graph: Graph) -> dict[str, int]:
+def operators_of(graph: Graph | None) -> dict[str, int]:
     """Call sites by operator; direct calls of the model under `llm`."""
-    return dict(Counter(node.operator or MODEL for node in graph.flow.nodes))
-
-
-START = "start"
-"""The state before anything was written."""
-UNREADABLE, REFUSED, NOT_BUILT = "unreadable", "refused", "not_built"
-"""Outcomes beside the endings of a graph's run."""
-TOLD_ANSWER = 400
-"""Characters of an answer that the policy is shown."""
-TOLD_REASON = 400
-TOLD_REFUSALS = 8
-_MAX_KEEP = 200
-_FENCE = re.compile(r"^```\w*\s*|\s*```$")
-_STAND_IN = {
-    Level.DEFAULT_PROMPTS: "the same graph with plain prompts",
-    Level.SIMPLER: "a simpler workflow of the same operators",
-    Level.DEFAULT_WORKFLOW: "the default workflow",
-}
-_ASK = (
-    'Reply with a better workflow as one JSON object with "prompts" and "graph_code", or with '
-    f"{KEEP} to stay with this one."
-)
+    nodes = () if graph is None else graph.flow.nodes
+    return dict(Counter(node.operator or MODEL for node in nodes))
 
 
 @dataclass(frozen=True)
@@ -178,37 +184,35 @@ class TurnResult:
 
     def told(self) -> Turn:
         """The turn as the policy is shown it before the next one."""
-        return Turn(self.text, "\n".join([*self._happened(), _ASK]))
-
-    def _happened(self) -> list[str]:
-        run, first = self.executed.run, self.executed.attempts[0]
+        run, refusals = self.executed.run, self.verdict.refusals
         if self.executed.level is Level.CLEAN and run.ok:
-            return [
-                f"Your workflow ran and answered:\n{_cut(run.text, TOLD_ANSWER)}",
-                self._spent(),
-            ]
-        refusals = self.verdict.refusals
-        if refusals:
-            lines = ["Your workflow was refused before it ran:"]
-            lines += [f"- {_cut(str(item), TOLD_REASON)}" for item in refusals[:TOLD_REFUSALS]]
-            if len(refusals) > TOLD_REFUSALS:
-                lines.append(f"- and {len(refusals) - TOLD_REFUSALS} more")
+            tokens = self.usage.tokens
+            spent = f"It made {_calls(self.model_calls)}"
+            spent += "." if tokens is None else f" of {tokens} tokens."
+            lines = [f"Your workflow ran and answered:\n{_cut(run.text)}", spent]
         else:
-            lines = [f"Your workflow failed: {_cut(first.why, TOLD_REASON)}"]
-        stand_in = _STAND_IN.get(self.executed.level, "nothing")
-        if run.ok:
-            lines.append(
-                f"In its place {stand_in} ran, which earns you next to nothing, and answered:\n"
-                f"{_cut(run.text, TOLD_ANSWER)}"
+            if refusals:
+                lines = ["Your workflow was refused before it ran:"]
+                lines += [f"- {_cut(str(item))}" for item in refusals[:_TOLD_REFUSALS]]
+                if len(refusals) > _TOLD_REFUSALS:
+                    lines.append(f"- and {len(refusals) - _TOLD_REFUSALS} more")
+            else:
+                lines = [f"Your workflow failed: {_cut(self.executed.attempts[0].why)}"]
+            lines.append(f"In its place {_STAND_IN.get(self.executed.level, 'nothing')} ran ")
+            lines[-1] += (
+                f"and answered, which earns you next to nothing:\n{_cut(run.text)}"
+                if run.ok
+                else "and gave no answer either."
             )
-        else:
-            lines.append(f"In its place {stand_in} ran and gave no answer either.")
-        return lines
+        return Turn(self.text, "\n".join([*lines, _ASK]))
 
-    def _spent(self) -> str:
-        calls = f"{self.model_calls} model call{'' if self.model_calls == 1 else 's'}"
-        tokens = self.usage.tokens
-        return f"It made {calls}" + (f" of {tokens} tokens." if tokens is not None else ".")
+
+def _calls(count: int) -> str:
+    return f"{count} model call{'' if count == 1 else 's'}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TOLD else f"{text[: _TOLD - 4]} ..."
 
 
 def keeps(text: str) -> bool:
@@ -216,39 +220,7 @@ def keeps(text: str) -> bool:
     if len(text) > _MAX_KEEP:
         return False
     bare = _FENCE.sub("", text.strip()).strip()
-    if bare.strip("\"'`.! \n").upper() == KEEP:
-        return True
-    found = whole_object(bare)
-    return isinstance(found, dict) and found == {"keep": True}
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
-
-
-CLEAN_FLOOR = 0.1
-"""Share of the span that every clean run earns, and no fallback."""
-FALLBACK_STEP = 0.03
-"""Share of the span between the lowest rewards of two neighbouring levels."""
-FALLBACK_SPAN = 0.02
-"""Share of the span within one level; below FALLBACK_STEP, so that levels do not touch."""
-FORM_WORTH = {WrittenForm.HYBRID: 1.0, WrittenForm.REPAIRED: 0.75, WrittenForm.CODE: 0.5}
-REFUSAL_COST = 0.1
-MOST_REFUSALS = 9
-"""More refusals cost no more: there is always something left to lose by writing nothing."""
-_NO_CODE = frozenset({RefusalKind.SYNTAX, RefusalKind.UNREADABLE})
-
-
-@dataclass(frozen=True)
-class WriterReward:
-    """The reward, and its parts in [0, 1] by name; None for a part that is not known."""
-
-    total: float
-    parts: Mapping[str, float | None]
-
-    def metrics(self) -> dict[str, float]:
-        """Each known part under `five_part/NAME`."""
-        return {f"five_part/{name}": v for name, v in self.parts.items() if v is not None}
+    return bare.strip("\"'`.! \n").upper() == KEEP or whole_object(bare) == {"keep": True}
 
 
 def writer_reward(
@@ -261,8 +233,8 @@ def writer_reward(
     refusals: Sequence[Refusal] = (),
     settings: FivePartSection | None = None,
     answer_form: str = r"\S",
-) -> WriterReward:
-    """The reward of one run.
+) -> FivePart:
+    """The reward of one run, by the table in this module's description.
 
     Args:
         score: of the delivered answer, in [0, 1].
@@ -278,9 +250,13 @@ def writer_reward(
     writing = writing_form(form, refusals)
     parts = dict(five_part(score, answer, usage, chosen, answer_form).parts)
     parts["format"] = (parts["format"] or 0.0) * writing
-    weights = {name: getattr(chosen, name) for name in WEIGHTS["five_part"]}
-    share = _share(level, weighted(parts, weights), writing)
-    return WriterReward(chosen.lowest + (chosen.highest - chosen.lowest) * share, parts)
+    total = weighted(parts, {name: getattr(chosen, name) for name in WEIGHTS["five_part"]})
+    if level is Level.CLEAN:
+        share = CLEAN_FLOOR + (1.0 - CLEAN_FLOOR) * total
+    else:
+        within = writing if level is Level.DEFAULT_WORKFLOW else total
+        share = FALLBACK_STEP * (Level.DEFAULT_WORKFLOW - level) + FALLBACK_SPAN * within
+    return FivePart(chosen.lowest + (chosen.highest - chosen.lowest) * share, parts)
 
 
 def writing_form(form: WrittenForm | None, refusals: Sequence[Refusal] = ()) -> float:
@@ -288,21 +264,9 @@ def writing_form(form: WrittenForm | None, refusals: Sequence[Refusal] = ()) -> 
     if form is None:
         return 0.0
     count = min(len(refusals), MOST_REFUSALS)
-    if any(refusal.kind in _NO_CODE for refusal in refusals):
+    if {RefusalKind.SYNTAX, RefusalKind.UNREADABLE} & {refusal.kind for refusal in refusals}:
         count = MOST_REFUSALS
     return FORM_WORTH[form] * (1.0 - REFUSAL_COST * count)
-
-
-def _share(level: Level, total: float, writing: float) -> float:
-    """The share of the span that a run earns."""
-    if level is Level.CLEAN:
-        return CLEAN_FLOOR + (1.0 - CLEAN_FLOOR) * total
-    within = writing if level is Level.DEFAULT_WORKFLOW else total
-    return FALLBACK_STEP * (Level.DEFAULT_WORKFLOW - level) + FALLBACK_SPAN * within
-
-
-_BLAMELESS = frozenset(failure.value for failure in ModelFailure) - {ModelFailure.REFUSED.value}
-"""Failures of a model that no workflow can be blamed for. What is refused may be too long."""
 
 
 class ExecutorFailed(AflowTuneError, RuntimeError):
@@ -339,7 +303,7 @@ class WriterRun:
         """The answer as text."""
         return self.last.executed.run.text
 
-    def reward(self, score: float, benchmark: str | None = None) -> WriterReward:
+    def reward(self, score: float, benchmark: str | None = None) -> FivePart:
         """What it earns if its answer scores `score`, by the run's settings."""
         verdict = self.last.verdict
         return writer_reward(
@@ -358,60 +322,35 @@ def usage_of(trace: Trace, executed: Executed) -> Usage:
     """What running a workflow spent: money and tokens as the models told, no calls no cost."""
     told = Usage.of(trace)
     if not trace.of(ModelCall):
-        told = dataclasses.replace(told, usd=0.0, tokens=0)
-    return dataclasses.replace(told, seconds=executed.seconds, operators=executed.calls)
-
-
-def sum_of(usages: Sequence[Usage]) -> Usage:
-    """All turns together; what one of them does not know is not known."""
-    costs = [usage.usd for usage in usages if usage.usd is not None]
-    tokens = [usage.tokens for usage in usages if usage.tokens is not None]
-    return Usage(
-        usd=sum(costs) if len(costs) == len(usages) else None,
-        tokens=sum(tokens) if len(tokens) == len(usages) else None,
-        seconds=sum(usage.seconds for usage in usages),
-        operators=sum(usage.operators for usage in usages),
-    )
+        told = replace(told, usd=0.0, tokens=0)
+    calls = sum(attempt.run.calls for attempt in executed.attempts)
+    return replace(told, seconds=executed.seconds, operators=calls)
 
 
 def raise_if_models_failed(result: TurnResult) -> None:
     """Raises ExecutorFailed where the frozen models are to blame for a run without a clean end:
     none of their calls was answered, or one failed in an attempt that came to nothing."""
     executed = result.executed
-    if result.model_calls and not executed.model_calls:
+    answered = sum(attempt.run.model_calls for attempt in executed.attempts)
+    if result.model_calls and not answered:
         kinds = {kind for attempt in executed.attempts for kind in attempt.run.failures}
         why = ", ".join(sorted(kinds)) or "no answer in time"
-        raise ExecutorFailed(f"no call of the executor was answered: {why}; {_reason(executed)}")
-    if executed.level is Level.CLEAN:
-        return
-    for attempt in executed.failed:
-        blameless = _BLAMELESS & set(attempt.run.failures)
-        if blameless:
+        raise ExecutorFailed(f"no call of the executor was answered: {why}; {executed.why}")
+    for attempt in executed.attempts if executed.level is not Level.CLEAN else ():
+        blameless = sorted(_BLAMELESS & set(attempt.run.failures))
+        if blameless and not attempt.run.ok:
             raise ExecutorFailed(
-                f"calls of the executor failed ({', '.join(sorted(blameless))}), so the workflow "
+                f"calls of the executor failed ({', '.join(blameless)}), so the workflow "
                 f"cannot be judged: {attempt.why}"
             )
-
-
-def _reason(executed: Executed) -> str:
-    return next((attempt.why for attempt in executed.failed), "")
-
-
-MAX_PROBLEM = 2_000
-"""Characters of the problem that are kept."""
-MAX_ANSWER = 500
-MAX_TEXT = 200_000
-"""Of the policy's text; a longer one is not read either."""
-MAX_REASON = 2_000
-MAX_REFUSALS = 50
 
 
 def record_of(run: WriterRun) -> dict[str, Any]:
     """The record of a run, not scored yet. US dollars, seconds, tokens of prompt and completion."""
     last = run.last
-    verdict, executed = last.verdict, last.executed
+    verdict, executed, bound = last.verdict, last.executed, last.verdict.bound
     written = verdict.written
-    failed = executed.failed
+    operators = operators_of(verdict.graph)
     return {
         "problem": run.problem[:MAX_PROBLEM],
         "problem_type": run.problem_type,
@@ -422,14 +361,14 @@ def record_of(run: WriterRun) -> dict[str, Any]:
         "form": None if written is None else written.form.value,
         "valid": verdict.ok,
         "refusals": [refusal.to_json() for refusal in verdict.refusals[:MAX_REFUSALS]],
-        "bound": _bound(verdict),
+        "bound": None if bound is None else {**asdict(bound), "tokens": bound.tokens},
         "level": int(executed.level),
         "structure": last.structure,
-        "operators": _operators(verdict),
-        "nodes": sum(_operators(verdict).values()),
+        "operators": operators,
+        "nodes": sum(operators.values()),
         "ending": executed.run.ending.value,
         "outcome": last.outcome,
-        "reason": (failed[0].why if failed else "")[:MAX_REASON],
+        "reason": executed.why[:MAX_REASON],
         "answer": run.text[:MAX_ANSWER],
         "score": None,
         "parts": None,
@@ -446,16 +385,7 @@ def run_metrics(run: WriterRun) -> dict[str, float]:
     return {
         "writer/valid": float(verdict.ok),
         **{f"writer/level_{int(level)}": float(run.level is level) for level in Level},
-        "writer/nodes": float(sum(_operators(verdict).values())),
+        "writer/nodes": float(sum(operators_of(verdict.graph).values())),
         "writer/turns": float(run.turns),
         "writer/model_calls": float(run.model_calls),
     }
-
-
-def _operators(verdict: Verdict) -> dict[str, int]:
-    return {} if verdict.graph is None else operators_of(verdict.graph)
-
-
-def _bound(verdict: Verdict) -> dict[str, Any] | None:
-    bound = verdict.bound
-    return None if bound is None else {**asdict(bound), "tokens": bound.tokens}

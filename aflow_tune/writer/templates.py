@@ -17,10 +17,12 @@ import inspect
 import keyword
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from aflow_tune.errors import BadInput, Fault
+import yaml
+
+from aflow_tune.errors import BadInput
 from aflow_tune.graph import inside
 from aflow_tune.graph.graph import Graph
 from aflow_tune.operators import OPERATORS, Operator
@@ -36,22 +38,14 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Template:
-    """One shipped workflow."""
+    """One workflow: the name of its file, what it does in one line, the types of problem that it
+    is for, its instruction by operator instance, and its code."""
 
     name: str
-    """Of its file."""
     about: str
-    """What it does, in one line."""
     problem_types: tuple[ProblemType, ...]
     prompts: Mapping[str, str]
-    """Instruction by operator instance."""
     code: str
-
-    @functools.cached_property
-    def graph(self) -> Graph:
-        """The workflow, ready to run."""
-        sources = {inside.GRAPH_FILE: self.code}
-        return Graph(f"template {self.name}", sources, instructions=dict(self.prompts))
 
     @classmethod
     def of(cls, name: str, held: Mapping[str, Any]) -> Template:
@@ -61,26 +55,22 @@ class Template:
         return cls(name, about, types, prompts, held["graph_code"])
 
     @functools.cached_property
+    def graph(self) -> Graph:
+        """The workflow, ready to run."""
+        sources = {inside.GRAPH_FILE: self.code}
+        return Graph(f"template {self.name}", sources, instructions=dict(self.prompts))
+
+    @functools.cached_property
     def operators(self) -> tuple[str, ...]:
         """Names of the operators that it is made of, in the order of its code."""
         return tuple(dict.fromkeys(self.graph.shape.instances.values()))
 
 
-def load_templates() -> dict[str, Template]:
-    """The shipped templates by name."""
-    import yaml
-
-    folder = resources.files(__package__).joinpath("templates")
-    texts = {
-        item.name.removesuffix(".yaml"): item.read_text(encoding="utf-8")
-        for item in folder.iterdir()
-        if item.name.endswith(".yaml")
-    }
-    return {name: Template.of(name, yaml.safe_load(texts[name])) for name in sorted(texts)}
-
-
-TEMPLATES: Mapping[str, Template] = load_templates()
-"""By name."""
+TEMPLATES: Mapping[str, Template] = {
+    file.stem: Template.of(file.stem, yaml.safe_load(file.read_text(encoding="utf-8")))
+    for file in sorted(Path(__file__).with_name("templates").glob("*.yaml"))
+}
+"""The shipped ones by name."""
 
 
 def templates_for(
@@ -118,10 +108,13 @@ def default_graph(
     names_entry = entry_point and problem_type == "code"
     line = straight_line(list(operators), operators, problem_type, names_entry)
     if line is None:
-        expected = "an operator that answers a problem, such as Custom or AnswerGenerate"
-        found = ", ".join(sorted(operators)) or "none"
-        fault = Fault("writer.operators", expected, found, "allow one of these as well")
-        raise BadInput("There is no default workflow of these operators.", [fault])
+        raise BadInput.of(
+            "There is no default workflow of these operators.",
+            "writer.operators",
+            "an operator that answers a problem, such as Custom or AnswerGenerate",
+            ", ".join(sorted(operators)) or "none",
+            "allow one of these as well",
+        )
     return line
 
 
@@ -175,27 +168,28 @@ def straight_line(
     first = next((name for name in known if _can_answer(operators[name], have)), None)
     if first is None:
         return None
-    used = [first]
-    if problem_type == "code":
-        used += ["Test"] if entry_point and "Test" in known else []
-    else:
-        used += ["Format"] if "Format" in known else []
-    lines = [_call(name, operators[name], {*have, "solution"}) for name in used]
+    second = "Format" if problem_type != "code" else "Test" if entry_point else ""
+    used = [first, *([second] if second in known else [])]
+    have |= {"solution"}
+    own = {name: operators[name] for name in used}
+    built = [f"self.{_instance(name)} = operator.{name}(self.llm)" for name in used]
+    calls = []
+    for name, kind in own.items():
+        taken = [item for item in _parameters(kind) if item in have]
+        given = ", ".join(f"{n}={'problem' if n in _PROBLEM else n}" for n in taken)
+        call = f"self.{_instance(name)}({given})"
+        calls.append(f"solution = (await {call})['{_answer_key(kind)}']")
     code = _CODE.format(
-        built="\n".join(
-            f"        self.{_instance(name)} = operator.{name}(self.llm)" for name in used
-        ),
-        line="\n".join(f"        {line}" for line in lines),
+        built="\n".join(f"        {line}" for line in built),
+        line="\n".join(f"        {line}" for line in calls),
         entry_point=", entry_point" if entry_point else "",
     )
-    own = {name: kind for name, kind in operators.items() if name in used}
+    instances = {_instance(name): name for name in used}
     return Graph(
         "a straight line of " + ", ".join(used),
         {inside.GRAPH_FILE: code},
         operators=own,
-        instructions=default_instructions(
-            {_instance(name): name for name in used}, own, problem_type
-        ),
+        instructions=default_instructions(instances, own, problem_type),
     )
 
 
@@ -206,8 +200,7 @@ def default_instructions(
     return {
         instance: INSTRUCTIONS.get(problem_type, INSTRUCTIONS["math"])
         for instance, name in instances.items()
-        if name in operators
-        and "instruction" in inspect.signature(operators[name].__call__).parameters
+        if name in operators and "instruction" in _parameters(operators[name])
     }
 
 
@@ -233,13 +226,3 @@ def _answer_key(kind: type[Operator]) -> str | None:
 def _instance(name: str) -> str:
     lower = name.lower()
     return f"{lower}_" if keyword.iskeyword(lower) or lower == "llm" else lower
-
-
-def _call(name: str, kind: type[Operator], have: set[str]) -> str:
-    call = f"self.{_instance(name)}({_arguments(kind, have)})"
-    return f"solution = (await {call})['{_answer_key(kind)}']"
-
-
-def _arguments(kind: type[Operator], have: set[str]) -> str:
-    names = [name for name in _parameters(kind) if name in have]
-    return ", ".join(f"{name}={'problem' if name in _PROBLEM else name}" for name in names)

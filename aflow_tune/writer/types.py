@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import difflib
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 ProblemType = Literal["math", "code", "qa"]
 PROBLEM_TYPES: tuple[ProblemType, ...] = ("math", "code", "qa")
-
-
 MAX_REFUSALS = 50
 """Of one graph. What has more is not mended by reading on."""
 MAX_SHOWN = 60
@@ -73,34 +72,24 @@ class Refusal:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return {
-            "kind": self.kind.value,
-            "message": self.message,
-            "line": self.line,
-            "column": self.column,
-        }
+        return {**asdict(self), "kind": self.kind.value}
 
 
 class Refusals:
     """The refusals of one graph: the first one of each place, which the others follow from."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[int, int], Refusal] = {}
-        self._elsewhere: list[Refusal] = []
+        self._by_place: dict[tuple[Any, ...], Refusal] = {}
 
     def add(self, kind: RefusalKind, message: str, node: ast.AST | None = None) -> None:
         """Refuse something, at a node of the source or at no place."""
         line = getattr(node, "lineno", 0)
-        column = getattr(node, "col_offset", -1) + 1
-        self.at(kind, message, line, column)
+        self.at(kind, message, line, getattr(node, "col_offset", -1) + 1 if line else 0)
 
     def at(self, kind: RefusalKind, message: str, line: int, column: int) -> None:
         """Refuse something at a line and column, both from 1."""
-        refusal = Refusal(kind, message, line, column)
-        if line:
-            self._by_place.setdefault((line, column), refusal)
-        elif refusal not in self._elsewhere:
-            self._elsewhere.append(refusal)
+        place = (line, column) if line else (math.inf, message)
+        self._by_place.setdefault(place, Refusal(kind, message, line, column))
 
     def has_line(self, line: int) -> bool:
         """Whether something was refused on a line."""
@@ -108,12 +97,14 @@ class Refusals:
 
     def any(self) -> bool:
         """Whether something was refused."""
-        return bool(self._by_place or self._elsewhere)
+        return bool(self._by_place)
 
     def in_order(self) -> tuple[Refusal, ...]:
-        """Those of the code by place, then the others."""
-        by_place = [self._by_place[place] for place in sorted(self._by_place)]
-        return (*by_place, *self._elsewhere)[:MAX_REFUSALS]
+        """Those of the code by place, then the others as they came."""
+        places = sorted(
+            self._by_place, key=lambda place: place if place[0] < math.inf else (math.inf,)
+        )
+        return tuple(self._by_place[place] for place in places)[:MAX_REFUSALS]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, cast  # noqa: UP035 (the contract's spelling)
@@ -42,7 +42,7 @@ from aflow_tune.operators.base import MAX_RETRIES
 from aflow_tune.operators.programs import use_libraries
 from aflow_tune.operators.registry import BUILT_IN
 from aflow_tune.sandbox.policy import MATHEMATICS
-from aflow_tune.scoring import find, score_both, with_form
+from aflow_tune.scoring import find, five_part, score_both, with_form
 from aflow_tune.scoring.rewards import Unscored, logged, scored
 from aflow_tune.sections import ModelSettings, WriterSection
 from aflow_tune.trace import POLICY, ModelCall, Trace, note
@@ -58,11 +58,10 @@ from aflow_tune.writer.results import (
     raise_if_models_failed,
     record_of,
     run_metrics,
-    sum_of,
     usage_of,
 )
 from aflow_tune.writer.templates import default_graph
-from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemType, Verdict
+from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemType
 
 if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
@@ -153,11 +152,12 @@ class WriterWorkflow:
             BadInput: the row has no problem, or its type or benchmark is not known.
         """
         benchmark = self._benchmark_of(task)
+        entry_point = task.get(self.entry_point)
         run = await self.write(
             self.problem_of(task),
             self.type_of(task),
             model,
-            entry_point=self._entry_point_of(task),
+            entry_point=entry_point if isinstance(entry_point, str) else None,
             answer_form=self.answer_form_of(task),
             auxiliary_models=auxiliary_models,
         )
@@ -196,9 +196,10 @@ class WriterWorkflow:
         results: list[TurnResult] = []
         asked = 0
         while asked < self.turns:
+            messages = self.messages(problem, problem_type, entry_point, results, answer_form)
             try:
-                messages = self.messages(problem, problem_type, entry_point, results, answer_form)
-                text = await self._ask(policy, messages, results)
+                with caller(CALLER), state_key(results[-1].state if results else START):
+                    text = (await policy.complete(messages)).text
             except ModelError as error:
                 if results and error.failure is ModelFailure.REFUSED:
                     break  # the conversation has outgrown the policy: what it wrote counts
@@ -210,14 +211,15 @@ class WriterWorkflow:
             results.append(
                 await self._run(text, asked_for, problem_type, entry_point, auxiliary_models or {})
             )
-        return WriterRun(
-            problem,
-            problem_type,
-            asked,
-            results[-1],
-            sum_of([result.usage for result in results]),
-            sum(result.model_calls for result in results),
+        usages = [result.usage for result in results]
+        usage = five_part.Usage(
+            usd=five_part.total([one.usd for one in usages]),
+            tokens=five_part.total([one.tokens for one in usages]),
+            seconds=sum(one.seconds for one in usages),
+            operators=sum(one.operators for one in usages),
         )
+        calls = sum(result.model_calls for result in results)
+        return WriterRun(problem, problem_type, asked, results[-1], usage, calls)
 
     def messages(
         self,
@@ -265,10 +267,13 @@ class WriterWorkflow:
             found = TYPE_OF_BENCHMARK.get(find(benchmark).name)
         if found in PROBLEM_TYPES:
             return found
-        expected = " | ".join(PROBLEM_TYPES)
-        cure = "set `writer: {problem_type: math}`, or give the rows a field `problem_type`"
-        fault = Fault("problem_type", expected, "none" if found is None else f"{found!r:.40}", cure)
-        raise BadInput("A row's type of problem is not known.", [fault])
+        raise BadInput.of(
+            "A row's type of problem is not known.",
+            "problem_type",
+            " | ".join(PROBLEM_TYPES),
+            "none" if found is None else f"{found!r:.40}",
+            "set `writer: {problem_type: math}`, or give the rows a field `problem_type`",
+        )
 
     def row_faults(self, row: Mapping[str, Any]) -> list[Fault]:
         """What keeps a row from being asked about or scored: one fault, or none."""
@@ -276,9 +281,7 @@ class WriterWorkflow:
             benchmark = self._benchmark_of(row)
             if benchmark is not None:
                 fields = find(benchmark).fields
-                lacking = [
-                    name for name, kind in fields.items() if not isinstance(row.get(name), kind)
-                ]
+                lacking = [n for n, kind in fields.items() if not isinstance(row.get(n), kind)]
                 if lacking:
                     expected = f"the fields of {benchmark}: {', '.join(fields)}"
                     cure = "correct the row, or its field `benchmark`"
@@ -295,24 +298,14 @@ class WriterWorkflow:
             return None
         name = task.get("benchmark") or self.benchmark
         if not isinstance(name, str):
-            cure = "set `writer: {benchmark: gsm8k}`, or give the rows a field `benchmark`"
-            fault = Fault("benchmark", "the name of a benchmark", f"{name!r:.40}", cure)
-            raise BadInput("A row without a benchmark cannot be scored.", [fault])
+            raise BadInput.of(
+                "A row without a benchmark cannot be scored.",
+                "benchmark",
+                "the name of a benchmark",
+                f"{name!r:.40}",
+                "set `writer: {benchmark: gsm8k}`, or give the rows a field `benchmark`",
+            )
         return find(name).name
-
-    def _entry_point_of(self, task: Mapping[str, Any]) -> str | None:
-        entry_point = task.get(self.entry_point)
-        return entry_point if isinstance(entry_point, str) else None
-
-    async def _ask(
-        self,
-        policy: ModelClient,
-        messages: Sequence[Message],
-        results: list[TurnResult],
-    ) -> str:
-        state = results[-1].state if results else START
-        with caller(CALLER), state_key(state):
-            return (await policy.complete(messages)).text
 
     async def _run(
         self,
@@ -325,18 +318,21 @@ class WriterWorkflow:
         verdict = check_written(
             text, operators=self.operators, problem_type=problem_type, limits=self.check
         )
-        clients = {
-            role: self._client(role, auxiliary_models)
-            for role in {self.executor, *self.models.values()}
-        }
+        roles = {self.executor, *self.models.values()}
+        clients = {role: self._client(role, auxiliary_models) for role in roles}
+        # Of a graph whose bound could not be told the calls are limited by the money too.
+        bounded = verdict.bound is not None
+        limits = GraphLimits(
+            seconds=self.seconds,
+            model_calls=self.check.model_calls if bounded else self.check.affordable_calls,
+            tokens=self.check.tokens,
+            call_prompt_tokens=self.check.call_prompt_tokens,
+            retries=self.check.retries,
+        )
         trace = Trace()
         try:
             libraries = MATHEMATICS if problem_type == "math" else ()
-            with (
-                trace.activate(),
-                use_test_cases(self.test_cases),
-                use_libraries(libraries),
-            ):
+            with trace.activate(), use_test_cases(self.test_cases), use_libraries(libraries):
                 executed = await run_written(
                     verdict,
                     problem,
@@ -344,7 +340,7 @@ class WriterWorkflow:
                     executor=clients[self.executor],
                     clients=clients,
                     models=self.models,
-                    limits=self._limits(verdict),
+                    limits=limits,
                     sandbox=self.sandbox,
                     problem_type=problem_type,
                     operators=self.operators,
@@ -367,30 +363,25 @@ class WriterWorkflow:
             client = client_for(role)
         return client if role in self.limited else _Limited(client, self.check)
 
-    def _limits(self, verdict: Verdict) -> GraphLimits:
-        """What the check allowed, enforced while the graph runs; of a graph whose bound could not
-        be told also the money."""
-        calls = self.check.model_calls
-        return GraphLimits(
-            seconds=self.seconds,
-            model_calls=calls if verdict.bound is not None else self.check.affordable_calls,
-            tokens=self.check.tokens,
-            call_prompt_tokens=self.check.call_prompt_tokens,
-            retries=self.check.retries,
-        )
-
     async def _score(
         self, task: Mapping[str, Any], run: WriterRun, benchmark: str | None
     ) -> tuple[float, dict[str, float]]:
         """The score of the answer in [0, 1], and the scores by both rules for the metrics."""
         if not run.last.executed.run.ok:
             return 0.0, {}  # no answer: there is nothing that a scorer could be asked
-        if self.score is not None:
-            value = self.score(task, run.answer)
-            return _as_score(await value if isinstance(value, Awaitable) else value), {}
-        assert benchmark is not None
-        scores = await score_both(benchmark, task, run.text, policy=self.sandbox)
-        return scored(scores["strict"]), logged(scores)
+        if benchmark is not None:
+            scores = await score_both(benchmark, task, run.text, policy=self.sandbox)
+            return scored(scores["strict"]), logged(scores)
+        assert self.score is not None
+        value = self.score(task, run.answer)
+        value = await value if isinstance(value, Awaitable) else value
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0.0 <= number <= 1.0:
+            raise Unscored(f"writer.score returned {value!r:.80}; a score is a number from 0 to 1")
+        return number, {}
 
 
 class _Limited:
@@ -407,18 +398,10 @@ class _Limited:
         return await self._client.complete(messages, max_tokens=most, **settings)
 
 
-def _as_score(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0.0 <= number <= 1.0:
-        raise Unscored(f"writer.score returned {value!r:.80}; a score is a number from 0 to 1")
-    return number
-
-
 Where = Callable[[str], str]
 _MAX_TURNS = 16
+_ABOVE_0 = 5e-324
+"""The smallest number above 0."""
 
 
 @dataclass(frozen=True)
@@ -458,25 +441,21 @@ def writer_from_config(
         BadInput: with every fault of the section.
     """
     known = {**OPERATORS, **(operators or {})}
-    helpers = dict(auxiliary or {})
-    faults = [
-        *_role_faults(section, settings, helpers, known, where),
-        *_operator_faults(section, known, where),
-        *_scoring_faults(section, score, where),
-        *_number_faults(section, where),
-    ]
-    roles = [section.executor or "", *section.models.values()]
-    faults += _bound_faults(section, settings, helpers, roles, where)
-    template, found = _template(prompt, where)
-    faults += found
+    faults = _Faults(section, settings, auxiliary or {}, known, where)
+    faults.of_roles()
+    faults.of_operators()
+    faults.of_scoring(score)
+    faults.of_numbers()
+    faults.of_budgets()
+    template = None if prompt is None else faults.of_template(prompt)
     cases = TestCases()
     if test_cases is not None:
         try:
             cases = TestCases.load(test_cases)
         except BadInput as error:
-            faults += error.faults
-    if faults:
-        raise BadInput("The writer section cannot be used.", faults)
+            faults.found += error.faults
+    if faults.found:
+        raise BadInput("The writer section cannot be used.", faults.found)
     return WriterWorkflow(
         executor=section.executor or "",
         operators={name: known[name] for name in section.operators or known},
@@ -489,13 +468,13 @@ def writer_from_config(
         test_cases=cases,
         template=template,
         turns=section.turns,
-        check=check_limits(section, settings, helpers),
+        check=check_limits(section, settings, auxiliary or {}),
         seconds=section.timeout,
         sandbox=sandbox,
         limited=tuple(
             role
-            for role in dict.fromkeys(roles)
-            if _answer_tokens(role, settings, helpers) is not None
+            for role in _roles(section)
+            if _answer_tokens(role, settings, auxiliary or {}) is not None
         ),
     )
 
@@ -506,13 +485,10 @@ def check_limits(
     auxiliary: Mapping[str, AuxiliaryModel],
 ) -> CheckLimits:
     """What a graph may use at worst: the section's limits, and those of the models' calls."""
-    roles = {section.executor or "", *section.models.values()}
-    usual = CheckLimits()
+    roles, usual = _roles(section), CheckLimits()
     answers = [_answer_tokens(role, settings, auxiliary) for role in roles]
-    prompts = [
-        auxiliary[role].prompt_tokens if role in auxiliary else usual.call_prompt_tokens
-        for role in roles
-    ]
+    prompts = [auxiliary[role].prompt_tokens for role in roles if role in auxiliary]
+    prompts += [None] * (len(prompts) < len(roles))
     prompt_tokens = max(tokens or usual.call_prompt_tokens for tokens in prompts)
     prices = [_prices(role, settings, prompt_tokens) for role in roles]
     known = [price for price in prices if price is not None]
@@ -527,6 +503,11 @@ def check_limits(
         usd_per_prompt_token=max(price[0] for price in known) if whole else None,
         usd_per_completion_token=max(price[1] for price in known) if whole else None,
     )
+
+
+def _roles(section: WriterSection) -> list[str]:
+    """Of the frozen models, each once."""
+    return list(dict.fromkeys([section.executor or "", *section.models.values()]))
 
 
 def _answer_tokens(
@@ -551,143 +532,136 @@ def _prices(
     return prompt, price.cost(Usage(0, 1))
 
 
-def _role_faults(
-    section: WriterSection,
-    settings: Mapping[str, ModelSettings],
-    auxiliary: Mapping[str, AuxiliaryModel],
-    operators: Mapping[str, type[Operator]],
-    where: Where,
-) -> Iterator[Fault]:
-    """Models that nobody has, the tuned one among the frozen, keys that are missing."""
-    named = {"writer.executor": section.executor or ""}
-    named |= {f"writer.models.{name}": role for name, role in section.models.items()}
-    there = [role for role in settings if role != POLICY] + list(auxiliary)
-    for key, role in named.items():
-        if role == POLICY:
-            cure = "name a role of `models:` or of `explorer.auxiliary_models`"
-            expected = "a frozen model: the policy writes workflows, it does not run them"
-            yield Fault(where(key), expected, role, cure)
-        elif role in settings and role in auxiliary:
-            found = f"{role}, which is both under `models:` and an auxiliary model"
-            yield Fault(where(key), "one model of that name", found, "rename one of them")
-        elif role not in there:
-            near = difflib.get_close_matches(role, there, 1)
-            expected = "a role of `models:`, or the name of an auxiliary model"
-            found = f"{role!r}; there is {', '.join(there) or 'none'}"
-            cure = f"did you mean {near[0]}?" if near else f"models: {{{role}: {{model: NAME}}}}"
-            yield Fault(where(key), expected, found, cure)
-    for name in section.models:
-        if name not in operators:
-            yield _unknown_operator(where(f"writer.models.{name}"), name, operators)
-        elif section.operators and name not in section.operators:
-            expected = f"an operator that graphs may use: {', '.join(section.operators)}"
-            cure = "remove it, or add it to writer.operators"
-            yield Fault(where(f"writer.models.{name}"), expected, name, cure)
-    used = {role: settings[role] for role in named.values() if role in settings and role != POLICY}
-    for fault in check_models(used):
-        yield replace(fault, where=where(fault.where))
+@dataclass
+class _Faults:
+    """Collects what is wrong with a section `writer`, as `writer_from_config` takes it."""
 
+    section: WriterSection
+    settings: Mapping[str, ModelSettings]
+    auxiliary: Mapping[str, AuxiliaryModel]
+    operators: Mapping[str, type[Operator]]
+    where: Where
+    found: list[Fault] = field(default_factory=list)
 
-def _operator_faults(
-    section: WriterSection, known: Mapping[str, type[Operator]], where: Where
-) -> Iterator[Fault]:
-    unknown = [name for name in section.operators if name not in known]
-    for name in dict.fromkeys(unknown):
-        yield _unknown_operator(where("writer.operators"), name, known)
-    if unknown:
-        return
-    allowed = {name: known[name] for name in section.operators or known}
-    types: Sequence[str] = [section.problem_type] if section.problem_type else PROBLEM_TYPES
-    if not section.problem_type and (section.benchmark or "").lower() in TYPE_OF_BENCHMARK:
-        types = [TYPE_OF_BENCHMARK[(section.benchmark or "").lower()]]
-    for kind in types:
-        try:
-            default_graph(kind, allowed)
-        except BadInput as error:
-            yield from (replace(fault, where=where("writer.operators")) for fault in error.faults)
+    def add(self, key: str, expected: str, found: str, cure: str) -> None:
+        self.found.append(Fault(self.where(key), expected, found, cure))
+
+    def add_from(self, error: BadInput, key: str) -> None:
+        self.found += [replace(fault, where=self.where(key)) for fault in error.faults]
+
+    def of_roles(self) -> None:
+        """Models that nobody has, the tuned one among the frozen, keys that are missing."""
+        section, settings = self.section, self.settings
+        named = {"writer.executor": section.executor or ""}
+        named |= {f"writer.models.{name}": role for name, role in section.models.items()}
+        there = [role for role in settings if role != POLICY] + list(self.auxiliary)
+        for key, role in named.items():
+            if role == POLICY:
+                cure = "name a role of `models:` or of `explorer.auxiliary_models`"
+                expected = "a frozen model: the policy writes workflows, it does not run them"
+                self.add(key, expected, role, cure)
+            elif role in settings and role in self.auxiliary:
+                found = f"{role}, which is both under `models:` and an auxiliary model"
+                self.add(key, "one model of that name", found, "rename one of them")
+            elif role not in there:
+                expected = "a role of `models:`, or the name of an auxiliary model"
+                found = f"{role!r}; there is {', '.join(there) or 'none'}"
+                self.add(
+                    key, expected, found, _near(role, there, f"models: {{{role}: {{model: NAME}}}}")
+                )
+        for name in section.models:
+            if name not in self.operators:
+                self.unknown_operator(f"writer.models.{name}", name)
+            elif section.operators and name not in section.operators:
+                expected = f"an operator that graphs may use: {', '.join(section.operators)}"
+                cure = "remove it, or add it to writer.operators"
+                self.add(f"writer.models.{name}", expected, name, cure)
+        used = {r: settings[r] for r in named.values() if r in settings and r != POLICY}
+        self.found += [
+            replace(fault, where=self.where(fault.where)) for fault in check_models(used)
+        ]
+
+    def of_operators(self) -> None:
+        section, known = self.section, self.operators
+        unknown = [name for name in section.operators if name not in known]
+        for name in dict.fromkeys(unknown):
+            self.unknown_operator("writer.operators", name)
+        if unknown:
             return
-
-
-def _unknown_operator(where: str, name: str, known: Mapping[str, type[Operator]]) -> Fault:
-    near = difflib.get_close_matches(name, known, 1)
-    cure = f"did you mean {near[0]}?" if near else "name one of them, or add it to `operators:`"
-    return Fault(where, f"one of {', '.join(known)}", name, cure)
-
-
-def _scoring_faults(
-    section: WriterSection, score: ScoreFunction | None, where: Where
-) -> Iterator[Fault]:
-    """What scores is one thing; it may also be each row's own benchmark, which data tells."""
-    if section.benchmark is not None and score is not None:
-        expected, cure = "a benchmark or a score function", "remove one of them"
-        yield Fault(where("writer.score"), expected, "both", cure)
-    if section.benchmark is not None:
+        allowed = {name: known[name] for name in section.operators or known}
+        told = section.problem_type or TYPE_OF_BENCHMARK.get((section.benchmark or "").lower())
         try:
-            find(section.benchmark)
+            for kind in [told] if told in PROBLEM_TYPES else PROBLEM_TYPES:
+                default_graph(kind, allowed)
         except BadInput as error:
-            yield from (replace(fault, where=where("writer.benchmark")) for fault in error.faults)
-    if section.problem_type not in (None, *PROBLEM_TYPES):
-        expected = " | ".join(PROBLEM_TYPES)
-        cure = "problem_type: math"
-        yield Fault(where("writer.problem_type"), expected, repr(section.problem_type), cure)
+            self.add_from(error, "writer.operators")
+
+    def unknown_operator(self, key: str, name: str) -> None:
+        cure = _near(name, self.operators, "name one of them, or add it to `operators:`")
+        self.add(key, f"one of {', '.join(self.operators)}", name, cure)
+
+    def of_scoring(self, score: ScoreFunction | None) -> None:
+        """What scores is one thing; it may also be each row's own benchmark, which data tells."""
+        section = self.section
+        if section.benchmark is not None and score is not None:
+            expected = "a benchmark or a score function"
+            self.add("writer.score", expected, "both", "remove one of them")
+        if section.benchmark is not None:
+            try:
+                find(section.benchmark)
+            except BadInput as error:
+                self.add_from(error, "writer.benchmark")
+        if section.problem_type not in (None, *PROBLEM_TYPES):
+            found, expected = repr(section.problem_type), " | ".join(PROBLEM_TYPES)
+            self.add("writer.problem_type", expected, found, "problem_type: math")
+
+    def of_numbers(self) -> None:
+        for name, low, high, expected, example in (
+            ("turns", 1, _MAX_TURNS, f"from 1 to {_MAX_TURNS}", "1"),
+            ("max_calls", 1, math.inf, "1 or more", "20"),
+            ("max_tokens", 1, math.inf, "1 or more", "20000"),
+            ("retries", 0, MAX_RETRIES, f"from 0 to {MAX_RETRIES}", "0"),
+            ("timeout", _ABOVE_0, math.inf, "seconds above 0", "180"),
+            ("max_usd", _ABOVE_0, math.inf, "US dollars above 0", "0.01"),
+        ):
+            value = getattr(self.section, name)
+            if value is not None and not (low <= value <= high and value < math.inf):
+                self.add(f"writer.{name}", expected, f"{value:g}", f"{name}: {example}")
+
+    def of_budgets(self) -> None:
+        """A bound on tokens needs one on an answer, a bound on money needs prices too."""
+        section, settings = self.section, self.settings
+        limit = "max_usd" if section.max_usd is not None else "max_tokens"
+        if section.max_usd is None and section.max_tokens is None:
+            return
+        for role in _roles(section):
+            if role not in settings and role not in self.auxiliary:
+                continue
+            if role in settings and settings[role].max_tokens is None:
+                expected = f"the most tokens of an answer, from which writer.{limit} is counted"
+                self.add(f"models.{role}.max_tokens", expected, "nothing", "max_tokens: 1024")
+            if section.max_usd is not None and role in self.auxiliary:
+                expected = f"models with known prices; {role} is an auxiliary model, which has none"
+                found = f"{section.max_usd:g}"
+                self.add("writer.max_usd", expected, found, "use writer.max_tokens instead")
+            elif section.max_usd is not None and _prices(role, settings, 1) is None:
+                expected = f"a price of {settings[role].model}, for writer.max_usd"
+                cure = "prices: {input: 0.15, output: 0.6}, in US dollars for a million tokens"
+                self.add(f"models.{role}.prices", expected, "no known price", cure)
+
+    def of_template(self, path: Path) -> str:
+        """The user's prompt; empty where it cannot be read."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            found = " ".join(str(error).split())
+            cure = "name a file with {problem} in it"
+            self.add("writer.prompt", "a file of text", found, cure)
+            return ""
+        self.found += template_faults(text, self.where("writer.prompt"))
+        return text
 
 
-def _number_faults(section: WriterSection, where: Where) -> Iterator[Fault]:
-    limits: tuple[tuple[str, float | None, float, float, str], ...] = (
-        ("turns", section.turns, 1, _MAX_TURNS, "1"),
-        ("max_calls", section.max_calls, 1, math.inf, "20"),
-        ("max_tokens", section.max_tokens, 1, math.inf, "20000"),
-        ("retries", section.retries, 0, MAX_RETRIES, "0"),
-    )
-    for name, value, low, high, example in limits:
-        if value is not None and not low <= value <= high:
-            expected = f"from {low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
-            yield Fault(where(f"writer.{name}"), expected, f"{value:g}", f"{name}: {example}")
-    for name, amount, example in (
-        ("timeout", section.timeout, "180"),
-        ("max_usd", section.max_usd, "0.01"),
-    ):
-        if amount is not None and not 0 < amount < math.inf:
-            unit = "seconds" if name == "timeout" else "US dollars"
-            expected, cure = f"{unit} above 0", f"{name}: {example}"
-            yield Fault(where(f"writer.{name}"), expected, f"{amount:g}", cure)
-
-
-def _bound_faults(
-    section: WriterSection,
-    settings: Mapping[str, ModelSettings],
-    auxiliary: Mapping[str, AuxiliaryModel],
-    roles: Sequence[str],
-    where: Where,
-) -> Iterator[Fault]:
-    """A bound on tokens needs one on an answer, a bound on money needs prices too."""
-    limit = "max_usd" if section.max_usd is not None else "max_tokens"
-    if section.max_usd is None and section.max_tokens is None:
-        return
-    for role in dict.fromkeys(roles):
-        if role in settings and settings[role].max_tokens is None:
-            expected = f"the most tokens of an answer, from which writer.{limit} is counted"
-            key = where(f"models.{role}.max_tokens")
-            yield Fault(key, expected, "nothing", "max_tokens: 1024")
-        if section.max_usd is None:
-            continue
-        if role in auxiliary:
-            expected = f"models with known prices; {role} is an auxiliary model, which has none"
-            cure = "use writer.max_tokens instead"
-            yield Fault(where("writer.max_usd"), expected, f"{section.max_usd:g}", cure)
-        elif role in settings and _prices(role, settings, 1) is None:
-            expected = f"a price of {settings[role].model}, for writer.max_usd"
-            cure = "prices: {input: 0.15, output: 0.6}, in US dollars for a million tokens"
-            yield Fault(where(f"models.{role}.prices"), expected, "no known price", cure)
-
-
-def _template(path: Path | None, where: Where) -> tuple[str | None, list[Fault]]:
-    if path is None:
-        return None, []
-    key = where("writer.prompt")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        found = " ".join(str(error).split())
-        return None, [Fault(key, "a file of text", found, "name a file with {problem} in it")]
-    return text, template_faults(text, key)
+def _near(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]}?" if near else otherwise
