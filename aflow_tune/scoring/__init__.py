@@ -10,32 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# The children that this room asks import it too, and need none of these.
+# Imported when they are asked for: the child processes of this room need none of them.
+_BENCHMARKS = ("BENCHMARKS", "Benchmark", "find", "score_answer", "score_both", "with_form")
 _HOME = {
-    "BENCHMARKS": "benchmarks",
-    "Benchmark": "benchmarks",
-    "find": "benchmarks",
-    "score_answer": "benchmarks",
-    "score_both": "benchmarks",
-    "with_form": "benchmarks",
-    "CodeVerdict": "code",
-    "check_code": "code",
-    "Rule": "types",
-    "Score": "types",
+    **dict.fromkeys(_BENCHMARKS, "benchmarks"),
+    **{"CodeVerdict": "code", "check_code": "code", "Rule": "types", "Score": "types"},
 }
-
-__all__ = [
-    "BENCHMARKS",
-    "Benchmark",
-    "CodeVerdict",
-    "Rule",
-    "Score",
-    "check_code",
-    "find",
-    "score_answer",
-    "score_both",
-    "with_form",
-]
 
 
 def __getattr__(name: str) -> Any:

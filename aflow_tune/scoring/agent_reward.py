@@ -76,7 +76,7 @@ def agent_reward(
         "format": float(run.format_errors == 0),
     }
     counts = {
-        "wrong_tool": len(wrong_calls(called, wanted)),
+        "wrong_tool": sum(name not in wanted for name in called),
         "redundant_call": len(redundant_calls(run.calls, wanted)),
         "format_error": run.format_errors,
         "time_out": int(run.timed_out),
@@ -114,11 +114,6 @@ def timing(called: Sequence[str], wanted: Sequence[str]) -> float:
     return float(bool(called) == bool(wanted))
 
 
-def wrong_calls(called: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """The calls of tools that were not wanted, in order."""
-    return [name for name in called if name not in set(wanted)]
-
-
 def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[str]:
     """Calls of wanted tools that repeat one before, name and arguments, in order.
 
@@ -137,41 +132,32 @@ def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[st
 def feedback(run: AgentRun, wanted: Sequence[str], optimal_steps: int) -> str:
     """What went well and what to do otherwise, a sentence each."""
     called = [call.name for call in run.calls]
-    missing = [name for name in dict.fromkeys(wanted) if name not in called]
-    wrong = list(dict.fromkeys(wrong_calls(called, wanted)))
+    missing = ", ".join(name for name in dict.fromkeys(wanted) if name not in called)
+    wrong = ", ".join(name for name in dict.fromkeys(called) if name not in wanted)
     repeated = Counter(redundant_calls(run.calls, wanted))
-    lines = [
-        "The task was completed."
-        if run.completion >= 1
-        else f"The task was completed to {run.completion:.0%}."
-        if run.completion > 0
-        else "The task was not completed."
-    ]
-    if not wanted:
-        lines.append("No tool was needed." + " None should have been called." * bool(called))
-    elif not missing and not wrong:
-        lines.append(f"The right tools were called: {', '.join(dict.fromkeys(wanted))}.")
-    if missing:
-        lines.append(f"Not called but needed: {', '.join(missing)}.")
-    if wrong:
-        lines.append(f"Called but not needed: {', '.join(wrong)}.")
-    lines += [f"{name} was called again {n} times without need." for name, n in repeated.items()]
-    if run.steps > optimal_steps:
-        lines.append(f"It took {run.steps} steps where {optimal_steps} are enough.")
-    if run.format_errors:
-        lines.append(f"{run.format_errors} answers could not be read: keep to the format.")
-    if run.timed_out:
-        lines.append("The time ran out.")
-    return " ".join(lines)
+    done = "completed" if run.completion >= 1 else f"completed to {run.completion:.0%}"
+    unneeded = " None should have been called." if called else ""
+    lines = {
+        f"The task was {done if run.completion > 0 else 'not completed'}.": True,
+        f"No tool was needed.{unneeded}": not wanted,
+        f"The right tools were called: {', '.join(dict.fromkeys(wanted))}.": wanted
+        and not missing
+        and not wrong,
+        f"Not called but needed: {missing}.": missing,
+        f"Called but not needed: {wrong}.": wrong,
+        **{f"{name} was called again {n} times without need.": n for name, n in repeated.items()},
+        f"It took {run.steps} steps where {optimal_steps} are enough.": run.steps > optimal_steps,
+        f"{run.format_errors} answers could not be read: keep to the format.": run.format_errors,
+        "The time ran out.": run.timed_out,
+    }
+    return " ".join(line for line, holds in lines.items() if holds)
 
 
 def target_tools(value: Any) -> list[str]:
     """The names in a row's `target_tools`: a list, a JSON list as text, or names and commas."""
-    if value is None:
-        return []
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
         except ValueError:
             value = value.split(",")
-    return [str(name).strip() for name in value if str(name).strip()]
+    return [name for item in value or () if (name := str(item).strip())]

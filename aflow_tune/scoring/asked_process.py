@@ -70,12 +70,11 @@ class AskedProcess:
                 self._process = None
                 process.kill()
                 process.communicate()
-        if not reply:
-            shown = " against ".join(f"{str(part)[:200]!r}" for part in question)
-            raise Undecided(
-                f"{self._what} found no verdict within {self._cpu_seconds:g} s of processor "
-                f"time and {MEMORY_BYTES >> 30} GB: {shown}"
-            )
+                shown = " against ".join(f"{str(part)[:200]!r}" for part in question)
+                raise Undecided(
+                    f"{self._what} found no verdict within {self._cpu_seconds:g} s of processor "
+                    f"time and {MEMORY_BYTES >> 30} GB: {shown}"
+                )
         answer = json.loads(reply)
         if "failure" in answer:
             raise QuestionFailed(f"{self._what}: {answer['failure']}")

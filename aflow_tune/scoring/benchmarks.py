@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.errors import AflowTuneError, BadInput, Fault
+from aflow_tune.errors import AflowTuneError, BadInput
 from aflow_tune.sandbox.types import Limits
 from aflow_tune.scoring import gym, mathematics, numbers, qa, rows
 from aflow_tune.scoring.code import check_code, check_together
@@ -75,8 +75,8 @@ class Benchmark:
         if source is not None:
             return rows.read_jsonl(Path(source), self.fields)
         if self.hub is None:
-            fault = Fault(f"benchmark {self.name}", "a file of rows", "none", "give a local file")
-            raise BadInput(f"{self.name} does not lie on the hub", [fault])
+            title, where = f"{self.name} does not lie on the hub", f"benchmark {self.name}"
+            raise BadInput.of(title, where, "a file of rows", "none", "give a local file")
         return rows.read_hub(self.hub, split)
 
     async def check_gold(self, row: Row, policy: str = "auto") -> dict[Rule, Score]:
@@ -102,9 +102,7 @@ async def score_answer(
         BadInput: no benchmark has that name, or the row lacks its fields.
         SandboxUnavailable: the answer is code and nothing here may run it.
     """
-    chosen = find(benchmark)
-    _require_fields(chosen, row)
-    return await _guarded(_score, chosen, row, answer, rule, policy)
+    return await _score(_checked(benchmark, row), row, answer, rule, policy)
 
 
 async def score_both(
@@ -116,14 +114,13 @@ async def score_both(
         BadInput: no benchmark has that name, or the row lacks its fields.
         SandboxUnavailable: the answer is code and nothing here may run it.
     """
-    chosen = find(benchmark)
-    _require_fields(chosen, row)
-    published = await _guarded(_score, chosen, row, answer, "published", policy)
+    chosen = _checked(benchmark, row)
+    published = await _score(chosen, row, answer, "published", policy)
     known = chosen.is_code and published.scored
     known = known and await asyncio.to_thread(_told_by_published, row, answer, published.value == 1)
     if known and published.value == 0:
         return {"strict": published, "published": published}
-    strict = await _guarded(_score, chosen, row, answer, "strict", policy, known)
+    strict = await _score(chosen, row, answer, "strict", policy, known)
     return {"strict": strict, "published": published}
 
 
@@ -139,8 +136,8 @@ def find(benchmark: Benchmark | str) -> Benchmark:
     known = (*BENCHMARKS, gym.PREFIX + "TASK")
     close = difflib.get_close_matches(benchmark.lower(), known, n=1)
     fix = f"use {close[0]}" if close else "use one of these"
-    fault = Fault(f"benchmark {benchmark!r}", " | ".join(known), repr(benchmark), fix)
-    raise BadInput("an unknown benchmark", [fault])
+    where = f"benchmark {benchmark!r}"
+    raise BadInput.of("An unknown benchmark.", where, " | ".join(known), repr(benchmark), fix)
 
 
 def with_form(problem: str, answer_form: str) -> str:
@@ -151,13 +148,13 @@ def with_form(problem: str, answer_form: str) -> str:
     return f"{text.rstrip()}\n\n{answer_form}" + (f"\n\n{mark}" if mark else "")
 
 
-async def _guarded(scorer: Callable[..., Any], *arguments: Any) -> Score:
-    try:
-        return await scorer(*arguments)
-    except AflowTuneError:
-        raise
-    except Exception as error:
-        return Score(None, f"{type(error).__name__}: {error}"[:500])
+def _checked(benchmark: Benchmark | str, row: Row) -> Benchmark:
+    """The benchmark of a name, if the row has its fields."""
+    chosen = find(benchmark)
+    fault = rows.field_fault(f"a row of {chosen.name}", row, chosen.fields)
+    if fault is not None:
+        raise BadInput(f"A row that is not one of {chosen.name}'s.", [fault])
+    return chosen
 
 
 async def _score(
@@ -168,9 +165,21 @@ async def _score(
     policy: str,
     passes_together: bool = False,
 ) -> Score:
-    if benchmark.scorers is not None:
-        # Some ask a child process and wait.
-        return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
+    """The score by one rule; whatever goes wrong in scoring says nothing about the answer."""
+    try:
+        if benchmark.scorers is not None:
+            # Some ask a child process and wait.
+            return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
+        return await _score_code(row, answer, rule, policy, passes_together)
+    except AflowTuneError:
+        raise
+    except Exception as error:
+        return Score(None, f"{type(error).__name__}: {error}"[:500])
+
+
+async def _score_code(
+    row: Row, answer: str, rule: Rule, policy: str, passes_together: bool
+) -> Score:
     entry_point = row["entry_point"]
     try:
         program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
@@ -213,12 +222,6 @@ def _told_by_published(row: Row, answer: str, passes: bool) -> bool:
         if more or may_clash(programs[0], row["test"]):
             return False
     return same_program(*programs)
-
-
-def _require_fields(benchmark: Benchmark, row: Row) -> None:
-    fault = rows.field_fault(f"a row of {benchmark.name}", row, benchmark.fields)
-    if fault is not None:
-        raise BadInput(f"a row that is not one of {benchmark.name}'s", [fault])
 
 
 def _gym_benchmark(task: str) -> Benchmark:
@@ -354,12 +357,8 @@ class Scores:
 
     def to_json(self) -> dict[str, Any]:
         """What `aflow-tune score --json` prints."""
-        return {
-            "mean": self.mean,
-            "strict": self.values("strict"),
-            "published": self.values("published"),
-            "unscored": self.unscored,
-        }
+        by_rule = {rule: self.values(rule) for rule in RULES}
+        return {"mean": self.mean, **by_rule, "unscored": self.unscored}
 
 
 async def score_all(
@@ -368,17 +367,25 @@ async def score_all(
     """Score `answers`, one a row. Raises SandboxUnavailable: the answers are code and nothing here
     may run it."""
     pairs = zip(given, answers, strict=True)
-    return await _gather(
-        [functools.partial(score_both, benchmark, *pair, policy=policy) for pair in pairs]
-    )
+    return await _gather([score_both(benchmark, *pair, policy=policy) for pair in pairs])
 
 
 async def score_gold(benchmark: Benchmark, given: Sequence[Row], *, policy: str = "auto") -> Scores:
     """Score each row's own gold answer: all 1.0 unless the data is faulty. Raises
     SandboxUnavailable: the answers are code and nothing here may run it."""
-    return await _gather(
-        [functools.partial(benchmark.check_gold, row, policy=policy) for row in given]
-    )
+    return await _gather([benchmark.check_gold(row, policy=policy) for row in given])
+
+
+async def _gather(jobs: Sequence[Coroutine[Any, Any, dict[Rule, Score]]]) -> Scores:
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(job: Coroutine[Any, Any, dict[Rule, Score]]) -> dict[Rule, Score]:
+        async with gate:
+            return await job
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(job)) for job in jobs]
+    return Scores(tuple(task.result() for task in tasks))
 
 
 def read_answers(path: Path, count: int) -> list[str]:
@@ -386,19 +393,6 @@ def read_answers(path: Path, count: int) -> list[str]:
     else, or there are not `count` of them."""
     lines = rows.read_jsonl(path, {"answer": str})
     if len(lines) != count:
-        fix = "give one answer a row, in the order of the rows"
-        fault = Fault(str(path), f"{count} answers", f"{len(lines)} answers", fix)
-        raise BadInput(f"{path} does not fit the rows", [fault])
+        title, fix = f"{path} does not fit the rows", "give one answer a row, in their order"
+        raise BadInput.of(title, str(path), f"{count} answers", f"{len(lines)} answers", fix)
     return [line["answer"] for line in lines]
-
-
-async def _gather(jobs: Sequence[Callable[[], Awaitable[dict[Rule, Score]]]]) -> Scores:
-    gate = asyncio.Semaphore(CONCURRENCY)
-
-    async def one(job: Callable[[], Awaitable[dict[Rule, Score]]]) -> dict[Rule, Score]:
-        async with gate:
-            return await job()
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(job)) for job in jobs]
-    return Scores(tuple(task.result() for task in tasks))

@@ -35,19 +35,12 @@ class Usage:
     @classmethod
     def of(cls, trace: Trace) -> Usage:
         """The sums over a trace; seconds from the first event's start to the last one's end."""
-        calls = trace.of(ModelCall)
-        costs = [call.cost for call in calls if call.failure is None]
-        tokens = [
-            None
-            if call.prompt_tokens is None or call.completion_tokens is None
-            else call.prompt_tokens + call.completion_tokens
-            for call in calls
-            if call.failure is None
-        ]
+        calls = [call for call in trace.of(ModelCall) if call.failure is None]
+        tokens = [n for call in calls for n in (call.prompt_tokens, call.completion_tokens)]
         ends = [event.started + event.seconds for event in trace.events]
         starts = [event.started for event in trace.events]
         return cls(
-            usd=total(costs),
+            usd=total([call.cost for call in calls]),
             tokens=total(tokens),
             seconds=max(ends) - min(starts) if ends else 0.0,
             operators=len(trace.of(OperatorCall)),

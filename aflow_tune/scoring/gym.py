@@ -10,12 +10,14 @@ scores reward an answer for containing the right one somewhere.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 from aflow_tune.scoring.asked_process import AskedProcess, serve
 from aflow_tune.scoring.types import Score
 
@@ -30,17 +32,18 @@ _CHILD = AskedProcess("aflow_tune.scoring.gym", "reasoning-gym", CPU_SECONDS)
 def require_task(name: str) -> None:
     """Check that the library is there and knows the task. Raises BadInput: it is not, or does
     not."""
+    where = f"benchmark {PREFIX}{name}"
     if importlib.util.find_spec("reasoning_gym") is None:
-        fix = "pip install 'aflow-tune[reasoning]'"
-        fault = Fault(f"benchmark {PREFIX}{name}", "the package reasoning-gym", "none", fix)
-        raise BadInput("a reasoning-gym task without reasoning-gym", [fault])
+        title, fix = (
+            "A reasoning-gym task without reasoning-gym",
+            "pip install 'aflow-tune[reasoning]'",
+        )
+        raise BadInput.of(title, where, "the package reasoning-gym", "none", fix)
     if name not in task_names():
-        import difflib
-
         close = difflib.get_close_matches(name, task_names(), n=3)
         fix = f"name one of its {len(task_names())} tasks" + (f": {', '.join(close)}" * bool(close))
-        fault = Fault(f"benchmark {PREFIX}{name}", "a task of reasoning-gym", repr(name), fix)
-        raise BadInput("an unknown reasoning-gym task", [fault])
+        title = "An unknown reasoning-gym task"
+        raise BadInput.of(title, where, "a task of reasoning-gym", repr(name), fix)
 
 
 @functools.cache
@@ -84,8 +87,6 @@ def _tuples(value: Any) -> Any:
 
 
 def _serve() -> None:
-    import sys
-
     import reasoning_gym
 
     from aflow_tune.scoring.expressions import evaluate_literal, guard_sympy

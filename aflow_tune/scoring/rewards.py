@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from aflow_tune.context import current_rollout
@@ -34,27 +35,23 @@ def reward_settings() -> RewardsSection:
 def reward_faults(settings: RewardsSection) -> Iterable[Fault]:
     """What is wrong with a `rewards` section. `where` is the key path."""
     for reward, names in WEIGHTS.items():
-        section = getattr(settings, reward)
+        section, key = getattr(settings, reward), f"rewards.{reward}"
         weights = [getattr(section, name) for name in names]
-        key = f"rewards.{reward}"
-        for name, weight in zip(names, weights, strict=True):
-            if not 0 <= weight <= 1:
-                yield Fault(f"{key}.{name}", "a weight from 0 to 1", str(weight), "correct it")
+        checks = [
+            *((name, weight, 0 <= weight <= 1, "a weight from 0 to 1")
+              for name, weight in zip(names, weights, strict=True)),
+            *((name, value, 0 < value < math.inf, "a number above 0")
+              for name in _POSITIVE if (value := getattr(section, name, 1)) is not None),
+            *((name, value, 0 <= value < math.inf, "0 or more, which is taken off")
+              for name in _PENALTIES if (value := getattr(section, name, 0)) is not None),
+        ]  # fmt: skip
+        for name, value, holds, expected in checks:
+            if not holds:
+                yield Fault(f"{key}.{name}", expected, str(value), "correct it")
         if abs(sum(weights) - 1) > 1e-6:
             found = f"{sum(weights):g} = {' + '.join(f'{weight:g}' for weight in weights)}"
-            yield Fault(
-                key, f"weights {', '.join(names)} that are 1 together", found, "correct one"
-            )
-        for name in _POSITIVE:
-            value = getattr(section, name, 1)
-            if not 0 < value < math.inf:
-                yield Fault(f"{key}.{name}", "a number above 0", str(value), "correct it")
-        for name in _PENALTIES:
-            value = getattr(section, name, 0)
-            if not 0 <= value < math.inf:
-                yield Fault(
-                    f"{key}.{name}", "0 or more, which is taken off", str(value), "correct it"
-                )
+            expected = f"weights {', '.join(names)} that are 1 together"
+            yield Fault(key, expected, found, "correct one")
     scale = settings.five_part
     if not -math.inf < scale.lowest < scale.highest < math.inf:
         found = f"{scale.lowest:g} and {scale.highest:g}"
@@ -63,10 +60,7 @@ def reward_faults(settings: RewardsSection) -> Iterable[Fault]:
         try:
             find(settings.benchmark)
         except BadInput as error:
-            yield from (
-                Fault("rewards.benchmark", fault.expected, fault.found, fault.cure)
-                for fault in error.faults
-            )
+            yield from (replace(fault, where="rewards.benchmark") for fault in error.faults)
 
 
 def benchmark_of(row: Mapping[str, Any]) -> Benchmark:
@@ -74,9 +68,9 @@ def benchmark_of(row: Mapping[str, Any]) -> Benchmark:
     BadInput: neither names one, or not one that there is."""
     name = row.get("benchmark") or reward_settings().benchmark
     if name is None:
+        title = "A row without a benchmark cannot be scored."
         fix = "set `rewards: {benchmark: gsm8k}`, or give the rows a field `benchmark`"
-        fault = Fault("rewards.benchmark", "the name of a benchmark", "none", fix)
-        raise BadInput("a row without a benchmark cannot be scored", [fault])
+        raise BadInput.of(title, "rewards.benchmark", "the name of a benchmark", "none", fix)
     return find(name)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,21 +39,36 @@ def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
     Raises:
         BadInput: the file cannot be read, or rows are no objects or lack something.
     """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "check the path and that it is a text file in UTF-8"
+        expected = "a readable file of JSON lines"
+        title = f"{path} cannot be read"
+        raise BadInput.of(title, str(path), expected, str(error), fix) from None
     rows: list[dict[str, Any]] = []
     faults: list[Fault] = []
-    for place, row in _lines(path):
-        if isinstance(row, Fault):
-            faults.append(row)
-        elif fault := field_fault(place, row, fields):
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        place, found = f"{path}:{number}", ""
+        try:
+            row = json.loads(line)
+            found = "" if isinstance(row, dict) else f"a {type(row).__name__}"
+        except (ValueError, RecursionError) as error:  # ValueError: also a number too long
+            found = str(error)
+        if found:
+            fault = Fault(place, "one JSON object in a line", found, "correct or remove this line")
             faults.append(fault)
+        elif lacking := field_fault(place, row, fields):
+            faults.append(lacking)
         else:
             rows.append(row)
     if not rows and not faults:
         faults.append(Fault(str(path), "at least one row", "no rows", "write rows into the file"))
     if faults:
         shown = faults[:MAX_FAULTS]
-        more = f" ({len(faults) - len(shown)} more)" * (len(faults) > len(shown))
-        raise BadInput(f"{path} cannot be used: {len(faults)} faults{more}", shown)
+        raise BadInput(f"{path} cannot be used: {len(faults)} faults", shown)
     return rows
 
 
@@ -74,28 +89,6 @@ def field_fault(place: str, row: Row, fields: Mapping[str, type]) -> Fault | Non
 _KINDS: dict[type, str] = {str: "a text in quotes", list: "a list", dict: "an object"}
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        fix = "check the path and that it is a text file in UTF-8"
-        fault = Fault(str(path), "a readable file of JSON lines", str(error), fix)
-        raise BadInput(f"{path} cannot be read", [fault]) from None
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        expected, fix = "one JSON object in a line", "correct or remove this line"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # ValueError: also a number too long
-            yield place, Fault(place, expected, str(error), fix)
-            continue
-        if not isinstance(row, dict):
-            row = Fault(place, expected, f"a {type(row).__name__}", fix)
-        yield place, row
-
-
 def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]]:
     """All rows of a hub data set, mapped to the local form. Fetches it, or uses the cache. Raises
     BadInput: it cannot be loaded."""
@@ -106,8 +99,8 @@ def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]
     except Exception as error:  # the library raises whatever its transport raises
         found = f"{type(error).__name__}: {str(error)[:300]}"
         fix = "check network, HF_HOME and HF_TOKEN, or give a local file of rows"
-        fault = Fault(f"hub data set {source.path}", "rows of the data set", found, fix)
-        raise BadInput(f"{source.path} cannot be loaded", [fault]) from error
+        title, where = f"{source.path} cannot be loaded", f"hub data set {source.path}"
+        raise BadInput.of(title, where, "rows of the data set", found, fix) from error
     return [source.to_row(row) for row in data]
 
 
@@ -125,7 +118,11 @@ def mbpp_row(row: Row) -> dict[str, Any]:
     if "entry_point" in row:
         return dict(row)
     imports = [*row.get("test_imports", ()), *filter(None, [row.get("test_setup_code")])]
-    name = _tested_function(row["code"], row["test_list"])
+    tree = ast.parse(row["code"])
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    tested = [node for test in row["test_list"] for node in ast.walk(ast.parse(test))]
+    called = [getattr(node.func, "id", "") for node in tested if isinstance(node, ast.Call)]
+    name = next((name for name in called if name in defined), "")
     body = [line for text in (*imports, *row["test_list"]) for line in text.splitlines()]
     signature = next(
         (line for line in row["code"].splitlines() if line.lstrip().startswith(f"def {name}")), ""
@@ -137,18 +134,6 @@ def mbpp_row(row: Row) -> dict[str, Any]:
         "entry_point": name,
         "test": "def check():\n" + "".join(f"    {line}\n" for line in body),
     }
-
-
-def _tested_function(code: str, tests: Sequence[str]) -> str:
-    tree = ast.parse(code)
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    calls = [
-        node.func.id
-        for test in tests
-        for node in ast.walk(ast.parse(test))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    return next((name for name in calls if name in defined), "")
 
 
 def hotpotqa_row(row: Row) -> dict[str, Any]:

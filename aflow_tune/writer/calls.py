@@ -254,7 +254,7 @@ class CallCheck:
     def _prompt(self, node: ast.AST, name: str, text: str) -> None:
         """`prompt_custom.NAME` or `self.prompts["NAME"]`."""
         self.used_prompts.add(name)
-        there = name in self.prompts or self.own_prompts
+        there = name in self.prompts or (self.own_prompts and text.startswith("self."))
         if not there and node in self.shape.certain:  # else a run that comes here says so
             message = (
                 f"{text:.80} has no text{did_you_mean(name, self.prompts)}; write one under "
@@ -545,7 +545,7 @@ def _signature(arguments: ast.arguments) -> inspect.Signature:
     optional = optional if arguments.defaults else set()
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     optional |= {item.arg for item, default in pairs if default is not None}
-    kinds = {item.arg: inspect.Parameter.POSITIONAL_OR_KEYWORD for item in plain}
+    kinds: dict[str, Any] = {item.arg: inspect.Parameter.POSITIONAL_OR_KEYWORD for item in plain}
     if arguments.vararg is not None:
         kinds[arguments.vararg.arg] = inspect.Parameter.VAR_POSITIONAL
     kinds |= {item.arg: inspect.Parameter.KEYWORD_ONLY for item in arguments.kwonlyargs}
@@ -553,8 +553,10 @@ def _signature(arguments: ast.arguments) -> inspect.Signature:
         kinds[arguments.kwarg.arg] = inspect.Parameter.VAR_KEYWORD
     empty = inspect.Parameter.empty
     return inspect.Signature(
-        inspect.Parameter(name, kind, default=None if name in optional else empty)
-        for name, kind in kinds.items()
+        [
+            inspect.Parameter(name, kind, default=None if name in optional else empty)
+            for name, kind in kinds.items()
+        ]
     )
 
 

@@ -128,7 +128,8 @@ async def run_written(
         BadInput: `models` names a role without a client, or no operator can answer a problem.
     """
     most = limits or GraphLimits()
-    given = {"model": as_client(executor), "clients": clients, "models": models, "sandbox": sandbox}
+    given: dict[str, Any] = {"model": as_client(executor), "clients": clients}
+    given |= {"models": models, "sandbox": sandbox}
     names_entry = entry_point is not None
     default = default_graph(problem_type, operators, names_entry)
     started = time.monotonic()

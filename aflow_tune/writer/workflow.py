@@ -170,7 +170,7 @@ class WriterWorkflow:
         keep(CALLER, {**record, "score": score, "parts": dict(reward.parts)})
         clean = score if run.level is Level.CLEAN else 0.0
         record_metrics(correct=score, correct_clean=clean, **scores, **reward.metrics())
-        return reward.total
+        return reward.reward
 
     async def write(
         self,
