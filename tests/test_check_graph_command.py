@@ -8,14 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from graph_samples import MATH, MATH_PROMPTS, own_form, write_round
 from written_samples import PLAIN, workflow
 
 from aflow_tune.cli import main
 from aflow_tune.errors import ExitCode
-from aflow_tune.graph.save import save_round
-from aflow_tune.operators import OPERATORS
-from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import as_text
 
 BROKEN = workflow('r = await self.solve(input=problem)\nreturn r["respones"]')
@@ -26,24 +22,13 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, capsys.readouterr().out
 
 
-def test_a_graph_that_may_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "written.json"
-    file.write_text(as_text({"solve": "Be exact. "}, PLAIN))
-    code, out = run([str(file)], capsys)
-    assert code == ExitCode.DONE
-    lines = out.splitlines()
-    assert lines[:3] == ["fine: it may run", "form: hybrid", "call sites: Custom 1"]
-    assert "operator calls 1, model calls 1 (20 allowed), 4,096 prompt and 1,024" in lines[3]
-    assert "flowchart TD" in out
-
-
 def test_a_graph_that_may_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "graph.py"
     file.write_text(BROKEN)
     code, out = run([str(file)], capsys)
     assert code == ExitCode.BAD_INPUT
     assert out.startswith("refused\nform: code\n")
-    assert "1. [unknown_name] line 10, column 16: Custom returns response, not 'respones'" in out
+    assert "[unknown_name] line 10, column 16: " in out
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,16 +37,8 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run([str(file), "--json"], capsys)
     assert code == ExitCode.BAD_INPUT
     told = json.loads(out)
-    assert set(told) == {
-        "ok",
-        "form",
-        "notes",
-        "refusals",
-        "bound",
-        "structure",
-        "operators",
-        "mermaid",
-    }
+    shown = "ok form notes refusals bound structure operators mermaid"
+    assert set(told) == set(shown.split())
     assert told["ok"] is False
     assert told["form"] == "repaired"
     assert told["notes"] == ["the object stood among other text"]
@@ -74,46 +51,15 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told["mermaid"].startswith("flowchart TD\n")
 
 
-def test_nothing_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "reply.txt"
-    file.write_text("I would rather not.")
-    code, out = run([str(file), "--json"], capsys)
-    assert code == ExitCode.BAD_INPUT
-    told = json.loads(out)
-    assert (told["form"], told["bound"], told["mermaid"]) == (None, None, None)
-    assert [refusal["kind"] for refusal in told["refusals"]] == ["unreadable"]
-
-
-def test_a_round_of_aflow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = MATH_PROMPTS + '\nNEVER_USED = "x"\n'
-    folder = write_round(tmp_path, "MATH", 2, MATH, prompts)
-    for place in (folder, folder / "graph.py"):
-        code, out = run([str(place), "--problem-type", "math"], capsys)
-        assert code == ExitCode.DONE, out
-        assert "model calls 3 " in out
-    without = write_round(tmp_path / "other", "MATH", 2, MATH, "DRAFT_PROMPT = 'x'\n")
-    code, out = run([str(without)], capsys)
-    assert code == ExitCode.BAD_INPUT
-    assert "[prompt] line 30, column 25: prompt_custom.AGAIN_PROMPT has no text" in out
-
-
-def test_our_own_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = own_form(tmp_path / "g", PLAIN, '{"solve": "Be exact. ", "solv": "x"}')
-    code, out = run([str(folder)], capsys)
-    assert code == ExitCode.BAD_INPUT
-    assert "the prompt 'solv' belongs to no operator of the graph (did you mean solve?)" in out
-
-
 def test_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "g.py"
     file.write_text(workflow("r = await self.pick(['a'])\n" * 3 + 'return r["response"]'))
     assert run([str(file), "--max-calls", "3"], capsys)[0] == ExitCode.DONE
     code, out = run([str(file), "--max-calls", "2"], capsys)
     assert code == ExitCode.BAD_INPUT
-    assert "3 calls of models, and 2 are allowed" in out
-    code, out = run([str(file), "--max-tokens", "15000"], capsys)
-    assert code == ExitCode.BAD_INPUT
-    assert "15,360 tokens, and 15,000 are allowed" in out
+    assert "over_budget" in out
+    assert run([str(file), "--max-tokens", "15000"], capsys)[0] == ExitCode.BAD_INPUT
+    assert run([str(file), "--max-tokens", "15360"], capsys)[0] == ExitCode.DONE
 
 
 def test_operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,31 +110,6 @@ def test_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert not mark.exists()
 
 
-def test_no_codes_for_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "g.json"
-    file.write_text(as_text({"x\x1b[2J": "y"}, PLAIN.replace("problem)", "'\x1b]0;x\x07')")))
-    _, out = run([str(file)], capsys)
-    assert "\x1b" not in out
-    assert "\x07" not in out
-
-
-def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-graph", str(tmp_path / "none.json")]) == ExitCode.BAD_INPUT
-    assert "found:    No such file or directory" in capsys.readouterr().err
-    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    assert main(["check-graph", str(tmp_path / "bytes.json")]) == ExitCode.BAD_INPUT
-    assert main(["check-graph", str(tmp_path)]) == ExitCode.BAD_INPUT
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["check-graph", "--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    for word in ("--max-calls", "--problem-type", "round_5", "exit codes", "docs/graph_code.md"):
-        assert word in shown
-
-
 @pytest.mark.parametrize(
     ("given", "fine"),
     [
@@ -208,17 +129,3 @@ def test_self_prompts_is_set_in_the_constructor(
     status, out = run([str(file)], capsys)
     assert ("prompt_custom.other has no text" in out) is not fine
     assert (status == ExitCode.DONE) is fine
-
-
-def test_a_saved_round_that_reads_its_prompts_may_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = workflow(
-        'r = await self.solve(input=problem, instruction=self.prompts["solve"])\n'
-        'return r["response"]'
-    )
-    graph = check_written(as_text({"solve": "Be exact."}, code), operators=OPERATORS).graph
-    assert graph is not None
-    saved = save_round(graph, tmp_path / "round_1", dataset="Mine")
-    assert "self.prompts = {" in (saved.folder / "graph.py").read_text()
-    assert run([str(saved.folder)], capsys)[0] == ExitCode.DONE

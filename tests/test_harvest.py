@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,13 @@ from harvest_project import (
     write_rows,
 )
 
-from aflow_tune.config.load import load_config
-from aflow_tune.errors import BadInput, BudgetReached, Interrupted
+from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.harvest.candidates import (
     Problem,
     past_candidates,
     read_templates,
-    template_candidates,
 )
-from aflow_tune.harvest.harvest import Journal, Trial, TrialEnding, canonical, choose
-from aflow_tune.operators import OPERATORS
+from aflow_tune.harvest.harvest import Journal, Trial, TrialEnding, choose
 from aflow_tune.report.records import Rollout, append_rollout
 from aflow_tune.tuning import harvest_config
 from aflow_tune.writer.form import as_text, read_written
@@ -251,62 +247,6 @@ def test_a_budget_ends_it_and_the_same_command_goes_on(
     assert (len(kept), len(executor.requests)) == (8, 6 + 1 + 10)
 
 
-def test_stopping_keeps_what_was_tried(tmp_path: Path, executor: FaultyServer) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["always"])
-    from aflow_tune.config.tasksets import materialise_tasksets
-    from aflow_tune.config.validate import prepare_harvest
-    from aflow_tune.running.harvesting import run_harvest
-
-    executor.steps = lambda number, request: (
-        Step(kind="hang") if number >= 4 else sums(number, request)
-    )
-    config = load_config(path, ["local.max_batch=1"])
-    workflow, where = prepare_harvest(config)
-    materialise_tasksets(config, where)
-
-    def stop() -> bool:
-        return len(executor.requests) >= 5
-
-    with pytest.raises(Interrupted, match="The same command goes on"):
-        run_harvest(config, where, stop, lambda text: None, workflow)
-    executor.steps = sums
-    kept, _ = harvest(path)
-    assert (len(kept), len(executor.requests)) == (8, 5 + 12)
-
-
-def test_every_fault_at_once(tmp_path: Path) -> None:
-    def change(content: dict[str, Any]) -> None:
-        content["writer"]["executor"] = None
-        content["harvest"] |= {
-            "sources": ["teacher", "runs", "template"],
-            "teacher_tries": 0,
-            "per_problem": 0,
-            "per_structure": 1.5,
-            "min_score": 0,
-            "limit": 0,
-            "runs": [str(tmp_path / "nowhere")],
-        }
-        content["buffer"]["explorer_input"]["taskset"]["path"] = str(tmp_path / "missing.jsonl")
-
-    path = write_project(tmp_path, "http://127.0.0.1:9/v1", change=change)
-    with pytest.raises(BadInput) as caught:
-        harvest(path)
-    places = {fault.where.split(": ", 1)[1] for fault in caught.value.faults}
-    assert places == {
-        "writer.executor",
-        "harvest.sources[2]",
-        "harvest.teacher",
-        "harvest.runs[0]",
-        "harvest.teacher_tries",
-        "harvest.per_problem",
-        "harvest.per_structure",
-        "harvest.min_score",
-        "harvest.limit",
-        "buffer.explorer_input.taskset.path",
-    }
-    assert not (tmp_path / "runs").exists()
-
-
 CODE = """class Workflow:
     def __init__(self, name, llm_config, dataset):
         self.llm = create_llm_instance(llm_config)
@@ -334,19 +274,6 @@ def note(text: str, structure: str = "Custom", **changed: Any) -> dict[str, Any]
     }
 
 
-def test_templates_of_a_folder(tmp_path: Path) -> None:
-    indented = "".join(f"  {line}\n" for line in CODE.splitlines())
-    text = f"problem_types: [qa]\nprompts: {{solve: Look it up.}}\ngraph_code: |\n{indented}"
-    (tmp_path / "look.yaml").write_text(text)
-    found = read_templates(tmp_path, "harvest.templates")
-    assert [(item.name, item.problem_types, item.operators) for item in found] == [
-        ("look", ("qa",), ("Custom",))
-    ]
-    assert found[0].code == CODE
-    assert template_candidates(problem("p", "2 + 2"), found, OPERATORS) == []
-    assert len(template_candidates(problem("p", "Who?", "qa"), found, OPERATORS)) == 1
-
-
 def test_every_fault_of_a_folder_of_templates_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("problem_types: [mathematics]\nprompts: [solve]\n")
     (tmp_path / "b.yaml").write_text("just: {a, b: [")
@@ -368,18 +295,6 @@ def past(folder: Path, notes: list[tuple[float, dict[str, Any]]]) -> Path:
     return folder
 
 
-def test_the_best_rollout_of_each_structure(tmp_path: Path) -> None:
-    first = [(3.0, note("2 + 2", prompts={"solve": "Add them."})), (8.0, note("2 + 2"))]
-    second = [(5.0, note("2 + 2", structure="Custom Custom")), (9.0, note("1 + 1"))]
-    folders = [past(tmp_path / "first", first), past(tmp_path / "second", second)]
-    found, strangers = past_candidates(folders, [problem("p", "2 + 2")], 1.0)
-    assert [(item.name, read_written(item.text).prompts) for item in found["p"]] == [
-        ("first", {"solve": "Add."}),
-        ("second", {"solve": "Add."}),
-    ]
-    assert strangers == 1
-
-
 def test_fallbacks_wrong_answers_and_torn_notes_of_runs_are_no_candidates(tmp_path: Path) -> None:
     bad = [
         note("2 + 2", level=1),
@@ -391,14 +306,6 @@ def test_fallbacks_wrong_answers_and_torn_notes_of_runs_are_no_candidates(tmp_pa
     ]
     folder = past(tmp_path, [(9.0, item) for item in bad])
     assert past_candidates([folder], [problem("p", "2 + 2")], 1.0) == ({}, 0)
-
-
-def test_the_canonical_form_of_what_a_teacher_says() -> None:
-    said = f"Here it is:\n```python\n{CODE}```\nGood luck!"
-    text = canonical(said)
-    assert read_written(text).code.strip() == CODE.strip()
-    assert canonical(text) == text
-    assert canonical("no graph at all") == "no graph at all"
 
 
 def test_a_journal_gives_back_what_was_kept_and_drops_a_torn_line(tmp_path: Path) -> None:
@@ -464,20 +371,6 @@ def test_a_cap_that_so_few_structures_cannot_keep_becomes_equal_shares() -> None
     both = choose(solved(two), per_structure=0.25, seed=0)
     assert by_problem(both[0]) == {"p": "A", "r": "B"}
     assert both[1:] == (1, 0.5)
-
-
-@pytest.mark.parametrize("share", [0.3, 0.4, 0.5, 0.75])
-def test_no_structure_exceeds_its_share(share: float) -> None:
-    # Structure number s solves problem p where p is divisible by s; lower numbers pay more.
-    table = {
-        f"p{number}": {str(s): 10.0 - s for s in (1, 2, 3, 5) if number % s == 0}
-        for number in range(1, 61)
-    }
-    chosen = choose(solved(table), per_structure=share, seed=0)
-    counts = Counter(item.structure for item in chosen[0])
-    assert len(chosen[0]) + chosen[1] == 60
-    assert max(counts.values()) <= share * len(chosen[0])
-    assert all(table[item.problem][item.structure] == item.reward for item in chosen[0])
 
 
 def test_the_seed_decides_between_equals_and_nothing_else() -> None:

@@ -45,30 +45,6 @@ def test_the_command_prints_what_became_of_the_graphs(
     assert not (folder(tmp_path) / "sft.jsonl").exists()
 
 
-def test_nothing_solved_ends_with_a_cure(
-    tmp_path: Path, executor: FaultyServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_project(tmp_path, executor.openai_url, templates=["wrong"])
-    assert main(["harvest", str(path)]) == ExitCode.FAILED
-    said = capsys.readouterr().err
-    assert "nothing was harvested: no graph solved a problem (8 wrong)" in said
-    assert "do: take an executor that can solve these problems" in said
-
-
-def test_bad_input(
-    tmp_path: Path, executor: FaultyServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_project(tmp_path, executor.openai_url)
-    assert main(["harvest", str(path), "--source", "teachers"]) == ExitCode.BAD_INPUT
-    assert "did you mean teacher?" in capsys.readouterr().err
-    assert main(["harvest", str(path), "harvest.templates=nowhere"]) == ExitCode.BAD_INPUT
-    assert "no such folder" in capsys.readouterr().err
-    (tmp_path / "empty.yaml").write_text("project: tests\n")
-    assert main(["harvest", str(tmp_path / "empty.yaml")]) == ExitCode.BAD_INPUT
-    assert "writer.executor" in capsys.readouterr().err
-    assert not executor.requests
-
-
 def started(path: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "aflow_tune.cli", "harvest", str(path), *arguments]

@@ -108,14 +108,6 @@ def test_altered_answers_score_below_one(name: str) -> None:
             assert max(scores.values(rule)) < 1
 
 
-def test_names() -> None:
-    assert find("HotpotQA") is BENCHMARKS["hotpotqa"]
-    with pytest.raises(BadInput, match="use gsm8k"):
-        find("gsm9k")
-    with pytest.raises(BadInput, match=r"reasoning-gym"):
-        find("reasoning_gym:no_such_task")
-
-
 @pytest.mark.slow
 def test_what_cannot_be_scored_is_unscored_and_never_zero() -> None:
     def score(name: str, row: Row, answer: str, rule: str) -> Score:

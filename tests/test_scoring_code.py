@@ -149,12 +149,6 @@ def test_no_attack_passes_apart_from_the_tests(attack: str) -> None:
     assert _check(ATTACKS[attack], passes_together=True).passed is not True
 
 
-def test_arguments_changed_in_place() -> None:
-    tests = "def check(candidate):\n    v = [3, 1, 2]\n    candidate(v)\n    assert v == [1, 2, 3]"
-    assert _check("def f(x): x.sort()", tests).passed is True
-    assert _check("def f(x): sorted(x)", tests).passed is False
-
-
 def test_expected_exceptions_pass_and_swallowed_ones_do_not() -> None:
     expects = (
         "def check(candidate):\n    try:\n        candidate(-1)\n        assert False, 'no error'\n"
@@ -185,21 +179,9 @@ def test_tests_that_say_nothing_leave_it_unscored(tests: str) -> None:
     assert _check("def f(x): return 1", tests).passed is None
 
 
-def test_tests_as_asserts_and_by_name() -> None:
-    assert _check("def f(x): return 1", ["assert candidate(1) == 1", "assert f(2) == 1"]).passed
-
-
 def test_objects_of_the_solution_can_be_handed_back() -> None:
     pairs = (
         "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\n"
         "def f(pairs): return sum(p.a * p.b for p in pairs)"
     )
     assert _check(pairs, "assert f([Pair(1, 2), Pair(3, 4)]) == 14").passed is True
-
-
-def test_helpers_are_there_on_both_sides() -> None:
-    helpers = "def double(x):\n    return 2 * x\n"
-    verdict = _check(
-        "def f(x): return double(x) + 1", "assert f(3) == double(3) + 1", helpers=helpers
-    )
-    assert verdict.passed is True

@@ -9,9 +9,8 @@ import pytest
 
 from aflow_tune.scoring import mathematics
 from aflow_tune.scoring.asked_process import Undecided
-from aflow_tune.scoring.boxed import boxed, boxed_answers, shallow_boxed
-from aflow_tune.scoring.equality import as_number, published_equal
-from aflow_tune.scoring.expressions import Refused, check_expression, evaluate_literal
+from aflow_tune.scoring.equality import published_equal
+from aflow_tune.scoring.expressions import Refused, check_expression
 
 
 @pytest.mark.parametrize(
@@ -46,14 +45,6 @@ from aflow_tune.scoring.expressions import Refused, check_expression, evaluate_l
 )
 def test_published_equality(answer: str, truth: str, equal: bool) -> None:
     assert published_equal(answer, truth) is equal
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1,000", 1000.0), ("50%", 0.5), ("50\\%", 0.5), ("%", None), ("1_0", 10.0), ("x", None)],
-)
-def test_what_the_published_rule_takes_for_a_number(text: str, number: float | None) -> None:
-    assert as_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -98,14 +89,6 @@ def test_an_answer_that_is_code_is_no_mathematics(tmp_path: Path) -> None:
 def test_refused_expressions(code: str) -> None:
     with pytest.raises(Refused):
         check_expression(code)
-
-
-def test_allowed_expressions_and_literals() -> None:
-    check_expression("sqrt (Integer (4 ))+Symbol ('x' )**Float ('0.5' )")
-    assert evaluate_literal("[[1, 2], [3, 2 + 2]]") == [[1, 2], [3, 4]]
-    for text in ("open('x')", "x", "().__class__", "[i for i in (1,)]"):
-        with pytest.raises(Refused):
-            evaluate_literal(text)
 
 
 @pytest.mark.parametrize(
@@ -282,21 +265,8 @@ def test_the_strict_rule_refuses_open_answers(answer: str, reason: str) -> None:
     assert (score.value, score.reason) == (0.0, reason)
 
 
-def test_boxes() -> None:
-    text = r"\boxed{1} \boxed{\boxed{2}} \boxed 3 \boxed{\sqrt{\frac{1}{2}}} \boxed{open"
-    assert boxed_answers(text) == ["1", "2", "3", r"\sqrt{\frac{1}{2}}"]
-    assert boxed(text) is None
-    assert shallow_boxed(text) == ["1", r"\boxed{2}"]
-
-
 @pytest.mark.slow
 def test_a_comparison_without_end_is_undecided() -> None:
     with pytest.raises(Undecided, match="SymPy found no verdict within 10 s of processor time"):
         published_equal("9^{9^{9^{9}}}", "8")
     assert published_equal(r"\frac{6}{4}", "1.5")
-
-
-def test_many_boxes_are_refused_without_comparing_them_all() -> None:
-    boxes = " ".join(f"\\boxed{{x_{{{n}}}+1}}" for n in range(100_000))
-    scored = mathematics.score_strict(boxes, "\\boxed{7}")
-    assert (scored.value, scored.reason) == (0.0, "several boxed answers that differ")

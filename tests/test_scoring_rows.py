@@ -30,14 +30,6 @@ def test_every_fault_of_a_file_with_its_line(tmp_path: Path) -> None:
         read_jsonl(path, {"a": str})
 
 
-def test_a_row_of_another_benchmark_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    assert len(BENCHMARKS["gsm8k"].load(path)) == 1
-    with pytest.raises(BadInput, match="no problem, solution, only 'question', 'answer'"):
-        BENCHMARKS["math"].load(path)
-
-
 def test_mbpp_of_the_hub() -> None:
     row = mbpp_row(
         {
@@ -111,19 +103,3 @@ def test_json_table_and_self_check(files: list[str], capsys: pytest.CaptureFixtu
         Path(path).write_text(Path(path).read_text().splitlines()[-1] + "\n")
     assert main([*files, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mean"] is None
-
-
-def test_bad_and_odd_answers(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(files[6])
-    for content, told in (
-        ('{"answer": "1"}\n{"answer": 2}\n{"text": "3"}\n', (f"{path}:2", f"{path}:3")),
-        ('{"answer": "1"}\n', ("1 answers",)),
-        ('{"answer": ' + "9" * 5000 + "}\n", (f"{path}:1",)),
-    ):
-        path.write_text(content)
-        assert main(files) == 2
-        shown = capsys.readouterr().err
-        assert all(one in shown for one in told)
-    path.write_text('{"answer": "[/red] 7"}\n' * 3)
-    assert main(files) == 0
-    assert "7 is not 1" in capsys.readouterr().out

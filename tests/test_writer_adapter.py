@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_server import FaultyServer, Step
 from project import run_dir, write_project
 from scripted_server import ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from writer_samples import ONE, RAISES, TWO, text, writer
@@ -18,9 +17,6 @@ from aflow_tune.engines.trinity.rollout.operators import (
     STATE_KEY,
     AnchorRate,
 )
-from aflow_tune.models.clients import RunSpend
-from aflow_tune.models.spend import Spend
-from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.writer.prompting import KEEP
 
 # isort: split
@@ -201,38 +197,3 @@ def test_a_writer_is_tuned_and_evaluated(tmp_path: Path, tiny_model_dir: Path) -
     assert main(["eval", str(config), "--compare", "base", "last"]) == 0
     result = json.loads((folder / "eval" / "eval.json").read_text())
     assert [column["name"] for column in result["columns"]] == ["base", "step 2 (last)"]
-
-
-def test_an_executor_of_the_configurations_models_is_counted_and_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in an evaluation: `models:` answer through the run's budget, and `--cache` keeps it."""
-    # Servers of this machine are not cached; this one stands for one that is elsewhere.
-    monkeypatch.setattr("aflow_tune.models.cache.is_local", lambda address: False)
-    with ScriptedServer(lambda _: text()) as policy, FaultyServer([Step(text="4")]) as executor:
-        settings = ModelSettings(
-            model="frozen", base_url=executor.openai_url, prices=PriceSettings(1.0, 1.0)
-        )
-        books = RunSpend(
-            str(tmp_path / "account.sqlite"), BudgetSection(calls=100), {"executor": settings}
-        )
-        runner = ScriptedRunner(ScriptedModel(policy.url), [], "sequential")
-        for number in range(2):
-            task = make_task(
-                writer(**SETTINGS),
-                is_eval=True,
-                batch_id=f"{number}/held_out",
-                books=books,
-                cache=str(tmp_path / "cache"),
-                eval_dir=str(tmp_path / "evaluations"),
-            )
-            status, _ = asyncio.run(runner.run_task(task, f"{number}/held_out", repeat_times=1))
-            assert status.ok, status.message
-        assert len(executor.requests) == 1
-    records = [
-        json.loads((tmp_path / f"evaluations/held_out/step_{number}.jsonl").read_text())
-        for number in range(2)
-    ]
-    assert [record["metrics"]["correct_clean"] for record in records] == [1.0, 1.0]
-    assert [record["kept"]["writer"]["answer"] for record in records] == ["4", "4"]
-    assert Spend(path=books.account).spent("executor").calls == 1

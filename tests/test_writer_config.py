@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_validate import CONFIG, project  # noqa: F401  (a fixture)
@@ -12,7 +11,7 @@ from test_validate import CONFIG, project  # noqa: F401  (a fixture)
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.config.file_rules import check_writer
 from aflow_tune.config.load import AflowConfig, load_config
-from aflow_tune.config.validate import check_data, resolve_functions, validate
+from aflow_tune.config.validate import check_data, resolve_functions
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput
 from aflow_tune.operators import OPERATORS
@@ -94,24 +93,6 @@ def test_everything_of_the_section_arrives(tmp_path: Path) -> None:
     assert workflow.limited == ("executor", "judge")
 
 
-def test_an_operator_of_the_users(tmp_path: Path) -> None:
-    (tmp_path / "writer_user_ops.py").write_text(
-        "from aflow_tune.operators import Operator\n\n\n"
-        "class Shout(Operator):\n"
-        '    """Says it loudly."""\n\n'
-        "    returns = {'response': 'the text in capitals'}\n\n"
-        "    async def run(self, problem: str) -> dict[str, str]:\n"
-        "        return {'response': problem.upper()}\n"
-    )
-    more = MODELS + "operators: {Shout: writer_user_ops.py:Shout}\n"
-    workflow = writer_of(
-        tmp_path, "{executor: executor, benchmark: gsm8k, operators: [Shout]}", more
-    )
-    assert list(workflow.operators) == ["Shout"]
-    assert [part.__name__ for part in workflow.carries] == ["Shout"]
-    assert "- Shout(problem) -> response" in workflow.messages("P", "math")[0]["content"]
-
-
 ADDRESS = "base_url: 'http://127.0.0.1:1/v1'"
 ROLE, REVIEW = "writer.executor", "writer.models.Review"
 OF_FROZEN = f"models: {{frozen: {{model: m, {ADDRESS}}}}}\n"
@@ -144,14 +125,6 @@ def test_faults_name_their_keys_and_cures(
     assert all(where.endswith(place) for where, place in pairs), found
     assert all(where.startswith(f"{config.positions.file}:") for where in found)
     assert words in str(refused.value)
-
-
-def test_a_faulty_template_is_refused_with_its_placeholders(tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("{operator} only")
-    config = config_of(tmp_path, "{executor: executor, benchmark: gsm8k, prompt: prompt.txt}")
-    with pytest.raises(BadInput, match=r"did you mean \{operators\}") as refused:
-        resolve_functions(config)
-    assert len(refused.value.faults) == 2
 
 
 def test_rows_are_checked_before_a_run(tmp_path: Path) -> None:
@@ -210,30 +183,3 @@ def test_what_the_rest_of_the_configuration_makes_doubtful(tmp_path: Path) -> No
     (short,) = warnings_of(tmp_path, section, "model.max_model_len=150")
     assert "model.max_prompt_tokens" in short
     assert "the model takes 150" in short
-
-
-def test_validate_tells_everything_at_once(project: Path) -> None:  # noqa: F811
-    path = project / "config.yaml"
-    text = path.read_text().replace(f"workflow: {project}/flow.py:two_calls\n", "")
-    rest = "writer: {executor: nobody, operators: [Custm], turns: 0, benchmark: gsm8k}\n"
-    path.write_text(text.replace("batch_size: 2", "batch_size: 0") + rest)
-    report = validate(path)
-    found = " ".join(fault.where for fault in report.faults)
-    for key in ("writer.executor", "writer.operators", "writer.turns", "buffer.batch_size"):
-        assert key in found
-
-
-def test_identity_of_an_evaluation_follows_the_settings(tmp_path: Path) -> None:
-    from aflow_tune.evaluation.columns import _sources_of
-
-    found: list[Any] = []
-    for section in (
-        "{executor: executor, benchmark: gsm8k}",
-        "{executor: executor, benchmark: gsm8k, timeout: 180}",
-        "{executor: executor, benchmark: gsm8k, turns: 2}",
-        "{executor: executor, benchmark: gsm8k, operators: [Custom]}",
-        "{executor: executor, benchmark: gsm8k, models: {Custom: judge}}",
-    ):
-        found.append(_sources_of(writer_of(tmp_path, section)))
-    assert found[0] == found[1]
-    assert len({json.dumps(item) for item in found}) == 4

@@ -93,7 +93,8 @@ def test_as_it_should_be(text: str) -> None:
 def test_small_damage_is_mended_and_noted(text: str, note: str) -> None:
     written = read_written(text)
     assert written.code.strip() == GRAPH.strip()
-    assert dict(written.prompts) == TEXTS
+    texts = {name: text.rstrip() for name, text in written.prompts.items()}
+    assert texts == {name: text.rstrip() for name, text in TEXTS.items()}
     assert written.form is WrittenForm.REPAIRED
     assert any(note in one for one in written.notes), written.notes
 

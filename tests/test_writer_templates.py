@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.errors import BadInput
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import ScriptedModel
-from aflow_tune.operators import OPERATORS, Field, Operator, TestCases, use_test_cases
+from aflow_tune.operators import OPERATORS, Field, Operator
 from aflow_tune.writer.check import check_written
-from aflow_tune.writer.form import as_text, read_written
-from aflow_tune.writer.templates import TEMPLATES, default_graph, straight_line, templates_for
-from aflow_tune.writer.types import PROBLEM_TYPES, WrittenForm
+from aflow_tune.writer.form import as_text
+from aflow_tune.writer.templates import TEMPLATES, default_graph, straight_line
 
 PROGRAM = "```python\ndef solve():\n    return 42\n\ndef twice(x):\n    return 2 * x\n```"
 NEW = {
@@ -54,10 +51,6 @@ def run(graph: Graph, model: ScriptedModel) -> Any:
     return asyncio.run(graph.run("How many?", "twice", model=model))
 
 
-def test_the_list_is_whole() -> None:
-    assert set(RUNS) == set(TEMPLATES)
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_each_runs_and_its_prompts_reach_the_model(name: str) -> None:
     template = TEMPLATES[name]
@@ -71,25 +64,6 @@ def test_each_runs_and_its_prompts_reach_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_each_has_a_prompt_for_every_instance_and_no_other(name: str) -> None:
-    template = TEMPLATES[name]
-    assert set(template.prompts) == set(template.graph.shape.instances)
-    assert template.graph.shape.faults == []
-    assert set(template.operators) <= set(OPERATORS)
-    assert template.about
-    assert template.problem_types
-    assert template.graph.shape.needs_entry_point is (template.problem_types == ("code",))
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_each_is_read_from_its_own_text_without_a_note(name: str) -> None:
-    template = TEMPLATES[name]
-    written = read_written(as_text(template.prompts, template.code))
-    assert (written.code, dict(written.prompts)) == (template.code, dict(template.prompts))
-    assert (written.form, written.notes) == (WrittenForm.HYBRID, ())
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
 def test_each_passes_the_check_of_what_the_policy_writes(name: str) -> None:
     template = TEMPLATES[name]
     text = as_text(template.prompts, template.code)
@@ -100,43 +74,6 @@ def test_each_passes_the_check_of_what_the_policy_writes(name: str) -> None:
         assert verdict.bound is not None
         _, calls, _ = RUNS[name]
         assert calls <= verdict.bound.model_calls <= 7
-
-
-@pytest.mark.parametrize("problem_type", PROBLEM_TYPES)
-def test_what_stands_in_for_a_graph_passes_the_check_too(problem_type: str) -> None:
-    line = straight_line(list(OPERATORS), OPERATORS, problem_type, problem_type == "code")
-    assert line is not None
-    for graph in (line, default_graph(problem_type)):
-        text = as_text(graph.instructions, graph.sources["graph.py"])
-        assert check_written(text, operators=OPERATORS, problem_type=problem_type).refusals == ()
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_no_executor_makes_a_template_pass_its_bound(name: str) -> None:
-    """Whatever the model says: nothing, a failing program, a refusal of every solution."""
-    template = TEMPLATES[name]
-    text = as_text(template.prompts, template.code)
-    bound = check_written(text, operators=OPERATORS).bound
-    assert bound is not None
-    tests = TestCases.of_rows([{"entry_point": "twice", "test": ["assert candidate(1) == 2"]}])
-    failing = "```python\ndef solve():\n    raise ValueError\n\ndef twice(x):\n    return 0\n```"
-    for reply in ("", failing, "no <review_result>no</review_result><answer></answer>"):
-        model = ScriptedModel(lambda _, reply=reply: reply)
-        with use_test_cases(tests):
-            limits = GraphLimits(retries=0)
-            ran = asyncio.run(template.graph.run("p", "twice", model=model, limits=limits))
-        assert ran.ending in (GraphEnding.ANSWERED, GraphEnding.NO_ANSWER)
-        assert len(model.asked) <= bound.model_calls
-        assert ran.calls <= bound.operator_calls
-
-
-def test_their_choice() -> None:
-    names = [template.name for template in templates_for("qa", ["AnswerGenerate", "Custom"])]
-    assert names == ["answer", "one_call"]
-    assert templates_for("code", ["Custom"]) == []
-    assert len(templates_for()) == len(TEMPLATES)
-    for problem_type in PROBLEM_TYPES:
-        assert len(templates_for(problem_type)) >= 3
 
 
 @pytest.mark.parametrize(
@@ -161,12 +98,6 @@ def test_the_default_workflow_uses_what_is_allowed(
     assert graph.label == label
     assert set(graph.shape.instances.values()) <= set(allowed)
     assert run(graph, ScriptedModel(say)).ok
-
-
-@pytest.mark.parametrize("allowed", [[], ["Review", "ScEnsemble", "Test"]])
-def test_no_default_workflow_of_operators_that_cannot_answer(allowed: list[str]) -> None:
-    with pytest.raises(BadInput, match="an operator that answers a problem"):
-        default_graph("math", {name: OPERATORS[name] for name in allowed})
 
 
 # -- the straight line

@@ -32,8 +32,7 @@ from aflow_tune.operators import OPERATORS, TestCases
 from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.writer.prompting import KEEP
 from aflow_tune.writer.results import keeps
-from aflow_tune.writer.types import Level
-from aflow_tune.writer.workflow import ExecutorFailed, WriterWorkflow
+from aflow_tune.writer.workflow import ExecutorFailed
 
 GARBAGE = "I do not know how to do this."
 
@@ -154,16 +153,6 @@ def test_each_fallback_is_counted_and_earns_less_than_any_clean_run(
     assert (ran.reward > wrong) if level == 0 else (ran.reward < -8.0 < wrong)
 
 
-def test_no_answer_at_all_is_wrong_and_not_unscored() -> None:
-    only = {"Custom": OPERATORS["Custom"]}
-    ran = run([text(NO_ANSWER)], lambda messages: "", operators=only)
-    assert ran.error is None
-    assert ran.metrics["correct"] == 0.0
-    assert ran.record["answer"] == ""
-    assert ran.reward is not None
-    assert ran.reward < -9.0
-
-
 def test_a_score_function_of_the_users() -> None:
     async def later(task: Any, answer: Any) -> float:
         return 0.5 if answer == "a" and task["gold"] == "g" else 0.0
@@ -183,28 +172,6 @@ def test_a_score_function_of_the_users() -> None:
     ran = run([text()], ["a"], row, score=broken, **settings)
     assert isinstance(ran.error, KeyError)
     assert ran.reward is None
-
-
-def test_what_cannot_be_scored_is_no_zero() -> None:
-    ran = run([text()], ["3"], {"question": "q", "answer": "no number"})
-    assert isinstance(ran.error, Unscored)
-    assert ran.record["valid"]
-    assert "correct" not in ran.metrics
-
-
-@pytest.mark.parametrize(
-    ("row", "settings", "kind"),
-    [
-        (ROW, {}, "math"),
-        ({**ROW, "problem_type": "qa"}, {}, "qa"),
-        (ROW, {"problem_type": "code"}, "code"),
-        ({**ROW, "problem_type": "qa"}, {"problem_type": "code"}, "qa"),
-        ({**ROW, "benchmark": "gsm8k"}, {"benchmark": "drop"}, "math"),
-        ({"prompt": "p", "entry_point": "f"}, {"benchmark": "mbpp"}, "code"),
-    ],
-)
-def test_the_type_of_a_problem(row: Any, settings: Any, kind: str) -> None:
-    assert writer(**settings).type_of(row) == kind
 
 
 def test_rows_that_say_too_little_are_refused() -> None:
@@ -265,12 +232,6 @@ def test_a_failure_that_passes_is_not_the_policys_fault() -> None:
     assert "rate_limited" in str(ran.error)
 
 
-def test_the_policys_own_failure_is_raised_as_it_is() -> None:
-    ran = run([failing(ModelFailure.SERVER)], ["3"])
-    assert isinstance(ran.error, ModelError)
-    assert "writer" not in ran.context.kept
-
-
 # Several turns
 
 
@@ -290,15 +251,6 @@ def test_the_policy_sees_the_outcome_and_writes_again() -> None:
     assert third[:3] == second
     assert third[4]["content"].startswith("Your workflow ran and answered:\nIt is 3\nIt made 1 ")
     assert (ran.record["turns"], ran.record["level"], ran.metrics["correct"]) == (3, 0, 1.0)
-
-
-def test_refusals_are_told_as_sentences_with_their_places() -> None:
-    policy = ScriptedModel([text(REFUSED), KEEP])
-    Ran(writer(clients={"executor": executing(lambda _: "4")}, turns=2), policy)
-    told = policy.asked[1].messages[2]["content"].split("\n")
-    assert told[0] == "Your workflow was refused before it ran:"
-    assert told[1].startswith("- line 7, column 9: ")
-    assert "default workflow ran" in " ".join(told)
 
 
 def test_nothing_of_the_gold_answer_or_the_score_is_told() -> None:
@@ -336,15 +288,6 @@ def test_a_conversation_that_outgrows_the_policy_ends_with_what_it_wrote() -> No
     assert isinstance(down.error, ModelError)
 
 
-def test_the_last_workflow_counts_and_all_turns_are_paid_for() -> None:
-    ran = run([text(), GARBAGE], [answering("3")] * 9, turns=2)
-    assert (ran.record["level"], ran.record["form"], ran.record["turns"]) == (3, None, 2)
-    better = run([text(TWO), text()], [answering("4")] * 2 + [answering("3")], turns=2)
-    assert better.record["tokens"] == 330
-    assert better.record["calls"] == 3
-    assert better.metrics["correct"] == 1.0
-
-
 def test_each_call_has_the_anchor_state_of_what_was_there_before() -> None:
     seen: list[tuple[str, str | None]] = []
 
@@ -372,36 +315,6 @@ def test_each_call_has_the_anchor_state_of_what_was_there_before() -> None:
 
 
 # Models behind APIs, other roles
-
-
-def test_an_operator_may_use_another_model() -> None:
-    code = graph(
-        'found = await self.code(problem=problem)\nreturn found["output"]',
-        "self.code = operator.Programmer(self.llm)",
-    )
-    coder = ScriptedModel(["```python\ndef solve():\n    return 1 + 2\n```"], role="coder")
-    executor = executing([])
-    workflow = writer(
-        models={"Programmer": "coder"}, clients={"executor": executor, "coder": coder}
-    )
-    ran = Ran(workflow, ScriptedModel([text(code, code="Add.")]))
-    assert ran.error is None
-    assert (ran.record["level"], ran.record["answer"]) == (0, "3")
-    assert not executor.asked
-
-
-def test_it_travels_by_value() -> None:
-    from ray import cloudpickle
-
-    workflow = writer(turns=2, score=lambda task, answer: 0.25, benchmark=None, problem_type="math")
-    back: WriterWorkflow = cloudpickle.loads(cloudpickle.dumps(workflow))
-    ran = Ran(
-        back.__class__(**{**vars(back), "clients": {"executor": executing(["x"])}}),
-        ScriptedModel([text(), KEEP]),
-    )
-    assert ran.metrics["correct"] == 0.25
-    assert ran.record["turns"] == 2
-    assert Level(ran.record["level"]) is Level.CLEAN
 
 
 def test_code_uses_the_entry_point_and_the_public_tests() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
-
-LINES_BEFORE_CALL = 8
-"""Lines of `workflow(...)` before the first one of `call`, without `head` and `init`."""
+from pathlib import Path
 
 
 def workflow(call: str, init: str = "", rest: str = "", head: str = "") -> str:
-    """A graph; `call` is the body of __call__, `rest` further members of the class."""
+    """A graph; `call` is the body of __call__ from line 9 on, `rest` more members of the class."""
     return (
         f"{head}"
         "class Workflow:\n"
@@ -31,4 +30,13 @@ def _indented(text: str, spaces: int) -> str:
     return textwrap.indent(body, " " * spaces) + "\n" if body else ""
 
 
-PLAIN = workflow('r = await self.solve(input=problem)\nreturn r["response"], 0.0')
+def graphs(file: str) -> dict[str, str]:
+    """By name, the graphs of `good_graphs.jsonl` (ordinary ones of language models for AFlow, all
+    to pass) or of `frozen/graphs.jsonl` (whose verdicts `test_frozen.py` holds)."""
+    lines = (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines()
+    return {held["name"]: held["text"] for held in map(json.loads, lines)}
+
+
+ASK = "r = await self.solve(input=problem)\n"
+DONE = 'return r["response"]'
+PLAIN = workflow(f"{ASK}{DONE}, 0.0")
