@@ -28,8 +28,10 @@ def check(code: str, prompts: dict[str, str] | None = None, **limits: Any) -> Ve
     return check_graph_of(Written(code, prompts or {}), operators=OPERATORS, limits=chosen)
 
 
-def calls_of(code: str, **limits: Any) -> tuple[int, int] | None:
-    verdict = check(code, **limits)
+def calls_of(
+    code: str, prompts: dict[str, str] | None = None, **limits: Any
+) -> tuple[int, int] | None:
+    verdict = check(code, prompts, **limits)
     assert verdict.refusals == ()
     bound = verdict.bound
     return None if bound is None else (bound.operator_calls, bound.model_calls)
@@ -146,7 +148,7 @@ def test_no_run_of_a_graph_that_passes_uses_more_than_its_bound() -> None:
     generator, ended, bounds = Generator(11, programs=False), set(), 0
     for _ in range(40):
         prompts, code = generator.graph()
-        bound = calls_of(code, model_calls=200, retries=0)
+        bound = calls_of(code, prompts, retries=0)
         bounds += bound is not None
         graph = Graph("g", {"graph.py": code}, trust=True, instructions=prompts)
         settings = GraphLimits(seconds=20, retries=0)

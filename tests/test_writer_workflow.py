@@ -31,7 +31,7 @@ from aflow_tune.models.types import ModelError, ModelFailure, Reply, Usage
 from aflow_tune.operators import OPERATORS, TestCases
 from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.writer.prompting import KEEP
-from aflow_tune.writer.results import keeps
+from aflow_tune.writer.results import ExecutorFailed, keeps
 from aflow_tune.writer.workflow import ExecutorFailed
 
 GARBAGE = "I do not know how to do this."

@@ -1,10 +1,7 @@
 """Graphs that might solve a problem, from templates and from what earlier runs wrote.
 
-A template fits every problem of its types. What a run wrote belongs to the problem that it was
-written for; of each structure the best is taken, and it is tried again like any other: its
-reward may have been luck. Who solved a problem in an earlier run is found by the problem's text,
-so rollouts of problems that are not in the training task set fall away. A teacher is asked while
-the harvest runs (`harvest.py`).
+A template fits every problem of its types. What a run wrote belongs to the problem with the same
+text; of each structure the best is tried again: its reward may have been luck.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Harvest: pairs of a problem and a graph that was run and solved it, for the warm start.
 
-A policy that never writes a graph that runs learns nothing from rewards, so it first learns from
-examples. Each problem gets candidates (`candidates.py`, and a teacher who is asked with the very
-prompt of the policy); each candidate is checked, executed and scored by the workflow that
-training runs, with the graph in the place of the policy's answer, so that what is harvested is
-judged by the very rules that will be trained on. Of those that solved their problem `choose`
-takes the pairs.
-
-A harvest costs calls of models, so nothing that was answered or executed is done twice: journals
-on disk are read when the same harvest begins again. What failed for reasons that pass, such as a
-server that did not answer, is not in them.
+Each problem gets candidates (`candidates.py`, and a teacher who is asked with the prompt of the
+policy); each is checked, executed and scored by the workflow that training runs. Of those that
+solved their problem `choose` takes the pairs. Nothing that was answered or executed is done twice:
+journals on disk are read when the same harvest begins again. What failed for reasons that pass,
+such as a server that did not answer, is not in them.
 """
 
 from __future__ import annotations
@@ -37,8 +32,9 @@ from aflow_tune.sections import HarvestSection, RewardsSection
 from aflow_tune.trace import POLICY, Trace
 from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import Unreadable, as_text, read_written
+from aflow_tune.writer.results import ExecutorFailed
 from aflow_tune.writer.types import Level
-from aflow_tune.writer.workflow import CALLER, ExecutorFailed, WriterWorkflow
+from aflow_tune.writer.workflow import CALLER, WriterWorkflow
 
 EXAMPLES = 3
 """Reasons of failed trials that are kept for the summary."""
@@ -199,9 +195,8 @@ class Harvest:
             async with slots:
                 for candidate in self.candidates(problem):
                     await self._try(problem, candidate)
-                if self.teacher is not None:
-                    for number in range(self.settings.teacher_tries):
-                        await self._learn(problem, number, self.teacher)
+                for number in range(self.settings.teacher_tries if self.teacher else 0):
+                    await self._learn(problem, number)
             advance()
 
         try:
@@ -216,19 +211,15 @@ class Harvest:
         """The rows for supervised training, and what became of all candidates."""
         order = {problem.key: number for number, problem in enumerate(self.problems)}
         trials = sorted(self._found.values(), key=lambda trial: order[trial.problem])
-        solved = [
-            trial
-            for trial in trials
-            if trial.score is not None and trial.score >= self.settings.min_score
-        ]
+        least = self.settings.min_score
+        solved = [trial for trial in trials if trial.score is not None and trial.score >= least]
         pairs, dropped, share = choose(
             solved,
             per_problem=self.settings.per_problem,
             per_structure=self.settings.per_structure,
             seed=self.seed,
         )
-        problems = {problem.key: problem for problem in self.problems}
-        rows = [self._row(problems[pair.problem], pair) for pair in pairs]
+        rows = [self._row(self.problems[order[pair.problem]], pair) for pair in pairs]
         counts = self._counts(trials, solved) | {
             "kept": len(rows),
             "kept_by_source": dict(Counter(row["source"] for row in rows)),
@@ -240,12 +231,9 @@ class Harvest:
 
     def _messages(self, problem: Problem) -> list[dict[str, str]]:
         """What the policy is asked about a problem."""
-        return self.workflow.messages(
-            problem.text,
-            problem.problem_type,
-            problem.entry_point,
-            answer_form=self.workflow.answer_form_of(problem.row),
-        )
+        form = self.workflow.answer_form_of(problem.row)
+        asked = problem.text, problem.problem_type, problem.entry_point
+        return self.workflow.messages(*asked, answer_form=form)
 
     async def _try(self, problem: Problem, candidate: Candidate) -> None:
         text = canonical(candidate.text)
@@ -264,15 +252,16 @@ class Harvest:
                 self.trials.add(trial)
         self._found[key] = trial
 
-    async def _learn(self, problem: Problem, number: int, teacher: ModelClient) -> None:
+    async def _learn(self, problem: Problem, number: int) -> None:
         """Ask the teacher, unless it has answered, and try what it wrote."""
+        assert self.teacher is not None
         messages = self._messages(problem)
         asked = question_key(messages)
         lesson = self.lessons.entries.get((asked, str(number)))
         if lesson is None:
             seed = int(text_key(f"{self.seed}|{asked}|{number}")[:7], 16)
             try:
-                reply = await teacher.complete(messages, seed=seed)
+                reply = await self.teacher.complete(messages, seed=seed)
             except ModelError as error:
                 self._unanswered[error.failure.value] += 1
                 return
@@ -280,7 +269,7 @@ class Harvest:
             tokens = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
             lesson = Lesson(asked, number, reply.text, tokens, reply.cost)
             self.lessons.add(lesson)
-        await self._try(problem, Candidate("teacher", teacher.model, lesson.text))
+        await self._try(problem, Candidate("teacher", self.teacher.model, lesson.text))
 
     async def try_graph(self, problem: Problem, text: str) -> Trial:
         """One graph on one problem: checked, executed and scored. What the check refuses is not
@@ -291,15 +280,13 @@ class Harvest:
             BudgetReached, SandboxUnavailable, BadInput: as the workflow.
         """
         workflow = dataclasses.replace(self.workflow, turns=1, fallbacks=False)
+        kind, limits = problem.problem_type, workflow.check
         verdict = check_written(
-            text,
-            operators=workflow.operators,
-            problem_type=problem.problem_type,
-            limits=workflow.check,
+            text, operators=workflow.operators, problem_type=kind, limits=limits
         )
         if not verdict.ok:
             kinds = tuple(dict.fromkeys(refusal.kind.value for refusal in verdict.refusals))
-            reason = str(verdict.refusals[0])[:MAX_REASON] if verdict.refusals else ""
+            reason = str(verdict.refusals[0])[:MAX_REASON]
             return Trial(problem.key, text, TrialEnding.REFUSED, reason, kinds)
         context = RolloutContext(rewards=self.rewards)
         reward, unscored = None, ""
@@ -324,12 +311,11 @@ class Harvest:
                 "slow executor, or too much at once (local.max_batch)"
             )
         clean = kept.get("level") == Level.CLEAN and kept.get("ending") == GraphEnding.ANSWERED
+        ending, reason = TrialEnding.SCORED, ""
         if kept and not clean:
             ending, reason = TrialEnding.FAILED, str(kept["reason"])
         elif unscored or reward is None:
             ending, reason = TrialEnding.UNSCORED, unscored
-        else:
-            ending, reason = TrialEnding.SCORED, ""
         scored = ending is TrialEnding.SCORED
         return Trial(
             problem.key,
@@ -363,12 +349,9 @@ class Harvest:
     def _counts(self, trials: Sequence[Trial], solved: Sequence[Trial]) -> dict[str, Any]:
         endings = Counter(trial.ending for trial in trials)
         failed = [trial.reason for trial in trials if trial.ending is TrialEnding.FAILED]
-        lessons = []
-        if self.teacher is not None:
-            asked = {question_key(self._messages(problem)) for problem in self.problems}
-            tries = self.settings.teacher_tries
-            every = self.lessons.entries.values()
-            lessons = [item for item in every if item.question in asked and item.number < tries]
+        asked = {question_key(self._messages(one)) for one in self.problems if self.teacher}
+        tries, every = self.settings.teacher_tries, self.lessons.entries.values()
+        lessons = [item for item in every if item.question in asked and item.number < tries]
         return {
             "problems": len(self.problems),
             "candidates": dict(Counter(item.source for item in self._tried.values())),
@@ -428,7 +411,7 @@ def choose(
 
 def _move(kept: dict[str, list[Trial]], best: dict[str, dict[str, Trial]], share: float) -> None:
     """Give problems of crowded structures to others with room, at the least loss of reward."""
-    most = _most(share, sum(map(len, kept.values())))
+    most = math.floor(share * sum(map(len, kept.values())) + 1e-9)
     counts = Counter(item.structure or "" for items in kept.values() for item in items)
     for crowded in [name for name, count in counts.most_common() if count > most]:
         moves = sorted(
@@ -464,7 +447,7 @@ def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
     fitting = [
         most
         for most in range(1, max(counts) + 1)
-        if most <= _most(share, sum(min(count, most) for count in counts))
+        if most <= share * sum(min(count, most) for count in counts) + 1e-9
     ]
     most = max(fitting, default=1)
     dropped = 0
@@ -473,10 +456,6 @@ def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
             kept[item.problem].remove(item)
             dropped += 1
     return dropped
-
-
-def _most(share: float, total: int) -> int:
-    return math.floor(share * total + 1e-9)
 
 
 def _rank(item: Trial, seed: int) -> tuple[float, bytes]:

@@ -1,19 +1,17 @@
 """Python values as JSON and back: what arguments and results of a graded function travel as.
 
-Part of the programs that `code.py` runs in the sandbox, as a file beside them: it imports the
-standard library only and never unpickles. What JSON has a form for is itself; a container is
-`[number]`, and its contents travel once, in a list of their own, as `[tag, item, ...]`. So depth
-has no bound, what is one object on one side is one object on the other, and both sides number
-the containers of a call alike: arguments that were changed in place are told by their numbers.
+A file beside the programs that `code.py` runs in the sandbox: it imports the standard library only
+and never unpickles. What JSON has a form for is itself; a container is `[number]`, and its contents
+travel once, in a list of their own, as `[tag, item, ...]`, so depth has no bound and both sides
+number the containers of a call alike: arguments that were changed in place keep their identity.
 
-    l list  d dict  s set  q deque  C Counter  B bytearray      mutable: they keep their identity
+    l list  d dict  s set  q deque  C Counter  B bytearray      mutable
     t tuple  z frozenset  I iterator  k, v, n views of a dict   rebuilt of their items
     o object of `_OBJECTS` (class, arguments)  e exception (builtin class, arguments)
     i integer beyond 2**53  f nan, inf  b bytes  T builtin class  m module  h handle: {tag: body}
 
-Subclasses travel as the type that they extend, so no behaviour of the sender's arrives: no
-`__eq__` that is always true. Anything else stays where it is and travels as a handle. `odd` has
-what does not arrive exactly as it was.
+Subclasses travel as the type that they extend, so no `__eq__` of the sender's arrives. Anything
+else stays where it is and travels as a handle. `odd` has what does not arrive exactly as it was.
 """
 
 import base64

@@ -1,8 +1,6 @@
 """The reward of tool-using agents: five weighted parts, less penalties, and a written feedback.
 
-Each part is a function to [0, 1] and usable alone; the evaluation's measures of agents use the
-same ones. A run is described by the tools it called in order, so nothing here depends on how an
-agent framework records them.
+A run is described by the tools it called in order, so nothing here depends on an agent framework.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """A process of ours that answers questions one by one, and can be lost without harm.
 
-Some libraries bound their time with signals, which only a main thread has, or not at all; a
-computation inside one machine instruction's worth of Python cannot be interrupted by a thread.
-So such questions go to a child process, started at the first question and ended by the end of
-its input. The kernel ends the child that uses too much processor time or memory; the next
-question starts another.
-
-What runs there is our code on foreign data, never foreign code: that needs the sandbox. The
-child gets none of the parent's environment but what Python needs to start.
-Not covered: Windows, which has neither the timer nor the memory limit.
+For libraries that bound their time with signals, which only a main thread has, or not at all. The
+child starts at the first question; the kernel ends it where it uses too much processor time or
+memory, and the next question starts another. What runs there is our code on foreign data, never
+foreign code. Not covered: Windows, which has neither the timer nor the memory limit.
 """
 
 from __future__ import annotations

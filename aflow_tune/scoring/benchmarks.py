@@ -1,11 +1,8 @@
 """The benchmarks: what a row asks, what its gold answer is, and both rules that score one.
 
-`BENCHMARKS` is the registry; reasoning-gym's hundred tasks are named `reasoning_gym:TASK` and
-made on demand. Users of this room call `score_answer` or `score_both`: whatever keeps a scorer
-from a verdict is 'unscored' (`Score.value` None), never 0. Only what stops everything, such as
-a sandbox that cannot be built, is raised.
-
-`score_all` scores many. Both rules are written down side by side in docs/scoring.md.
+`BENCHMARKS` is the registry; reasoning-gym's hundred tasks, `reasoning_gym:TASK`, are made on
+demand. Whatever keeps a scorer from a verdict is 'unscored' (`Score.value` None), never 0. Only
+what stops everything, such as a sandbox that cannot be built, is raised. Rules: docs/scoring.md.
 """
 
 from __future__ import annotations

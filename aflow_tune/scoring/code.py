@@ -1,20 +1,10 @@
 """Whether a program passes tests: in one sandboxed process with them, and apart from them.
 
-`check_together` runs solution and tests in one process, as the field's public code does. It
-gives the field's verdict on every program, whatever it returns; but the solution can read the
-tests, patch what they use and return objects that equal everything.
-
-`check_code` resists that: what passes beside its tests runs once more with the tests in another
-process, and has to pass there too. A call `candidate(...)` travels over both channels through
-this module, which passes messages on and believes nothing. The solution can only answer calls
-with values (`_values.py`): it holds neither the tests nor the verdict, so printing a marker,
-ending the process or patching `assert` gains nothing. Where it passes together and not apart,
-either it cheats, or the tests need it in their process, such as to compare objects of its own
-classes. What cannot be told is unscored; returning such objects gains nothing, since what fails
-together is wrong.
-
-The tests decide by raising or not. Tests that call or assert nothing say nothing: unscored. So
-do tests that cannot be run, as long as the solution had no part in it.
+`check_together` gives the field's verdict on every program; but there a solution can read the
+tests, patch what they use and return objects that equal everything. `check_code` resists that: what
+passes together runs once more with the tests in another process. A call `candidate(...)` travels
+over both channels through this module, which passes messages on and believes nothing; the solution
+can only answer calls with values (`_values.py`). The table of outcomes stands in docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -24,7 +14,6 @@ import contextlib
 import functools
 import secrets
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +32,9 @@ class CodeVerdict:
 
     passed: bool | None
     reason: str
+
+
+_UNUSABLE = CodeVerdict(False, "the program sent a value that is too large or too deep")
 
 
 async def check_together(
@@ -108,36 +100,19 @@ async def check_code(
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     if not passes_together:
-        together = await check_together(
-            solution,
-            text,
-            entry_point,
-            helpers=helpers,
-            limits=limits,
-            policy=policy,
-            shared=False,
-        )
+        given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}
+        together = await check_together(solution, text, entry_point, **given, shared=False)
         if not together.passed:
             return together
     limits = _roomy(limits)
+    longer = replace(limits, seconds=limits.seconds + GRACE_SECONDS, cpu_seconds=None)
     library = {"aflow_values.py": _source("_values.py"), "helpers.py": helpers}
-    async with AsyncExitStack() as stack:
-        graded = await stack.enter_async_context(
-            open_channel(
-                _source("_solution_program.py"),
-                files={**library, "solution.py": solution},
-                limits=limits,
-                policy=policy,
-            )
-        )
-        grader = await stack.enter_async_context(
-            open_channel(
-                _source("_tests_program.py"),
-                files={**library, "tests.py": text},
-                limits=replace(limits, seconds=limits.seconds + GRACE_SECONDS, cpu_seconds=None),
-                policy=policy,
-            )
-        )
+    mine, theirs = {**library, "solution.py": solution}, {**library, "tests.py": text}
+    programs = _source("_solution_program.py"), _source("_tests_program.py")
+    async with (
+        open_channel(programs[0], files=mine, limits=limits, policy=policy) as graded,
+        open_channel(programs[1], files=theirs, limits=longer, policy=policy) as grader,
+    ):
         return await _converse(graded, grader, entry_point)
 
 
@@ -154,9 +129,13 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
         fault = loaded.get("failed") if isinstance(loaded, dict) else None
         text = fault if isinstance(fault, str) else "it sent something else"
         return CodeVerdict(False, f"the program does not load: {text}"[:500])
-    if not await _handed_on(grader, entry_point):
-        return _UNUSABLE
+    reply: Any = entry_point
     while True:
+        with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
+            try:
+                await grader.send(reply)
+            except (ValueError, RecursionError):  # other bytes may have made it shorter
+                return _UNUSABLE
         message = await grader.receive()
         if message is None:
             return _ended(grader, "the tests ended without a verdict", apart=True)
@@ -168,21 +147,6 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
         reply = await graded.receive()
         if reply is None:
             return _ended(graded, "the program ended during a call", apart=True)
-        if not await _handed_on(grader, reply):
-            return _UNUSABLE
-
-
-_UNUSABLE = CodeVerdict(False, "the program sent a value that is too large or too deep")
-
-
-async def _handed_on(grader: Channel, message: Any) -> bool:
-    """Whether what the solution sent can be sent on: other bytes may have made it shorter."""
-    with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
-        try:
-            await grader.send(message)
-        except (ValueError, RecursionError):
-            return False
-    return True
 
 
 def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:

@@ -1,15 +1,10 @@
-r"""Whether two mathematical answers are equal, by the strict rule and by the published one.
+"""Whether two mathematical answers are equal, by the strict rule and by the published one.
 
 strict: equal as text without spaces, or by math-verify, value by value of what they consist of.
+published (benchmarks/math.py of the public AFlow code): equal texts; or numbers within 1e-3; or
+equal by SymPy after `parse_latex`, or `parse_expr` where that fails (`expressions.py`).
 
-published (benchmarks/math.py of the public AFlow code): equal texts; else, if both are numbers
-(thousands separators removed, a trailing % divides by 100), equal within 1e-3; else both are
-read by SymPy's `parse_latex`, or `parse_expr` where that fails, and are equal if their
-difference simplifies to 0 or their numerical values lie within 1e-3. It differs in one thing:
-`parse_expr` evaluates mathematics only (`expressions.py`).
-
-An answer such as `9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost:
-one question, however many values the answers consist of, so one limit of time.
+An answer such as `9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost.
 """
 
 from __future__ import annotations

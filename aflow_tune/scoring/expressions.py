@@ -1,15 +1,9 @@
 """SymPy's parsers, made safe and made to work. For child processes: they change its modules.
 
 `parse_expr` turns a text into Python and evaluates it, so an answer such as
-`__import__('os').system(...)` would run. Here the Python is looked at first: only arithmetic,
-comparisons, tuples, lists, indices and calls of SymPy's mathematical functions by their plain
-name are evaluated; attributes, texts of the user's and all else are refused, which counts as
-'cannot be parsed'.
-
-`sympy.parsing.latex.parse_latex` refuses every ANTLR runtime but 4.11, and OmegaConf, which
-Trinity needs, pins 4.9. The generated parser works with both; only the serialised form of its
-tables changed in 4.10: plain integers, no format UUID, one list of character sets. `latex_parser`
-reads that form with the 4.9 runtime.
+`__import__('os').system(...)` would run: here only plain mathematics is evaluated. `parse_latex`
+refuses every ANTLR runtime but 4.11, and Trinity's OmegaConf pins 4.9: only the serialised form of
+its tables changed in between, which `latex_parser` reads with the 4.9 runtime.
 """
 
 from __future__ import annotations

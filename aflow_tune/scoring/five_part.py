@@ -1,9 +1,8 @@
 """The five-part reward: is the answer right, and was it cheap, simple, well formed and terse?
 
-Each part is a function to [0, 1] and usable alone. The reward is their weighted sum, 0 mapped
-to `lowest` and 1 to `highest`: with the defaults 20 * sum - 10. A part that is not known (the
-cost of a run whose calls have neither price nor token count) is left out and its weight falls
-to the others; it is never taken for 0. What a run used is read from its `Trace`.
+Each part is a function to [0, 1] and usable alone. The reward is their weighted sum, 0 mapped to
+`lowest` and 1 to `highest`: with the defaults 20 * sum - 10. The weight of a part that is not known
+falls to the others; it is never taken for 0.
 """
 
 from __future__ import annotations

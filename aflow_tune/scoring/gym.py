@@ -1,11 +1,7 @@
 """reasoning-gym's tasks: rows that it generates, scored by its own verifiers.
 
 The library is an optional extra. Its verifiers read some answers with `eval` or SymPy's
-`parse_expr`; they run in a child process in which both evaluate literals and plain mathematics
-only (`expressions.py`).
-
-published: the verifier's score in [0, 1]. strict: 1 where that is 1, else 0, since the partial
-scores reward an answer for containing the right one somewhere.
+`parse_expr`: they run in a child process where both evaluate plain mathematics only.
 """
 
 from __future__ import annotations

@@ -1,28 +1,12 @@
 # ruff: noqa: RUF001 (the characters that answers are written with)
-r"""Scoring answers that are mathematics, MATH's: the published rule and the strict one.
+r"""Scoring answers that are mathematics, MATH's, by both rules of docs/scoring.md.
 
-published (benchmarks/math.py of the public AFlow code): the last `\boxed{}` with at most one
-level of braces inside, else the last sentence, of answer and reference alike; equal by
-`equality.published_equal`.
-
-strict: every boxed answer equals the reference, in whichever spelling and as whatever it consists
-of; values by math-verify. No box is 0, as are lists, 'a or b', `\pm` and relations where the
-reference has none: math-verify would pick a side of `3 = 5` that suits the answer.
-
-`plain_spelling`: one spelling, whichever of LaTeX's and Unicode's an answer was written in. Spaces
-of LaTeX become blanks (`12\,\text{cm}`), thousands and decimals plain digits (`1{,}000`),
-repeating decimals fractions (`0.1\overline{6}`), and characters such as ½, √, π and ≤ commands.
-
-`read`: what an answer in that spelling consists of. A reading is a text, one value, or a tuple of
-a kind and what belongs to it:
-
-- `("list", ...)`: in any order: `1, 2`, `\{1,2\}`, `x=1 \text{ or } x=2`, `\pm 2`;
-- `("()", a, b)`, `("[)", ...)` and so on: in this order, a tuple or an interval, which are
-  written alike; `1 \le x < 2` is one too;
-- `("union", ...)` of intervals: `\cup`, inequalities joined by 'or', `x \ne 2`;
-- `("named", name, reading)`: `x = 5`, `1 < x < 2`;
-- `("assigned", named, ...)`: values of different unknowns, sorted by name: `a=1, b=2`;
-- `("same", ...)`: sides of an equation without an unknown: all must be the value asked for.
+The strict rule first brings both sides into one spelling (`plain_spelling`), then reads what they
+consist of (`read`). A reading is a text, one value, or a tuple of a kind and what belongs to it:
+`("list", ...)` in any order; `("()", a, b)`, `("[)", ...)` and so on, a tuple or an interval, which
+are written alike; `("union", ...)` of intervals; `("named", name, reading)` for `x = 5`;
+`("assigned", named, ...)`, values of different unknowns, sorted by name; `("same", ...)`, sides of
+an equation without an unknown, all of which must be the value asked for.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Scoring answers that are one number, GSM8K's: the published rule and the strict one.
 
 published (benchmarks/gsm8k.py of the public AFlow code): the last number of the text, thousands
-separators removed, within 1e-6 of the reference's.
-
-strict: the last number in `\\boxed{}` where there is one, else the last of the whole text, with
-LaTeX's separators understood and a minus told from a dash. 0 where the answer keeps more than
-one candidate open: boxes or 'the answer is ...' lines that differ, several numbers in one box,
-a list of numbers at the end, 'either 3 or 4', 'not 4'.
+separators removed, within 1e-6 of the reference's. strict: docs/scoring.md has what it refuses.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Finding the program in an answer: as AFlow's public code does, and whole.
 
-published (`sanitize` in scripts/utils/sanitize.py of the public AFlow code, after EvalPlus): of
-all runs of lines that are Python the one with most lines that are not blank; of that the
-imports, and the functions, classes and plain assignments that the entry point can reach.
-
-strict: the whole text where it is Python, else its one fenced block that defines the entry
-point. Two different programs in one answer are a choice, and no program.
-
-Only parses, never runs; parsing is bounded in lines and characters.
+published (`sanitize` in scripts/utils/sanitize.py of the public AFlow code, after EvalPlus): the
+longest run of lines that is Python; of that imports, and definitions that the entry point reaches.
+strict: the whole text, or its one fenced block that defines the entry point. Only parses.
 """
 
 from __future__ import annotations

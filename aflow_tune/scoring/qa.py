@@ -1,26 +1,9 @@
 """Scoring short textual answers, HotpotQA's and DROP's: token F1, published and strict.
 
-published (benchmarks/hotpotqa.py and drop.py of the public AFlow code): F1 of the tokens after
-SQuAD's normalisation: lower case, no ASCII punctuation, no articles, single spaces. DROP splits
-answer and reference at `|` and takes the best pair.
-
-strict is built from the same F1 and differs where that pays for keeping candidates open, or is
-unjust:
-
-- the words that are shared count by their F1 alone, times the part that they are of the answer's
-  words. So several candidates at once earn no more on average than the best of them does alone,
-  however they are written: each earns its share of the words. F1 would give 2/3 for one of two.
-  Words that name nothing ('in', 'of', 'was') cost what they cost in F1, and so does any word
-  beside a number: there the next rule leaves no second candidate;
-- numbers must be the reference's, none missing and none more (the number rule of DROP's own
-  metric, Dua et al. 2019, in both directions), and keep their decimal point and sign;
-- a part of a list that shares nothing with the reference is another candidate and makes the
-  answer 0, unless the reference is a list as long; so do 'a or b' and 'not a', unless the
-  reference says them;
-- of several references each part of the answer may be one of its own (`|` or a list): the score
-  is the worst part's;
-- 'yes', 'no' and 'noanswer' count only alone (hotpot_evaluate_v1.py, Yang et al. 2018);
-- an answer equal to the reference as written scores 1 even where normalisation leaves nothing.
+Both rules, and why hedging does not pay by the strict one, stand in docs/scoring.md. Numbers must
+be the reference's, none missing and none more: the number rule of DROP's own metric (Dua et al.
+2019) in both directions. 'yes', 'no' and 'noanswer' count only alone (hotpot_evaluate_v1.py, Yang
+et al. 2018).
 """
 
 from __future__ import annotations

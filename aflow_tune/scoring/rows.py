@@ -1,8 +1,6 @@
-"""Rows of the benchmarks from a local file or the hub, in the one form that we score.
+"""Rows of the benchmarks from a local file or the hub, in the form of AFlow's data.
 
-The form is that of the files which users of these benchmarks know (AFlow's data). Hub data
-sets that name or nest their fields otherwise are mapped to it, a function each; a row that has
-the local form already is left as it is.
+Hub data sets that name or nest their fields otherwise are mapped to it, a function each.
 """
 
 from __future__ import annotations

@@ -162,10 +162,8 @@ class CallCheck:
     def _operator(self, node: ast.AST, name: str) -> None:
         """`operator.NAME`."""
         if name not in self.operators:
-            message = (
-                f"there is no operator {name:.60}{did_you_mean(name, self.operators)}; "
-                f"a graph may use {listed(self.operators, 30)}"
-            )
+            near, all_ = did_you_mean(name, self.operators), listed(self.operators, 30)
+            message = f"there is no operator {name:.60}{near}; a graph may use {all_}"
             self.refuse(K.UNKNOWN_OPERATOR, message, node)
 
     def _ImportFrom(self, node: ast.ImportFrom) -> None:
@@ -256,10 +254,8 @@ class CallCheck:
         self.used_prompts.add(name)
         there = name in self.prompts or (self.own_prompts and text.startswith("self."))
         if not there and node in self.shape.certain:  # else a run that comes here says so
-            message = (
-                f"{text:.80} has no text{did_you_mean(name, self.prompts)}; write one under "
-                f'`prompts` as "{name:.60}"'
-            )
+            near = did_you_mean(name, self.prompts)
+            message = f'{text:.80} has no text{near}; write one under `prompts` as "{name:.60}"'
             self.refuse(K.PROMPT, message, node)
 
     # Statements
@@ -287,19 +283,13 @@ class CallCheck:
             return
         if isinstance(value, ast.Tuple):
             if len(value.elts) != 2 and not any(isinstance(e, ast.Starred) for e in value.elts):
-                message = (
-                    f"__call__ returns {len(value.elts)} values; return the answer and the cost, "
-                    "or the answer alone"
-                )
+                count = len(value.elts)
+                message = f"__call__ returns {count} values; return the answer, or it and the cost"
                 self.refuse(K.SHAPE, message, node)
             value = value.elts[0] if value.elts else value
         if results := self.source.results(value):
-            name = min(results)
-            key = self._facts(name).keys[-1]
-            message = (
-                f"__call__ returns the whole result of {name}; return its text, as in "
-                f'{shown(value)}["{key}"]'
-            )
+            text = f'{shown(value)}["{self._facts(min(results)).keys[-1]}"]'
+            message = f"__call__ returns the whole result of {min(results)}; return {text}"
             self.refuse(K.SHAPE, message, value)
         elif type(value) in _DISPLAYS:
             message = f"__call__ returns a {_DISPLAYS[type(value)]}; return the text of the answer"
@@ -398,10 +388,7 @@ class CallCheck:
                 message = "a graph has one model; write create_llm_instance(llm_config)"
                 self.refuse(K.ARGUMENTS, message, node)
         elif is_self(node.func) or self._gives_data(node.func):
-            message = (
-                f"`{shown(node.func)}` is not known to be a function; a graph calls operators, "
-                "its own functions and Python's"
-            )
+            message = f"`{shown(node.func)}` is not known to be a function"
             self.refuse(K.NOT_ALLOWED, message, node)
         if getattr(node.func, "attr", "") == "get" and node.args:
             self._get(node, node.func.value)  # type: ignore[attr-defined]

@@ -2,12 +2,9 @@
 
     text -> `form.py` -> syntax -> `allowed.py` -> `calls.py` -> `bound.py` -> budget
 
-Each refusal is a sentence that a policy could learn from, with its place in the graph's code.
-All that is found is said at once, in the order of the code, and nothing that only follows from
-something else. Nothing of the graph is run, and no text makes the check raise, or take long.
-
-What passes still runs in the sandbox, under limits of its own, which also stop a graph whose bound
-could not be told.
+Each refusal is a sentence that a policy could learn from, with its place in the graph's code; all
+are said at once, and nothing that only follows from something else. Nothing of the graph is run,
+and no text makes the check raise, or take long. What passes still runs in the sandbox.
 """
 
 from __future__ import annotations

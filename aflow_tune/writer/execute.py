@@ -3,22 +3,12 @@
 - 0, clean: the graph as it was written, if the check let it pass.
 - 1, default prompts: the same code with plain instructions, if its constructor raised or the
   check refused nothing but prompts.
-- 2, simpler: a straight line of the operators that it names, built by us, if it failed while it
-  ran, or level 1 did.
-- 3, default workflow: the fixed workflow of the problem's type, if the code was refused, names
-  no operator that can answer, or level 2 failed.
+- 2, simpler: a straight line of the operators that it names, if it failed while it ran.
+- 3, default workflow: the fixed one of the problem's type, if the code was refused or 2 failed.
 
-Code that was refused is never run. A run fails that gives no answer, whatever the reason; a
-wrong answer is an answer. What a graph says before any of its operators gave a result is none: an
-answer that its writer knew would otherwise earn the most, for nothing.
-
-`GraphLimits.seconds` is for all attempts together: an attempt that may be followed by another
-gets three quarters of what is left, so that time remains. Every other limit is each attempt's
-own; `Executed` adds up what all of them spent. What ends an attempt is its own affair, except
-for two things that no other graph could mend and that are raised: a budget that is used up, and
-a sandbox that cannot be built.
-
-Left to others: what an answer is worth and what a fallback costs (`results.py`).
+Code that was refused is never run. What a graph says before any of its operators gave a result is
+no answer: one that its writer knew would otherwise earn the most, for nothing. The time limit is
+for all attempts together, every other limit is each attempt's own.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """What the policy is told: the operators, the form, the budget, an example, the problem.
 
-The operators' lines come from their own declarations (`Operator.describe`, `most_calls`). The
-shipped text is short, since a small model reads it too; a file of the user's may take its place,
-with the same placeholders. The example is the shortest shipped workflow of allowed operators that
-passes the check under the run's own limits, so it is never something that would be refused.
-
-After a turn the policy is shown what became of its graph: refusals, how the run ended, the
-answer. Nothing that the answer was scored with is ever in these texts: this module is not given
-any.
+The operators' lines come from their own declarations. The shipped text is short, since a small
+model reads it too; a file of the user's may take its place, with the same placeholders. The example
+passes the check under the run's own limits. Nothing that an answer is scored with is ever here.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """What becomes of a workflow that the policy wrote: its outcome, reward and record.
 
-The outcome is a class, coarse on purpose: with the graph's structure it is GiGPO's anchor state,
-in which different rollouts of a task have to meet. What the policy is told between turns holds no
-score and nothing that the answer was scored by.
-
-The reward has the parts of `scoring/five_part.py`, computed on what running the workflow spent:
-calls of the executor and other frozen models, over all attempts and turns. The policy's own
-tokens are no part of it. The part `format` is the answer's form times the form of the writing:
-
-    hybrid 1, repaired 0.75, code alone 0.5, unreadable 0; less a tenth of that for each refusal,
-    at most nine; code that is no Python counts as nine refusals.
-
+The outcome is a class, coarse on purpose: with the graph's structure it is GiGPO's anchor state.
+The reward has the parts of `scoring/five_part.py`, of what running the workflow spent over all
+attempts and turns; the policy's own tokens are no part of it. The part `format` is the answer's
+form times the form of the writing: hybrid 1, repaired 0.75, code alone 0.5, unreadable 0; less a
+tenth of that for each refusal, at most nine; code that is no Python counts as nine refusals.
 With `span` = highest - lowest and `sum` the weighted mean of the known parts:
 
     clean run                  lowest + span * (0.1 + 0.9 * sum)
@@ -18,11 +12,8 @@ With `span` = highest - lowest and `sum` the weighted mean of the known parts:
     2: simpler workflow        lowest + span * (0.03 + 0.02 * sum)
     3: default workflow        lowest + span * 0.02 * form of the writing
 
-So a fallback earns less than the worst clean run, and a deeper one less than a shallower one. The
-answer of the default workflow is not the policy's doing: only how near the writing came counts.
-
-The keys of a record are the contract with its readers: it stands in `rollouts/` of a training run
-and in the records of evaluations under `writer`. Nothing of the gold answer is in it.
+So a fallback earns less than the worst clean run, and a deeper one less than a shallower one.
+The keys of a record are the contract with its readers. Nothing of the gold answer is in it.
 """
 
 from __future__ import annotations

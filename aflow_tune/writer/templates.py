@@ -1,13 +1,9 @@
 """Workflows that are ours: the shipped ones, and a straight line built of an operator or two.
 
-Shipped ones are examples for the policy, seeds of the warm start, and the default ones: each a
-file of `templates/` with prompts and code in the words of the hybrid form. They pass the same
-check as what the policy writes.
-
-The straight line stands in for a graph that failed: one operator answers the problem; Test for
-code, Format for other problems works on its answer if it was named too. How an operator is called
-and which of its values is the answer follow from its own declarations, so operators of the user's
-take part. Nothing that the policy wrote goes into the code: only which operators it named.
+Shipped ones (`templates/`) are examples for the policy, seeds of the warm start, and the default
+ones. The straight line stands in for a graph that failed: one operator answers the problem, Test or
+Format works on its answer. How an operator is called and which of its values is the answer follow
+from its declarations, so operators of the user's take part. Nothing that the policy wrote goes in.
 """
 
 from __future__ import annotations

@@ -24,32 +24,23 @@ MAX_SHOWN = 60
 class WrittenForm(StrEnum):
     """How a workflow was read from the policy's text."""
 
-    HYBRID = "hybrid"
-    """One JSON object with `prompts` and `graph_code`."""
-    REPAIRED = "repaired"
-    """The same, after its JSON was mended or dug out of other text."""
-    CODE = "code"
-    """Python alone: a workflow without prompts of its own."""
+    HYBRID = "hybrid"  # one JSON object with `prompts` and `graph_code`
+    REPAIRED = "repaired"  # the same, after its JSON was mended or dug out of other text
+    CODE = "code"  # Python alone: a workflow without prompts of its own
 
 
 class RefusalKind(StrEnum):
     """Why a graph is refused. The value is its word in records and metrics."""
 
-    UNREADABLE = "unreadable"
-    """Neither the JSON object nor Python code was found."""
+    UNREADABLE = "unreadable"  # neither the JSON object nor Python code was found
     SYNTAX = "syntax"
-    SHAPE = "shape"
-    """It is no workflow: no class, no `__call__`, wrong parameters."""
-    NOT_ALLOWED = "not_allowed"
-    """Python that a written graph may not contain."""
+    SHAPE = "shape"  # it is no workflow: no class, no `__call__`, wrong parameters
+    NOT_ALLOWED = "not_allowed"  # Python that a written graph may not contain
     UNKNOWN_OPERATOR = "unknown_operator"
     UNKNOWN_NAME = "unknown_name"
-    PROMPT = "prompt"
-    """A prompt that is missing, not used, or does not fit its operator."""
-    ARGUMENTS = "arguments"
-    """A call that does not fit the operator's signature."""
-    UNBOUNDED = "unbounded"
-    """A loop or a recursion that plainly never ends."""
+    PROMPT = "prompt"  # a prompt that is missing, not used, or does not fit its operator
+    ARGUMENTS = "arguments"  # a call that does not fit the operator's signature
+    UNBOUNDED = "unbounded"  # a loop or a recursion that plainly never ends
     OVER_BUDGET = "over_budget"
     TOO_LARGE = "too_large"
 
@@ -62,9 +53,8 @@ class Refusal:
     message: str
     """What is wrong, and what to write instead."""
     line: int = 0
-    """In the graph code, from 1; 0 where it is not in the code."""
+    """In the graph code, from 1, as `column`; 0 where it is not in the code."""
     column: int = 0
-    """From 1; 0 as for `line`."""
 
     def __str__(self) -> str:
         place = f"line {self.line}, column {self.column}: " if self.line else ""
@@ -121,20 +111,20 @@ class Written:
 
 @dataclass(frozen=True)
 class CheckLimits:
-    """What a graph may use at worst, and what one call of a model may."""
+    """What a graph may use at worst, and what one call of a model may.
+
+    `tokens` are prompt and completion together (None, as for `usd`: no limit); `retries` is how
+    often an operator asks again for an answer that it cannot read; prices are the highest among the
+    models that may be called (None: not known).
+    """
 
     model_calls: int = 20
     tokens: int | None = None
-    """Prompt and completion together; None: no limit."""
     usd: float | None = None
     retries: int = 0
-    """How often an operator asks again for an answer that it cannot read."""
     call_prompt_tokens: int = 4096
-    """Of one call. Running enforces it."""
     call_completion_tokens: int = 1024
-    """Of one call: the executor's own limit."""
     usd_per_prompt_token: float | None = None
-    """Highest price among the models that may be called; None: not known."""
     usd_per_completion_token: float | None = None
 
     @property

@@ -1,21 +1,11 @@
 """The policy writes a workflow, a frozen executor runs it, the answer is scored: one rollout.
 
-`WriterWorkflow` is a workflow function like any other, and travels to a worker by value. The
-policy's calls go through the model that it is given, so they are recorded and trained. Executor
-and other models are other clients: of `explorer.auxiliary_models`, of the configuration's
-`models:` (`client_for`), or given here. Nothing that they say is recorded for training.
-
-With `turns` above 1 the policy sees what became of its graph and may write again, or keep it. The
-last workflow that it wrote is the one that counts; what all turns had the executor do counts as
-spent. Each of its calls is made in a state of its own, (graph structure, outcome) of the turn
-before, to which the recorder adds the task: GiGPO's anchor states.
-
-Where the executor does not answer, or the scorer cannot tell, the rollout fails and says why. A
-graph that fails for reasons of its own has fallbacks (`execute.py`), and earns what `results.py`
-says.
-
-`writer_from_config` makes one from the section `writer:`, with every fault of it at once. What
-needs the rest of the configuration is asked in `config/file_rules.py`.
+`WriterWorkflow` is a workflow function like any other, and travels to a worker by value. Only the
+policy's calls are recorded and trained. With `turns` above 1 the policy sees what became of its
+graph and may write again, or keep it; the last workflow counts, and what all turns had the executor
+do counts as spent. Where the executor does not answer, or the scorer cannot tell, the rollout fails
+and says why. `writer_from_config` makes one from the section `writer:`; what needs the rest of the
+configuration is asked in `config/file_rules.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +41,6 @@ from aflow_tune.writer.execute import run_written
 from aflow_tune.writer.prompting import policy_messages, template_faults
 from aflow_tune.writer.results import (
     START,
-    ExecutorFailed,
     TurnResult,
     WriterRun,
     keeps,
@@ -65,9 +54,6 @@ from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemTy
 
 if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
-
-
-__all__ = ["CALLER", "TYPE_OF_BENCHMARK", "ExecutorFailed", "WriterRun", "WriterWorkflow"]
 
 
 CALLER = "writer"
@@ -90,38 +76,41 @@ class WriterWorkflow:
 
     Exactly one of `benchmark`, `score` and a row's own field `benchmark` says what an answer is
     worth; the row's wins over `benchmark`, `score` over both.
+
+    Args:
+        executor: an auxiliary model's name, or a role of `clients` or of the configuration's
+            `models:`.
+        operators: that a graph may use, by name.
+        models: role by operator, for those that do not use the executor.
+        problem_type: of rows that do not say it. None: by their benchmark.
+        problem: field with the question. None: the benchmark's own text, or the first usual name.
+        test_cases: what the operator Test may use.
+        template: the policy's prompt. None: the shipped one.
+        check: what a graph may use at worst; one that could use more is refused, or stopped.
+        seconds: for running one graph, fallbacks included.
+        limited: roles whose models limit the length of their answers by themselves; to all others
+            `check.call_completion_tokens` is given.
+        fallbacks: False: as in `run_written`. For trying graphs out, never for training.
+        clients: by role, where no configuration's `models:` answer. They travel without keys.
     """
 
     executor: str
-    """Name of an auxiliary model, or role of `clients` or of the configuration's `models:`."""
     operators: Mapping[str, type[Operator]] = field(default_factory=lambda: dict(OPERATORS))
-    """That a graph may use, by name."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Role by operator, for those that do not use the executor."""
     benchmark: str | None = None
     score: ScoreFunction | None = None
     problem_type: ProblemType | None = None
-    """Of rows that do not say it. None: by their benchmark."""
     problem: str | None = None
-    """Field with the question. None: the benchmark's own text, or the first usual name."""
     entry_point: str = "entry_point"
     test_cases: TestCases = field(default_factory=TestCases)
-    """What the operator Test may use."""
     template: str | None = None
-    """The policy's prompt. None: the shipped one."""
     turns: int = 1
     check: CheckLimits = field(default_factory=CheckLimits)
-    """What a graph may use at worst; one that could use more is refused, or stopped."""
     seconds: float = 180.0
-    """For running one graph, fallbacks included."""
     sandbox: str = "auto"
     limited: tuple[str, ...] = ()
-    """Roles whose models limit the length of their answers by themselves; to all others
-    `check.call_completion_tokens` is given."""
     fallbacks: bool = True
-    """False: as in `run_written`. For trying graphs out, never for training."""
     clients: Mapping[str, ModelClient] = field(default_factory=dict)
-    """By role, where no configuration's `models:` answer. They travel without their keys."""
 
     @property
     def carries(self) -> tuple[Callable[..., Any], ...]:
@@ -242,11 +231,7 @@ class WriterWorkflow:
         )
 
     def problem_of(self, task: Mapping[str, Any]) -> str:
-        """The problem's text.
-
-        Raises:
-            BadInput: the row has none.
-        """
+        """The problem's text. Raises BadInput: the row has none."""
         return problem_of(task, self.problem, self._benchmark_of(task), "writer")
 
     def answer_form_of(self, task: Mapping[str, Any]) -> str:
@@ -255,11 +240,8 @@ class WriterWorkflow:
         return "" if benchmark is None else find(benchmark).answer_form
 
     def type_of(self, task: Mapping[str, Any]) -> ProblemType:
-        """The problem's type: of the row, else of the configuration, else by its benchmark.
-
-        Raises:
-            BadInput: none of them says it, or the row says another one.
-        """
+        """The problem's type: of the row, else of the configuration, else by its benchmark. Raises
+        BadInput: none of them says it, or the row says another one."""
         said = task.get("problem_type")
         benchmark = self._benchmark_of(task)
         found = said or self.problem_type
@@ -354,13 +336,11 @@ class WriterWorkflow:
 
     def _client(self, role: str, auxiliary_models: Mapping[str, Any]) -> ModelClient:
         """A frozen model: given here, an auxiliary model, or of the configuration's `models:`."""
-        if role in self.clients:
-            client = self.clients[role]
-        elif role in auxiliary_models:
+        client = self.clients.get(role)
+        if client is None and role in auxiliary_models:
             name = EXECUTOR_ROLE if role == self.executor else role
             client = as_client(auxiliary_models[role], role=name)
-        else:
-            client = client_for(role)
+        client = client or client_for(role)
         return client if role in self.limited else _Limited(client, self.check)
 
     async def _score(
@@ -406,12 +386,11 @@ _ABOVE_0 = 5e-324
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """What the writer asks of one of `explorer.auxiliary_models`."""
+    """What the writer asks of one of `explorer.auxiliary_models`: the most tokens of one answer
+    (None: nothing bounds it) and of one prompt (None: not known)."""
 
     answer_tokens: int | None = None
-    """Most tokens of one answer; None: nothing bounds it."""
     prompt_tokens: int | None = None
-    """Most tokens of one prompt; None: not known."""
 
 
 def writer_from_config(
