@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,18 +84,6 @@ def test_operators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run([str(file), "--operators", f"{own}:Twice"], capsys)
     assert code == ExitCode.DONE
     assert "operator calls 1, model calls 2" in out
-
-
-def test_standard_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Stdin:
-        buffer = io.BytesIO(as_text({}, PLAIN).encode() + b"\xff")
-
-    monkeypatch.setattr(sys, "stdin", Stdin())
-    code, out = run(["-"], capsys)
-    assert code == ExitCode.DONE
-    assert "form: repaired" in out
 
 
 def test_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from aflow_tune.context import RolloutContext
 from aflow_tune.contract.plugins import resolve
-from aflow_tune.errors import BadInput
 from aflow_tune.scoring.agent_reward import (
     AgentRun,
     ToolCall,
@@ -95,23 +94,6 @@ def test_the_comparing_process_ends_with_its_parent() -> None:
 
 
 # What all benchmark rewards share
-
-
-def test_the_benchmark_judge_logs_both_rules() -> None:
-    verdict = judge("benchmark", {**ROW, "benchmark": "GSM8K"}, "either 41 or 42")
-    assert (verdict.reward, verdict.metrics) == (0.0, {"strict": 0.0, "published": 1.0})
-
-
-@pytest.mark.parametrize("name", ["benchmark", "five_part"])
-def test_row_or_configuration_names_the_benchmark(name: str) -> None:
-    bare = {"question": "?", "answer": "#### 42"}
-    settings = {"benchmark": "gsm8k", "five_part": FivePartSection(lowest=0, highest=1)}
-    # No call, so the cost is not known and all that is known is perfect.
-    assert judge(name, bare, "It is 42.", **settings).reward == pytest.approx(1)
-    with pytest.raises(BadInput, match=r"rewards: \{benchmark: gsm8k\}"):
-        judge(name, bare, "42")
-    with pytest.raises(Unscored, match="could not be scored"):
-        judge(name, {**ROW, "answer": "no number"}, "42")
 
 
 def test_faulty_settings_are_named() -> None:

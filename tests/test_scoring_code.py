@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from aflow_tune.sandbox import run_program_sync
 from aflow_tune.sandbox.types import Limits, SandboxUnavailable
-from aflow_tune.scoring.code import CodeVerdict, check_code
+from aflow_tune.scoring import score_both
+from aflow_tune.scoring.code import CodeVerdict, check_code, check_together
 
 TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 9\n"
 
@@ -41,71 +45,14 @@ def test_right_programs_pass(solution: str) -> None:
     assert _check(solution) == CodeVerdict(True, "")
 
 
-ATTACKS = {
-    "wrong": "def f(x): return 4",
-    "exit in a call": "import sys\ndef f(x): sys.exit(0)",
-    "exit while loading": "import sys\nsys.exit(0)",
-    "hard exit in a call": "import os\ndef f(x): os._exit(0)",
-    "hard exit while loading": "import os\nos._exit(0)\ndef f(x): return 1",
-    "always equal integer": "class T(int):\n    def __eq__(s, o): return True\n"
-    "    __hash__ = int.__hash__\ndef f(x): return T(7)",
-    "always equal object": "class T:\n    def __eq__(s, o): return True\ndef f(x): return T()",
-    "patched builtins": "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\n"
-    "builtins.isinstance = lambda *a: True\ndef f(x): return 1",
-    "forged verdict": "import aflow_channel as c\n"
-    "v = {'verdict': {'passed': True, 'reason': ''}}\nc.send(v)\n"
-    "def f(x):\n    c.send(v)\n    return 1",
-    "forged verdict after loading": "import aflow_channel as c\n"
-    "c.send({'names': {'f': {'call': True}}})\nc.send({'verdict': {'passed': True}})\n"
-    "def f(x): return 1",
-    "sends null": "import aflow_channel as c\ndef f(x):\n    c.send(None)\n    return 1",
-    "closes the channel": "import os, time\ndef f(x):\n    os.close(3)\n    time.sleep(999)",
-    "floods": "import aflow_channel as c\ndef f(x):\n    while True: c.send('x' * 1000)",
-    "no json": "import os\ndef f(x):\n    os.write(3, b'{' * 99999 + b'\\n')\n    return 4",
-    # Neither its text nor its variables may hold what it looks for.
-    "reads frames": "import sys\ndef there(t): return ''.join(reversed('etadidnac')) in t\n"
-    "def f(x):\n    frame = sys._getframe()\n    while frame:\n"
-    "        if there(str(frame.f_locals) + str(frame.f_globals)): return x * x\n"
-    "        frame = frame.f_back\n    return 1",
-    "reads files": "import glob\ndef f(x):\n"
-    "    for name in glob.glob('/tmp/**/tests.py', recursive=True):\n"
-    "        if 'candidate' in open(name).read(): return x * x\n    return 1",
-    "prints the marker": "print('PASS')\ndef f(x):\n    print('passed')\n    return 1",
-    "system exit": "def f(x): raise SystemExit(0)",
-    "assertion": "def f(x): raise AssertionError",
-    "redefined check": "def check(candidate): pass\ndef f(x): return 1",
-    "endless": "def f(x):\n    while True: pass",
-    "deep result": "def f(x):\n    v = []\n    for i in range(5000): v = [v]\n    return v",
-    "huge result": "def f(x): return 'a' * 200_000_000",
-    "endless result": "def f(x):\n    while True: yield 1",
-    "patched encoder": "import aflow_values\naflow_values.encode = lambda v, k: {'h': ['x', {}]}\n"
-    "def f(x): return 1",
-    "other function": "def g(x): return x * x",
-    "no function": "f = 3",
-    "no python": "def f(x) return x * x",
-    "not a number": "def f(x): return float('nan')",
-}
+_FOLDER = Path(__file__).parent
+HOSTILE = yaml.safe_load((_FOLDER / "hostile_programs.yaml").read_text("utf-8"))
+ATTACKS, FORGED, RAW = HOSTILE["attacks"], HOSTILE["forged"], HOSTILE["forging"]
+UNUSUAL = yaml.safe_load((_FOLDER / "unusual_programs.yaml").read_text("utf-8"))
+PROGRAMS, LIES = UNUSUAL["programs"], UNUSUAL["lies"]
+PLAIN = "assert f(2) == 4\nassert f(3) == 9"
 ENDLESS = ("closes the channel", "endless")
 """Those that only their time ends."""
-
-
-RAW = """
-import os, time
-def raw(text):
-    text = text.encode() + b"\\n"
-    while text:
-        text = text[os.write(3, text):]
-"""
-FORGED = {
-    "names that are none": 'raw(\'{"names": {"f": 5}}\')\ntime.sleep(9)',
-    "a name of the tests' own": 'raw(\'{"names": {"f": {"call": true}, \'\n'
-    '    \'"candidate": {"value": {"no": 1}}}}\')',
-    "a module that is none": 'raw(\'{"names": {"f": {"call": true}, \'\n'
-    '    \'"limit": {"module": "json.none"}}}\')\ntime.sleep(9)',
-    "longer as it is sent on": "def f(x): raw('{\"value\": \"' + 'é' * 3_000_000 + '\"}')",
-    "names longer as they are sent on": "raw('{\"names\": {\"é\": \"' + 'é' * 3_000_000 + '\"}}')",
-    "deep as a failure": "raw('{\"failed\": {\"names\": [' + '[' * 950 + ']' * 950 + ']}}')",
-}
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -185,3 +132,78 @@ def test_objects_of_the_solution_can_be_handed_back() -> None:
         "def f(pairs): return sum(p.a * p.b for p in pairs)"
     )
     assert _check(pairs, "assert f([Pair(1, 2), Pair(3, 4)]) == 14").passed is True
+
+
+# Programs that return or take what is no plain value. Each case is a right program, what a wrong one
+# does otherwise, and its tests. The published rule gives the field's verdict; the strict one scores
+# 1 where it can tell from another process, else nothing; what is wrong is 0 by it too.
+
+
+def _scores(answer: str, tests: str) -> dict[str, float | None]:
+    check = "def check():\n" + textwrap.indent(tests, "    ") + "\n"
+    row: dict[str, Any] = {"prompt": "Do.", "entry_point": "f", "code": "", "test": check}
+    return {
+        rule: score.value for rule, score in asyncio.run(score_both("mbpp", row, answer)).items()
+    }
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_right_programs(name: str) -> None:
+    case = PROGRAMS[name]
+    expected = {"published": 1, "strict": case.get("strict", 1)}
+    assert _scores(case["right"], case["tests"]) == expected
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_wrong_twins(name: str) -> None:
+    case = PROGRAMS[name]
+    wrong = case["right"].replace(*case["wrong"])
+    assert wrong != case["right"]
+    assert _scores(wrong, case["tests"]) == {"published": 0, "strict": 0}
+
+
+def test_depth_of_recursion_is_the_fields() -> None:
+    answer = "def f(n): return n and 1 + f(n - 1)\n"
+    assert _scores(answer, "assert f(960) == 960")["published"] == 1
+    assert _scores(answer, "assert f(1000) == 1000") == {"published": 0, "strict": 0}
+
+
+def test_names_that_both_use() -> None:
+    # What the field lets clash fails there; it is no fault of the function.
+    answer = "def check(x): return x > 1\ndef f(x): return check(x)\n"
+    assert _scores(answer, "assert f(2)") == {"published": 0, "strict": 1}
+    answer = "def len(x): return 0\ndef f(x): return [x, len(x)]\n"
+    assert _scores(answer, "assert len(f(1)) == 2") == {"published": 0, "strict": 1}
+
+
+def test_a_helper_that_the_field_does_not_give() -> None:
+    row = {
+        "prompt": "def twice(x):\n    return 2 * x\n\ndef f(x):\n    pass\n",
+        "entry_point": "f",
+        "canonical_solution": "",
+        "test": "def check(candidate):\n    assert candidate(2) == 5\n",
+    }
+    scores = asyncio.run(score_both("humaneval", row, "def f(x): return twice(x) + 1\n"))
+    assert (scores["published"].value, scores["strict"].value) == (0, 1)
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_lies_gain_nothing_by_the_strict_rule(name: str) -> None:
+    lie = LIES[name]
+    expected = {rule: lie[rule] for rule in ("published", "strict")}
+    assert _scores(lie["program"], lie.get("tests", PLAIN)) == expected
+
+
+@pytest.mark.parametrize("rule", ["together", "apart"])
+def test_helpers_that_fail_say_nothing(rule: str) -> None:
+    check = check_together if rule == "together" else check_code
+    done = check("def f(x): return x", "assert f(1) == 1", "f", helpers="import no_such_module")
+    assert asyncio.run(done).passed is None
+
+
+def test_what_needs_more_apart_is_unscored() -> None:
+    # A text within the bounds of values that is longer than a message once it is JSON.
+    done = check_code("def f(n): return '\u00e9' * n", "assert len(f(3_000_000)) == 3_000_000", "f")
+    verdict = asyncio.run(done)
+    assert verdict.passed is None
+    assert "too_much_output" in verdict.reason

@@ -92,27 +92,6 @@ def test_turns_are_steps_with_anchor_states_and_both_algorithms_take_them() -> N
         assert all(exp.advantages is not None for exp in advised)
 
 
-WATCHING = """
-from typing import Dict
-
-from agentscope.model import TrinityChatModel
-
-from aflow_tune.context import keep
-
-
-async def watching(
-    task: Dict, model: TrinityChatModel, auxiliary_models: Dict | None = None
-) -> float:
-    frozen = await auxiliary_models["executor"](ASK)
-    keep("frozen", frozen.content[0]["text"] if frozen.content else "")
-    reply = await model(ASK)
-    text = reply.content[0]["text"] if reply.content else ""
-    return sum(c.isalpha() for c in text) / max(1, len(text))
-
-
-ASK = [{"role": "user", "content": "Say something."}]
-"""
-
 AUXILIARY = """
   auxiliary_models:
     - {{name: executor, model_path: {model}, temperature: {temperature}, max_response_tokens: 12}}
@@ -124,35 +103,6 @@ def with_auxiliary(config: Path, model: Path, temperature: float) -> str:
     return config.read_text().replace(
         "explorer: {eval_interval: 2}\n", f"explorer:\n  eval_interval: 2{more}"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "ray"])
-def test_an_auxiliary_model_keeps_its_weights_while_the_policy_is_trained(
-    tmp_path: Path, tiny_model_dir: Path, inline: bool
-) -> None:
-    """Greedy answers to one question: the executor's stay, although it began as the policy."""
-    from aflow_tune.report.records import read_records
-    from aflow_tune.tuning import run_config
-
-    config = write_project(tmp_path, tiny_model_dir, workflow=WATCHING)
-    written = with_auxiliary(config, tiny_model_dir, 0.0)
-    written = written.replace("flow.py:two_calls", "flow.py:watching")
-    config.write_text(written.replace("score: letters", "score: reward"))
-    overrides = ["algorithm.optimizer.lr=0.05", "deterministic=true"]
-    assert run_config(config, overrides, inline=inline).steps_done == 2
-    folder = run_dir(tmp_path)
-    frozen, policy = {}, {}
-    for at in (0, 2):
-        records = read_records(folder / "evaluations" / "held_out" / f"step_{at}.jsonl")
-        frozen[at] = {record.kept["frozen"] for record in records}
-        policy[at] = [record.answer for record in sorted(records, key=lambda record: record.item)]
-    lines = [json.loads(line) for path in folder.glob("rollouts/*") for line in path.open()]
-    assert len(lines) == 16
-    trained = {line["kept"]["frozen"] for line in lines}
-    assert frozen[0] == frozen[2] == trained
-    assert len(trained) == 1
-    assert policy[0] != policy[2]
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.validate import check_data, resolve_functions
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput
-from aflow_tune.operators import OPERATORS
 from aflow_tune.writer.types import CheckLimits
 from aflow_tune.writer.workflow import WriterWorkflow
 
@@ -44,21 +43,6 @@ def writer_of(tmp_path: Path, section: str, more: str = MODELS) -> WriterWorkflo
     assert judge is None
     check_functions(workflow, judge)
     return workflow
-
-
-def test_an_executor_turns_it_on(tmp_path: Path) -> None:
-    workflow = writer_of(tmp_path, "{executor: executor, benchmark: gsm8k}")
-    assert workflow.executor == "executor"
-    assert workflow.operators == OPERATORS
-    assert workflow.benchmark == "gsm8k"
-    assert (workflow.turns, workflow.seconds, workflow.template) == (1, 180.0, None)
-    assert workflow.check == CheckLimits(
-        model_calls=20,
-        call_completion_tokens=300,
-        usd_per_prompt_token=2e-6,
-        usd_per_completion_token=8e-6,
-    )
-    assert workflow.clients == {}  # they are made where it runs, from the run's `models:`
 
 
 def test_everything_of_the_section_arrives(tmp_path: Path) -> None:
@@ -150,18 +134,6 @@ def test_rows_are_checked_before_a_run(tmp_path: Path) -> None:
     ]
     assert "without context, ref_text" in train[1].found
     assert "poetry" in train[2].found
-
-
-def test_rows_without_a_benchmark_are_refused_unless_a_mix_gives_it(tmp_path: Path) -> None:
-    for name in ("train", "held_out"):
-        (tmp_path / f"{name}.jsonl").write_text(
-            json.dumps({"question": name, "answer": "1"}) + "\n"
-        )
-    config = config_of(tmp_path, "{executor: executor}")
-    workflow, _ = resolve_functions(config)
-    faults = [fault.cure for fault in check_data(config, workflow).faults]
-    assert len(faults) == 2
-    assert "writer: {benchmark: gsm8k}" in faults[0]
 
 
 def warnings_of(tmp_path: Path, section: str, *overrides: str) -> list[str]:

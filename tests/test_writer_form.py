@@ -28,29 +28,18 @@ WHOLE = as_text(TEXTS, GRAPH)
 PARTS = {PROMPTS: TEXTS, CODE: GRAPH}
 
 
-def test_what_is_written_is_read_again() -> None:
-    written = read_written(WHOLE)
-    assert (written.code, dict(written.prompts)) == (GRAPH, TEXTS)
-    assert written.form is WrittenForm.HYBRID
-    assert written.notes == ()
-    assert json.loads(WHOLE) == PARTS
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        f"\n{WHOLE}\n",
-        f"```json\n{WHOLE}\n```",
-        f"```\n{WHOLE}\n```",
+        *(f"\n{WHOLE}\n", f"```json\n{WHOLE}\n```", f"```\n{WHOLE}\n```", "\ufeff" + WHOLE),
         f'<think>first {{"prompts": 1}}, then class Workflow</think>\n{WHOLE}',
         json.dumps(PARTS, indent=2),
-        "\ufeff" + WHOLE,
     ],
 )
 def test_as_it_should_be(text: str) -> None:
     written = read_written(text)
     assert (written.code, dict(written.prompts)) == (GRAPH, TEXTS)
-    assert written.form is WrittenForm.HYBRID
+    assert (written.form, written.notes) == (WrittenForm.HYBRID, ())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import ScriptedModel
-from aflow_tune.operators import OPERATORS, Field, Operator
+from aflow_tune.operators import OPERATORS
 from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import as_text
 from aflow_tune.writer.templates import TEMPLATES, default_graph, straight_line
@@ -125,31 +125,3 @@ def test_a_straight_line_of_code_is_tested_where_there_is_an_entry_point() -> No
     without = straight_line(named, OPERATORS, "code", False)
     assert without is not None
     assert list(without.shape.instances) == ["customcodegenerate"]
-
-
-def test_a_straight_line_takes_part_of_what_users_have_added() -> None:
-    class Import(Operator):
-        """Answers a question, with a name that is none in Python."""
-
-        fields = (Field("note"), Field("answer"))
-
-        async def run(self, question: str, style: str = "short") -> dict[str, str]:
-            reply = await self.llm.complete([{"role": "user", "content": question + style}])
-            return {"note": "", "answer": reply.text}
-
-    class Needy(Operator):
-        """Needs what nobody has."""
-
-        fields = (Field("answer"),)
-
-        async def run(self, problem: str, key: str) -> dict[str, str]:
-            return {"answer": key}
-
-    own: dict[str, type[Operator]] = {"Needy": Needy, "Import": Import}
-    graph = straight_line(["Needy", "Import"], own, "math", False)
-    assert graph is not None
-    model = ScriptedModel(say)
-    assert run(graph, model).answer == "plain text"
-    assert model.asked[0].messages[0]["content"] == "How many?short"
-    assert straight_line(["Needy"], own, "math", False) is None
-    assert straight_line([], OPERATORS, "math", False) is None

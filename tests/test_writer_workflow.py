@@ -32,7 +32,6 @@ from aflow_tune.operators import OPERATORS, TestCases
 from aflow_tune.scoring.rewards import Unscored
 from aflow_tune.writer.prompting import KEEP
 from aflow_tune.writer.results import ExecutorFailed, keeps
-from aflow_tune.writer.workflow import ExecutorFailed
 
 GARBAGE = "I do not know how to do this."
 
@@ -225,13 +224,6 @@ def test_an_executor_that_never_answers_fails_the_run(failure: ModelFailure) -> 
     assert ran.record["score"] is None
 
 
-def test_a_failure_that_passes_is_not_the_policys_fault() -> None:
-    said: list[Any] = [failing(ModelFailure.RATE_LIMITED), "3", "3", "3"]
-    ran = run([text()], said)
-    assert isinstance(ran.error, ExecutorFailed)
-    assert "rate_limited" in str(ran.error)
-
-
 # Several turns
 
 
@@ -278,40 +270,6 @@ def test_a_graph_is_kept(reply: str) -> None:
     assert len(executor.asked) == 1
     assert len(policy.asked) == 2
     assert (ran.record["turns"], ran.record["text"], ran.metrics["correct"]) == (2, text(), 1.0)
-
-
-def test_a_conversation_that_outgrows_the_policy_ends_with_what_it_wrote() -> None:
-    ran = run([text(), failing(ModelFailure.REFUSED)], ["3"], turns=3)
-    assert ran.error is None
-    assert (ran.record["turns"], ran.record["level"], ran.metrics["correct"]) == (1, 0, 1.0)
-    down = run([text(), failing(ModelFailure.CONNECTION)], ["3"], turns=3)
-    assert isinstance(down.error, ModelError)
-
-
-def test_each_call_has_the_anchor_state_of_what_was_there_before() -> None:
-    seen: list[tuple[str, str | None]] = []
-
-    class Noting(ScriptedModel):
-        async def complete(self, *args: Any, **kwargs: Any) -> Reply:
-            from aflow_tune.context import current_rollout
-
-            context = current_rollout()
-            assert context is not None
-            note = context.note_call()
-            seen.append((note.caller, note.state_key))
-            return await super().complete(*args, **kwargs)
-
-    states = []
-    for first in (text(), text(ONE, solve="In other words."), text(TWO), text(RAISES), GARBAGE):
-        seen.clear()
-        answers = executing(lambda _: "5")
-        Ran(writer(clients={"executor": answers}, turns=2), Noting([first, KEEP]))
-        assert [caller for caller, _ in seen] == ["writer", "writer"]
-        assert seen[0][1] == "start"
-        states.append(seen[1][1])
-    # one structure and outcome is one state, whatever the prompts say
-    assert states[0] == states[1]
-    assert len(set(states)) == 4
 
 
 # Models behind APIs, other roles
