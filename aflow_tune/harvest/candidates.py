@@ -68,11 +68,14 @@ def read_templates(folder: Path, where: str) -> list[Template]:
     """
     files = sorted(folder.glob("*.yaml")) if folder.is_dir() else []
     if not files:
-        found = "no .yaml file there" if folder.is_dir() else "no such folder"
-        cure = "name a folder of templates, or leave it out for the shipped ones"
-        fault = Fault(where, "a folder with a .yaml for each template", f"{folder}: {found}", cure)
-        raise BadInput("There are no templates.", [fault])
-    found_templates: list[Template] = []
+        raise BadInput.of(
+            "There are no templates.",
+            where,
+            "a folder with a .yaml for each template",
+            f"{folder}: {'no .yaml file there' if folder.is_dir() else 'no such folder'}",
+            "name a folder of templates, or leave it out for the shipped ones",
+        )
+    found: list[Template] = []
     faults: list[Fault] = []
     for file in files:
         try:
@@ -84,10 +87,10 @@ def read_templates(folder: Path, where: str) -> list[Template]:
         wrong = _faults_of(held, str(file))
         faults += wrong
         if not wrong:
-            found_templates.append(Template.of(file.stem, held))
+            found.append(Template.of(file.stem, held))
     if faults:
         raise BadInput("The templates cannot be used.", faults)
-    return found_templates
+    return found
 
 
 def _faults_of(held: Any, where: str) -> list[Fault]:
@@ -95,20 +98,18 @@ def _faults_of(held: Any, where: str) -> list[Fault]:
     if not isinstance(held, Mapping):
         cure = "write problem_types, prompts and graph_code"
         return [Fault(where, "an object", f"{held!r:.80}", cure)]
-    types, prompts, code = held.get("problem_types"), held.get("prompts") or {}, "graph_code"
+    types, prompts, code = held.get("problem_types"), held.get("prompts"), held.get("graph_code")
     known = isinstance(types, list) and bool(types) and {*map(str, types)} <= {*PROBLEM_TYPES}
-    faults = []
-    if not known:
-        expected, cure = f"a list of {', '.join(PROBLEM_TYPES)}", "problem_types: [math]"
-        faults.append(Fault(f"{where}: problem_types", expected, f"{types!r:.80}", cure))
-    if not _are_texts(prompts):
-        expected, cure = "an object from instances to texts", "prompts: {solve: Solve the problem.}"
-        faults.append(Fault(f"{where}: prompts", expected, f"{prompts!r:.80}", cure))
-    if not isinstance(held.get(code), str):
-        cure = "graph_code: |, with the class indented below it"
-        found = f"{held.get(code)!r:.80}"
-        faults.append(Fault(f"{where}: {code}", "Python: `class Workflow`", found, cure))
-    return faults
+    checks = (
+        ("problem_types", known, types, f"a list of {', '.join(PROBLEM_TYPES)}"),
+        ("prompts", _are_texts(prompts or {}), prompts, "an object from instances to texts"),
+        ("graph_code", isinstance(code, str), code, "Python: `class Workflow`"),
+    )
+    return [
+        Fault(f"{where}: {name}", expected, f"{found!r:.80}", f"correct {name}")
+        for name, holds, found, expected in checks
+        if not holds
+    ]
 
 
 def past_candidates(
@@ -126,14 +127,12 @@ def past_candidates(
         (rollout.reward, folder.name, kept)
         for folder in folders
         for rollout in read_rollouts(folder)
-        if isinstance(kept := rollout.kept.get("writer"), Mapping) and rollout.reward is not None
+        if _is_good(kept := rollout.kept.get("writer"), min_score) and rollout.reward is not None
     ]
     found: dict[str, list[Candidate]] = {}
     strangers = 0
     taken: set[tuple[str, str]] = set()
     for _, name, kept in sorted(past, key=lambda item: -item[0]):
-        if not _is_good(kept, min_score):
-            continue
         keys = by_text.get(kept["problem"], [])
         strangers += not keys
         for key in keys:
@@ -145,17 +144,14 @@ def past_candidates(
     return found, strangers
 
 
-def _is_good(kept: Mapping[str, Any], min_score: float) -> bool:
+def _is_good(kept: Any, min_score: float) -> bool:
     """Whether a rollout's notes are whole and tell of a graph that solved its problem."""
+    if not isinstance(kept, Mapping) or kept.get("level") != Level.CLEAN:
+        return False
     score = kept.get("score")
-    return (
-        kept.get("level") == Level.CLEAN
-        and isinstance(score, int | float)
-        and score >= min_score
-        and isinstance(kept.get("problem"), str)
-        and isinstance(kept.get("code"), str)
-        and _are_texts(kept.get("prompts"))
-    )
+    texts = {name: kept.get(name) for name in ("problem", "code")}
+    solved = isinstance(score, int | float) and score >= min_score
+    return solved and _are_texts(texts) and _are_texts(kept.get("prompts"))
 
 
 def _are_texts(prompts: Any) -> bool:

@@ -45,12 +45,9 @@ MAX_REASON, MAX_ANSWER = 300, 200
 class TrialEnding(StrEnum):
     """What became of a graph on one problem. The value is its word in files."""
 
-    REFUSED = "refused"
-    """The check refused it; it was not run."""
-    FAILED = "failed"
-    """It did not run to an answer as it was written."""
-    UNSCORED = "unscored"
-    """Its answer could not be scored, which says nothing about it."""
+    REFUSED = "refused"  # by the check; it was not run
+    FAILED = "failed"  # it did not run to an answer as it was written
+    UNSCORED = "unscored"  # its answer could not be scored, which says nothing about it
     SCORED = "scored"
 
 
@@ -133,32 +130,26 @@ class Untried(Exception):
     """A trial came to nothing for a reason that may pass: it is made again the next time."""
 
 
+@dataclass
 class _Recited:
     """A policy that writes one given text. It costs nothing and is in no budget."""
 
-    role = POLICY
-    model = "harvest"
-
-    def __init__(self, text: str) -> None:
-        self._text = text
+    text: str
+    role: str = POLICY
+    model: str = "harvest"
 
     async def complete(self, messages: Sequence[Message], **_: Any) -> Reply:
-        """The text, whatever is asked."""
-        return Reply(self._text, self.model, cost=0.0)
+        return Reply(self.text, self.model, cost=0.0)
 
 
 @dataclass
 class Harvest:
-    """One harvest.
+    """One harvest, by the prompt, operators, limits, executor and scoring of `workflow`.
 
     Args:
-        workflow: whose prompt, operators, limits, executor and scoring apply.
         problems: in the order in which their pairs are written.
         candidates: of a problem, from templates and runs.
-        trials, lessons: what was tried with the very same settings, and what the same teacher
-            answered.
-        auxiliary: auxiliary models by name, as the workflow takes them.
-        teacher: who is asked for graphs too; None: nobody.
+        trials, lessons: of the very same settings, and of the same teacher.
         seconds: that one trial may take, scoring included.
         seed: of the teacher's samples, and of the choice between equals.
         at_once: problems under way at the same time.
@@ -377,11 +368,10 @@ def choose(
 ) -> tuple[list[Trial], int, float | None]:
     """Which of the graphs that solved their problems become training pairs.
 
-    Of each problem the cheapest and simplest wins, that is the one with the highest reward. Left
-    at that, one graph would win nearly everywhere, and the policy would learn to recite it. So a
-    cap on each structure's share moves problems to another graph that solved them too, those
-    first for which it costs the least reward; what is still too much is dropped, the lowest
-    rewards first.
+    Of each problem the highest reward wins, that is the cheapest and simplest graph. So that the
+    policy does not learn to recite one graph, a cap on each structure's share moves problems to
+    another graph that solved them too, those first that lose the least reward by it; what is still
+    too much is dropped, the lowest rewards first.
 
     Args:
         solved: in the order of the problems.
@@ -415,7 +405,7 @@ def _move(kept: dict[str, list[Trial]], best: dict[str, dict[str, Trial]], share
     counts = Counter(item.structure or "" for items in kept.values() for item in items)
     for crowded in [name for name, count in counts.most_common() if count > most]:
         moves = sorted(
-            (_reward(item) - _reward(other), problem, target)
+            ((item.reward or 0.0) - (other.reward or 0.0), problem, target)
             for problem, items in kept.items()
             for item in items
             if item.structure == crowded
@@ -459,14 +449,9 @@ def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
 
 
 def _rank(item: Trial, seed: int) -> tuple[float, bytes]:
-    """The highest reward first; equals in an order by chance that is the same whenever the
-    harvest is repeated."""
+    """The highest reward first; equals by chance, but the same whenever it is repeated."""
     text = f"{seed}|{item.problem}|{item.text}"
-    return -_reward(item), hashlib.sha256(text.encode(errors="replace")).digest()
-
-
-def _reward(item: Trial) -> float:
-    return item.reward or 0.0
+    return -(item.reward or 0.0), hashlib.sha256(text.encode(errors="replace")).digest()
 
 
 def text_key(text: str) -> str:

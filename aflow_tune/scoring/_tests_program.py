@@ -107,9 +107,6 @@ class Solution:
         return value
 
 
-ONLY_TOGETHER = "it passes only in one process with its tests"
-
-
 class CountAsserts(ast.NodeTransformer):
     """Counts each assert that is reached."""
 
@@ -130,7 +127,7 @@ def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> dict:
     try:
         function = solution.ask("attribute", solution.module, entry_point)
         if not callable(function):
-            return {"passed": False, "reason": f"the program defines no function {entry_point}"}
+            return verdict(False, f"the program defines no function {entry_point}")
         offer(solution, tree, space)
         space["candidate"] = space[entry_point] = function
         exec(code, space)
@@ -138,27 +135,29 @@ def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> dict:
         if isinstance(check, types.FunctionType):
             check(*([function] if check.__code__.co_argcount else []))
     except CannotTell as error:
-        return {
-            "passed": None,
-            "reason": f"passes beside its tests, which cannot do without it: {error}",
-        }
+        return verdict(None, f"passes beside its tests, which cannot do without it: {error}")
     except SolutionEnded as error:
         wanted = {"SystemExit", "BaseException"} & named(tree)
-        reason = f"a call ended the program: {error}"
-        return {"passed": None if wanted else False, "reason": reason}
+        return verdict(None if wanted else False, f"a call ended the program: {error}")
     except Forged as error:
-        return {"passed": False, "reason": f"a call gave no value: {error}"[:500]}
+        return verdict(False, f"a call gave no value: {error}"[:500])
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"[:500]
         if plain and not solution.odd:  # then what passed together passes apart, or cheats
-            return {"passed": False, "reason": reason}
-        return {"passed": None, "reason": f"{ONLY_TOGETHER}: {reason}"}
+            return verdict(False, reason)
+        return verdict(None, f"it passes only in one process with its tests: {reason}")
     if not solution.calls or not reached:
-        return {"passed": None, "reason": "the tests called or asserted nothing"}
-    swallowed = unexpected(solution.raised, tree)
+        return verdict(None, "the tests called or asserted nothing")
+    # An exception that passed although the tests name none of its classes.
+    known = named(tree) - {"Exception", "BaseException", "object"}
+    swallowed = [names[0] for names in solution.raised if not known & set(names)]
     if swallowed:
-        return {"passed": False, "reason": f"a call raised {swallowed}, which no test names"}
-    return {"passed": True, "reason": ""}
+        return verdict(False, f"a call raised {swallowed[0]}, which no test names")
+    return verdict(True, "")
+
+
+def verdict(passed: Any, reason: str) -> dict:
+    return {"passed": passed, "reason": reason}
 
 
 def offer(solution: Solution, tree: ast.AST, space: dict) -> None:
@@ -207,15 +206,6 @@ PLAIN_SYNTAX = (
 )
 
 
-def unexpected(raised: list, tree: ast.AST) -> str:
-    """An exception that passed although the tests name none of its classes; else empty."""
-    of_all = {"Exception", "BaseException", "object"}
-    for names in raised:
-        if not (named(tree) - of_all) & set(names):
-            return str(names[0])
-    return ""
-
-
 def named(tree: ast.AST) -> set:
     """Every name and attribute that the tests mention."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -230,12 +220,11 @@ def main() -> None:
     entry_point = aflow_channel.receive()
     solution = Solution()
     try:
-        verdict = run(solution, entry_point, *texts)
-    except BaseException as error:
-        verdict = {"passed": None, "reason": f"the grader failed: {type(error).__name__}: {error}"}
-        if solution.calls:  # what the solution sent made it fail
-            verdict["passed"] = False
-    aflow_channel.send({"verdict": verdict})
+        found = run(solution, entry_point, *texts)
+    except BaseException as error:  # after a call, what the solution sent made it fail
+        passed = False if solution.calls else None
+        found = verdict(passed, f"the grader failed: {type(error).__name__}: {error}")
+    aflow_channel.send({"verdict": found})
 
 
 if __name__ == "__main__":

@@ -86,10 +86,8 @@ _OBJECTS: dict = {
 
 
 def _found(name: str) -> Any:
-    if name not in _OBJECTS:
-        raise ValueError(f"{name} is no class of objects that travel")
     module, _, kind = name.partition(".")
-    return getattr(importlib.import_module(module), kind)
+    return getattr(_module(module), kind) if _OBJECTS[name] else None
 
 
 def _builtin(name: str, base: type = object) -> Any:

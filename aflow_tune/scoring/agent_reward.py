@@ -17,7 +17,7 @@ from aflow_tune.sections import AgentRewardSection
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call: the tool's name, and its arguments as far as they are known."""
+    """One call; its arguments as far as they are known."""
 
     name: str
     arguments: Any = None
@@ -25,15 +25,13 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentRun:
-    """What an agent did for one task."""
+    """What an agent did for one task: how far it was completed, in [0, 1]; its tool calls; `steps`,
+    the model's answers, those without a tool call included; how many could not be read."""
 
     completion: float
-    """How far the task was completed, in [0, 1]."""
     calls: Sequence[ToolCall] = ()
     steps: int = 0
-    """Answers of the model, those without a tool call included."""
     format_errors: int = 0
-    """Answers that could not be read, such as a call with malformed arguments."""
     timed_out: bool = False
 
 
@@ -91,15 +89,12 @@ def agent_reward(
 
 
 def tool_accuracy(called: Sequence[str], wanted: Sequence[str]) -> float:
-    """F1 of the set of tools called against the set wanted.
-
-    Where none was wanted: 1.0 if none was called, else 0.5.
-    """
+    """F1 of the set of tools called against the set wanted; where none was wanted, 1.0 if none was
+    called, else 0.5."""
     given, expected = set(called), set(wanted)
     if not expected:
         return 0.5 if given else 1.0
-    shared = len(given & expected)
-    return 2 * shared / (len(given) + len(expected))
+    return 2 * len(given & expected) / (len(given) + len(expected))
 
 
 def efficiency(steps: int, optimal_steps: int) -> float:

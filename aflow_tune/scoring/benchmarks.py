@@ -77,7 +77,7 @@ class Benchmark:
         return rows.read_hub(self.hub, split)
 
     async def check_gold(self, row: Row, policy: str = "auto") -> dict[Rule, Score]:
-        """How the row's own gold answer scores by both rules: 1.0 unless the data is faulty."""
+        """How the row's own gold answer scores: 1.0 unless the data is faulty."""
         try:
             answer = self.gold(row)
         except CannotScore as error:
@@ -93,12 +93,7 @@ async def score_answer(
     *,
     policy: str = "auto",
 ) -> Score:
-    """The score of one answer by one rule.
-
-    Raises:
-        BadInput: no benchmark has that name, or the row lacks its fields.
-        SandboxUnavailable: the answer is code and nothing here may run it.
-    """
+    """The score of one answer by one rule. Raises as `score_both`."""
     return await _score(_checked(benchmark, row), row, answer, rule, policy)
 
 
@@ -204,11 +199,9 @@ _PROGRAMS: dict[Rule, Callable[[str, str], str]] = {
 
 
 def _told_by_published(row: Row, answer: str, passes: bool) -> bool:
-    """Whether the published verdict tells how the strict program does beside its tests.
-
-    It does if both rules run the same program, unless that fails and the strict rule gives it more
-    of the prompt, or keeps its names apart from those of the tests.
-    """
+    """Whether the published verdict tells how the strict program does beside its tests: both rules
+    run the same program, unless that fails and the strict rule gives it more of the prompt, or
+    keeps its names apart from those of the tests."""
     entry_point = row["entry_point"]
     try:
         programs = [program_in(answer, entry_point) for program_in in _PROGRAMS.values()]
@@ -361,15 +354,13 @@ class Scores:
 async def score_all(
     benchmark: Benchmark, given: Sequence[Row], answers: Sequence[str], *, policy: str = "auto"
 ) -> Scores:
-    """Score `answers`, one a row. Raises SandboxUnavailable: the answers are code and nothing here
-    may run it."""
+    """Score `answers`, one a row. Raises SandboxUnavailable."""
     pairs = zip(given, answers, strict=True)
     return await _gather([score_both(benchmark, *pair, policy=policy) for pair in pairs])
 
 
 async def score_gold(benchmark: Benchmark, given: Sequence[Row], *, policy: str = "auto") -> Scores:
-    """Score each row's own gold answer: all 1.0 unless the data is faulty. Raises
-    SandboxUnavailable: the answers are code and nothing here may run it."""
+    """Score each row's own gold answer: all 1.0 unless the data is faulty."""
     return await _gather([benchmark.check_gold(row, policy=policy) for row in given])
 
 

@@ -39,12 +39,7 @@ class Refused(ValueError):
 
 
 def check_expression(code: str) -> None:
-    """Refuse Python that is more than a mathematical expression.
-
-    Raises:
-        Refused: with what it was refused for.
-        SyntaxError: it is no Python expression.
-    """
+    """Raises Refused: it is more than a mathematical expression; SyntaxError: it is no Python."""
     allowed_texts: set[int] = set()
     for node in ast.walk(ast.parse(code.strip(), mode="eval")):
         if not isinstance(node, _NODES):
@@ -56,11 +51,8 @@ def check_expression(code: str) -> None:
                 raise Refused("a call of something without a plain name")
             if node.func.id in _TAKE_TEXT:
                 allowed_texts.update(id(argument) for argument in node.args)
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, (str, bytes))
-            and id(node) not in allowed_texts
-        ):
+        text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+        if text and id(node) not in allowed_texts:
             raise Refused("a text in an expression")
 
 

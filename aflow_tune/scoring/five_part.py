@@ -104,10 +104,8 @@ def format_part(answer: str, form: str = r"\S") -> float:
 
 
 def repetition_part(answer: str) -> float:
-    """The share of the answer's runs of four words that are not repeats of one before.
-
-    1 for an answer of fewer words. Words are compared without case.
-    """
+    """The share of the answer's runs of four words, compared without case, that are not repeats of
+    one before; 1 for an answer of fewer words."""
     words = answer.lower().split()
     runs = [tuple(words[start : start + NGRAM]) for start in range(len(words) - NGRAM + 1)]
     return len(set(runs)) / len(runs) if runs else 1.0

@@ -26,8 +26,7 @@ _CHILD = AskedProcess("aflow_tune.scoring.gym", "reasoning-gym", CPU_SECONDS)
 
 
 def require_task(name: str) -> None:
-    """Check that the library is there and knows the task. Raises BadInput: it is not, or does
-    not."""
+    """Raises BadInput: the library is not there, or does not know the task."""
     where = f"benchmark {PREFIX}{name}"
     if importlib.util.find_spec("reasoning_gym") is None:
         title, fix = (
@@ -51,8 +50,7 @@ def task_names() -> tuple[str, ...]:
 
 
 def make_rows(task: str, size: int, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
-    """`size` rows of a task: `question`, `answer`, `metadata`; the same for the same seed. Raises
-    BadInput: the library is absent, or the task unknown."""
+    """`size` rows of a task: `question`, `answer`, `metadata`; the same for the same seed."""
     require_task(task)
     import reasoning_gym
 
@@ -60,12 +58,7 @@ def make_rows(task: str, size: int, seed: int = 0, **settings: Any) -> list[dict
 
 
 def score_published(task: str, answer: str, row: Mapping[str, Any]) -> Score:
-    """The verifier's score.
-
-    Raises:
-        Undecided: it took too long.
-        QuestionFailed: it raised an exception.
-    """
+    """The verifier's score. Raises Undecided: it took too long; QuestionFailed: it raised."""
     value = min(1.0, max(0.0, float(_CHILD.ask(task, answer, dict(row)))))
     return Score(value, "" if value == 1 else "the verifier of reasoning-gym says so")
 

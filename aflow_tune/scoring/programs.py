@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 import re
 import warnings
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ _FENCED = re.compile(
 )
 
 
+_NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
 class NoProgram(ValueError):
     """The answer has no program, or more than one."""
 
@@ -33,7 +37,7 @@ def published_program(answer: str, entry_point: str) -> str:
     code = _longest_run(answer)
     try:
         return _reachable(_parse(code), entry_point)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except _NO_PYTHON:
         return code
 
 
@@ -42,13 +46,13 @@ def strict_program(answer: str, entry_point: str) -> str:
     point, or several different programs."""
     if len(answer) > MAX_CHARACTERS:
         raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
-    if is_python(answer):
+    if _fault(answer) is None:
         return answer
     blocks = [match[2] for match in _FENCED.finditer(answer)]
     programs = {
         ast.dump(_parse(block)): block
         for block in blocks
-        if is_python(block) and entry_point in _defined(_parse(block))
+        if _fault(block) is None and entry_point in _defined(_parse(block))
     }
     if not programs:
         raise NoProgram(f"no Python program that defines {entry_point}")
@@ -59,11 +63,9 @@ def strict_program(answer: str, entry_point: str) -> str:
 
 def same_program(first: str, second: str) -> bool:
     """Whether two texts are the same Python, but for layout and comments."""
-    if first == second:
-        return True
     try:
-        return ast.dump(_parse(first)) == ast.dump(_parse(second))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return first == second or ast.dump(_parse(first)) == ast.dump(_parse(second))
+    except _NO_PYTHON:
         return False
 
 
@@ -71,38 +73,29 @@ def may_clash(program: str, tests: str) -> bool:
     """Whether one may change what a global name means to the other."""
     try:
         return bool(_defined(_parse(program)) & (_defined(_parse(tests)) | vars(builtins).keys()))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except _NO_PYTHON:
         return True
 
 
 def helpers_of(prompt: str, entry_point: str) -> str:
-    """What a prompt defines beside the entry point: its imports and other functions.
-
-    Empty where the prompt is not Python, as a task in words.
-    """
-    if not is_python(prompt):
+    """What a prompt defines beside the entry point: its imports and other functions. Empty where
+    the prompt is not Python, as a task in words."""
+    if _fault(prompt) is not None:
         return ""
     kept = [node for node in _parse(prompt).body if getattr(node, "name", "") != entry_point]
     return ast.unparse(ast.Module(body=kept, type_ignores=[]))
-
-
-def is_python(text: str) -> bool:
-    """Whether the text can be parsed."""
-    return _fault(text) is None
 
 
 def _longest_run(text: str) -> str:
     # A text that is Python as a whole is its own longest run, up to blank lines around it.
     if len(text) > MAX_CHARACTERS:
         raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
-    if is_python(text):
+    if _fault(text) is None:
         return text
     lines = text.split("\n")
     if len(lines) > MAX_SEARCH_LINES:
         raise NoProgram(f"no Python as a whole, and more than {MAX_SEARCH_LINES} lines")
-    filled = [0]
-    for line in lines:
-        filled.append(filled[-1] + bool(line.strip()))
+    filled = [0, *itertools.accumulate(bool(line.strip()) for line in lines)]
     # The first of the longest, in the order in which the published loop meets them.
     runs = sorted(
         (filled[first] - filled[last], first, last)
@@ -118,9 +111,10 @@ def _longest_run(text: str) -> str:
         fault = _fault("\n".join(lines[first:last]))
         if fault is None:
             return "\n".join(lines[first:last])
-        if fault.msg == "invalid syntax" and fault.lineno:
+        line = getattr(fault, "lineno", None)
+        if line and getattr(fault, "msg", "") == "invalid syntax":
             # Nothing that goes on like this up to that line can be parsed.
-            hopeless[first] = first + fault.lineno - 1
+            hopeless[first] = first + line - 1
         parsed += last - first
         if parsed > MAX_PARSED_LINES:
             raise NoProgram(f"none found within {MAX_PARSED_LINES:,} parsed lines")
@@ -133,26 +127,19 @@ def _parse(text: str) -> ast.Module:
         return ast.parse(text)
 
 
-def _fault(text: str) -> SyntaxError | None:
+def _fault(text: str) -> Exception | None:
     """Why the text is no Python, or None if it is."""
     try:
         _parse(text)
-    except SyntaxError as error:
+    except _NO_PYTHON as error:
         return error
-    except (ValueError, RecursionError, MemoryError) as error:
-        return SyntaxError(str(error))
     return None
 
 
 def _reachable(tree: ast.Module, entry_point: str) -> str:
     """Imports, and definitions that the entry point refers to, directly or through others."""
-    imports: list[str] = []
-    definitions: list[tuple[str, ast.stmt]] = []
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            imports.append(ast.unparse(node))
-        else:
-            definitions += [(name, node) for name in _names(node)]
+    imported = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    definitions = [(name, node) for node in tree.body for name in _names(node)]
     known = {name for name, _ in definitions}
     uses: dict[str, set[str]] = {name: set() for name in known}
     for name, node in definitions:
@@ -166,7 +153,8 @@ def _reachable(tree: ast.Module, entry_point: str) -> str:
         if name not in reached:
             reached.add(name)
             waiting.extend(uses[name])
-    return "\n".join(imports + [ast.unparse(node) for name, node in definitions if name in reached])
+    kept = [*imported, *(node for name, node in definitions if name in reached)]
+    return "\n".join(map(ast.unparse, kept))
 
 
 def _names(node: ast.stmt) -> Iterator[str]:

@@ -64,8 +64,7 @@ def reward_faults(settings: RewardsSection) -> Iterable[Fault]:
 
 
 def benchmark_of(row: Mapping[str, Any]) -> Benchmark:
-    """The benchmark that a row belongs to: its field `benchmark`, or `rewards.benchmark`. Raises
-    BadInput: neither names one, or not one that there is."""
+    """The benchmark of a row: its field `benchmark`, or `rewards.benchmark`. Raises BadInput."""
     name = row.get("benchmark") or reward_settings().benchmark
     if name is None:
         title = "A row without a benchmark cannot be scored."
@@ -80,13 +79,8 @@ def logged(scores: Mapping[Rule, Score]) -> dict[str, float]:
 
 
 def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """The weighted mean of the parts that are known, in [0, 1] if they are.
-
-    A part that is None is unknown, not 0: its weight falls to the others in their proportion.
-
-    Raises:
-        Unscored: no part with a weight above 0 is known.
-    """
+    """The weighted mean of the parts that are known, in [0, 1] if they are. A part that is None is
+    unknown, not 0: its weight falls to the others. Raises Unscored: none is known."""
     known = {name: value for name, value in parts.items() if value is not None}
     total = sum(weights[name] for name in known)
     if total <= 0:
@@ -102,8 +96,7 @@ def scored(score: Score) -> float:
 
 
 def text_of(response: Any) -> str:
-    """The text of what a workflow returned: a text, or an AgentScope message's. Raises TypeError:
-    it is neither."""
+    """What a workflow returned, a text or an AgentScope message, as text. Raises TypeError."""
     if response is None or isinstance(response, str):
         return response or ""
     if hasattr(response, "get_text_content"):
