@@ -24,10 +24,7 @@ from harvest_project import (
 )
 
 from aflow_tune.errors import BudgetReached
-from aflow_tune.harvest.candidates import (
-    Problem,
-    past_candidates,
-)
+from aflow_tune.harvest.candidates import Problem, past_candidates
 from aflow_tune.harvest.harvest import Journal, Trial, TrialEnding, choose
 from aflow_tune.report.records import Rollout, append_rollout
 from aflow_tune.tuning import harvest_config

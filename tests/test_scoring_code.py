@@ -134,8 +134,8 @@ def test_objects_of_the_solution_can_be_handed_back() -> None:
     assert _check(pairs, "assert f([Pair(1, 2), Pair(3, 4)]) == 14").passed is True
 
 
-# Programs that return or take what is no plain value. Each case is a right program, what a wrong one
-# does otherwise, and its tests. The published rule gives the field's verdict; the strict one scores
+# Programs that return or take what is no plain value: a right program, what a wrong one does
+# otherwise, and its tests. The published rule gives the field's verdict; the strict one scores
 # 1 where it can tell from another process, else nothing; what is wrong is 0 by it too.
 
 

@@ -12,11 +12,7 @@ from project import run_dir, write_project
 from scripted_server import ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from writer_samples import ONE, RAISES, TWO, text, writer
 
-from aflow_tune.engines.trinity.rollout.operators import (
-    CALLER_KEY,
-    STATE_KEY,
-    AnchorRate,
-)
+from aflow_tune.engines.trinity.rollout.operators import CALLER_KEY, STATE_KEY, AnchorRate
 from aflow_tune.writer.prompting import KEEP
 
 # isort: split
@@ -32,8 +28,7 @@ def rollouts(
         frozen = ScriptedModel(executor.url, name="executor")
         runner = ScriptedRunner(ScriptedModel(policy.url), [frozen], "sequential")
         task = make_task(
-            writer(**{**SETTINGS, **settings}),
-            run_dir=None if folder is None else str(folder),
+            writer(**{**SETTINGS, **settings}), run_dir=None if folder is None else str(folder)
         )
         status, payload = asyncio.run(runner.run_task(task, "1", repeat_times=runs))
         assert status.ok, status.message

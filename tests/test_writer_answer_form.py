@@ -17,10 +17,7 @@ from aflow_tune.writer.form import as_text
 from aflow_tune.writer.templates import TEMPLATES
 from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK
 
-_CODE = {
-    "entry_point": "square",
-    "test": "def check(candidate):\n    assert candidate(3) == 9\n",
-}
+_CODE = {"entry_point": "square", "test": "def check(candidate):\n    assert candidate(3) == 9\n"}
 _PROGRAM = "def square(x):\n    return x * x\n"
 # By benchmark: a row, the answer in the form asked for, and the bare value.
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -126,10 +126,7 @@ FAILING = {
     "endless": ("while True: pass", GraphEnding.TIMED_OUT),
     "asleep": ("import time; time.sleep(60)", GraphEnding.TIMED_OUT),
     "memory": ("return len('x' * 10**9), 0", GraphEnding.RAISED),
-    "calls": (
-        "for _ in range(30): await self.solve(input=problem)",
-        GraphEnding.TOO_MANY_CALLS,
-    ),
+    "calls": ("for _ in range(30): await self.solve(input=problem)", GraphEnding.TOO_MANY_CALLS),
     "gathered": (
         "import asyncio; await asyncio.gather(*[self.solve(input='x') for _ in range(90)])",
         GraphEnding.TOO_MANY_CALLS,
@@ -146,8 +143,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n == "asleep" else n for n in FAILING],
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "asleep" else n for n in FAILING]
 )
 def test_a_graph_that_fails_while_it_runs_is_replaced_by_a_simpler_one(name: str) -> None:
     body, ending = FAILING[name]

@@ -56,10 +56,7 @@ def test_as_it_should_be(text: str) -> None:
         (f"{{'prompts': {json.dumps(TEXTS)}, 'graph_code': '''{GRAPH}'''", "not escaped"),
         (f'{{"prompts": {json.dumps(TEXTS)}, "graph_code": "{GRAPH}"}}', "not escaped"),
         (f'{{"graph_code": "{GRAPH}", "prompts": {json.dumps(TEXTS)}}}', "not escaped"),
-        (
-            f"{{\n// texts\n{WHOLE[1:-1]}, # done\n/* no more */}}",
-            "mended",
-        ),
+        (f"{{\n// texts\n{WHOLE[1:-1]}, # done\n/* no more */}}", "mended"),
         (f"{{ # texts\n{WHOLE[1:]}", "mended"),
         (f'{WHOLE[:-1]}, "ok": True, "more": None}}', "mended"),
         (json.dumps({"workflow": PARTS}), "inside another"),

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aflow_tune.operators import OPERATORS
-from aflow_tune.writer.prompting import (
-    PLACEHOLDERS,
-    Turn,
-    policy_messages,
-    template_faults,
-)
+from aflow_tune.writer.prompting import PLACEHOLDERS, Turn, policy_messages, template_faults
 from aflow_tune.writer.types import CheckLimits
 
 LIMITS = CheckLimits(model_calls=6)

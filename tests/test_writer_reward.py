@@ -80,13 +80,7 @@ def test_no_fallback_earns_what_any_clean_run_earns() -> None:
             if level is Level.CLEAN and (form is None or refusals):
                 continue  # what was refused does not run
             found = writer_reward(
-                score,
-                answer,
-                usage,
-                level=level,
-                form=form,
-                refusals=refusals,
-                settings=chosen,
+                score, answer, usage, level=level, form=form, refusals=refusals, settings=chosen
             ).reward
             assert chosen.lowest <= found <= chosen.highest + 1e-9
             (clean if level is Level.CLEAN else fallbacks).append(found)

@@ -94,7 +94,6 @@ def read_templates(folder: Path, where: str) -> list[Template]:
 
 
 def _faults_of(held: Any, where: str) -> list[Fault]:
-    """What keeps the content of a file from being a template."""
     if not isinstance(held, Mapping):
         cure = "write problem_types, prompts and graph_code"
         return [Fault(where, "an object", f"{held!r:.80}", cure)]
@@ -145,7 +144,6 @@ def past_candidates(
 
 
 def _is_good(kept: Any, min_score: float) -> bool:
-    """Whether a rollout's notes are whole and tell of a graph that solved its problem."""
     if not isinstance(kept, Mapping) or kept.get("level") != Level.CLEAN:
         return False
     score = kept.get("score")

@@ -221,7 +221,6 @@ class Harvest:
         return rows, counts
 
     def _messages(self, problem: Problem) -> list[dict[str, str]]:
-        """What the policy is asked about a problem."""
         form = self.workflow.answer_form_of(problem.row)
         asked = problem.text, problem.problem_type, problem.entry_point
         return self.workflow.messages(*asked, answer_form=form)
@@ -244,7 +243,6 @@ class Harvest:
         self._found[key] = trial
 
     async def _learn(self, problem: Problem, number: int) -> None:
-        """Ask the teacher, unless it has answered, and try what it wrote."""
         assert self.teacher is not None
         messages = self._messages(problem)
         asked = question_key(messages)

@@ -249,7 +249,6 @@ def _hotpotqa_question(row: Row) -> str:
 def _by(
     strict: Callable[[str, str], Score], published: Callable[[str, str], Score], reference: str
 ) -> dict[Rule, Scorer]:
-    """Both rules, each from an answer and the row's reference."""
     return {
         "strict": lambda answer, row: strict(answer, row[reference]),
         "published": lambda answer, row: published(answer, row[reference]),

@@ -32,7 +32,6 @@ def shallow_boxed(text: str) -> list[str]:
 
 
 def _content(rest: str) -> str | None:
-    """What stands in the box that opens where `rest` begins."""
     if not rest.startswith("{"):
         words = rest.split("$")[0].split()
         return words[0] if words else None

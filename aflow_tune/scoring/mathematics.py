@@ -88,7 +88,6 @@ def score_strict(answer: str, solution: str) -> Score:
 
 
 def _distinct(boxes: list[str]) -> list[str]:
-    """The reference's boxes without those that are equal to one before."""
     kept: list[str] = []
     for box in boxes:
         if not any(equal_answers(box, other) for other in kept):
@@ -97,7 +96,6 @@ def _distinct(boxes: list[str]) -> list[str]:
 
 
 def _fault(answer: str, truth: str) -> str:
-    """Why the answer is not the one that the reference gives; empty where it is."""
     given, expected = read(answer), read(truth)
     if open_choice := _open_choice(answer, given, truth, expected):
         return open_choice
@@ -134,7 +132,6 @@ def _is_several(reading: Reading) -> bool:
 
 
 def _values(reading: Reading) -> str:
-    """The values of which a reading consists, without the names of unknowns."""
     if isinstance(reading, str):
         return reading
     return " ; ".join(map(_values, reading[2 if reading[0] == "named" else 1 :]))
@@ -259,7 +256,6 @@ def _inequality(sides: list[str], relations: list[str]) -> Reading | None:
 
 
 def _is_range(entry: Reading) -> bool:
-    """Whether it was an inequality of one unknown."""
     return kind_of(entry) == "named" and kind_of(entry[2]) in ("union", "()", "(]", "[)", "[]")
 
 
@@ -278,13 +274,11 @@ def value_of(entry: Reading) -> Reading:
 
 
 def _flat(items: list[Reading]) -> Reading:
-    """One list without lists inside; one entry stands for itself."""
     flat = [part for item in items for part in (item[1:] if kind_of(item) == "list" else (item,))]
     return flat[0] if len(flat) == 1 else ("list", *flat)
 
 
 def _unsigned(item: Reading) -> Reading:
-    """`+\\infty` is `\\infty`."""
     return item.lstrip("+ ") if isinstance(item, str) else item
 
 
@@ -304,7 +298,6 @@ def _cut(text: str, separator: str) -> tuple[list[str], list[str]]:
 
 
 def _balanced(inside: str) -> bool:
-    """Whether no bracket closes that was opened outside."""
     depth = 0
     for found in re.finditer(_BRACKETS, inside):
         depth += 1 if found["open"] else -1

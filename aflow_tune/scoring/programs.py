@@ -128,7 +128,6 @@ def _parse(text: str) -> ast.Module:
 
 
 def _fault(text: str) -> Exception | None:
-    """Why the text is no Python, or None if it is."""
     try:
         _parse(text)
     except _NO_PYTHON as error:
@@ -158,7 +157,6 @@ def _reachable(tree: ast.Module, entry_point: str) -> str:
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
-    """The names that the published rule takes a statement to define."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         yield node.name
     elif isinstance(node, ast.Assign):

@@ -82,7 +82,6 @@ def _product(count: float, turns: float) -> float:
 
 
 def _larger(costs: Iterable[Cost | None]) -> Cost | None:
-    """The larger of both figures; None where there is none."""
     known = [cost for cost in costs if cost is not None]
     return Cost(*map(max, *known, Cost())) if known else None
 
@@ -196,7 +195,6 @@ class WorstCase:
     # Expressions
 
     def _parts(self, node: ast.AST) -> Cost:
-        """Of everything directly in a statement or an expression."""
         parts = [part for part in children(node) if isinstance(part, (ast.expr, ast.keyword))]
         return Cost().plus(*(self._expression(part) for part in parts))
 
@@ -259,7 +257,6 @@ class WorstCase:
         return Cost(1, most)
 
     def _told(self, value: Any) -> Any:
-        """An option or argument of an operator, the most of a number; None if it is not known."""
         most = self._most(value) if isinstance(value, ast.expr) else value
         return None if most in (math.inf, -math.inf) else most
 
@@ -384,7 +381,6 @@ class WorstCase:
 
 
 def _whole(node: ast.expr) -> int | None:
-    """A whole number that is written out."""
     negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
     number = node.operand if negative else node  # type: ignore[attr-defined]
     if not isinstance(number, ast.Constant) or type(number.value) is not int:
@@ -407,7 +403,6 @@ def _never_ends(node: ast.While) -> bool:
 
 
 def _most_calls(kind: type[Operator], retries: int, settings: dict[str, Any]) -> int:
-    """What one call of an operator may ask of models."""
     try:
         most = kind.most_calls(retries=retries, **settings)
     except Exception:  # a user's operator that does not take what it is told
@@ -416,7 +411,6 @@ def _most_calls(kind: type[Operator], retries: int, settings: dict[str, Any]) ->
 
 
 def _bound_of(cost: Cost, limits: CheckLimits) -> Bound:
-    """The bound that a cost means, with the most tokens that each call may have."""
     model_calls = int(cost.model_calls)
     prompt = model_calls * limits.call_prompt_tokens
     completion = model_calls * limits.call_completion_tokens

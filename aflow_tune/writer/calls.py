@@ -34,14 +34,7 @@ from aflow_tune.writer.allowed import (
     why_forbidden,
 )
 from aflow_tune.writer.source import FUNCTIONS, Source, is_self, options_of
-from aflow_tune.writer.types import (
-    MAX_REFUSALS,
-    RefusalKind,
-    Refusals,
-    did_you_mean,
-    listed,
-    shown,
-)
+from aflow_tune.writer.types import MAX_REFUSALS, RefusalKind, Refusals, did_you_mean, listed, shown
 
 K = RefusalKind
 _MODEL_ATTRIBUTES = frozenset(name for name in dir(inside.Model) if not name.startswith("_")) | {
@@ -160,7 +153,6 @@ class CallCheck:
             self._operator(node, node.id)
 
     def _operator(self, node: ast.AST, name: str) -> None:
-        """`operator.NAME`."""
         if name not in self.operators:
             near, all_ = did_you_mean(name, self.operators), listed(self.operators, 30)
             message = f"there is no operator {name:.60}{near}; a graph may use {all_}"
@@ -250,7 +242,6 @@ class CallCheck:
             self.refuse(K.UNKNOWN_NAME, message, node)
 
     def _prompt(self, node: ast.AST, name: str, text: str) -> None:
-        """`prompt_custom.NAME` or `self.prompts["NAME"]`."""
         self.used_prompts.add(name)
         there = name in self.prompts or (self.own_prompts and text.startswith("self."))
         if not there and node in self.shape.certain:  # else a run that comes here says so
@@ -394,7 +385,6 @@ class CallCheck:
             self._get(node, node.func.value)  # type: ignore[attr-defined]
 
     def _get(self, node: ast.Call, owner: ast.expr) -> None:
-        """`owner.get(key)`."""
         key = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
         if not isinstance(key, str):
             return
@@ -444,7 +434,6 @@ class CallCheck:
             self._of_self(node, name.value)
 
     def _build(self, node: ast.Call, name: str) -> None:
-        """`operator.Custom(self.llm)`."""
         example = f"write operator.{name}(self.llm)"
         words = {word.arg: word.value for word in node.keywords}
         first = node.args[0] if node.args else words.get("llm")
@@ -500,7 +489,6 @@ class CallCheck:
         return None if fits and (node.args or node.keywords) else (said, node)
 
     def _is_text(self, node: ast.expr) -> bool:
-        """Whether an expression is plainly one text, or one result."""
         if isinstance(node, ast.Subscript) and self.source.results(node.value):
             return True
         values = self.source.values(node)
@@ -510,7 +498,6 @@ class CallCheck:
         return text or isinstance(node, ast.JoinedStr) or bool(self.source.results(node))
 
     def _misfit(self, function: Function | ast.Lambda, node: ast.Call) -> str:
-        """What of a call does not fit the function of the graph that it goes to."""
         spread = any(isinstance(item, ast.Starred) for item in node.args)
         if spread or any(word.arg is None for word in node.keywords):
             return ""
@@ -567,7 +554,6 @@ class Facts:
 
 
 def _problem_of(kind: type[Operator], name: str, options: Mapping[str, Any]) -> str:
-    """What an operator says about its options; empty where it takes them."""
     try:
         kind(ScriptedModel([]), name="checked", **options)
     except BadInput as error:

@@ -156,8 +156,7 @@ class _Found:
         texts = {name: value for name, value in given.items() if isinstance(value, str)}
         refusals = [
             Refusal(
-                RefusalKind.PROMPT,
-                f"the prompt of {name!r:.60} is {_named(value)}; write its text",
+                RefusalKind.PROMPT, f"the prompt of {name!r:.60} is {_named(value)}; write its text"
             )
             for name, value in given.items()
             if name not in texts
@@ -306,7 +305,6 @@ def _python(text: str) -> _Found | None:
 
 
 def _unfenced(text: str) -> str:
-    """The inside of a reply that is one fenced block and nothing else."""
     blocks = list(fenced_blocks(text)) if text.startswith("```") else []
     whole = len(blocks) == 1 and blocks[0].start == 0 and blocks[0].end == len(text)
     return blocks[0].code if whole else text

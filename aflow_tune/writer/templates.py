@@ -82,9 +82,7 @@ def templates_for(
 
 
 def default_graph(
-    problem_type: str,
-    operators: Mapping[str, type[Operator]] = OPERATORS,
-    entry_point: bool = True,
+    problem_type: str, operators: Mapping[str, type[Operator]] = OPERATORS, entry_point: bool = True
 ) -> Graph:
     """The default workflow of a type of problem, of the allowed operators only.
 
@@ -208,7 +206,6 @@ def _can_answer(kind: type[Operator], have: set[str]) -> bool:
 
 
 def _parameters(kind: type[Operator]) -> dict[str, bool]:
-    """Names of the arguments of a call, and whether they have to be given."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     items = list(inspect.signature(kind.__call__).parameters.values())[1:]
     return {item.name: item.default is item.empty for item in items if item.kind not in variable}

@@ -275,7 +275,6 @@ class WriterWorkflow:
         return []
 
     def _benchmark_of(self, task: Mapping[str, Any]) -> str | None:
-        """The benchmark that scores a row's answer; None where a function does."""
         if self.score is not None:
             return None
         name = task.get("benchmark") or self.benchmark
@@ -335,7 +334,6 @@ class WriterWorkflow:
         return TurnResult(text, verdict, executed, usage_of(trace, executed), len(calls))
 
     def _client(self, role: str, auxiliary_models: Mapping[str, Any]) -> ModelClient:
-        """A frozen model: given here, an auxiliary model, or of the configuration's `models:`."""
         client = self.clients.get(role)
         if client is None and role in auxiliary_models:
             name = EXECUTOR_ROLE if role == self.executor else role
@@ -485,7 +483,6 @@ def check_limits(
 
 
 def _roles(section: WriterSection) -> list[str]:
-    """Of the frozen models, each once."""
     return list(dict.fromkeys([section.executor or "", *section.models.values()]))
 
 
@@ -513,8 +510,6 @@ def _prices(
 
 @dataclass
 class _Faults:
-    """Collects what is wrong with a section `writer`, as `writer_from_config` takes it."""
-
     section: WriterSection
     settings: Mapping[str, ModelSettings]
     auxiliary: Mapping[str, AuxiliaryModel]
