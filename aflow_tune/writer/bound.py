@@ -37,7 +37,6 @@ _READING = _SAME_LENGTH | {
     *("len", "zip", "sum", "min", "max", "any", "all", "str", "print", "isinstance", "bool"),
     *("repr", "random.choice", "random.sample", "asyncio.gather", "json.dumps"),
 }
-_READING_METHODS = frozenset(("index", "count", "items", "keys", "values", "get", "copy"))
 _READS = (
     ast.For, ast.comprehension, ast.Compare, ast.FormattedValue, ast.Starred, ast.If, ast.While,
     ast.UnaryOp, ast.BinOp, ast.Expr,
@@ -157,10 +156,7 @@ class WorstCase:
             return self._loop(node, Cost(), self._length(node.iter)).after(before)
         if isinstance(node, ast.While):
             if _never_ends(node):
-                message = (
-                    "this `while` never ends; write `for _ in range(3):`, or a `break` that is "
-                    "reached"
-                )
+                message = "this `while` never ends; write a `for`, or a `break` that is reached"
                 self.refusals.add(RefusalKind.UNBOUNDED, message, node)
             test = self._expression(node.test)
             return self._loop(node, test, math.inf).after(test)
@@ -364,17 +360,15 @@ class WorstCase:
             around = source.parent.get(use)
             if isinstance(around, ast.keyword):
                 around = source.parent.get(around)
-            if isinstance(around, ast.Attribute):
-                reads = around.attr in _READING_METHODS
-            elif isinstance(around, ast.Call):
-                reads = bool(source.handles(around)) or (
-                    source.python_name(around.func) in _READING
-                    or getattr(around.func, "attr", "") == "join"
-                )
+            reads = isinstance(around, _READS)
+            if isinstance(around, ast.Call):
+                python = source.python_name(around.func) in _READING
+                joins = getattr(around.func, "attr", "") == "join"
+                reads = python or joins or bool(source.handles(around))
             elif isinstance(around, ast.Subscript):
-                reads = around.value is not use or isinstance(around.ctx, ast.Load)
-            else:
-                reads = isinstance(around, _READS)
+                reads = isinstance(around.ctx, ast.Load)
+            elif isinstance(around, ast.Attribute):
+                reads = around.attr in ("items", "keys", "values", "get", "index", "count")
             if not reads:
                 return False
         return True

@@ -211,11 +211,9 @@ class CallCheck:
 
     def _is_logger(self, node: ast.expr) -> bool:
         values = [node] if isinstance(node, ast.Call) else self.source.values(node) or []
+        made = [getattr(value, "func", value) for value in values]
         makers = ("getLogger", "logging.Logger")
-        return any(
-            isinstance(value, ast.Call) and self.source.python_name(value.func).endswith(makers)
-            for value in values
-        )
+        return any(self.source.python_name(maker).endswith(makers) for maker in made)
 
     def _of_self(self, node: ast.AST, name: str) -> None:
         known = [*sorted(self.source.set_on_self), *self.source.methods, "prompts", "__class__"]

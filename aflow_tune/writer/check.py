@@ -14,6 +14,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from aflow_tune.graph import inside
@@ -92,19 +93,15 @@ def check_graph_of(
     return Verdict(written, check.graph, check.refusals.in_order(), check.bound)
 
 
+@dataclass
 class _Check:
-    def __init__(
-        self,
-        written: Written,
-        operators: Mapping[str, type[Operator]],
-        problem_type: str | None,
-        limits: CheckLimits,
-    ) -> None:
-        self.written, self.operators = written, operators
-        self.problem_type, self.limits = problem_type, limits
-        self.refusals = Refusals()
-        self.graph: Graph | None = None
-        self.bound: Bound | None = None
+    written: Written
+    operators: Mapping[str, type[Operator]]
+    problem_type: str | None
+    limits: CheckLimits
+    refusals: Refusals = field(default_factory=Refusals)
+    graph: Graph | None = None
+    bound: Bound | None = None
 
     def too_large(self, what: str) -> None:
         self.bound = None
@@ -131,13 +128,13 @@ class _Check:
         if "__call__" in source.methods and self.graph.flow.complete:
             used = CallCheck(source, self.graph.told, self.refusals).used_prompts
             worst = WorstCase(source, self.limits, self.refusals)
-            self.bound = worst.bound
             self._answer(source)
         elif "__call__" in source.methods:
             self.too_large("is too large to be followed")
         self._shape(shape, source)
-        self._prompts(shape, used)
+        self._prompts(self.graph, used)
         if worst is not None and worst.bound is not None:
+            self.bound = worst.bound
             self._budget(worst.bound, worst.spenders)
 
     # Syntax
@@ -183,17 +180,12 @@ class _Check:
         elif self.refusals.any():
             return
         elif not flow.nodes and not flow.handed_on:
-            message = (
-                "the workflow calls no operator; build one in __init__ and call it, as in "
-                "await self.solve(input=problem)"
-            )
+            message = "the workflow calls no operator, as in await self.solve(input=problem)"
         elif any(edge.target == ANSWER and edge.source >= 0 for edge in flow.edges):
             return
         elif not _Carried(source).reaches_answer():
-            message = (
-                "no operator's result reaches the answer; return what an operator gave, as in "
-                'return solution["response"]'
-            )
+            message = "no operator's result reaches the answer; return one's result, as in "
+            message += 'return solution["response"]'
         else:
             return
         self.refusals.add(RefusalKind.SHAPE, message, call)
@@ -208,32 +200,26 @@ class _Check:
                 self.refusals.at(RefusalKind.SHAPE, message, line, 1 if line else 0)
         call = source.methods.get("__call__")
         if call is not None and shape.needs_entry_point and self.problem_type not in (None, "code"):
-            message = (
-                f"a problem of the type {self.problem_type} has no entry point; write "
-                "async def __call__(self, problem)"
-            )
+            message = f"a problem of the type {self.problem_type} has no entry point; write "
+            message += "async def __call__(self, problem)"
             self.refusals.add(RefusalKind.SHAPE, message, call)
 
     # Prompts and budget
 
-    def _prompts(self, shape: Shape, used: set[str]) -> None:
-        flow = self.graph.flow if self.graph is not None else None
-        called = {name for handles in flow.calls.values() for _, name in handles} if flow else set()
+    def _prompts(self, graph: Graph, used: set[str]) -> None:
+        shape = graph.shape
+        called = {name for handles in graph.flow.calls.values() for _, name in handles}
         known = [*dict.fromkeys([*shape.instances, *sorted(used)])]
         meant = {bare(name) for name in (*shape.instances, *shape.instances.values(), *called)}
         for name, text in self.written.prompts.items():
             if name not in known and bare(name) not in meant:
-                message = (
-                    f"the prompt {name!r:.60} belongs to no operator of the graph"
-                    f"{did_you_mean(name, known)}; its instances are {listed(shape.instances)}"
-                )
-                self.refusals.add(RefusalKind.PROMPT, message)
+                near, there = did_you_mean(name, known), listed(shape.instances)
+                what = f"belongs to no operator of the graph{near}; its instances are {there}"
             elif len(text) > MAX_PROMPT_CHARS:
-                message = (
-                    f"the prompt {name!r:.60} has {len(text):,} characters; write at most "
-                    f"{MAX_PROMPT_CHARS:,}"
-                )
-                self.refusals.add(RefusalKind.PROMPT, message)
+                what = f"has {len(text):,} characters; write at most {MAX_PROMPT_CHARS:,}"
+            else:
+                continue
+            self.refusals.add(RefusalKind.PROMPT, f"the prompt {name!r:.60} {what}")
 
     def _budget(self, bound: Bound, spenders: Counter[tuple[int, int, str]]) -> None:
         limits = self.limits
@@ -247,10 +233,8 @@ class _Check:
         for used, allowed, form, what in budgets:
             if used is None or allowed is None or used <= allowed:
                 continue
-            message = (
-                f"the graph can use {used:{form}} {what}, and {allowed:{form}} are allowed; write "
-                "fewer calls, or fewer turns of its loops"
-            )
+            message = f"the graph can use {used:{form}} {what}, and {allowed:{form}} are allowed; "
+            message += "write fewer calls, or fewer turns of its loops"
             line = column = 0
             if spenders:
                 (line, column, operator), calls = spenders.most_common(1)[0]
