@@ -20,15 +20,6 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, capsys.readouterr().out
 
 
-def test_a_graph_that_may_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "graph.py"
-    file.write_text(BROKEN)
-    code, out = run([str(file)], capsys)
-    assert code == ExitCode.BAD_INPUT
-    assert out.startswith("refused\nform: code\n")
-    assert "[unknown_name] line 10, column 16: " in out
-
-
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "written.txt"
     file.write_text(f"Here:\n```json\n{as_text({}, BROKEN)}\n```")

@@ -45,12 +45,6 @@ def harvest(path: Path, *overrides: str, **more: Any) -> tuple[list[dict[str, An
     return pairs(summary.pairs), counts
 
 
-def said_to(request: Request) -> str:
-    """What the last message of a request says."""
-    content = request.body["messages"][-1]["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
 def changed(**sections: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     """Updates sections of a configuration."""
 
@@ -110,7 +104,7 @@ def test_a_teacher_is_asked_with_the_policys_own_prompt(
     said = as_text({"solve": "ALWAYS"}, ALWAYS)
 
     def lessons(number: int, request: Request) -> Step:
-        text = said_to(request)
+        text = request.body["messages"][-1]["content"]
         if "What is 1 + 10" in text:
             return Step(text=as_text({"solve": "ALWAYS"}, REFUSED))
         if "What is 0 + 10" in text:
@@ -139,7 +133,7 @@ def test_a_teacher_is_asked_with_the_policys_own_prompt(
     assert [row["problem"] for row in kept] == [f"What is {n} + 10?" for n in (4, 5)]
     assert {row["messages"][-1]["content"] for row in kept} == {said}
     assert {(row["source"], row["name"]) for row in kept} == {("teacher", "strong")}
-    questions = [said_to(request) for request in teacher.requests]
+    questions = [one.body["messages"][-1]["content"] for one in teacher.requests]
     assert [row["messages"][0]["content"] in questions for row in kept] == [True] * 2
     refused = {"shape": 1, "not_allowed": 1, "unreadable": 1}
     assert counts["refused_by_kind"] == refused

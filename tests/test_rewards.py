@@ -35,7 +35,6 @@ from aflow_tune.scoring.five_part import (
     repetition_part,
     simplicity_part,
 )
-from aflow_tune.scoring.rewards import Unscored, reward_faults, weighted
 from aflow_tune.sections import AgentRewardSection, FivePartSection, RewardsSection
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
@@ -94,23 +93,6 @@ def test_the_comparing_process_ends_with_its_parent() -> None:
 
 
 # What all benchmark rewards share
-
-
-def test_faulty_settings_are_named() -> None:
-    assert list(reward_faults(RewardsSection())) == []
-    settings = RewardsSection(benchmark="gsm9k")
-    settings.five_part.correctness = 0.9
-    settings.five_part.lowest = 10
-    settings.five_part.usd_limit = 0
-    settings.agent.time_out = -1
-    assert {fault.where for fault in reward_faults(settings)} == {
-        "rewards.five_part",
-        "rewards.five_part.usd_limit",
-        "rewards.agent.time_out",
-        "rewards.benchmark",
-    }
-    with pytest.raises(Unscored):
-        weighted({"a": None}, {"a": 1.0})
 
 
 # Five parts

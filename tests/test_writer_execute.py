@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 from sandbox_outside import runs
 
-from aflow_tune.errors import BadInput, BudgetReached
+from aflow_tune.errors import BudgetReached
 from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import Reply, ScriptedModel, Usage
 from aflow_tune.models.prices import FixedPrice
-from aflow_tune.operators import OPERATORS
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.writer.execute import Executed, run_written
 from aflow_tune.writer.types import Level, Refusal, RefusalKind, Verdict, Written
@@ -177,14 +176,6 @@ def test_nothing_that_can_be_read_leaves_the_default_workflow() -> None:
     executed = execute(Verdict(None, None, (refusal,)), problem_type="qa")
     assert (executed.level, executed.run.answer) == (Level.DEFAULT_WORKFLOW, "plain")
     assert executed.graph.label == "template extract_then_answer"
-
-
-def test_only_allowed_operators_stand_in() -> None:
-    allowed = {"AnswerGenerate": OPERATORS["AnswerGenerate"]}
-    executed = execute(verdict(f"{HEAD}    async def __call__(self, p): 1/0\n"), operators=allowed)
-    assert (levels(executed), executed.run.answer) == ([0, 3], "short")
-    with pytest.raises(BadInput, match="no default workflow"):
-        execute(verdict(HEAD + CALL), operators={"Review": OPERATORS["Review"]})
 
 
 # -- what is nobody's fault

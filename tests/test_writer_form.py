@@ -137,13 +137,6 @@ def test_prompts_that_are_no_texts_are_refused_and_the_rest_kept() -> None:
         assert refusals[0].kind is RefusalKind.PROMPT
 
 
-def test_what_no_text_can_hold_is_replaced() -> None:
-    written = read_written(as_text({"solve": "a\0b\ud800c"}, PLAIN))
-    assert written.prompts["solve"] == "a\ufffdb\ufffdc"
-    text = json.dumps({PROMPTS: {"solve": "\ud800"}, CODE: PLAIN})
-    assert "\ud800" not in read_written(text).prompts["solve"]
-
-
 def test_hostile_texts_are_read_or_refused_and_never_raise_otherwise() -> None:
     pieces = ['{"prompts"', ':{"', '"graph_code"', ': "', '"""', "'''", "```json\n", "```", "\n"]
     pieces += ["class Workflow:\n", "<think>", "</think>", "\\", "\\u12", "}", "]", "{", "[", ","]

@@ -112,16 +112,3 @@ def test_a_straight_line_answers_and_formats_once_each() -> None:
     ran = run(graph, model)
     assert (ran.answer, ran.model_calls) == ("plain text", 2)
     assert "short" in model.asked[1].messages[0]["content"]
-
-
-def test_a_straight_line_of_code_is_tested_where_there_is_an_entry_point() -> None:
-    named = ["Test", "Format", "CustomCodeGenerate"]
-    graph = straight_line(named, OPERATORS, "code", True)
-    assert graph is not None
-    assert list(graph.shape.instances) == ["customcodegenerate", "test"]
-    model = ScriptedModel(say)
-    assert run(graph, model).answer == PROGRAM[10:-4]
-    assert "Write the Python function" in model.asked[0].messages[0]["content"]
-    without = straight_line(named, OPERATORS, "code", False)
-    assert without is not None
-    assert list(without.shape.instances) == ["customcodegenerate"]
