@@ -20,7 +20,7 @@ from aflow_tune.errors import BadInput
 from aflow_tune.graph import inside
 from aflow_tune.graph.broker import bind
 from aflow_tune.graph.flow import MODEL
-from aflow_tune.graph.shape import Function, walk
+from aflow_tune.graph.shape import walk
 from aflow_tune.models.client import ScriptedModel
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import (
@@ -37,10 +37,6 @@ from aflow_tune.writer.source import FUNCTIONS, Source, is_self, options_of
 from aflow_tune.writer.types import MAX_REFUSALS, RefusalKind, Refusals, did_you_mean, listed, shown
 
 K = RefusalKind
-_MODEL_ATTRIBUTES = frozenset(name for name in dir(inside.Model) if not name.startswith("_")) | {
-    "usage_tracker",
-    "cost_manager",
-}
 _RESULT_METHODS = frozenset(dir(dict))
 _PUTTING = ("update", "setdefault")
 _READING = frozenset({"str", "print", "len", "int", "float", "isinstance"})
@@ -178,8 +174,6 @@ class CallCheck:
             self._prompt(node, name, f"{owner.id}.{name}")
         elif is_self(owner):
             self._of_self(node, name)
-        elif shown(owner) in self.source.graph.flow.models and name not in _MODEL_ATTRIBUTES:
-            self._no_attribute(node, "the model", _MODEL_ATTRIBUTES)
         elif self._is_logger(owner) and name not in LOGGER:
             self._no_attribute(node, "a logger", LOGGER)
         elif isinstance(owner, ast.Attribute) and is_self(owner.value):
@@ -367,9 +361,6 @@ class CallCheck:
                 self.refuse(K.ARGUMENTS, *problems[0])  # type: ignore[misc]
             self._check_awaited(node)
         elif function is not None:
-            if problem := self._misfit(function, node):
-                message = f"{getattr(function, 'name', 'the lambda')}: {problem}"
-                self.refuse(K.ARGUMENTS, message, node)
             if isinstance(function, ast.AsyncFunctionDef):
                 self._check_awaited(node)
         elif shown(node.func) in ("create_llm_instance", "AsyncLLM"):
@@ -495,41 +486,9 @@ class CallCheck:
         text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         return text or isinstance(node, ast.JoinedStr) or bool(self.source.results(node))
 
-    def _misfit(self, function: Function | ast.Lambda, node: ast.Call) -> str:
-        spread = any(isinstance(item, ast.Starred) for item in node.args)
-        if spread or any(word.arg is None for word in node.keywords):
-            return ""
-        given = [None, *node.args] if self.source.is_bound_method(function) else node.args
-        try:
-            _signature(function.args).bind(*given, **{str(w.arg): w.value for w in node.keywords})
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return ""
-
 
 def _is_prompts(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "prompts" and is_self(node.value)
-
-
-def _signature(arguments: ast.arguments) -> inspect.Signature:
-    plain = [*arguments.posonlyargs, *arguments.args]
-    optional = {item.arg for item in plain[max(0, len(plain) - len(arguments.defaults)) :]}
-    optional = optional if arguments.defaults else set()
-    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    optional |= {item.arg for item, default in pairs if default is not None}
-    kinds: dict[str, Any] = {item.arg: inspect.Parameter.POSITIONAL_OR_KEYWORD for item in plain}
-    if arguments.vararg is not None:
-        kinds[arguments.vararg.arg] = inspect.Parameter.VAR_POSITIONAL
-    kinds |= {item.arg: inspect.Parameter.KEYWORD_ONLY for item in arguments.kwonlyargs}
-    if arguments.kwarg is not None:
-        kinds[arguments.kwarg.arg] = inspect.Parameter.VAR_KEYWORD
-    empty = inspect.Parameter.empty
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, kind, default=None if name in optional else empty)
-            for name, kind in kinds.items()
-        ]
-    )
 
 
 class Facts:

@@ -188,10 +188,6 @@ class Source:
                 return found[0]
         return None
 
-    def is_bound_method(self, function: ast.AST) -> bool:
-        """Whether a call of a function leaves out its first parameter."""
-        return function in self.methods.values() and not getattr(function, "decorator_list", ())
-
     def values(self, node: ast.AST) -> list[ast.expr] | None:
         """What is assigned to a name or to an attribute of self, anywhere; None if not known."""
         found: list[Any] = []
