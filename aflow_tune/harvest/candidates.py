@@ -122,7 +122,7 @@ def past_candidates(
     by_text: dict[str, list[str]] = {}
     for problem in problems:  # long ones may begin alike; which it was, trying it will tell
         by_text.setdefault(problem.text[:MAX_PROBLEM], []).append(problem.key)
-    past = [
+    past: list[tuple[float, str, Any]] = [
         (rollout.reward, folder.name, kept)
         for folder in folders
         for rollout in read_rollouts(folder)

@@ -346,7 +346,7 @@ class Scores:
 
     def to_json(self) -> dict[str, Any]:
         """What `aflow-tune score --json` prints."""
-        by_rule = {rule: self.values(rule) for rule in RULES}
+        by_rule: dict[str, Any] = {rule: self.values(rule) for rule in RULES}
         return {"mean": self.mean, **by_rule, "unscored": self.unscored}
 
 
