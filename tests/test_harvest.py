@@ -150,15 +150,8 @@ def test_the_best_rollouts_of_an_earlier_run_are_tried_again(
     tmp_path: Path, executor: FaultyServer
 ) -> None:
     def kept_of(number: int, code: str, word: str, **more: Any) -> dict[str, Any]:
-        return {
-            "problem": f"What is {number} + 10?",
-            "prompts": {"solve": word},
-            "code": code,
-            "structure": code,
-            "level": 0,
-            "score": 1.0,
-            **more,
-        }
+        prompts = {"solve": word}
+        return note(f"What is {number} + 10?", code, code=code, prompts=prompts, **more)
 
     past = [
         (9.0, kept_of(1, EVEN, "EVEN")),  # had luck: it is wrong when it is tried again

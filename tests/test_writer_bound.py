@@ -185,26 +185,26 @@ def test_the_meter_stops_what_has_no_bound(name: str) -> None:
     assert len(model.asked) <= 7
 
 
+def drawn(code: str, prompts: dict[str, str] | None = None) -> tuple[str, dict[str, int]]:
+    graph = check(code, prompts).graph
+    assert graph is not None
+    return structure_of(graph), operators_of(graph)
+
+
 def test_the_structure_leaves_names_prompts_and_the_order_of_lines_out() -> None:
     other = PLAIN.replace("self.solve", "self.draft").replace("input=", "instruction='x', input=")
     for code in (PLAIN, other):
-        graph = check(code, {"solve": "a"}).graph
-        assert graph is not None
-        assert (structure_of(graph), operators_of(graph)) == ("Custom | P>0 0>A", {"Custom": 1})
+        assert drawn(code, {"solve": "a"}) == ("Custom | P>0 0>A", {"Custom": 1})
     looped = workflow(
         f"xs = []\nfor _ in range(3):\n    {ASK}"
         '    xs.append(r["response"])\nb = await self.pick(xs)\nreturn b["response"]'
     )
-    graph = check(looped).graph
-    assert graph is not None
-    assert structure_of(graph) == "Custom[1] ScEnsemble | P>0 0>1 1>A"
-    assert operators_of(graph) == {"Custom": 1, "ScEnsemble": 1}
+    counted = {"Custom": 1, "ScEnsemble": 1}
+    assert drawn(looped) == ("Custom[1] ScEnsemble | P>0 0>1 1>A", counted)
     compute = "c = await self.code(problem)\n"
     for calls in (ASK + compute, compute + ASK):
         code = workflow(
             calls + 'return r["response"] + c["output"]',
             "self.code = operator.Programmer(self.llm)",
         )
-        graph = check(code).graph
-        assert graph is not None
-        assert structure_of(graph) == "Custom Programmer | P>0 P>1 0>A 1>A"
+        assert drawn(code)[0] == "Custom Programmer | P>0 P>1 0>A 1>A"

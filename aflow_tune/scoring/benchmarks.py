@@ -62,10 +62,6 @@ class Benchmark:
         """Whether answers are programs."""
         return self.scorers is None
 
-    def entry_point(self, row: Row) -> str | None:
-        """The function that a program must define; None where answers are no programs."""
-        return str(row["entry_point"]) if self.is_code else None
-
     def load(self, source: Path | str | None = None, split: str | None = None) -> list[dict]:
         """Rows of a local file, or of the hub where `source` is None. Raises BadInput: the file or
         data set cannot be used; every faulty row with its line."""
