@@ -40,22 +40,25 @@ PUBLISHED_HELPERS = ("decode_cyclic", "decode_shift", "find_zero")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark. Rows are dicts in the form of `rows.py` and have all of `fields`."""
+    """One benchmark. Rows are dicts in the form of `rows.py` and have all of `fields`.
+
+    Args:
+        question: what a workflow is asked.
+        gold: an answer that must score 1. Raises CannotScore where the row has none.
+        scorers: None for benchmarks of code, whose answers are programs that run.
+        answer_form: what whoever answers is told about the form in which an answer is scored; a
+            line of a comment for code, empty where the questions tell.
+        form: a regular expression that is found in an answer of that form.
+    """
 
     name: str
     fields: Mapping[str, type]
     question: Callable[[Row], str]
-    """What a workflow is asked."""
     gold: Callable[[Row], str]
-    """An answer that must score 1. Raises CannotScore where the row has none."""
     scorers: dict[Rule, Scorer] | None = None
-    """None for benchmarks of code, whose answers are programs that run."""
     hub: HubSource | None = None
     answer_form: str = ""
-    """What whoever answers is told about the form in which an answer is scored. A line of a
-    comment for benchmarks of code, whose questions are code; empty where the questions tell."""
     form: str = r"\S"
-    """A regular expression that is found in an answer of that form."""
 
     @property
     def is_code(self) -> bool:

@@ -142,15 +142,14 @@ def operators_of(graph: Graph | None) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TurnResult:
-    """A text of the policy's, its verdict, and the run of it."""
+    """A text of the policy's, its verdict, and the run of it. `usage` and `model_calls` (failed ones
+    included) are of this turn, of the executor and the other frozen models."""
 
     text: str
     verdict: Verdict
     executed: Executed
     usage: Usage
-    """Of this turn: the executor and the other frozen models."""
     model_calls: int
-    """Of the same, failed ones included."""
 
     @functools.cached_property
     def structure(self) -> str | None:
@@ -266,18 +265,15 @@ class ExecutorFailed(AflowTuneError, RuntimeError):
 
 @dataclass(frozen=True)
 class WriterRun:
-    """What the policy wrote for one problem, and what became of it."""
+    """What the policy wrote for one problem, and what became of it. `turns`: how often the policy
+    was asked; `last`: the workflow that counts; `usage` and `model_calls`: as a turn's, of all."""
 
     problem: str
     problem_type: ProblemType
     turns: int
-    """How often the policy was asked."""
     last: TurnResult
-    """The workflow that counts."""
     usage: Usage
-    """Of the executor and the other frozen models, over all turns."""
     model_calls: int
-    """Of the same, failed ones included."""
 
     @property
     def level(self) -> Level:

@@ -99,14 +99,13 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Written:
-    """A workflow as the policy wrote it."""
+    """A workflow as the policy wrote it: its code, instructions by operator instance, and what was
+    mended while reading it."""
 
     code: str
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Instruction by operator instance."""
     form: WrittenForm = WrittenForm.HYBRID
     notes: tuple[str, ...] = ()
-    """What was mended while reading it."""
 
 
 @dataclass(frozen=True)
@@ -139,15 +138,14 @@ class CheckLimits:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a graph can use at worst, retries of operators included."""
+    """What a graph can use at worst, retries of operators included. `operator_calls` holds direct
+    calls of the model too; `usd` is None where a price is not known."""
 
     operator_calls: int
-    """Calls of operators and direct calls of the model."""
     model_calls: int
     prompt_tokens: int
     completion_tokens: int
     usd: float | None
-    """US dollars; None where a price is not known."""
 
     @property
     def tokens(self) -> int:
@@ -157,15 +155,16 @@ class Bound:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check found. A graph that may run has no refusals."""
+    """What the check found. A graph that may run has no refusals.
+
+    `written` is None where nothing could be read, `graph` (with its prompts) where its code is no
+    Python, `bound` where the source tells none: the meter of the run stops such a graph.
+    """
 
     written: Written | None
-    """None where nothing could be read."""
     graph: Graph | None
-    """The graph with its prompts; None where its code is no Python."""
     refusals: tuple[Refusal, ...] = ()
     bound: Bound | None = None
-    """None where the source does not tell one: the meter of the run stops the graph."""
 
     @property
     def ok(self) -> bool:
@@ -181,15 +180,12 @@ class Verdict:
 
 
 class Level(IntEnum):
-    """Which workflow gave the answer: the written one, or a fallback."""
+    """Which workflow gave the answer: the written one, or a fallback (`execute.py`)."""
 
     CLEAN = 0
     DEFAULT_PROMPTS = 1
-    """The same graph with the operators' own prompts: the written one could not be built."""
     SIMPLER = 2
-    """A straight line of the same operators: the written one failed while it ran."""
     DEFAULT_WORKFLOW = 3
-    """The default workflow of the problem's type: nothing of what was written could be used."""
 
 
 def shown(node: ast.AST) -> str:
