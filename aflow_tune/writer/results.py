@@ -142,8 +142,8 @@ def operators_of(graph: Graph | None) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TurnResult:
-    """A text of the policy's, its verdict, and the run of it. `usage` and `model_calls` (failed ones
-    included) are of this turn, of the executor and the other frozen models."""
+    """A text of the policy's, its verdict, and the run of it. `usage` and `model_calls`, failed
+    calls included, are of this turn, of the executor and the other frozen models."""
 
     text: str
     verdict: Verdict
