@@ -56,9 +56,6 @@ def judge(name: str, row: dict[str, Any], response: Any, **rewards: Any) -> Any:
     return asyncio.run(run())
 
 
-# GSM8K and MATH
-
-
 def test_gsm8k_by_hand() -> None:
     reward = shipped("gsm8k:gsm8k_reward")
     assert reward("It is 42.", "6 x 7 = 42\n#### 42") == 1.0
@@ -90,12 +87,6 @@ def test_the_comparing_process_ends_with_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(timeout=120)
-
-
-# What all benchmark rewards share
-
-
-# Five parts
 
 
 def test_the_five_parts_by_hand() -> None:
@@ -153,9 +144,6 @@ def test_what_a_run_used_is_read_from_its_trace() -> None:
     trace.events.append(ModelCall(**call, cost=None, started=100.0))
     assert Usage.of(trace).usd is None
     assert Usage.of(Trace()) == Usage(None, None, 0.0, 0)
-
-
-# Agents
 
 
 def calls(*names: str) -> list[ToolCall]:

@@ -81,9 +81,6 @@ def test_a_clean_run_is_one_attempt() -> None:
     assert executed.graph.label == "written"
 
 
-# -- level 1: the same graph with default prompts
-
-
 def test_a_constructor_that_fails_on_its_prompts_runs_with_plain_ones() -> None:
     init = (
         "        if self.prompts['solve'].startswith('Mine'):\n            raise ValueError('x')\n"
@@ -115,8 +112,6 @@ def test_an_answer_that_is_no_text_is_none_at_all(returned: str) -> None:
     assert (executed.level, levels(executed)) == (Level.SIMPLER, [0, 2])
     assert "return solution" in executed.why
 
-
-# -- level 2: a straight line of the same operators
 
 FAILING = {
     "raised": ("raise ValueError('late')", GraphEnding.RAISED),
@@ -157,9 +152,6 @@ def test_a_graph_that_fails_while_it_runs_is_replaced_by_a_simpler_one(name: str
     assert executed.attempts[0].why.startswith(ending.value)
 
 
-# -- level 3: the default workflow
-
-
 def test_refused_code_is_never_run() -> None:
     model = ScriptedModel(say)
     code = f"{HEAD}\n    async def __call__(self, problem):\n        await self.solve('RUN')\n"
@@ -178,9 +170,6 @@ def test_nothing_that_can_be_read_leaves_the_default_workflow() -> None:
     assert executed.graph.label == "template extract_then_answer"
 
 
-# -- what is nobody's fault
-
-
 def test_a_budget_that_is_used_up_and_a_missing_wall_are_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,9 +184,6 @@ def test_a_budget_that_is_used_up_and_a_missing_wall_are_raised(
     monkeypatch.setattr(run_module, "_sandboxed", none)
     with pytest.raises(SandboxUnavailable, match="no wall here"):
         execute(verdict(HEAD + CALL))
-
-
-# -- hostile executors
 
 
 def test_an_executor_that_never_answers_ends_in_time_and_leaves_nothing() -> None:
