@@ -94,7 +94,7 @@ def test_templates_and_fallbacks_ask_for_it_and_score(benchmark: str, name: str)
     try:
         run_program_sync("pass")
     except SandboxUnavailable as error:
-        pytest.skip(f"no wall can be built here: {error}")
+        pytest.skip(f"no sandbox can be built here: {error}")
     written, level = WRITTEN.get(name) or (
         as_text(TEMPLATES[name].prompts, TEMPLATES[name].code),
         0,

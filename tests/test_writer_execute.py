@@ -1,7 +1,7 @@
 """Running what the policy wrote: the three fallbacks forced, hostile graphs, hostile executors.
 
 Most verdicts are made by hand, so that graphs get to run which the check would refuse: the
-walls and limits must hold without it.
+sandbox and limits must hold without it.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_nothing_that_can_be_read_leaves_the_default_workflow() -> None:
     assert executed.graph.label == "template extract_then_answer"
 
 
-def test_a_budget_that_is_used_up_and_a_missing_wall_are_raised(
+def test_a_budget_that_is_used_up_and_a_missing_sandbox_are_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = ScriptedModel(lambda _: BudgetReached("usd", 1.0, 1.0))
@@ -179,10 +179,10 @@ def test_a_budget_that_is_used_up_and_a_missing_wall_are_raised(
     from aflow_tune.graph import run as run_module
 
     async def none(*_: Any) -> Any:
-        raise SandboxUnavailable("no wall here")
+        raise SandboxUnavailable("no sandbox here")
 
     monkeypatch.setattr(run_module, "_sandboxed", none)
-    with pytest.raises(SandboxUnavailable, match="no wall here"):
+    with pytest.raises(SandboxUnavailable, match="no sandbox here"):
         execute(verdict(HEAD + CALL))
 
 

@@ -224,7 +224,7 @@ def writer_reward(
     settings: FivePartSection | None = None,
     answer_form: str = r"\S",
 ) -> FivePart:
-    """The reward of one run, by the table in this module's description.
+    """The reward of one rollout, by the table in this module's description.
 
     Args:
         score: of the delivered answer, in [0, 1].
@@ -333,7 +333,7 @@ def raise_if_models_failed(result: TurnResult) -> None:
 
 
 def record_of(run: WriterRun) -> dict[str, Any]:
-    """The record of a run, not scored yet. US dollars, seconds, tokens of prompt and completion."""
+    """The record of a rollout, not scored yet. US dollars, seconds, tokens of prompt and completion."""
     last = run.last
     verdict, executed, bound = last.verdict, last.executed, last.verdict.bound
     written = verdict.written
@@ -367,7 +367,7 @@ def record_of(run: WriterRun) -> dict[str, Any]:
 
 
 def run_metrics(run: WriterRun) -> dict[str, float]:
-    """Numbers of a run for the curves, those of the score left out."""
+    """Numbers of a rollout for the curves, those of the score left out."""
     verdict = run.last.verdict
     return {
         "writer/valid": float(verdict.ok),

@@ -132,7 +132,7 @@ class WriterWorkflow:
         model: TrinityChatModel,
         auxiliary_models: Dict[str, Any] | None = None,  # noqa: UP006
     ) -> float:
-        """The reward of one run.
+        """The reward of one rollout.
 
         Raises:
             ExecutorFailed: the frozen models did not answer.
