@@ -400,6 +400,12 @@ class KeyPositions:
     """Key path to the argument of `tune()` that set it."""
     raw: dict[str, str] = field(default_factory=dict)
     """Key path to the text of a value that holds an interpolation, as written."""
+    stage: str = ""
+    """`stages.1` where these are the keys of one stage, as its own configuration has them."""
+    stage_sections: tuple[str, ...] = ()
+    """What a stage may hold."""
+    shown: dict[str, str] = field(default_factory=dict)
+    """Of keys that the stage itself wrote, how they are called in the file."""
 
     def given(self, key: str) -> bool:
         """Whether the user set this key, or anything below it."""
@@ -416,22 +422,25 @@ class KeyPositions:
         return self.base / path if self.base is not None and not path.exists() else path
 
     def inherited(self, key: str) -> bool:
-        """Whether the user set this key, but for more than the run at hand (see `stages`)."""
-        return False
+        """Whether the user set this key at the top level, for all stages."""
+        return bool(self.stage) and self.given(key) and key not in self.shown
 
     def where(self, key: str) -> str:
         """`file:line: key`, or the argument that set it, or the key alone."""
-        shown = display(key)
-        if key in self.arguments:
-            return f"{self.arguments[key]}: {shown}"
         path = key
         while path:
+            name = display(self.shown.get(path, path) + key[len(path) :])
+            if path in self.arguments:
+                return f"{self.arguments[path]}: {name}"
             if path in self.overrides:
                 return f"command line: {self.overrides[path]}"
             if path in self.lines:
-                return f"{self.file}:{self.lines[path]}: {shown}"
+                return f"{self.file}:{self.lines[path]}: {name}"
             path = path.rpartition(".")[0]
-        return f"{self.file}: {shown}" if self.file else shown
+        of_stage = key.partition(".")[0] in self.stage_sections
+        name = display(f"{self.stage}.{key}" if of_stage else key)
+        line = f":{self.lines[self.stage]}" if of_stage and self.stage in self.lines else ""
+        return f"{self.file}{line}: {name}" if self.file else name
 
 
 def canonical(key: str) -> str:

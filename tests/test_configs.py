@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import runpy
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 
 from aflow_tune.config.load import load_config
 from aflow_tune.config.validate import validate
-from aflow_tune.data.sums import single_additions
 from aflow_tune.sections import AflowSections
 
 ROOT = Path(__file__).parents[1]
@@ -162,7 +162,8 @@ def test_a_batch_of_the_operator_graph_is_three_calls_a_run() -> None:
 
 def test_the_examples_and_pairs_of_sft_and_dpo_are_right() -> None:
     folder = ROOT / "workflows" / "data" / "three_terms"
-    rows = single_additions()
+    generator = runpy.run_path(str(ROOT / "scripts" / "three_terms_data.py"))
+    rows = generator["single_additions"]()
     for name, keys in (
         ("examples", ("prompt", "response")),
         ("pairs", ("prompt", "chosen", "rejected")),

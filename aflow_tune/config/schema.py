@@ -27,51 +27,36 @@ _MERGE = "tag:yaml.org,2002:merge"
 _MAY_HOLD_A_KEY = re.compile(r"(key|token|secret|passw\w*|credentials?|authorization)$", re.I)
 """Names under which people write a key into the file, though no such setting is known."""
 _TRUTH = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
-_SCALARS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-}
+_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
+_SYNONYMS = """
+    algorithm.optimizer.lr: learning_rate
+    algorithm.optimizer.lr_warmup_steps: warmup_steps
+    algorithm.optimizer.lr_warmup_steps_ratio: warmup_ratio
+    algorithm.optimizer.lr_scheduler_type: lr_scheduler
+    trainer.grad_clip: max_grad_norm
+    algorithm.repeat_times: group_size num_generations rollout_n
+    buffer.total_epochs: epochs num_epochs num_train_epochs
+    buffer.total_steps: max_steps steps
+    trainer.save_interval: save_steps
+    explorer.eval_interval: eval_steps
+    model.max_response_tokens: max_tokens max_new_tokens max_completion_length
+    model.max_prompt_tokens: max_prompt_length
+    model.model_path: base_model model_name model_name_or_path
+    model.lora_configs: lora lora_config
+    model.lora_configs[].lora_rank: lora_r r
+    buffer.explorer_input.taskset: dataset train_dataset
+    buffer.explorer_input.eval_tasksets: eval_dataset eval_taskset
+    workflow: workflow_func
+    judge: reward reward_fn judge_func
+    rollout.run_timeout: timeout
+    checkpoint_root_dir: output_dir
+    name: experiment_name
+"""
 SYNONYMS = {
-    "learning_rate": "algorithm.optimizer.lr",
-    "warmup_steps": "algorithm.optimizer.lr_warmup_steps",
-    "warmup_ratio": "algorithm.optimizer.lr_warmup_steps_ratio",
-    "lr_scheduler": "algorithm.optimizer.lr_scheduler_type",
-    "max_grad_norm": "trainer.grad_clip",
-    "group_size": "algorithm.repeat_times",
-    "num_generations": "algorithm.repeat_times",
-    "rollout_n": "algorithm.repeat_times",
-    "epochs": "buffer.total_epochs",
-    "num_epochs": "buffer.total_epochs",
-    "num_train_epochs": "buffer.total_epochs",
-    "max_steps": "buffer.total_steps",
-    "steps": "buffer.total_steps",
-    "save_steps": "trainer.save_interval",
-    "eval_steps": "explorer.eval_interval",
-    "max_tokens": "model.max_response_tokens",
-    "max_new_tokens": "model.max_response_tokens",
-    "max_completion_length": "model.max_response_tokens",
-    "max_prompt_length": "model.max_prompt_tokens",
-    "base_model": "model.model_path",
-    "model_name": "model.model_path",
-    "model_name_or_path": "model.model_path",
-    "lora": "model.lora_configs",
-    "lora_config": "model.lora_configs",
-    "lora_r": "model.lora_configs[].lora_rank",
-    "r": "model.lora_configs[].lora_rank",
-    "dataset": "buffer.explorer_input.taskset",
-    "train_dataset": "buffer.explorer_input.taskset",
-    "eval_dataset": "buffer.explorer_input.eval_tasksets",
-    "eval_taskset": "buffer.explorer_input.eval_tasksets",
-    "workflow_func": "workflow",
-    "reward": "judge",
-    "reward_fn": "judge",
-    "judge_func": "judge",
-    "timeout": "rollout.run_timeout",
-    "output_dir": "checkpoint_root_dir",
-    "experiment_name": "name",
+    name: key
+    for key, _, names in (line.strip().partition(":") for line in _SYNONYMS.strip().splitlines())
+    for name in names.split()
 }
 """What other frameworks call a setting."""
 
@@ -108,33 +93,33 @@ class SchemaWalk:
             self._on_path.discard(id(node))
 
     def _check(self, node: yaml.Node, expected: Any, optional: bool, path: str) -> bool:
-        if isinstance(node, yaml.ScalarNode):
-            if "${" in node.value and node.tag.endswith(":str"):
-                self.positions.raw[path] = node.value
-                return True
-            if node.tag.endswith(":null"):
-                if optional or expected is Any:
-                    return True
-                return self._fault(path, node, describe(expected), "nothing (null)")
-            if node.value == "???":
-                return self._fault(path, node, describe(expected), "??? (a value still to fill in)")
+        scalar = isinstance(node, yaml.ScalarNode)
+        if scalar and "${" in node.value and node.tag.endswith(":str"):
+            self.positions.raw[path] = node.value
+            return True
+        if scalar and node.tag.endswith(":null"):
+            good = optional or expected is Any
+            return good or self._fault(path, node, describe(expected), "nothing (null)")
+        if scalar and node.value == "???":
+            return self._fault(path, node, describe(expected), "??? (a value still to fill in)")
         if expected is Any:
             self._note_lines(node, path)
             return True
-        if dataclasses.is_dataclass(expected):
-            return self._check_section(node, expected, path)
         origin = typing.get_origin(expected) or expected
-        if origin is list:
-            return self._check_list(node, expected, path)
-        if origin is dict:
-            return self._check_dict(node, expected, path)
-        if not isinstance(node, yaml.ScalarNode):
-            return self._fault(path, node, describe(expected), kind_of(node))
-        return self._check_scalar(node, expected, path)
+        for fits, kind, check in (
+            (dataclasses.is_dataclass(expected), yaml.MappingNode, self._check_section),
+            (origin is list, yaml.SequenceNode, self._check_list),
+            (origin is dict, yaml.MappingNode, self._check_dict),
+            (True, yaml.ScalarNode, self._check_scalar),
+        ):
+            if fits:
+                if isinstance(node, kind):
+                    return check(node, expected, path)
+                fix = "begin each item with `- `, also a single one" if origin is list else None
+                return self._fault(path, node, describe(expected), kind_of(node), fix)
+        raise AssertionError(expected)
 
     def _check_section(self, node: yaml.Node, section: Any, path: str) -> bool:
-        if not isinstance(node, yaml.MappingNode):
-            return self._fault(path, node, describe(section), kind_of(node))
         known = fields_of(section)
         kept: list[tuple[yaml.Node, yaml.Node]] = []
         seen: dict[str, tuple[yaml.Node, yaml.Node]] = {}
@@ -142,7 +127,8 @@ class SchemaWalk:
             key_node, value = pair
             if key_node.tag == _MERGE:
                 for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    self._check_section(merged, section, path)
+                    if isinstance(merged, yaml.MappingNode):  # PyYAML refuses others
+                        self._check_section(merged, section, path)
                 kept.append(pair)
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
@@ -159,18 +145,12 @@ class SchemaWalk:
             self.positions.lines[key] = key_node.start_mark.line + 1
             seen[name] = pair
             field_type, choices = known[name]
-            good = self.check(value, field_type, key)
-            if good and choices:
-                good = self.check_choice(value, choices, key)
-            if good:
+            if self.check(value, field_type, key) and self.check_choice(value, choices, key):
                 kept.append(pair)
         node.value = kept
         return True
 
     def _check_list(self, node: yaml.Node, expected: Any, path: str) -> bool:
-        if not isinstance(node, yaml.SequenceNode):
-            fix = "begin each item with `- `, also a single one"
-            return self._fault(path, node, describe(expected), kind_of(node), fix)
         item_type = (typing.get_args(expected) or (Any,))[0]
         kept = []
         for index, item in enumerate(node.value):
@@ -182,8 +162,6 @@ class SchemaWalk:
         return True
 
     def _check_dict(self, node: yaml.Node, expected: Any, path: str) -> bool:
-        if not isinstance(node, yaml.MappingNode):
-            return self._fault(path, node, describe(expected), kind_of(node))
         arguments = typing.get_args(expected)
         value_type = arguments[1] if len(arguments) == 2 else Any
         kept: dict[str, tuple[yaml.Node, yaml.Node]] = {}
@@ -202,11 +180,10 @@ class SchemaWalk:
 
     def _check_scalar(self, node: yaml.ScalarNode, expected: Any, path: str) -> bool:
         if isinstance(expected, type) and issubclass(expected, Enum):
-            try:
+            try:  # Trinity's enums also take the names that their values had before
                 expected[node.value]
             except KeyError:
-                words = [member.value for member in expected]
-                return self._not_a_choice(path, node, words)
+                return self.check_choice(node, [member.value for member in expected], path)
             return True
         tag = node.tag.rpartition(":")[2]
         good = {
@@ -216,17 +193,13 @@ class SchemaWalk:
         }.get(expected, True)
         return good or self._fault(path, node, describe(expected), kind_of(node))
 
-    def check_choice(self, node: yaml.Node, choices: tuple[str, ...], path: str) -> bool:
+    def check_choice(self, node: yaml.Node, choices: typing.Sequence[str], path: str) -> bool:
+        """Whether a value is one of `choices`; of none, any is."""
         value = node.value
-        if node.tag.endswith(":null") or "${" in value or value in choices:
+        if not choices or node.tag.endswith(":null") or "${" in value or value in choices:
             return True
-        return self._not_a_choice(path, node, choices)
-
-    def _not_a_choice(self, path: str, node: yaml.Node, words: typing.Sequence[str]) -> bool:
-        close = nearest(str(node.value), words)
-        name = path.rpartition(".")[2]
-        fix = f"{name}: {close}" if close else f"{name}: {words[0]}"
-        return self._fault(path, node, "one of " + ", ".join(words), kind_of(node), fix)
+        fix = f"{path.rpartition('.')[2]}: {nearest(str(value), choices) or choices[0]}"
+        return self._fault(path, node, "one of " + ", ".join(choices), kind_of(node), fix)
 
     def _note_lines(self, node: yaml.Node, path: str) -> None:
         if isinstance(node, yaml.MappingNode):
@@ -239,14 +212,9 @@ class SchemaWalk:
             self.positions.raw[path] = node.value
 
     def _duplicate(self, key: str, first: yaml.Node, second: yaml.Node) -> None:
-        self.faults.append(
-            Fault(
-                self.where(key, second),
-                "every key once",
-                f"`{key.rpartition('.')[2]}` again (first in line {first.start_mark.line + 1})",
-                "remove one of the two",
-            )
-        )
+        found = f"`{key.rpartition('.')[2]}` again (first in line {first.start_mark.line + 1})"
+        place = self.where(key, second)
+        self.faults.append(Fault(place, "every key once", found, "remove one of the two"))
 
     def _unknown(
         self, parent: str, key_node: yaml.ScalarNode, value: yaml.Node, known: dict[str, Any]
@@ -263,14 +231,8 @@ class SchemaWalk:
         self, path: str, node: yaml.Node, expected: str, found: str, fix: str | None = None
     ) -> bool:
         shown = display(path) or "the file"
-        self.faults.append(
-            Fault(
-                self.where(path, node),
-                f"{shown}: {expected}",
-                found,
-                fix or f"give `{shown}` {expected}, or remove it to take the default",
-            )
-        )
+        fix = fix or f"give `{shown}` {expected}, or remove it to take the default"
+        self.faults.append(Fault(self.where(path, node), f"{shown}: {expected}", found, fix))
         return False
 
 
@@ -333,21 +295,20 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 def describe(kind: Any) -> str:
     """A type in words."""
     kind, optional = strip_optional(kind)
+    origin = typing.get_origin(kind) or kind
     if kind is Any:
         return "any value"
     if dataclasses.is_dataclass(kind):
         text = "a section (indented keys below it)"
     elif isinstance(kind, type) and issubclass(kind, Enum):
         text = "one of " + ", ".join(member.value for member in kind)
+    elif origin is list:
+        inner = (typing.get_args(kind) or (Any,))[0]
+        text = "a list of sections" if dataclasses.is_dataclass(inner) else "a list"
+    elif origin is dict:
+        text = "a mapping (indented keys below it)"
     else:
-        origin = typing.get_origin(kind) or kind
-        if origin is list:
-            inner = (typing.get_args(kind) or (Any,))[0]
-            text = "a list of sections" if dataclasses.is_dataclass(inner) else "a list"
-        elif origin is dict:
-            text = "a mapping (indented keys below it)"
-        else:
-            text = _SCALARS.get(kind, str(kind))
+        text = _SCALARS.get(kind, str(kind))
     return f"{text}, or null" if optional else text
 
 
@@ -358,7 +319,7 @@ def kind_of(node: yaml.Node) -> str:
     if isinstance(node, yaml.SequenceNode):
         return f"a list of {len(node.value)}"
     tag = node.tag.rpartition(":")[2]
-    words = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+    words = {kind.__name__: text for kind, text in _SCALARS.items()}
     if tag == "null":
         return "nothing (null)"
     shown = node.value if len(node.value) <= 60 else node.value[:57] + "..."
