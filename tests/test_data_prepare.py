@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
@@ -53,23 +52,6 @@ def prepare(out: Path, *words: str | Path) -> int:
 
 def splits(out: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: read_lines(out / f"{name}.jsonl") for name in ("train", "validation", "test")}
-
-
-def test_one_thousand_and_twice_a_hundred_by_default(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "rows.jsonl", sums(1300))
-    assert prepare(tmp_path / "out", f"--source=gsm8k={file}") == 0
-    found = splits(tmp_path / "out")
-    assert {name: len(rows) for name, rows in found.items()} == {
-        "train": 1000,
-        "validation": 100,
-        "test": 100,
-    }
-    questions = [row["question"] for rows in found.values() for row in rows]
-    assert len(set(questions)) == 1200
-    originals = {row["question"]: row for row in sums(1300)}
-    for rows in found.values():
-        for row in rows:
-            assert row == {**originals[row["question"]], "source": "gsm8k", "benchmark": "gsm8k"}
 
 
 @needs_benchmarks
@@ -185,15 +167,6 @@ def test_a_split_of_an_earlier_draw_does_not_stay_behind(tmp_path: Path) -> None
     assert len(read_lines(out / "train.jsonl")) == 30
 
 
-def test_any_text_comes_back_as_it_was(tmp_path: Path) -> None:
-    rows = [{"question": text, "answer": "1"} for text in ("\ud800 half", "naïve 数", "a\u2028b")]
-    file = write_lines(tmp_path / "rows.jsonl", rows)
-    sizes = ["--train=1", "--validation=1", "--test=1"]
-    assert prepare(tmp_path / "out", f"--source=gsm8k={file}", *sizes) == 0
-    found = [row["question"] for split in splits(tmp_path / "out").values() for row in split]
-    assert sorted(found) == sorted(row["question"] for row in rows)
-
-
 def test_shares_of_sources_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = write_lines(tmp_path / "a.jsonl", sums(30))
     second = write_lines(tmp_path / "b.jsonl", [{"q": f"b{n}", "source": "web"} for n in range(30)])
@@ -245,29 +218,6 @@ def test_bad_input_is_refused_and_nothing_written(
     assert prepare(tmp_path / "out", *words) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_the_hub_out_of_reach_is_said_plainly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    words = ["--source=mine=somebody/rows-of-theirs:train", "--source=gsm8k=hub:train"]
-    assert prepare(tmp_path / "out", *words, "--ratio=mine=0.5", "--ratio=gsm8k=0.5") == 2
-    error = capsys.readouterr().err
-    assert "hub data set somebody/rows-of-theirs" in error
-    assert "hub data set openai/gsm8k" in error
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
-)
-def test_rows_made_by_reasoning_gym(tmp_path: Path) -> None:
-    assert prepare(tmp_path, "--source=reasoning_gym:basic_arithmetic", *SIZES) == 0
-    found = splits(tmp_path)
-    assert [len(found[name]) for name in ("train", "validation", "test")] == [20, 4, 4]
-    assert {row["benchmark"] for row in found["train"]} == {"reasoning_gym:basic_arithmetic"}
 
 
 def test_the_check_names_both_places_and_ends_with_2(

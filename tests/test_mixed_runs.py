@@ -204,14 +204,6 @@ def test_rows_tell_their_source_and_lose_nothing(tmp_path: Path, tiny_model_dir:
     assert all(task.index["index"] == task.raw_task["n"] for task in batches[0])
 
 
-def test_without_a_number_of_steps_an_epoch_has_as_many_tasks_as_there_are_rows(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    config = mixed_project(tmp_path, tiny_model_dir)
-    batches = tasks_of(laid_out(config, "buffer.total_steps=null", "buffer.total_epochs=2"))
-    assert len(batches) == 5  # 2 x (9 + 4) rows, 5 a batch
-
-
 def test_the_scheduler_resumes_from_its_state(tmp_path: Path, tiny_model_dir: Path) -> None:
     from trinity.buffer.task_scheduler import get_taskset_scheduler
 
@@ -294,33 +286,6 @@ def test_what_is_wrong_with_a_mix_is_said_with_its_key(
     assert "mix.sums.share" in fault.where
     write_lines(tmp_path / "code.jsonl", [{"question": "a"}, {"qestion": "b"}])
     assert any("code.jsonl:2" in fault.found for fault in faults(config))
-
-
-def test_a_function_may_read_fields_that_only_one_source_has(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    config = mixed_project(tmp_path, tiny_model_dir)
-    flow = tmp_path / "flow.py"
-    flow.write_text(
-        flow.read_text().replace(
-            "    text = first",
-            '    if task["source"] == "code":\n        task["tests"]\n    text = first',
-        )
-    )
-    held_out = [json.loads(line) for line in (tmp_path / "held_out.jsonl").open()]
-    found = validate(config)
-    (fault,) = found.faults  # of the held-out rows none has it
-    assert "a field 'tests' in every row of" in fault.expected
-    assert "held_out.jsonl" in fault.expected
-    held_out = [{**row, "tests": {}} if row["source"] == "code" else row for row in held_out]
-    write_lines(tmp_path / "held_out.jsonl", held_out)
-    found = validate(config)
-    assert found.faults == []
-    warned = [text for text in found.warnings if "'tests'" in text]
-    assert len(warned) == 2
-    assert "no row of " in warned[0]
-    assert "sums.jsonl has the field" in warned[0]
-    assert "held_out.jsonl (sums) has the field" in warned[1]
 
 
 def test_without_ratios_the_default_recipe_holds(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,13 +55,6 @@ def test_a_function_of_a_file_with_its_siblings(tmp_path: Path) -> None:
     assert sys.modules[function.__module__].__file__ == str(tmp_path / "flows.py")
 
 
-def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
-    write(tmp_path / "a", flow="def f(): return 'a'")
-    write(tmp_path / "b", flow="def f(): return 'b'")
-    assert resolve(f"{tmp_path}/a/flow.py:f")() == "a"
-    assert resolve(f"{tmp_path}/b/flow.py:f")() == "b"
-
-
 def test_a_path_is_looked_for_here_and_beside_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,11 +92,6 @@ def test_a_file_in_a_package_may_import_relatively(tmp_path: Path) -> None:
     assert function.__module__ == "plug_package.flows.react"
     assert resolve("plug_package.flows.react:f") is function
     assert resolve(f"{package}/flows/react.py:f") is function
-
-
-def test_a_package_whose_name_is_taken_is_loaded_as_a_plain_file(tmp_path: Path) -> None:
-    write(tmp_path / "json", __init__="", flow="def f(): return 1\n")
-    assert resolve(f"{tmp_path}/json/flow.py:f")() == 1
 
 
 def test_modules_are_found_in_the_current_folder(
@@ -236,17 +222,6 @@ def test_a_file_that_cannot_be_imported_shows_its_own_line(
     assert resolve(f"{tmp_path}/flow.py:f")() == 1
 
 
-def test_a_sibling_that_cannot_be_imported_is_the_place(tmp_path: Path) -> None:
-    write(tmp_path, flow="import bad_sibling\ndef f(): ...", bad_sibling="\n\n1 + 'a'")
-    assert fault(f"{tmp_path}/flow.py:f").where == f"{tmp_path}/bad_sibling.py:3"
-
-
-def test_ctrl_c_is_not_swallowed(tmp_path: Path) -> None:
-    write(tmp_path, flow="raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        resolve(f"{tmp_path}/flow.py:f")
-
-
 def test_a_module_that_fails_is_not_called_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,19 +230,3 @@ def test_a_module_that_fails_is_not_called_missing(
     told = fault("failing_flow:f")
     assert told.where == f"{tmp_path}/failing_flow.py:1"
     assert "nowhere_at_all" in told.found
-
-
-def test_functions_of_files_travel_by_value(tmp_path: Path) -> None:
-    from cloudpickle import cloudpickle
-
-    header = "from aflow_tune import workflow\nfrom ship_helper import N\n"
-    write(tmp_path, flow=header + "@workflow\ndef f(): return N\n")
-    write(tmp_path, ship_helper="N = 5")
-    function: Any = resolve(f"{tmp_path}/flow.py:f")
-    module = sys.modules[function.__module__]
-    cloudpickle.register_pickle_by_value(module)
-    payload = cloudpickle.dumps(function)
-    cloudpickle.unregister_pickle_by_value(module)
-    code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())())"
-    result = subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True)
-    assert result.stdout.decode().strip() == "5", result.stderr.decode()

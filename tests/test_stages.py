@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,9 @@ from trinity.common.config import Config
 
 from aflow_tune.cli import main
 from aflow_tune.config.load import read_config
-from aflow_tune.config.stages import parts_of, stage_configs
+from aflow_tune.config.stages import stage_configs
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
-from aflow_tune.tuning import run_config, tune, validate_config
+from aflow_tune.tuning import run_config, validate_config
 
 STAGES = """
 stages:
@@ -109,34 +108,6 @@ def test_trinitys_own_iteration_yields_the_same(chain: Path) -> None:
     assert len(theirs) == 3
 
 
-def test_functions_of_another_algorithm_are_not_inherited(chain: Path) -> None:
-    text = chain.read_text().replace(
-        "  optimizer: {lr: 0.003}\n",
-        "  optimizer: {lr: 0.003}\n  kl_loss_fn: k2\n  kl_loss_fn_args: {kl_coef: 0.5}\n",
-    )
-    chain.write_text(text)
-    config, _ = read_config(chain)
-    warm_up, learn, _ = stage_configs(config)
-    assert learn.algorithm.kl_loss_fn == "k2"
-    assert learn.algorithm.kl_loss_fn_args == {"kl_coef": 0.5}
-    assert warm_up.algorithm.kl_loss_fn is None
-    assert not warm_up.positions.given("algorithm.kl_loss_fn")
-    assert learn.positions.given("algorithm.kl_loss_fn")
-
-
-def test_tasksets_of_a_stage_take_the_place_of_taskset(chain: Path) -> None:
-    text = chain.read_text().replace(
-        "  - stage_name: learn\n",
-        "  - stage_name: learn\n    buffer:\n      explorer_input:\n"
-        "        tasksets: [{name: other, path: train.jsonl}]\n",
-    )
-    chain.write_text(text)
-    learn = stage_configs(read_config(chain)[0])[1]
-    assert learn.buffer.explorer_input.taskset is None
-    assert [taskset.name for taskset in learn.buffer.explorer_input.tasksets] == ["other"]
-    assert not validate_config(chain).faults
-
-
 def test_overrides_reach_stages_and_the_top_level(chain: Path) -> None:
     overrides = [
         "stages[1].buffer.total_steps=7",
@@ -180,49 +151,6 @@ def test_a_key_is_named_where_it_was_written(chain: Path) -> None:
 
 def _faults(config: Path, *overrides: str) -> dict[str, Any]:
     return {fault.where: fault for fault in validate_config(config, overrides).faults}
-
-
-@pytest.mark.parametrize(
-    ("path", "good"),
-    [
-        ("stage://warm_up/sft.jsonl", True),
-        ("stage://learn/sft.jsonl", False),  # itself
-        ("stage://test/sft.jsonl", False),  # a later one
-        ("stage://warm_up/../../sft.jsonl", False),
-        ("stage://warm_up", False),
-    ],
-)
-def test_a_file_of_an_earlier_stage(chain: Path, path: str, good: bool) -> None:
-    more = (
-        "    mode: train\n    algorithm: {algorithm_type: sft}\n    buffer:\n"
-        "      train_batch_size: 2\n      trainer_input:\n        experience_buffer:\n"
-        f"          path: {path}\n          format: {{messages_key: messages}}\n"
-    )
-    text = chain.read_text().replace("stage_name: learn\n", "stage_name: learn\n" + more)
-    chain.write_text(text)
-    found = _faults(chain)
-    if good:
-        assert not found
-        part = parts_of(read_config(chain)[0])[0][1][1]
-        buffer = part.buffer.trainer_input.experience_buffer
-        assert buffer is not None
-        assert buffer.path == str(_folder(chain) / "warm_up" / "sft.jsonl")
-    else:
-        ((where, fault),) = found.items()
-        line = _line(chain, f"path: {path}")
-        key = "buffer.trainer_input.experience_buffer.path"
-        assert where == f"{chain}:{line}: stages[1].{key}"
-        assert "of an earlier stage (warm_up)" in fault.expected
-
-
-def test_arguments_of_a_single_run_are_refused(chain: Path) -> None:
-    async def flow(task: dict, model: Any) -> float:
-        return 0.0
-
-    dataset = SimpleNamespace(path="rows.jsonl", split="train")
-    with pytest.raises(BadInput, match="describe a single run") as caught:
-        tune(flow, chain, train_dataset=dataset)
-    assert caught.value.faults[0].where == "tune(train_dataset=...)"
 
 
 # --- running ---------------------------------------------------------------------------------
@@ -315,15 +243,6 @@ def test_single_runs_and_chains_do_not_share_a_folder(chain: Path, tiny_model_di
         run_config(chain, overrides[:1])
 
 
-def test_a_new_name_for_the_whole_chain(chain: Path) -> None:
-    with pytest.raises(BudgetReached):
-        run_config(chain, ["budget.wall_seconds=0"])
-    result = run_config(chain, ["continue_from_checkpoint=false"])
-    assert result.run_dir.parent == _folder(chain).parent
-    assert result.run_dir.name.startswith("tiny_2")
-    assert {path.name for path in result.run_dir.iterdir() if path.is_dir()} >= set(NAMES)
-
-
 def test_one_budget_for_all_stages(chain: Path) -> None:
     """A step of GRPO makes 2 tasks x 4 runs x 2 calls, the evaluation before it 4 x 2: 24, so
     that 30 end in the second step."""
@@ -397,17 +316,6 @@ def test_a_chain_that_is_stopped_in_every_stage_ends_as_one_that_is_not(
         assert all(bool((one[name] == other[name]).all()) for name in one), stage
     assert _transcripts(_folder(whole) / "test", 0) == _transcripts(_folder(parts) / "test", 0)
     assert _start(parts, *_LONG).wait(timeout=900) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_rollout_stage_through_ray(chain: Path) -> None:
-    chain.write_text(chain.read_text().replace("inline: true", "inline: false"))
-    output, _ = (process := _start(chain)).communicate(timeout=900)
-    assert process.returncode == 0, output
-    assert _statuses(chain) == dict.fromkeys(NAMES, "finished")
-    assert output.count("starting Ray") == 1
-    assert len(_transcripts(_folder(chain) / "learn", 2)) == 4  # of 2 items
 
 
 def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:

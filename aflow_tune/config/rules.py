@@ -92,6 +92,15 @@ class Rule(NamedTuple):
     together: bool = False
     """Asked only where no other rule found a fault."""
 
+    def holds(self, case: Case) -> bool:
+        """Whether it is asked in this case."""
+        modes, engine = self.modes or [case.config.mode], self.engine or case.config.engine
+        return (
+            case.purpose in self.purposes
+            and case.config.mode in modes
+            and case.config.engine == engine
+        )
+
 
 def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
     """What keeps a configuration from its purpose, and what is doubtful about it.
@@ -100,15 +109,9 @@ def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
         faults: what was found wrong before.
     """
     found = Findings()
-    config = case.config
     for together in (False, True):
         for rule in RULES:
-            if (
-                rule.together is together
-                and case.purpose in rule.purposes
-                and (rule.modes is None or config.mode in rule.modes)
-                and rule.engine in (None, config.engine)
-            ):
+            if rule.together is together and rule.holds(case):
                 for item in rule.check(case):
                     if isinstance(item, Fault):
                         found.faults.append(item)
@@ -138,7 +141,24 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _Value = tuple[str, Callable[[Any], bool], str, str]
 """A key, what its value must fulfil, the same in words, and a value that does."""
 
-_ONE_OR_NONE = "1 or more, or null"
+_AT_LEAST = {
+    1: words(
+        """
+        algorithm.repeat_times buffer.batch_size buffer.total_epochs buffer.total_steps
+        trainer.total_steps explorer.eval_interval explorer.runner_per_model explorer.max_timeout
+        explorer.rollout_model.engine_num explorer.max_repeat_times_per_runner
+        synchronizer.sync_interval synchronizer.sync_timeout local.threads local.max_batch
+        local.micro_batch_tokens quick_eval
+        """
+    ),
+    0: words(
+        """
+        buffer.train_batch_size trainer.save_interval trainer.max_checkpoints_to_keep
+        checkpoints.keep_best explorer.max_retry_times synchronizer.sync_offset report.transcripts
+        """
+    ),
+}
+"""Numbers, or null where the schema has it, that may not be less."""
 _RANGES: tuple[_Value, ...] = (
     ("algorithm.optimizer.lr", lambda v: 0 < v < math.inf, "a number above 0", "1e-5"),
     ("algorithm.optimizer.weight_decay", lambda v: 0 <= v < math.inf, "0 or more", "0.01"),
@@ -150,35 +170,12 @@ _RANGES: tuple[_Value, ...] = (
         "two numbers from 0 to below 1",
         "[0.9, 0.999]",
     ),
-    ("algorithm.repeat_times", lambda v: v >= 1, "1 or more", "8"),
-    ("buffer.batch_size", lambda v: v >= 1, "1 or more", "8"),
-    ("buffer.train_batch_size", lambda v: v >= 0, "0 (automatic) or more", "0"),
-    ("buffer.total_epochs", lambda v: v >= 1, "1 or more", "1"),
-    ("buffer.total_steps", lambda v: v is None or v >= 1, _ONE_OR_NONE, "20"),
-    ("trainer.total_steps", lambda v: v is None or v >= 1, _ONE_OR_NONE, "20"),
-    ("trainer.save_interval", lambda v: v >= 0, "0 (only at the end) or more", "10"),
-    ("trainer.max_checkpoints_to_keep", lambda v: v >= 0, "0 (keep all) or more", "0"),
-    ("checkpoints.keep_best", lambda v: v >= 0, "0 or more", "1"),
     ("trainer.grad_clip", lambda v: 0 <= v < math.inf, "0 (off) or more", "1.0"),
-    ("explorer.eval_interval", lambda v: v >= 1, "1 or more", "10"),
-    ("explorer.runner_per_model", lambda v: v >= 1, "1 or more", "8"),
-    ("explorer.max_timeout", lambda v: v >= 1, "1 second or more", "1800"),
-    ("explorer.max_retry_times", lambda v: v >= 0, "0 or more", "2"),
-    ("explorer.rollout_model.engine_num", lambda v: v >= 1, "1 or more", "1"),
-    ("explorer.max_repeat_times_per_runner", lambda v: v is None or v >= 1, _ONE_OR_NONE, "null"),
-    ("synchronizer.sync_interval", lambda v: v >= 1, "1 or more", "1"),
-    ("synchronizer.sync_offset", lambda v: v >= 0, "0 or more", "0"),
-    ("synchronizer.sync_timeout", lambda v: v >= 1, "1 second or more", "3600"),
     ("model.temperature", lambda v: 0 < v < math.inf, "above 0: greedy runs are all alike", "1.0"),
     ("model.top_p", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
     ("rollout.run_timeout", lambda v: 0 < v < math.inf, "seconds above 0", "300.0"),
     ("rollout.max_failed_fraction", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
-    ("local.threads", lambda v: v is None or v >= 1, _ONE_OR_NONE, "null"),
-    ("local.max_batch", lambda v: v >= 1, "1 or more", "64"),
-    ("local.micro_batch_tokens", lambda v: v >= 1, "1 or more", "2048"),
-    ("report.transcripts", lambda v: v >= 0, "0 or more", "4"),
     ("report.score", lambda v: bool(v.strip()), "'reward' or the name of a metric", "reward"),
-    ("quick_eval", lambda v: v is None or v >= 1, _ONE_OR_NONE, "50"),
     ("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295", "0"),
     ("name", lambda v: bool(v.strip()), "a name for the run folder", "first_run"),
 )
@@ -223,7 +220,14 @@ def _values(config: AflowConfig, table: Sequence[_Value], engine: str = "") -> F
             yield config.fault(key, expected + engine, found, fix)
 
 
-def _choices(case: Case) -> Found:
+def _single_values(case: Case) -> Found:
+    for least, keys in _AT_LEAST.items():
+        for key in keys:
+            value = value_of(case.config, key)
+            if value is not None and value < least:
+                fix = f"{key.rpartition('.')[2]}: 8"
+                yield case.config.fault(key, f"{least} or more", str(value), fix)
+    yield from _values(case.config, _RANGES)
     for key, choices in _CHOICES.items():
         value = value_of(case.config, key)
         if value is not None and value not in choices:
@@ -254,9 +258,8 @@ def _registered(case: Case) -> Found:
         named.append((key, operator.name, EXPERIENCE_OPERATORS))
     for key, taskset, _ in user_tasksets(config):
         for name in ("data_selector", "task_selector"):
-            selector = getattr(taskset, name)
-            kind = (selector.selector_type or "") if selector is not None else "sequential"
-            if kind != "sequential":  # known to be there; importing the others takes a second
+            kind = getattr(getattr(taskset, name), "selector_type", None)
+            if kind not in (None, "sequential"):  # importing the others takes a second
                 from trinity.buffer.selector import SELECTORS
 
                 named.append((f"{key}.{name}.selector_type", kind, SELECTORS))
@@ -264,11 +267,9 @@ def _registered(case: Case) -> Found:
         known = [*registry._default_mapping, *registry.modules]
         if value is None or value in known:
             continue
-        if "." not in value:
-            yield _unknown_name(config, key, value, known)
-            continue
         try:
-            registry.get(value)
+            if "." not in value or registry.get(value) is None:
+                yield _unknown_name(config, key, value, known)
         except (ImportError, AttributeError, KeyError) as error:
             fix = "write package.module.ClassName of something that can be imported"
             yield config.fault(key, "the dotted path of a class", f"{value}: {error}", fix)
@@ -808,8 +809,7 @@ _ON_GPUS = ("both", "train", "colocate")
 _WITH_ROLLOUTS = ("both", "explore", "colocate")
 
 RULES: tuple[Rule, ...] = (
-    Rule(lambda case: _values(case.config, _RANGES)),
-    Rule(_choices),
+    Rule(_single_values),
     Rule(_registered),
     Rule(_function_arguments),
     Rule(_needed_switches),
