@@ -224,15 +224,13 @@ def _engine_by_nvml(config: AflowConfig) -> str:
     """The engine that will run, found by asking NVML: CUDA itself must not be used yet."""
     if config.engine != "auto":
         return config.engine
-    before = os.environ.get(_NVML_CHECK)
+    before = dict(os.environ)
     os.environ[_NVML_CHECK] = "1"
     try:
         return choose_engine(config)[0]
     finally:
-        if before is None:
-            del os.environ[_NVML_CHECK]
-        else:
-            os.environ[_NVML_CHECK] = before
+        os.environ.pop(_NVML_CHECK)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -267,15 +265,14 @@ def _watched(config: AflowConfig) -> list[Device]:
     found = find_ray(config) if uses_ray(config) else None
     if found is not None and not _is_here(found.address):
         return []
-    try:
+    with contextlib.suppress(NvmlUnavailable):
         now = snapshot()
-    except NvmlUnavailable:
-        return []
-    try:
-        seen = visible(now, os.environ)
-    except BadInput:
-        seen = now.units()
-    return seen[:1] if config.engine == "local" else seen
+        try:
+            seen = visible(now, os.environ)
+        except BadInput:
+            seen = now.units()
+        return seen[:1] if config.engine == "local" else seen
+    return []
 
 
 def _is_here(address: str) -> bool:

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity.common.config import InferenceModelConfig, TasksetConfig
 
 from aflow_tune.config.changes import READ_FROM, renamed
-from aflow_tune.config.schema import SchemaWalk, fields_of, strip_optional, suggest
+from aflow_tune.config.schema import Check, note_lines
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.config.stages import check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
@@ -177,20 +177,18 @@ def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], lis
         found = getattr(error, "strerror", None) or str(error)
         raise _unreadable(path, "a YAML file in UTF-8", found, fix) from None
 
-    def where(key: str, at: yaml.Node) -> str:
-        return f"{path}:{at.start_mark.line + 1}: {display(key)}".removesuffix(": ")
-
     try:
         with _loader(text) as loader:
             node = loader.get_single_node()
             if not isinstance(node, yaml.MappingNode):
-                place = path if node is None else where("", node)
+                place = path if node is None else f"{path}:{node.start_mark.line + 1}"
                 fix = "begin with `workflow: path/file.py:function`, `model:`, `buffer:` ..."
                 found = "nothing" if node is None else f"a {node.id}"
                 raise _unreadable(place, "`key: value` lines at the top level", found, fix)
-            walk = SchemaWalk(AflowConfig, positions, where)
-            walk.check(node, AflowConfig, "")
-            return renamed(loader.construct_document(node)), walk.faults
+            twice = list(note_lines(node, positions))
+            check = Check(AflowConfig, positions.where, positions.raw)
+            content = check.check(loader.construct_document(node), AflowConfig)
+            return renamed(content), [*twice, *check.faults]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -223,57 +221,27 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
     if not equals or not re.fullmatch(r"[\w.\-]+(\[\d+\][\w.\-\[\]]*)?", name) or name[0] in "-.":
         fix = "write key=value, such as buffer.total_steps=20; quote it for the shell"
         return [Fault(where, "key=value", repr(item), fix)]
-    key = canonical(name)
-    expected = _type_at(key)
-    if isinstance(expected, Fault):
-        return [replace(expected, where=where)]
-    kind, choices = expected
-    scratch = KeyPositions()
-    walk = SchemaWalk(AflowConfig, scratch, lambda *_: where)
+    key, raw = canonical(name), dict[str, str]()
     try:
         with _loader(text) as loader:
-            node = loader.get_single_node() or yaml.ScalarNode("tag:yaml.org,2002:null", "")
-            good = walk.check(node, kind, key) and walk.check_choice(node, choices, key)
-            value = loader.construct_document(node) if good else None
+            node = loader.get_single_node()
+            value = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, RecursionError) as error:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         return [Fault(where, f"a value in YAML for `{name}`", str(problem), "quote the value")]
+    nested = value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    check = Check(AflowConfig, lambda _: where, raw, numbered=True)
+    check.check(nested, AflowConfig)
     positions.overrides[key] = item
-    positions.raw.update(scratch.raw)
-    if walk.faults:
-        return walk.faults
+    if check.faults:
+        return check.faults
+    positions.raw.update(raw)
     problem = _put(content, key.split("."), value)
     if problem:
         return [Fault(where, "a list item that the file has", problem, "set the whole list")]
     return []
-
-
-def _type_at(key: str) -> tuple[Any, tuple[str, ...]] | Fault:
-    """Type and choices of a key path of the schema, or why there is none."""
-    kind: Any = AflowConfig
-    choices: tuple[str, ...] = ()
-    done: list[str] = []
-    for part in key.split("."):
-        kind, _ = strip_optional(kind)
-        if hasattr(kind, "__dataclass_fields__"):
-            known = fields_of(kind)
-            path = ".".join([*done, part])
-            if part not in known:
-                expected, fix = suggest(AflowConfig, ".".join(done), part, known)
-                return Fault("", expected, f"`{display(path)}`, which is no setting", fix)
-            kind, choices = known[part]
-        else:
-            origin = getattr(kind, "__origin__", kind)
-            arguments = getattr(kind, "__args__", ())
-            whole = ".".join(done)
-            if origin not in (list, dict) and kind is not Any:
-                return Fault("", f"`{whole}` is a single value", f"`{part}` below it", "remove it")
-            if origin is list and not part.isdigit():
-                found = f"`{part}` where the number of an item belongs"
-                return Fault("", f"`{whole}` is a list", found, f"{whole}[0]...")
-            kind, choices = (arguments[-1] if arguments else Any), ()
-        done.append(part)
-    return kind, choices
 
 
 def _put(content: Any, parts: list[str], value: Any) -> str | None:

@@ -177,13 +177,12 @@ def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
         model.tool_call_parser = "hermes"
     inputs = config.buffer.explorer_input
     inputs.default_workflow_type = inputs.default_eval_workflow_type = ADAPTER
-    taken: list[str | None] = []
+    taken: set[str] = set()
     for number, (_, taskset, held_out) in enumerate(user_tasksets(config)):
         taskset.default_workflow_type = ADAPTER
         taskset.name = taskset.name or ("held_out" if held_out else "train")
-        if taskset.name in taken:
-            taskset.name = f"{taskset.name}_{number}"
-        taken.append(taskset.name)
+        taskset.name += f"_{number}" if taskset.name in taken else ""
+        taken.add(taskset.name)
     if not config.checkpoint_root_dir:
         config.checkpoint_root_dir = "checkpoints"
         reasons["checkpoint_root_dir"] = "where run folders go; made absolute"
@@ -223,17 +222,11 @@ def _settle_temperature(config: AflowConfig) -> None:
             found.setdefault(own, f"{key}.rollout_args.temperature")
     if not config.positions.given("model.temperature") and len(found) == 1:
         config.model.temperature = next(iter(found))
-    faults = [
-        config.fault(
-            place,
-            f"{config.model.temperature}, as model.temperature, by which the trainer divides",
-            str(value),
-            "give the temperature once, as model.temperature",
-        )
-        for value, place in found.items()
-        if value != config.model.temperature
-    ]
-    if faults:
+    expected = f"{config.model.temperature}, as model.temperature, by which the trainer divides"
+    fix = "give the temperature once, as model.temperature"
+    others = {value: place for value, place in found.items() if value != config.model.temperature}
+    if others:
+        faults = [config.fault(key, expected, str(value), fix) for value, key in others.items()]
         raise BadInput("Sampling and training would use different temperatures.", faults)
 
 
@@ -468,16 +461,15 @@ def _sparing_imports() -> Iterator[None]:
     """Keep Trinity from importing its selectors, and `datasets` with them, which takes a second:
     it only asks whether the name of one is known, which a rule has asked before."""
     name = "trinity.buffer.selector"
-    if name in sys.modules:
-        yield
-        return
-    known = types.ModuleType(name)
-    vars(known)["SELECTORS"] = {"sequential": object}
-    sys.modules[name] = known
+    made = name not in sys.modules
+    if made:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name])["SELECTORS"] = {"sequential": object}
     try:
         yield
     finally:
-        del sys.modules[name]
+        if made:
+            del sys.modules[name]
 
 
 @contextlib.contextmanager
@@ -489,8 +481,8 @@ def _leaving_no_folders(config: AflowConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        made = config.checkpoint_job_dir  # the folder may have got another name meanwhile
-        for path in [*(_run_folders(Path(made)) if made else []), *missing]:
+        made = Path(config.checkpoint_job_dir or folder)  # perhaps it got another name meanwhile
+        for path in [*_run_folders(made), *missing]:
             if path not in there:
                 with contextlib.suppress(OSError):  # never made, or somebody has put something in
                     path.rmdir()

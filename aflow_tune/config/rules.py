@@ -221,13 +221,13 @@ def _values(config: AflowConfig, table: Sequence[_Value], engine: str = "") -> F
 
 
 def _single_values(case: Case) -> Found:
+    yield from _values(case.config, _RANGES)
     for least, keys in _AT_LEAST.items():
         for key in keys:
             value = value_of(case.config, key)
             if value is not None and value < least:
                 fix = f"{key.rpartition('.')[2]}: 8"
                 yield case.config.fault(key, f"{least} or more", str(value), fix)
-    yield from _values(case.config, _RANGES)
     for key, choices in _CHOICES.items():
         value = value_of(case.config, key)
         if value is not None and value not in choices:

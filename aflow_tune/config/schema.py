@@ -1,9 +1,10 @@
 """The schema of the YAML: a check that finds every fault, with the key that was meant.
 
-OmegaConf makes the real merge; it stops at the first fault and knows no lines. `SchemaWalk` goes
-over the YAML's nodes beside the tree of dataclasses, reports unknown keys with the nearest known
-one and values of a wrong type, and cuts the faulty parts out of the nodes, so that what remains
-can still be merged and checked further. Values with `${...}` are left to OmegaConf.
+OmegaConf makes the real merge; it stops at the first fault and knows no lines. `note_lines` keeps
+the line of every key; `Check` goes over the values beside the tree of dataclasses, reports
+unknown keys with the nearest known one and values of a wrong type, and leaves the faulty parts
+out, so that what remains can still be merged and checked further. Values with `${...}` are left
+to OmegaConf.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Union
@@ -61,179 +62,155 @@ SYNONYMS = {
 """What other frameworks call a setting."""
 
 
-class SchemaWalk:
-    """One walk over one document.
+def note_lines(
+    node: yaml.Node, positions: KeyPositions, path: str = "", above: tuple[int, ...] = ()
+) -> Iterator[Fault]:
+    """Keep the line of every key below a YAML node; yields keys that are there twice, and takes
+    the first of the two out."""
+    if id(node) in above:  # an alias that contains itself
+        return
+    above = (*above, id(node))
+    pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            positions.lines[f"{path}.{number}"] = item.start_mark.line + 1
+            yield from note_lines(item, positions, f"{path}.{number}", above)
+    elif isinstance(node, yaml.MappingNode):
+        for key_node, value in node.value:
+            if key_node.tag == _MERGE:
+                merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for one in merged:
+                    yield from note_lines(one, positions, path, above)
+                pairs[f"<< {len(pairs)}"] = key_node, value
+                continue
+            name = str(key_node.value)
+            key = f"{path}.{name}".lstrip(".")
+            positions.lines[key] = key_node.start_mark.line + 1
+            if name in pairs:
+                first = pairs.pop(name)[0].start_mark.line + 1
+                found = f"`{name}` again (first in line {first})"
+                yield Fault(positions.where(key), "every key once", found, "remove one of the two")
+            pairs[name] = key_node, value
+            yield from note_lines(value, positions, key, above)
+        node.value = list(pairs.values())
+
+
+WRONG = object()
+"""In place of a value of which nothing can be used."""
+
+
+class Check:
+    """One check of values read from YAML.
 
     Args:
         schema: the dataclass at the top.
-        positions: filled with the line of every key met.
-        where: turns a key path and a node into the place shown in a fault.
+        where: the place of a key path, as a fault shows it.
+        raw: filled with values that hold an interpolation, by key path.
+        numbered: take a mapping whose keys are numbers for items of a list.
     """
 
     def __init__(
         self,
         schema: type,
-        positions: KeyPositions,
-        where: Callable[[str, yaml.Node], str],
+        where: Callable[[str], str],
+        raw: dict[str, str],
+        *,
+        numbered: bool = False,
     ) -> None:
-        self.schema = schema
-        self.positions = positions
-        self.where = where
+        self.schema, self.where, self.raw, self.numbered = schema, where, raw, numbered
         self.faults: list[Fault] = []
-        self._on_path: set[int] = set()
+        self._above: list[int] = []
 
-    def check(self, node: yaml.Node, expected: Any, path: str) -> bool:
-        """Check a value; False if it must be cut out. Parts of it may have been cut already."""
-        if id(node) in self._on_path:
-            return self._fault(path, node, "a finite value", "an alias that contains itself")
-        self._on_path.add(id(node))
+    def check(self, value: Any, kind: Any, path: str = "", choices: Sequence[str] = ()) -> Any:
+        """The value without its faulty parts, or `WRONG`."""
+        expected, optional = strip_optional(kind)
+        if isinstance(value, str) and "${" in value:
+            self.raw[path] = value
+            return value
+        if value is None and optional:
+            return None
+        if not isinstance(value, (dict, list)):
+            return self._scalar(value, expected, path, choices)
+        if id(value) in self._above:
+            return self._fault(path, "a finite value", "an alias that contains itself")
+        self._above.append(id(value))
         try:
-            return self._check(node, *strip_optional(expected), path)
+            return self._container(value, expected, path)
         finally:
-            self._on_path.discard(id(node))
+            self._above.pop()
 
-    def _check(self, node: yaml.Node, expected: Any, optional: bool, path: str) -> bool:
-        scalar = isinstance(node, yaml.ScalarNode)
-        if scalar and "${" in node.value and node.tag.endswith(":str"):
-            self.positions.raw[path] = node.value
-            return True
-        if scalar and node.tag.endswith(":null"):
-            good = optional or expected is Any
-            return good or self._fault(path, node, describe(expected), "nothing (null)")
-        if scalar and node.value == "???":
-            return self._fault(path, node, describe(expected), "??? (a value still to fill in)")
-        if expected is Any:
-            self._note_lines(node, path)
-            return True
+    def _container(self, value: Any, expected: Any, path: str) -> Any:
+        known: dict[str, Any] | None = None
+        if dataclasses.is_dataclass(expected):
+            known = dict(fields_of(typing.cast(type, expected)))
+        origin, arguments = typing.get_origin(expected) or expected, typing.get_args(expected)
+        is_list = isinstance(value, list)
+        entries = list(enumerate(value) if is_list else value.items())
+        if self.numbered and origin is list:
+            is_list = all(str(name).isdigit() for name, _ in entries)
+        if is_list and origin in (list, Any):
+            inner = arguments[0] if arguments else Any
+            checked = [self.check(item, inner, f"{path}.{name}") for name, item in entries]
+            return [item for item in checked if item is not WRONG]
+        if is_list or (known is None and origin not in (dict, Any)):
+            fix = "begin each item with `- `, also a single one" if origin is list else None
+            return self._fault(path, describe(expected), kind_of(value), fix)
+        kept = {}
+        for name, item in entries:
+            key = f"{path}.{name}".lstrip(".")
+            kind: Any = arguments[1] if len(arguments) == 2 else Any
+            choices: Sequence[str] = ()
+            if known is not None and name not in known:
+                self._unknown(path, str(name), item, known)
+                continue
+            if known is not None:
+                kind, choices = known[name]
+            checked = self.check(item, kind, key, choices)
+            if checked is not WRONG:
+                kept[name] = checked
+        return kept
+
+    def _scalar(self, value: Any, expected: Any, path: str, choices: Sequence[str]) -> Any:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        good = value is not None and value != "???" and not isinstance(value, bytes)
         origin = typing.get_origin(expected) or expected
-        for fits, kind, check in (
-            (dataclasses.is_dataclass(expected), yaml.MappingNode, self._check_section),
-            (origin is list, yaml.SequenceNode, self._check_list),
-            (origin is dict, yaml.MappingNode, self._check_dict),
-            (True, yaml.ScalarNode, self._check_scalar),
-        ):
-            if fits:
-                if isinstance(node, kind):
-                    return check(node, expected, path)
-                fix = "begin each item with `- `, also a single one" if origin is list else None
-                return self._fault(path, node, describe(expected), kind_of(node), fix)
-        raise AssertionError(expected)
-
-    def _check_section(self, node: yaml.Node, section: Any, path: str) -> bool:
-        known = fields_of(section)
-        kept: list[tuple[yaml.Node, yaml.Node]] = []
-        seen: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for pair in node.value:
-            key_node, value = pair
-            if key_node.tag == _MERGE:
-                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    if isinstance(merged, yaml.MappingNode):  # PyYAML refuses others
-                        self._check_section(merged, section, path)
-                kept.append(pair)
-                continue
-            if not isinstance(key_node, yaml.ScalarNode):
-                self._fault(path, key_node, "a word as key", kind_of(key_node))
-                continue
-            name = key_node.value
-            key = f"{path}.{name}" if path else name
-            if name in seen:
-                self._duplicate(key, seen[name][0], key_node)
-                kept = [earlier for earlier in kept if earlier is not seen[name]]
-            if name not in known:
-                self._unknown(path, key_node, value, known)
-                continue
-            self.positions.lines[key] = key_node.start_mark.line + 1
-            seen[name] = pair
-            field_type, choices = known[name]
-            if self.check(value, field_type, key) and self.check_choice(value, choices, key):
-                kept.append(pair)
-        node.value = kept
-        return True
-
-    def _check_list(self, node: yaml.Node, expected: Any, path: str) -> bool:
-        item_type = (typing.get_args(expected) or (Any,))[0]
-        kept = []
-        for index, item in enumerate(node.value):
-            key = f"{path}.{index}"
-            self.positions.lines[key] = item.start_mark.line + 1
-            if self.check(item, item_type, key):
-                kept.append(item)
-        node.value = kept
-        return True
-
-    def _check_dict(self, node: yaml.Node, expected: Any, path: str) -> bool:
-        arguments = typing.get_args(expected)
-        value_type = arguments[1] if len(arguments) == 2 else Any
-        kept: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for key_node, value in node.value:
-            if key_node.tag == _MERGE:
-                kept["<<"] = (key_node, value)
-                continue
-            key = f"{path}.{key_node.value}"
-            if key_node.value in kept:
-                self._duplicate(key, kept[key_node.value][0], key_node)
-            self.positions.lines[key] = key_node.start_mark.line + 1
-            if self.check(value, value_type, key):
-                kept[key_node.value] = (key_node, value)
-        node.value = list(kept.values())
-        return True
-
-    def _check_scalar(self, node: yaml.ScalarNode, expected: Any, path: str) -> bool:
         if isinstance(expected, type) and issubclass(expected, Enum):
             try:  # Trinity's enums also take the names that their values had before
-                expected[node.value]
+                expected[str(value)]
             except KeyError:
-                return self.check_choice(node, [member.value for member in expected], path)
-            return True
-        tag = node.tag.rpartition(":")[2]
-        good = {
-            bool: tag in ("bool", "int") or node.value.lower() in _TRUTH,
-            int: tag == "int" or (tag == "str" and _parses(int, node.value)),
-            float: tag in ("int", "float") or (tag == "str" and _parses(float, node.value)),
-        }.get(expected, True)
-        return good or self._fault(path, node, describe(expected), kind_of(node))
+                good, choices = False, [member.value for member in expected]
+        elif dataclasses.is_dataclass(expected) or origin in (list, dict):
+            good = False
+        elif expected is bool:
+            good = isinstance(value, int) or str(value).lower() in _TRUTH
+        elif expected is int:
+            good = (number and isinstance(value, int)) or _parses(int, value)
+        elif expected is float:
+            good = number or _parses(float, value)
+        elif choices:
+            good = value in choices
+        if good or expected is Any:
+            return value
+        fix = "begin each item with `- `, also a single one" if origin is list else None
+        if choices:
+            fix = f"{path.rpartition('.')[2]}: {nearest(str(value), choices) or choices[0]}"
+        told = "one of " + ", ".join(choices) if choices else describe(expected)
+        return self._fault(path, told, kind_of(value), fix)
 
-    def check_choice(self, node: yaml.Node, choices: typing.Sequence[str], path: str) -> bool:
-        """Whether a value is one of `choices`; of none, any is."""
-        value = node.value
-        if not choices or node.tag.endswith(":null") or "${" in value or value in choices:
-            return True
-        fix = f"{path.rpartition('.')[2]}: {nearest(str(value), choices) or choices[0]}"
-        return self._fault(path, node, "one of " + ", ".join(choices), kind_of(node), fix)
-
-    def _note_lines(self, node: yaml.Node, path: str) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key_node, value in node.value:
-                if isinstance(key_node, yaml.ScalarNode):
-                    key = f"{path}.{key_node.value}"
-                    self.positions.lines[key] = key_node.start_mark.line + 1
-                    self._note_lines(value, key)
-        elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
-            self.positions.raw[path] = node.value
-
-    def _duplicate(self, key: str, first: yaml.Node, second: yaml.Node) -> None:
-        found = f"`{key.rpartition('.')[2]}` again (first in line {first.start_mark.line + 1})"
-        place = self.where(key, second)
-        self.faults.append(Fault(place, "every key once", found, "remove one of the two"))
-
-    def _unknown(
-        self, parent: str, key_node: yaml.ScalarNode, value: yaml.Node, known: dict[str, Any]
-    ) -> None:
-        expected, fix = suggest(self.schema, parent, key_node.value, known)
-        key = f"{parent}.{key_node.value}" if parent else key_node.value
+    def _unknown(self, parent: str, name: str, value: Any, known: dict[str, Any]) -> None:
+        expected, fix = suggest(self.schema, parent, name, known)
+        key = f"{parent}.{name}".lstrip(".")
         kind = kind_of(value)
-        if isinstance(value, yaml.ScalarNode) and _MAY_HOLD_A_KEY.search(key_node.value):
+        if not isinstance(value, (dict, list)) and _MAY_HOLD_A_KEY.search(name):
             kind = "its value is not shown since it may be a key"
         found = f"`{display(key)}`, which is no setting ({kind})"
-        self.faults.append(Fault(self.where(key, key_node), expected, found, fix))
+        self.faults.append(Fault(self.where(key), expected, found, fix))
 
-    def _fault(
-        self, path: str, node: yaml.Node, expected: str, found: str, fix: str | None = None
-    ) -> bool:
-        shown = display(path) or "the file"
-        fix = fix or f"give `{shown}` {expected}, or remove it to take the default"
-        self.faults.append(Fault(self.where(path, node), f"{shown}: {expected}", found, fix))
-        return False
+    def _fault(self, path: str, expected: str, found: str, fix: str | None = None) -> Any:
+        fix = fix or f"give `{display(path)}` {expected}, or remove it to take the default"
+        fault = Fault(self.where(path), f"{display(path)}: {expected}", found, fix)
+        self.faults.append(fault)
+        return WRONG
 
 
 def suggest(schema: type, parent: str, name: str, known: dict[str, Any]) -> tuple[str, str]:
@@ -312,26 +289,22 @@ def describe(kind: Any) -> str:
     return f"{text}, or null" if optional else text
 
 
-def kind_of(node: yaml.Node) -> str:
+def kind_of(value: Any) -> str:
     """A value of the YAML in words."""
-    if isinstance(node, yaml.MappingNode):
-        return "a mapping"
-    if isinstance(node, yaml.SequenceNode):
-        return f"a list of {len(node.value)}"
-    tag = node.tag.rpartition(":")[2]
-    words = {kind.__name__: text for kind, text in _SCALARS.items()}
-    if tag == "null":
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
+    if value is None:
         return "nothing (null)"
-    shown = node.value if len(node.value) <= 60 else node.value[:57] + "..."
-    return f"{shown!r} (text)" if tag == "str" else f"{shown} ({words.get(tag, tag)})"
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{shown} ({_SCALARS.get(type(value), type(value).__name__)})"
 
 
-def _parses(kind: type, text: str) -> bool:
+def _parses(kind: type, value: Any) -> bool:
     try:
-        kind(text)
+        return isinstance(value, str) and kind(value) is not None
     except ValueError:
         return False
-    return True
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -163,19 +163,17 @@ def settle_paths(config: AflowConfig) -> None:
         name = str(model.model_path or "")
         if name and name not in BUNDLED and Path(name).expanduser().is_dir():
             model.model_path = os.path.abspath(os.path.expanduser(name))
+    buffer, tables = experience_buffer(config), config.prepared.tables
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, _ in user_tasksets(config)]
-    buffer = experience_buffer(config)
     for taskset in sets if buffer is None else [*sets, buffer]:
-        found = locate(config, taskset)
+        found, key = locate(config, taskset), (str(taskset.path), taskset.split)
         if found.path is not None and found.fault is None:
-            tables = config.prepared.tables
-            table = tables.get((str(taskset.path), taskset.split))
             taskset.path = str(found.path)
             if found.kind == "file":
                 taskset.split, taskset.subset_name = _FILE_SPLIT, None
-            if table is not None:
-                tables[(taskset.path, taskset.split)] = table
+            if key in tables:
+                tables[(taskset.path, taskset.split)] = tables[key]
 
 
 def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
@@ -293,17 +291,14 @@ def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) 
         by_split.setdefault(_split_of(file.relative_to(root)) or "", []).append(file)
     if set(by_split) == {""}:
         by_split = {"train": files}
-    split = re.split(r"[\[+]", taskset.split)[0]
-    chosen = by_split.get(split, [])
+    chosen = by_split.get(re.split(r"[\[+]", taskset.split)[0], [])
     if not chosen:
         there = ", ".join(sorted(name for name in by_split if name)) or "none"
-        fault = f"the splits {there} ({', '.join(file.name for file in files[:4])})"
-        return Located("folder", path, fault=fault, fix=f"split: {sorted(by_split)[-1]}")
-    formats = {file_format(file) for file in chosen}
-    if len(formats) > 1:
-        names = ", ".join(file.name for file in chosen[:4])
+        fix = f"split: {sorted(by_split)[-1]}"
+        return Located("folder", path, fault=f"the splits {there}", fix=fix)
+    if len({file_format(file) for file in chosen}) > 1:
         fix = "keep one format in the folder, or name one file"
-        return Located("folder", path, fault=f"files of several formats: {names}", fix=fix)
+        return Located("folder", path, fault="files of several formats", fix=fix)
     return Located("folder", path, chosen)
 
 
