@@ -15,7 +15,7 @@ import pytest
 
 from aflow_tune.data.checks import check_fields, check_overlap, check_rows
 from aflow_tune.data.fields import most_calls, task_reads
-from aflow_tune.data.leaks import NEAR, find_leaks, input_text, near_pairs, words
+from aflow_tune.data.leaks import NEAR, find_leaks, input_text, near_pairs
 from aflow_tune.data.rows import Table, file_format, read_table
 
 ROWS = [{"question": f"What is {n}?", "answer": str(n)} for n in range(5)]
@@ -295,11 +295,3 @@ def test_what_makes_an_item_what_it_is() -> None:
     assert leaks({"question": "Who?", "answer": "I"}, {"problem": "who?"}) == [True]
     prepared = {"question": "Who?", "source": "a", "benchmark": "b"}
     assert leaks(prepared, {"question": "Who?"}) == [True]
-
-
-def test_words_of_other_scripts() -> None:
-    assert words("小明有3个苹果。") == ["小", "明", "有", "3", "个", "苹", "果"]
-    assert words("Ⅷ + Straße") == ["viii", "+", "strasse"]
-    assert kinds(["小明有三个苹果。小红有五个苹果。"], ["小明有三个苹果,小红有五个苹果"]) == [
-        (0, 0, False)
-    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aflow_tune.contract.plugins import discover, resolve, workflow
+from aflow_tune.contract.plugins import discover, resolve
 from aflow_tune.errors import BadInput, Fault
 
 
@@ -147,18 +147,6 @@ def test_marks(tmp_path: Path) -> None:
     assert resolve(f"{tmp_path}/flow.py:first").__name__ == "one"
     found = fault(f"{tmp_path}/flow.py")
     assert "first, two" in found.found
-
-
-def test_marking_changes_nothing_else() -> None:
-    def bare() -> int:
-        return 1
-
-    before = (bare.__name__, bare.__code__, bare.__module__)
-    assert workflow(bare) is bare
-    assert workflow(name="second")(bare) is bare
-    assert (bare.__name__, bare.__code__, bare.__module__) == before
-    with pytest.raises(TypeError, match="marks functions"):
-        workflow(3)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(

@@ -274,14 +274,6 @@ def test_objects_that_are_no_workflow(thing: Any, found: str) -> None:
     assert check_workflow(functools.partial(Agent().go, k=1)).returns == "float"
 
 
-def test_code_that_was_typed_into_a_prompt() -> None:
-    namespace: dict[str, Any] = {}
-    exec("def solve(item: str, model, k=1):\n    return 1.0", namespace)
-    faults = refusal(namespace["solve"]).faults
-    assert {fault.where for fault in faults} == {"<string>:1: solve"}
-    assert 'async def solve(task: dict, model: "TrinityChatModel") -> float:' in faults[0].cure
-
-
 def test_workflow_and_judge_together(tmp_path: Path) -> None:
     module = load(
         tmp_path,

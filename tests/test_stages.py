@@ -20,7 +20,7 @@ from trinity.common.config import Config
 from aflow_tune.cli import main
 from aflow_tune.config.load import read_config
 from aflow_tune.config.stages import stage_configs
-from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached
 from aflow_tune.tuning import run_config, validate_config
 
 STAGES = """
@@ -88,6 +88,8 @@ def test_a_stage_holds_only_what_differs(chain: Path) -> None:
     config, faults = read_config(chain)
     assert not faults
     warm_up, learn, test = stage_configs(config)
+    theirs = [part.flatten() for part in Config.__iter__(config)]
+    assert [part.flatten() for part in (warm_up, learn, test)] == theirs
     assert [part.name for part in (warm_up, learn, test)] == [f"tiny/{name}" for name in NAMES]
     assert [part.mode for part in (warm_up, learn, test)] == ["train", "both", "bench"]
     assert warm_up.algorithm.algorithm_type == "sft"
@@ -98,14 +100,6 @@ def test_a_stage_holds_only_what_differs(chain: Path) -> None:
     assert learn.buffer.explorer_input.eval_tasksets[0].name == "held_out"
     assert warm_up.trainer.save_hf_checkpoint == learn.trainer.save_hf_checkpoint == "last"
     assert all(part.inline and part.stages == [] for part in (warm_up, learn, test))
-
-
-def test_trinitys_own_iteration_yields_the_same(chain: Path) -> None:
-    config, _ = read_config(chain)
-    ours = [part.flatten() for part in stage_configs(config)]
-    theirs = [part.flatten() for part in Config.__iter__(config)]
-    assert ours == theirs
-    assert len(theirs) == 3
 
 
 def test_overrides_reach_stages_and_the_top_level(chain: Path) -> None:
@@ -230,19 +224,6 @@ def test_changed_stages_are_refused_under_their_key(chain: Path) -> None:
     assert longer.steps_done == 2
 
 
-def test_single_runs_and_chains_do_not_share_a_folder(chain: Path, tiny_model_dir: Path) -> None:
-    with pytest.raises(BudgetReached, match="stage 'warm_up'"):
-        run_config(chain, ["budget.wall_seconds=0"])
-    assert _statuses(chain) == {"warm_up": "interrupted", "learn": "waiting", "test": "waiting"}
-    with pytest.raises(BadInput, match="a configuration with `stages`"):
-        run_config(chain, ["stages=[]"])
-    single = write_project(chain.parent / "single", tiny_model_dir, steps=1)
-    overrides = [f"checkpoint_root_dir={chain.parent}/others", "explorer.eval_interval=1"]
-    run_config(single, overrides, inline=True)
-    with pytest.raises(BadInput, match="a configuration without `stages`"):
-        run_config(chain, overrides[:1])
-
-
 def test_one_budget_for_all_stages(chain: Path) -> None:
     """A step of GRPO makes 2 tasks x 4 runs x 2 calls, the evaluation before it 4 x 2: 24, so
     that 30 end in the second step."""
@@ -318,18 +299,6 @@ def test_a_chain_that_is_stopped_in_every_stage_ends_as_one_that_is_not(
     assert _start(parts, *_LONG).wait(timeout=900) == 5
 
 
-def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:
-    from aflow_tune.config.validate import functions_of
-    from aflow_tune.running.stage_chain import run_chain
-
-    config = read_config(chain)[0]
-    finished = _folder(chain) / "warm_up" / "report.html"
-    with pytest.raises(Interrupted, match="before stage 'learn'"):
-        run_chain(config, *functions_of(config), finished.exists)
-    assert _statuses(chain) == {"warm_up": "finished", "learn": "waiting", "test": "waiting"}
-    assert run_config(chain).steps_done == 2
-
-
 # --- Trinity's own engines -------------------------------------------------------------------
 
 _CLUSTER = (
@@ -349,21 +318,3 @@ def test_a_chain_for_trinitys_engines_is_checked_too(chain: Path) -> None:
     assert [name for name, _ in report.stages] == list(NAMES)
     (fault,) = validate_config(chain, [*_CLUSTER, "stages[0].buffer.train_batch_size=0"]).faults
     assert fault.where == "command line: stages[0].buffer.train_batch_size=0"
-
-
-def test_the_next_stage_begins_from_trinitys_newest_hugging_face_checkpoint(chain: Path) -> None:
-    from aflow_tune.running.stage_chain import trained_model
-
-    warm_up = stage_configs(read_config(chain, _CLUSTER)[0])[0]
-    folder = _folder(chain) / "warm_up"
-    for step in (2, 4):
-        (folder / f"global_step_{step}" / "actor" / "huggingface").mkdir(parents=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("4")
-    warm_up.checkpoint_job_dir = str(folder)
-    assert trained_model(warm_up, folder) == str(folder / "global_step_4" / "actor" / "huggingface")
-    (folder / "latest_checkpointed_iteration.txt").write_text("6")
-    with pytest.raises(RunFailed, match="left no Hugging Face checkpoint"):
-        trained_model(warm_up, folder)
-    local = stage_configs(read_config(chain, ["engine=local"])[0])[0]
-    with pytest.raises(RunFailed, match="its model is gone"):
-        trained_model(local, folder)

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_config import AGENTSCOPE_REACT
 from tiny import NO_WEIGHTS
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.config.changes import fingerprint_of, render_changes, save_resolved
 from aflow_tune.config.engine import choose_engine
-from aflow_tune.config.load import AflowConfig, apply_agentscope_args, load_config
-from aflow_tune.config.prepare import Purpose, prepare
+from aflow_tune.config.load import AflowConfig, load_config
+from aflow_tune.config.prepare import prepare
 from aflow_tune.config.tasksets import (
     ROWS_READER,
     materialise_tasksets,
-    total_steps,
 )
 from aflow_tune.config.validate import ValidationReport, validate
 from aflow_tune.engines.trinity.training.run_state import changed_keys
@@ -148,16 +146,6 @@ def test_what_an_earlier_version_wrote_is_read_with_the_names_of_today(project: 
     assert len(changed_keys(project, state, fingerprint_of(config))) == 1
 
 
-def test_agentscope_files_prepare(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(AGENTSCOPE_REACT)
-    config = load_config(tmp_path / "config.yaml", [f"checkpoint_root_dir={tmp_path}/runs"])
-    prepare(config, Purpose.CHECK)
-    assert config.engine == "local"
-    assert config.synchronizer.sync_interval == 1
-    assert config.model.max_prompt_tokens == 24576 - 16384
-    assert any("not on this machine" in warning for warning in config.warnings)
-
-
 REFUSED = """
     algorithm.repeat_times=0 algorithm.algorithm_type=mix algorithm.algorithm_type=jsd
     algorithm.advantage_fn=grpoo algorithm.loss_agg_mode=mean
@@ -198,14 +186,6 @@ def test_train_batch_size_that_calls_can_fill(project: Path) -> None:
     perhaps = load(project, "buffer.train_batch_size=9")
     prepare(perhaps, workflow=agent)
     assert any("train_batch_size" in warning for warning in perhaps.warnings)
-
-
-def test_steps_come_from_rows_and_epochs(project: Path) -> None:
-    overrides = ("buffer.total_steps=null", "buffer.total_epochs=3", "buffer.batch_size=5")
-    assert total_steps(load(project, *overrides)) == 7  # 12 rows x 3 epochs / 5
-    assert total_steps(load(project, *overrides, "trainer.total_steps=4")) == 4
-    unknown = load(project, *overrides, "buffer.explorer_input.taskset.path=org/data")
-    assert total_steps(unknown) is None
 
 
 def test_one_temperature_for_sampling_and_training(project: Path) -> None:
@@ -262,23 +242,6 @@ def test_folders_by_split(project: Path) -> None:
     assert "test, train" in found[f"{split}=validation"].found
 
 
-def test_tune_arguments_without_a_file_prepare(project: Path, tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
-    config = load_config(None, [f"checkpoint_root_dir={tmp_path}/runs", "buffer.batch_size=4"])
-    apply_agentscope_args(
-        config,
-        train_dataset=SimpleNamespace(path=str(project / "train.jsonl"), name=None, split="train"),
-        model=SimpleNamespace(
-            model_path=str(project / "model"), max_model_len=256, max_tokens=32, temperature=1.0
-        ),
-    )
-    prepare(config)
-    assert config.algorithm.algorithm_type == "multi_step_grpo"
-    assert config.algorithm.repeat_times == 8
-    assert config.buffer.train_batch_size == 32
-
-
 def test_a_sound_configuration_is_valid_and_leaves_no_trace(project: Path) -> None:
     before = sorted(project.rglob("*"))
     report = validate(project / "config.yaml")
@@ -311,8 +274,6 @@ def check(recipe: str, *overrides: str) -> ValidationReport:
         ([f"{SAMPLER}={{quantization: fp8}}", "model.lora_configs=null"], "fp8"),
         ([f"{SAMPLER}={{quantization: fp8}}", "engine=local"], "fp8"),
         (["cluster.gpu_per_node=1"], "one GPU"),
-        (["model.lora_configs=[{lora_rank: 513}]"], "513"),
-        (["model.lora_configs=[{lora_rank: 512}]"], ""),
     ],
 )
 def test_what_trinitys_engines_cannot_do(asked: list[str], found: str) -> None:

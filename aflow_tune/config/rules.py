@@ -10,14 +10,12 @@ APIs in `accounting.py`.
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import inspect
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from aflow_tune.config.accounting import check_spend
@@ -439,21 +437,11 @@ def _lengths(case: Case) -> Found:
         yield config.fault(f"model.{name}", expected, str(getattr(model, name)), fix)
 
 
-def _folders(case: Case) -> Found:
-    folder = Path(case.config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        expected, fix = "a folder that can be written", "checkpoint_root_dir: ./checkpoints"
-        yield case.config.fault("checkpoint_root_dir", expected, str(existing), fix)
-
-
 def _monitor(case: Case) -> Found:
     kind, key = case.config.monitor.monitor_type, "monitor.monitor_type"
-    services = ("wandb", "mlflow", "swanlab")
-    if "." not in kind and kind not in ("tensorboard", *services):
-        yield _unknown_name(case.config, key, kind, ("tensorboard", *services))
-    elif kind in services and importlib.util.find_spec(kind) is None:
-        yield case.config.fault(key, f"{kind} installed", "not installed", f"pip install {kind}")
+    known = ("tensorboard", "wandb", "mlflow", "swanlab")
+    if "." not in kind and kind not in known:
+        yield _unknown_name(case.config, key, kind, known)
     elif kind not in ("tensorboard", MONITOR):
         yield (
             f"{case.config.positions.where(key)}: with {kind} the live panel and the report's "
@@ -727,11 +715,13 @@ def _unread(case: Case) -> Found:
 # weights arrive after every step. verl 0.8.0 cannot: its FSDP engine loads with a plain
 # `from_pretrained` and casts every parameter to one floating-point type.
 
-_MAX_RANK = 512
 _SAMPLER = "explorer.rollout_model.extra_engine_args"
-_QUANTISING = ("quantization", "load_in_4bit", "load_in_8bit", "bnb_")
-_AWARE_TRAINING = "qat"
-"""verl's training for a quantised deployment, which itself computes in 16 bits."""
+_QUANTISING = re.compile(
+    r"(explorer\.rollout_model\.extra_engine_args|trainer\.trainer_config)\."
+    r"(?!.*\bqat\b)(.*\.)?(quantization|load_in_[48]bit|bnb_)\w*"
+)
+"""Keys that ask for quantised weights. `qat`, which trains for a quantised deployment, itself
+computes in 16 bits."""
 
 
 def _one_gpu(case: Case) -> Found:
@@ -743,41 +733,24 @@ def _one_gpu(case: Case) -> Found:
 
 def _quantised(case: Case) -> Found:
     """Weights asked for in 8 or 4 bits that would silently be in 16 or 32."""
-    config, local = case.config, case.config.engine == "local"
-    sampler = config.explorer.rollout_model.extra_engine_args or {}
-    kind = sampler.get("quantization")
-    asked = [(f"{_SAMPLER}.quantization", kind)] if local and kind else []
-    if not config.model.tinker.enable:
-        asked += _quantising(config.trainer.trainer_config, "trainer.trainer_config")
-    for key, value in asked:
-        expected = f"plain weights: {'the local engine' if local else 'verl'} cannot quantise them"
-        fix = "remove it; local.dtype: bf16 halves fp32, or engine: trinity (docs/recipes.md)"
-        if not local:
-            halved = "{actor: {fsdp_config: {model_dtype: bfloat16}}}"
-            fix = f"remove it; trainer.trainer_config: {halved} takes half of the default's memory"
-        yield config.fault(key, expected, f"{key.rpartition('.')[2]}: {value}", fix)
-
-
-def _quantising(value: Any, key: str) -> Iterable[tuple[str, Any]]:
-    """Keys that ask for quantised weights, at any depth."""
-    if not isinstance(value, Mapping):
+    local = case.config.engine == "local"
+    if case.config.model.tinker.enable:
         return
-    for name, inner in value.items():
-        path, word = f"{key}.{name}", str(name)
-        if word == _AWARE_TRAINING or inner in (None, False):
-            continue
-        if word.startswith(_QUANTISING):
-            yield path, inner if not isinstance(inner, Mapping) else "..."
-        else:
-            yield from _quantising(inner, path)
-
-
-def _vllm_adapter(case: Case) -> Found:
-    for number, lora in enumerate(case.config.model.lora_configs or []):
-        if not 0 < lora.lora_rank <= _MAX_RANK:
-            key = f"model.lora_configs.{number}.lora_rank"
-            expected = f"1 to {_MAX_RANK}: vLLM has no kernels for more"
-            yield case.config.fault(key, expected, str(lora.lora_rank), "lora_rank: 64")
+    asked: dict[str, Any] = {}
+    for key, value in case.config.flatten().items():
+        found = _QUANTISING.match(key)
+        of_sampler = key.startswith(_SAMPLER)
+        if found and value not in (None, False) and (local or not of_sampler):
+            asked.setdefault(found[0], value)
+    for key, value in asked.items():
+        expected = f"plain weights: {'the local engine' if local else 'verl'} cannot quantise them"
+        halves = "local.dtype: bf16 halves fp32, or engine: trinity (docs/recipes.md)"
+        if not local:
+            halves = (
+                "trainer.trainer_config: {actor: {fsdp_config: {model_dtype: bfloat16}}} halves"
+            )
+        found_text = f"{key.rpartition('.')[2]}: {value}"
+        yield case.config.fault(key, expected, found_text, f"remove it; {halves}")
 
 
 def _vllm_quantised(case: Case) -> Found:
@@ -824,7 +797,6 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_devices(case.config)),
     Rule(_rewards),
     Rule(_lengths),
-    Rule(_folders),
     Rule(_monitor),
     Rule(_system_prompt),
     Rule(_models, _WITH_MODEL),
@@ -840,7 +812,6 @@ RULES: tuple[Rule, ...] = (
     Rule(_unread, engine="local"),
     Rule(_one_gpu, modes=("both",), engine="trinity"),
     Rule(_quantised, modes=_ON_GPUS, engine="trinity"),
-    Rule(_vllm_adapter, engine="trinity"),
     Rule(_vllm_quantised, modes=_ON_GPUS, engine="trinity"),
     Rule(_group, modes=_WITH_ROLLOUTS, together=True),
     Rule(_advantage, modes=_WITH_ROLLOUTS, together=True),
