@@ -13,56 +13,22 @@ from aflow_tune.config.changes import differences, render_changes, save_resolved
 from aflow_tune.config.load import apply_agentscope_args, load_config
 from aflow_tune.errors import BadInput, Fault
 
-# The keys of the files that AgentScope ships for its tuner (1.0.8 and 1.0.21).
+# Keys of the files that AgentScope ships for its tuner (1.0.8 and 1.0.21).
 AGENTSCOPE_REACT = """
 project: AgentScope-ReAct
 name: GSM8K-Qwen3-8B
 checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
 algorithm: {algorithm_type: multi_step_grpo, repeat_times: 8}
-model:
-  model_path: ${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen3-8B}
-  max_response_tokens: 16384
-  max_model_len: 24576
+model: {model_path: "${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen3-8B}", max_model_len: 24576}
 cluster: {node_num: 1, gpu_per_node: 8}
 buffer:
-  total_epochs: 1
   batch_size: 32
-  train_batch_size: 256
   explorer_input:
-    taskset:
-      name: gsm8k
-      storage_type: file
-      path: 'openai/gsm8k'
-      subset_name: 'main'
-      split: 'train'
-      format: {prompt_key: 'question', response_key: 'answer'}
-      rollout_args: {temperature: 1.0}
+    taskset: {name: gsm8k, storage_type: file, path: openai/gsm8k, subset_name: main, split: train}
 explorer:
-  runner_per_model: 16
-  max_timeout: 600
-  rollout_model:
-    engine_num: 4
-    tensor_parallel_size: 1
-    enable_prefix_caching: false
-    enforce_eager: true
-    enable_openai_api: true
-    enable_history: true
-    enable_auto_tool_choice: true
-    tool_call_parser: hermes
-    reasoning_parser: deepseek_r1
-    enable_thinking: true
-    dtype: bfloat16
-    seed: 42
-synchronizer:
-  sync_style: dynamic_by_explorer
-  sync_method: 'nccl'
-  sync_interval: 2
-  sync_timeout: 1800
-trainer:
-  save_interval: 100
-  use_dynamic_bsz: true
-  max_token_len_per_gpu: 24576
-  ulysses_sequence_parallel_size: 2
+  rollout_model: {engine_num: 4, enable_history: true, tool_call_parser: hermes, dtype: bfloat16}
+synchronizer: {sync_style: dynamic_by_explorer, sync_method: 'nccl', sync_interval: 2}
+trainer: {use_dynamic_bsz: true, ulysses_sequence_parallel_size: 2}
 monitor: {monitor_type: tensorboard}
 """
 
@@ -114,7 +80,7 @@ def test_environment_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert config.group == config.name == "GSM8K-Qwen3-8B"
     where = config.positions.where
     assert where("buffer.total_steps") == "command line: buffer.total_steps=20"
-    assert where("buffer.batch_size") == f"{tmp_path}/config.yaml:13: buffer.batch_size"
+    assert where("buffer.batch_size") == f"{tmp_path}/config.yaml:9: buffer.batch_size"
     assert where("seed") == f"{tmp_path}/config.yaml: seed"
 
 

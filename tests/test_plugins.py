@@ -94,17 +94,6 @@ def test_a_file_in_a_package_may_import_relatively(tmp_path: Path) -> None:
     assert resolve(f"{package}/flows/react.py:f") is function
 
 
-def test_modules_are_found_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, local_flows="def f(): return 1\nclass A:\n    def go(self): ...\nobj = A()\n")
-    monkeypatch.chdir(tmp_path)
-    assert resolve("local_flows:f")() == 1
-    assert resolve("local_flows:obj.go").__name__ == "go"
-    assert resolve("json:dumps").__name__ == "dumps"
-    assert sys.path[-1] == str(tmp_path)
-
-
 def test_the_only_marked_function_needs_no_name(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -210,11 +199,14 @@ def test_a_file_that_cannot_be_imported_shows_its_own_line(
     assert resolve(f"{tmp_path}/flow.py:f")() == 1
 
 
-def test_a_module_that_fails_is_not_called_missing(
+def test_modules_are_found_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write(tmp_path, local_flows="class A:\n    def go(self): ...\nobj = A()\n")
     write(tmp_path, failing_flow="import nowhere_at_all")
     monkeypatch.chdir(tmp_path)
+    assert resolve("local_flows:obj.go").__name__ == "go"
+    assert sys.path[-1] == str(tmp_path)
     told = fault("failing_flow:f")
     assert told.where == f"{tmp_path}/failing_flow.py:1"
     assert "nowhere_at_all" in told.found

@@ -445,11 +445,15 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
             yield config.fault("writer.executor", expected, "nothing", fix)
         return
     kind = config.algorithm.algorithm_type
-    fits = {1: kind != "gigpo"}.get(section.turns, kind in _OVER_TURNS)
-    if config.mode == "both" and not fits:
+    if section.turns > 1 and config.mode == "both" and kind not in _OVER_TURNS:
         yield (
-            f"{where('writer.turns')}: {kind} with {section.turns} turns: several turns are "
-            f"compared by {' or '.join(_OVER_TURNS)} only, and gigpo adds nothing to a single one"
+            f"{where('writer.turns')}: {kind} takes each turn for a run of its own; "
+            f"use {' or '.join(_OVER_TURNS)}"
+        )
+    if section.turns == 1 and config.mode == "both" and kind == "gigpo":
+        yield (
+            f"{where('algorithm.algorithm_type')}: with one turn all calls of a task are made in "
+            "one state, and gigpo adds nothing: set writer.turns, or use multi_step_grpo"
         )
     room = config.model.max_prompt_tokens or config.model.max_model_len
     messages = getattr(workflow, "messages", None)
@@ -481,7 +485,7 @@ def check_harvest(config: AflowConfig) -> Found:
         yield config.fault("harvest.sources", expected, "none", "sources: [templates]")
     for number, source in enumerate(section.sources):
         if source not in SOURCES:
-            fix = f"choose one, such as {nearest(source, SOURCES, 0.5) or SOURCES[0]}"
+            fix = f"did you mean {nearest(source, SOURCES, 0.5) or SOURCES[0]}?"
             expected = f"one of {', '.join(SOURCES)}"
             yield config.fault(f"harvest.sources.{number}", expected, repr(source), fix)
     if "templates" in section.sources:
