@@ -1,10 +1,8 @@
 """Our sections of the configuration, and where in the user's input every key stands.
 
-A configuration is Trinity's YAML with the sections of this module beside Trinity's own. The
-sections are plain dataclasses, so this module (and whoever only needs our settings) imports
-neither Trinity nor OmegaConf; the merged class lives in `config/load.py`. What
-a key may hold is decided by the type and, for words, by the `choices` in a field's metadata;
-`config/schema.py` reads both.
+A configuration is Trinity's YAML with these sections beside Trinity's own. They are plain
+dataclasses: this module imports neither Trinity nor OmegaConf. What a key may hold is decided by
+its type and, for words, by the `choices` in its metadata; `config/schema.py` reads both.
 """
 
 from __future__ import annotations
@@ -51,11 +49,8 @@ class LocalSection:
 
 @dataclass
 class BudgetSection:
-    """Limits at which a run saves its state and stops; the same command goes on from there.
-
-    Money, tokens and calls are counted over all roles and all processes of the run, earlier
-    commands of the same run included: to go on after one of them, raise it.
-    """
+    """Limits at which a run saves its state and stops. Counted over all roles, processes and
+    commands of the run: the same command goes on once the limit is raised."""
 
     wall_seconds: float | None = None
     """Seconds from the start of the command. None: no limit."""
@@ -69,8 +64,7 @@ class BudgetSection:
 
 @dataclass
 class CheckpointsSection:
-    """Which checkpoints stay beside the newest, whose number is
-    `trainer.max_checkpoints_to_keep` (0: all stay)."""
+    """Which checkpoints stay beside the newest `trainer.max_checkpoints_to_keep` (0: all)."""
 
     keep_best: int = 1
     """How many of those with the best held-out score (`report.score`) are not taken away."""
@@ -78,8 +72,7 @@ class CheckpointsSection:
 
 @dataclass
 class PriceSettings:
-    """What a model costs, in US dollars for a million tokens, or whose listed price it has. All
-    zero: it costs nothing."""
+    """What a model costs, in US dollars for a million tokens, or whose listed price it has."""
 
     input: float | None = None
     """For prompt tokens."""
@@ -102,8 +95,8 @@ class ModelSettings:
     base_url: str | None = None
     """Address of the API, such as http://127.0.0.1:8000/v1. None: the vendor's own."""
     api_key_env: str | None = None
-    """Name of the environment variable with the key. None: OPENAI_API_KEY or
-    ANTHROPIC_API_KEY where `base_url` is the vendor's own, no key where it is not."""
+    """The environment variable with the key. None: OPENAI_API_KEY or ANTHROPIC_API_KEY where
+    `base_url` is the vendor's own, no key where it is not."""
     headers_env: dict[str, str] = field(default_factory=dict)
     """Extra HTTP headers: name of the header to name of the environment variable with it."""
     role: str | None = None
@@ -123,78 +116,63 @@ class ModelSettings:
     """Requests that are under way at once, in each process."""
     prices: PriceSettings | None = None
     """Wins over the price list. None: the list's for the address that is called; behind another
-    address that is not of this machine or network the vendor's, with a warning; else unknown."""
+    address outside of this network the vendor's, with a warning; else unknown."""
 
 
 @dataclass
-class GraphSection:
+class AnsweringSection:
+    """What operator graphs of either origin are told about their tasks."""
+
+    benchmark: str | None = None
+    """Whose question, answer and scoring rows have that name none, such as gsm8k. With a `judge`
+    it gives the question only."""
+    score: str | None = None
+    """Instead of a benchmark: a function (`path/file.py:f`) of row and answer: the reward; of
+    written graphs from 0 to 1."""
+    problem: str | None = None
+    """The field with the question. None: the benchmark's, or question, problem or prompt."""
+    entry_point: str = "entry_point"
+    """The field with the name of the function to write, for problems of code."""
+    test_cases: str | None = None
+    """A file of public tests for the operator Test: rows with entry_point and test, a list of
+    asserts on `candidate`. Never the tests that answers are scored by."""
+    timeout: float = 180.0
+    """Seconds that one rollout may run a graph, calls of models included; all but the writer's
+    last attempt get three quarters of what is left."""
+    models: dict[str, str] = field(default_factory=dict)
+    """Which of `models` an operator or an instance of it uses, such as {Review: judge}. All
+    others use the model being tuned, or the writer's executor."""
+
+
+@dataclass
+class GraphSection(AnsweringSection):
     """An operator graph in place of `workflow`: a folder with graph.py and its prompts."""
 
     path: str | None = None
     """The folder, relative to here or to the YAML: our own form or a `round_N` of AFlow."""
     trust: bool = False
     """True: graph.py runs in the run's own process, with your rights, instead of the sandbox."""
-    benchmark: str | None = None
-    """The benchmark whose question, answer and scoring its tasks have, such as gsm8k. With a
-    `judge` it gives the question only."""
-    score: str | None = None
-    """Instead of a benchmark: a function of the row and the answer that returns the reward, as
-    `path/file.py:function` or `module:function`."""
-    problem: str | None = None
-    """The field with the question. None: the benchmark's own text, or else question, problem
-    or prompt."""
-    entry_point: str = "entry_point"
-    """The field with the name of the function to write, for graphs that take one."""
-    test_cases: str | None = None
-    """A file of public tests for the operator Test: rows with entry_point and test, a list of
-    asserts on `candidate`. Never the tests that answers are scored by."""
-    timeout: float = 180.0
-    """Seconds that one rollout of the graph may take, calls of models included."""
     max_calls: int = 100
     """Calls of operators and of the model that one rollout may make."""
-    models: dict[str, str] = field(default_factory=dict)
-    """Which of `models` an operator uses, by the name of its instance in the graph or of the
-    operator, such as {Review: judge}. All others use the model being tuned."""
     prompts: dict[str, str] = field(default_factory=dict)
-    """Prompts that win over the graph's files, by the name of the constant, of the operator's
-    instance or of the operator."""
+    """Prompts that win over the graph's files, by constant, operator's instance or operator."""
 
 
 @dataclass
-class WriterSection:
-    """The policy writes a workflow for each problem, in place of `workflow` and `graph`.
-
-    A frozen executor runs what it writes. Setting `executor` turns this on.
-    """
+class WriterSection(AnsweringSection):
+    """The policy writes a workflow for each problem, in place of `workflow` and `graph`; a frozen
+    executor runs it. Setting `executor` turns this on."""
 
     executor: str | None = None
-    """The model that the operators of a written graph call: a role of `models`, or the name of
-    one of `explorer.auxiliary_models`."""
-    models: dict[str, str] = field(default_factory=dict)
-    """Which other role an operator uses, by its name, such as {Review: judge}."""
+    """What the operators of a written graph call: a role of `models`, or an auxiliary model."""
     operators: list[str] = field(default_factory=list)
     """Operators that a graph may use. Empty: all, those under `operators` included."""
     problem_type: str | None = field(default=None, metadata={"choices": ("math", "code", "qa")})
     """Of rows that do not say it in a field `problem_type`. None: by their benchmark."""
-    benchmark: str | None = None
-    """The benchmark of rows that name none in a field `benchmark`; gives question and scoring."""
-    score: str | None = None
-    """Instead of a benchmark: a function of the row and the answer that returns from 0 to 1, as
-    `path/file.py:function` or `module:function`."""
-    problem: str | None = None
-    """The field with the question. None: the benchmark's own text, or else question, problem
-    or prompt."""
-    entry_point: str = "entry_point"
-    """The field with the name of the function to write, for problems of code."""
-    test_cases: str | None = None
-    """A file of public tests for the operator Test, as in `graph.test_cases`."""
     prompt: str | None = None
     """A file with the policy's own prompt, in place of the shipped template."""
     turns: int = 1
     """How often the policy may write: after the first time it sees what became of its graph."""
-    timeout: float = 180.0
-    """Seconds for running what was written, calls of models and fallbacks included. What another
-    attempt may follow gets three quarters of what is left."""
     max_calls: int = 20
     """Calls of models that a graph could make at worst; one that could make more is refused."""
     max_tokens: int | None = None
@@ -224,8 +202,7 @@ class HarvestSection:
     per_problem: int = 1
     """Most pairs of one problem, each of another structure."""
     per_structure: float | None = 0.5
-    """Most of one structure among all pairs, as a share, so that no graph is learned by heart.
-    None: no limit; the cheapest graph that solves a problem wins."""
+    """Largest share of one structure among all pairs. None: no limit; the cheapest graph wins."""
     limit: int | None = None
     """So many problems, drawn by `seed`. None: all of the training task set."""
 
@@ -237,15 +214,15 @@ class RuntimeEnvSection:
     pip: list[str] = field(default_factory=list)
     """Requirements that Ray installs on every node, such as rapidfuzz==3.9.1."""
     secrets: list[str] = field(default_factory=list)
-    """Names of further environment variables that workers get, in memory. Those of `models`, and
-    those that your code reads by name, are found."""
+    """Further environment variables that workers get, in memory. Those of `models`, and those
+    that your code reads by name, are found."""
     env_vars: dict[str, str] = field(default_factory=dict)
     """Plain environment variables. Ray logs and shows them: never a place for keys."""
     include: list[str] = field(default_factory=list)
     """Files and folders that travel although no import and no path in the code names them."""
     exclude: list[str] = field(default_factory=list)
-    """Files and folders that stay although they lie in a folder that travels: from here, such as
-    data/raw, or by name wherever they lie, such as *.ckpt."""
+    """Files and folders that stay although their folder travels: from here, such as data/raw, or
+    by name, such as *.ckpt."""
     trust_users: bool = False
     """Use a Ray that is there even if other users of its machines could change the run's code."""
 
@@ -320,8 +297,8 @@ class MixSource:
     """One source of a mix: a training task set, by its name, or the rows that name it `source`."""
 
     ratio: float | None = None
-    """Share of every training batch; the shares of all sources are 1 together. None for all: the
-    default recipe, math 0.4, code 0.3 and question answering 0.3."""
+    """Share of every training batch; all together 1. None for all: the default recipe, math 0.4,
+    code 0.3 and question answering 0.3."""
     benchmark: str | None = None
     """Put into the rows as `benchmark`, so that a reward can tell. None: what the rows say."""
 
@@ -340,8 +317,8 @@ class AflowSections:
     operators: dict[str, str] = field(default_factory=dict)
     """Operators of yours that the graph may name: `Name: path/file.py:Name`."""
     prompts: dict[str, Any] = field(default_factory=dict)
-    """Prompts of operators for the whole run, by the operator or `Operator.instance`: a text, or
-    texts by the prompt's name. A graph's and an instance's own win over them."""
+    """Prompts for the whole run, by operator or `Operator.instance`: a text, or texts by the
+    prompt's name. A graph's own win over them."""
     engine: str = _one_of("auto", *ENGINES)
     """auto: Trinity's vLLM and verl where they can run, else the local engine."""
     inline: bool = False
@@ -351,47 +328,39 @@ class AflowSections:
     seed: int = 0
     """Seeds sampling, initial adapters and whatever else is drawn."""
     physical_gpus: Any = None
-    """GPUs of this machine that the run claims and sees, and no others: auto (free ones, as many
-    as it needs), or a list of numbers, UUIDs or GPU:INSTANCE. None: nothing is claimed or hidden,
-    `CUDA_VISIBLE_DEVICES` counts."""
+    """GPUs of this machine that the run claims and sees: auto (free ones, as many as it needs), or
+    a list of numbers, UUIDs or GPU:INSTANCE. None: `CUDA_VISIBLE_DEVICES` counts."""
     protected_pids: list[int] = field(default_factory=list)
-    """Processes that `aflow-tune gpus free` never ends: while the run holds claimed GPUs, and
-    with `--config` and this file always."""
+    """Processes that `aflow-tune gpus free` never ends while the run holds claimed GPUs."""
     sandbox: Any = "auto"
-    """The sandbox backend that programs written by a model run in: auto, bubblewrap, landlock or
-    unsafe_subprocess. auto: the strongest that works here; where none does, they do not run.
-    unsafe_subprocess: no isolation, with your rights. With packages that programs may import:
-    `{policy: auto, packages: [numpy, sympy]}`, which is kept as `auto+numpy+sympy`."""
+    """What programs written by a model run in: bubblewrap, landlock, unsafe_subprocess (no
+    isolation, with your rights), or auto: the strongest that works here, else they do not run.
+    With packages to import: `{policy: auto, packages: [numpy]}`, kept as `auto+numpy`."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)
     budget: BudgetSection = field(default_factory=BudgetSection)
     checkpoints: CheckpointsSection = field(default_factory=CheckpointsSection)
     models: dict[str, ModelSettings] = field(default_factory=dict)
-    """Models beside the one that is tuned, by role: executor, judge, or a name of yours.
-    The entry `policy` gives the tuned model's price."""
+    """Models beside the tuned one, by role; the entry `policy` gives the tuned model's price."""
     runtime_env: RuntimeEnvSection = field(default_factory=RuntimeEnvSection)
     report: ReportSection = field(default_factory=ReportSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
     mix: dict[str, MixSource] = field(default_factory=dict)
     """Shares of every training batch by source. Empty: Trinity's order of its task sets."""
     quick_eval: int | None = None
-    """Held-out rows that the evaluations between the first and the last use: a fixed sample, in
-    which each source has its share. None: all."""
+    """Held-out rows, a fixed sample, of the evaluations between first and last. None: all."""
 
 
 @dataclass
 class KeyPositions:
-    """Where each key of a configuration was written.
-
-    Key paths are canonical: parts joined by dots, list items by number
-    (`buffer.explorer_input.eval_tasksets.0.path`). A key that appears nowhere has its default.
-    """
+    """Where each key was written. Key paths are canonical, list items by number
+    (`buffer.explorer_input.eval_tasksets.0.path`); a key that is nowhere has its default."""
 
     file: str | None = None
     """The YAML as the user named it; None where there is none."""
     base: Path | None = None
-    """The folder that relative paths go out from where the current one does not have them: that
-    of the YAML, or of the one that a run's saved configuration was read from."""
+    """Where relative paths are looked for after the current folder: beside the YAML, or the one
+    that a run's saved configuration was read from."""
     lines: dict[str, int] = field(default_factory=dict)
     """Key path to line of the file, counted from 1."""
     overrides: dict[str, str] = field(default_factory=dict)
@@ -400,15 +369,17 @@ class KeyPositions:
     """Key path to the argument of `tune()` that set it."""
     raw: dict[str, str] = field(default_factory=dict)
     """Key path to the text of a value that holds an interpolation, as written."""
+    stage: str = ""
+    """`stages.1` where these are the keys of one stage, as its own configuration has them."""
+    stage_sections: tuple[str, ...] = ()
+    """What a stage may hold."""
+    shown: dict[str, str] = field(default_factory=dict)
+    """Of keys that the stage itself wrote, how they are called in the file."""
 
     def given(self, key: str) -> bool:
         """Whether the user set this key, or anything below it."""
-        below = key + "."
-        return any(
-            path == key or path.startswith(below)
-            for place in (self.lines, self.overrides, self.arguments)
-            for path in place
-        )
+        places = (*self.lines, *self.overrides, *self.arguments)
+        return any(path == key or path.startswith(key + ".") for path in places)
 
     def beside(self, name: str) -> Path:
         """A path of the configuration: relative to the current folder, or else to `base`."""
@@ -416,22 +387,25 @@ class KeyPositions:
         return self.base / path if self.base is not None and not path.exists() else path
 
     def inherited(self, key: str) -> bool:
-        """Whether the user set this key, but for more than the run at hand (see `stages`)."""
-        return False
+        """Whether the user set this key at the top level, for all stages."""
+        return bool(self.stage) and self.given(key) and key not in self.shown
 
     def where(self, key: str) -> str:
         """`file:line: key`, or the argument that set it, or the key alone."""
-        shown = display(key)
-        if key in self.arguments:
-            return f"{self.arguments[key]}: {shown}"
         path = key
         while path:
+            name = display(self.shown.get(path, path) + key[len(path) :])
+            if path in self.arguments:
+                return f"{self.arguments[path]}: {name}"
             if path in self.overrides:
                 return f"command line: {self.overrides[path]}"
             if path in self.lines:
-                return f"{self.file}:{self.lines[path]}: {shown}"
+                return f"{self.file}:{self.lines[path]}: {name}"
             path = path.rpartition(".")[0]
-        return f"{self.file}: {shown}" if self.file else shown
+        of_stage = key.partition(".")[0] in self.stage_sections
+        name = display(f"{self.stage}.{key}" if of_stage else key)
+        line = f":{self.lines[self.stage]}" if of_stage and self.stage in self.lines else ""
+        return f"{self.file}{line}: {name}" if self.file else name
 
 
 def canonical(key: str) -> str:

@@ -1,20 +1,28 @@
-"""Data checks: reading rows with their lines, fields of a workflow, leaks between splits."""
+"""Checks of the data: rows with their lines, fields of a workflow, leaks between splits."""
 
 from __future__ import annotations
 
 import functools
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from aflow_tune.data.checks import check_fields, check_overlap, check_rows
 from aflow_tune.data.fields import most_calls, task_reads
-from aflow_tune.data.rows import file_format, read_table
+from aflow_tune.data.leaks import NEAR, find_leaks, input_text, near_pairs
+from aflow_tune.data.rows import Table, file_format, read_table
 
 ROWS = [{"question": f"What is {n}?", "answer": str(n)} for n in range(5)]
+PROBLEM = (
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in "
+    "May. How many clips did Natalia sell altogether in April and May?"
+)
 
 
 def lines(path: Path, rows: list[Any]) -> Path:
@@ -22,80 +30,74 @@ def lines(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def table(tmp_path: Path, name: str, rows: list[Any]) -> Any:
+def table(tmp_path: Path, name: str, rows: list[Any]) -> Table:
     return read_table(name, [lines(tmp_path / name, rows)])
 
 
-def test_formats_give_equal_rows(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
+# --- rows ------------------------------------------------------------------------------------
 
+
+def test_formats_give_equal_rows(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
-    cells = "\n".join(f"{row['question']},{row['answer']}" for row in ROWS)
-    (tmp_path / "a.csv").write_text(f"question,answer\n{cells}\n")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    for name, cell in (("a.csv", ","), ("a.tsv", "\t")):
+        cells = "\n".join(f"{row['question']}{cell}{row['answer']}" for row in ROWS)
+        (tmp_path / name).write_text(f"question{cell}answer\n{cells}\n")
+    rows = pyarrow.Table.from_pylist(ROWS)
+    pyarrow.parquet.write_table(rows, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), rows.schema) as writer:
+        writer.write_table(rows)
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write((tmp_path / "a.jsonl").read_text())
-    for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz"):
-        found = read_table(name, [tmp_path / name])
-        assert found.rows == ROWS, name
-        assert (found.total, found.faults, found.complete) == (5, [], True), name
+    for path in sorted(tmp_path.iterdir()):
+        found = read_table(path.name, [path])
+        assert found.rows == ROWS, path.name
+        assert (found.total, found.faults, found.complete) == (5, [], True), path.name
     assert file_format(Path("notes.md")) is None
     assert file_format(Path("model.bin.gz")) is None
 
 
-def test_broken_rows_are_named_by_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "a"}\n\n{"question": "b"\n[1, 2]\n{"question": "c"}\n')
-    found = read_table("a.jsonl", [path])
-    assert [fault.where for fault in found.faults] == [f"{path}:3", f"{path}:4"]
-    assert "a list" in found.faults[1].found
-    assert [row["question"] for row in found.rows] == ["a", "c"]
-    assert found.total == 4
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "where", "expected"),
+    ("name", "content", "places"),
     [
-        ("a.json", '[{"a": 1},\n{"a": }]', ":2", "a JSON list of objects"),
-        ("a.csv", "q,a\nx,1\ny\n", ":3", "2 cells"),
-        ("a.csv", "q,a\nx,1,2\n", ":2", "2 cells"),
-        ("a.parquet", "no parquet", "", "a Parquet file"),
-        ("a.jsonl", "", "", None),
+        ("a.jsonl", b'{"q": "a"}\n\n{"q": "b"\n[1, 2]\n{"q": "c"}\n', [":3", ":4"]),
+        ("a.jsonl", b'{"question": "\xff\xfe"}\n', [""]),
+        ("a.json", b'[{"a": 1},\n{"a": }]', [":2"]),
+        ("a.csv", b"q,a\nx,1\ny\n", [":3"]),
+        ("a.csv", b"q,a\nx,1,2\n", [":2"]),
+        ("a.parquet", b"no parquet", [""]),
+        ("a.jsonl", b"", [""]),
+        (
+            "a.jsonl",
+            b'{"q": "a", "n": 1}\n{"q": "b", "n": 2.5}\n{"q": "c", "n": null}\n'
+            b'{"q": ["d"], "n": "3"}\n',
+            [":4", ":4"],
+        ),
     ],
 )
-def test_broken_files(
-    tmp_path: Path, name: str, content: str, where: str, expected: str | None
+def test_broken_rows_and_files_are_named_by_line(
+    tmp_path: Path, name: str, content: bytes, places: list[str]
 ) -> None:
     path = tmp_path / name
-    path.write_text(content)
-    found = check_rows(read_table(str(path), [path]))
-    (fault,) = found.faults
-    assert fault.where == f"{path}{where}"
-    assert expected is None or expected in fault.expected
+    path.write_bytes(content)
+    faults = check_rows(read_table(str(path), [path])).faults
+    assert [fault.where for fault in faults] == [f"{path}{place}" for place in places]
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"question": "\xff\xfe"}\n')
-    (fault,) = read_table("a.jsonl", [path]).faults
-    assert "UTF-8" in fault.expected
-
-
-def test_rows_of_different_kinds(tmp_path: Path) -> None:
-    rows = [{"q": "a", "n": 1}, {"q": "b", "n": 2.5}, {"q": "c", "n": None}, {"q": ["d"], "n": "3"}]
-    faults = check_rows(table(tmp_path, "a.jsonl", rows)).faults
-    assert [(fault.where.rpartition(":")[2], fault.expected.split(",")[0]) for fault in faults] == [
-        ("4", "`q`: text"),
-        ("4", "`n`: a number"),
-    ]
-
-
-def test_uneven_columns_are_a_warning(tmp_path: Path) -> None:
+def test_uneven_columns_and_long_files_are_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = check_rows(table(tmp_path, "a.jsonl", [*ROWS, {"question": "x"}]))
     assert found.faults == []
     assert "'answer' (5)" in found.warnings[0]
+    monkeypatch.setattr("aflow_tune.data.rows.ROW_LIMIT", 3)
+    long = table(tmp_path, "a.jsonl", ROWS)
+    assert (len(long.rows), long.total, long.complete) == (3, 5, False)
+    assert "3 of 5 rows" in check_rows(long).warnings[0]
+    assert read_table("a", [tmp_path / "a.jsonl"], whole=True).complete
+
+
+# --- fields ----------------------------------------------------------------------------------
 
 
 async def reads_fields(task: dict, model: Any) -> float:
@@ -135,33 +137,31 @@ def wrapped(function: Any) -> Any:
     return inner
 
 
-def test_fields_that_a_function_reads() -> None:
-    first = reads_fields.__code__.co_firstlineno
-    assert [(read.name, read.tolerant) for read in task_reads(reads_fields)] == [
+def test_fields_that_a_function_reads(tmp_path: Path) -> None:
+    place = f"{__file__}:{reads_fields.__code__.co_firstlineno + 1}"
+    reads = task_reads(reads_fields)
+    assert [(read.name, read.tolerant) for read in reads] == [
         ("question", False),
         ("hint", True),
         ("level", True),
         ("answer", False),
     ]
-    assert task_reads(reads_fields)[0].where == f"{__file__}:{first + 1}"
-    assert task_reads(wrapped(reads_fields)) == task_reads(reads_fields)
+    assert reads[0].where == place
+    assert task_reads(wrapped(reads_fields)) == reads
     assert [read.name for read in task_reads(Callable())] == ["question"]
     assert [read.name for read in task_reads(functools.partial(extra_first, 2.0))] == ["value"]
-    assert task_reads(rebinds) == []
-    assert task_reads(len) == []
+    assert task_reads(rebinds) == task_reads(len) == []
 
-
-def test_fields_that_the_rows_lack(tmp_path: Path) -> None:
     rows = [{"qestion": "a", "answer": "1", "hint": "h"}, {"qestion": "b", "hint": "h"}]
-    found = check_fields(task_reads(reads_fields), table(tmp_path, "a.jsonl", rows))
-    first = reads_fields.__code__.co_firstlineno
+    found = check_fields(reads, table(tmp_path, "a.jsonl", rows))
     question, answer = found.faults
-    assert question.where == f"{__file__}:{first + 1}"
-    assert question.found.startswith("'qestion', 'answer', 'hint' in ")
-    assert question.cure == "task['qestion']"
-    assert answer.found.endswith("a.jsonl:2 (1 of the first 2)")
+    assert (question.where, question.cure) == (place, "task['qestion']")
+    assert "a.jsonl:2" in answer.found
     (warning,) = found.warnings
     assert "'level'" in warning
+    other = table(tmp_path, "b.jsonl", [{"question": "a", "answer": "1"}])
+    several = check_fields(reads, table(tmp_path, "c.jsonl", ROWS[:1]), other)
+    assert several.faults == []
 
 
 async def two_calls(task: dict, model: Any) -> float:
@@ -181,15 +181,19 @@ async def hands_on(task: dict, model: Any) -> float:
 
 
 def test_how_often_a_function_calls_its_model() -> None:
-    assert most_calls(two_calls) == 2
-    assert most_calls(rebinds) == 0
-    assert most_calls(call_in_loop) is None
-    assert most_calls(hands_on) is None
-    assert most_calls(Callable()) == 0
+    functions = (two_calls, rebinds, Callable(), call_in_loop, hands_on)
+    assert [most_calls(function) for function in functions] == [2, 0, 0, None, None]
 
 
-def test_a_leak_is_found_through_case_space_and_marks(tmp_path: Path) -> None:
-    training = table(tmp_path, "train.jsonl", [{"id": n, **row} for n, row in enumerate(ROWS)])
+# --- leaks -----------------------------------------------------------------------------------
+
+
+def test_a_leak_is_told_with_both_places(tmp_path: Path) -> None:
+    training = table(
+        tmp_path,
+        "train.jsonl",
+        [{"id": n, **row} for n, row in enumerate([*ROWS, {"question": PROBLEM}])],
+    )
     held_out = table(
         tmp_path,
         "test.jsonl",
@@ -197,34 +201,97 @@ def test_a_leak_is_found_through_case_space_and_marks(tmp_path: Path) -> None:
             {"id": 90, "question": "what  IS 3?", "answer": "three"},
             {"id": 91, "question": "What is 30?", "answer": "30"},
             {"id": 92, "question": "What is 30?", "answer": "30"},
+            {"id": 93, "question": PROBLEM + " Well?"},
         ],
     )
     found = check_overlap([training], [held_out])
     (fault,) = found.faults
     assert fault.where == "test.jsonl"
-    assert fault.found.startswith("1 of 3 items are in both: ")
-    assert f"{tmp_path}/test.jsonl:1 = {tmp_path}/train.jsonl:4" in fault.found
-    (warning,) = found.warnings
-    assert "1 of 3 held-out items repeat" in warning
+    assert f"1 of 4: {tmp_path}/test.jsonl:1 = {tmp_path}/train.jsonl:4" in fault.found
+    near, repeated = found.warnings
+    assert f"{tmp_path}/test.jsonl:4 ~ {tmp_path}/train.jsonl:6" in near
+    assert "1 of 4 held-out items repeat" in repeated
 
 
-def test_what_distinguishes_items(tmp_path: Path) -> None:
-    """Without a column that asks, a target is part of the task; a context always is."""
-    games = table(tmp_path, "a.jsonl", [{"numbers": [1, 2, 3], "target": 6}])
-    other_game = table(tmp_path, "b.jsonl", [{"numbers": [1, 2, 3], "target": 5}])
-    assert check_overlap([games], [other_game]).faults == []
-    passage = table(tmp_path, "c.jsonl", [{"question": "Who?", "context": "Ann did."}])
-    other_passage = table(tmp_path, "d.jsonl", [{"question": "Who?", "context": "Bob did."}])
-    assert check_overlap([passage], [other_passage]).faults == []
-    signs = table(tmp_path, "e.jsonl", [{"question": "3 - 4"}])
-    other_sign = table(tmp_path, "f.jsonl", [{"question": "3 + 4"}])
-    assert check_overlap([signs], [other_sign]).faults == []
+def kinds(training: list[str], held_out: list[str]) -> list[tuple[int, int, bool]]:
+    rows = [[{"question": text, "answer": "x"} for text in texts] for texts in (training, held_out)]
+    return [(leak.held_out, leak.trained, leak.exact) for leak in find_leaks(*rows)]
 
 
-def test_a_long_file_is_counted_but_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("aflow_tune.data.rows.ROW_LIMIT", 3)
-    found = table(tmp_path, "a.jsonl", ROWS)
-    assert (len(found.rows), found.total, found.complete) == (3, 5, False)
-    assert "looked at 3 of 5 rows" in check_rows(found).warnings[0]
+def test_the_similarity_by_hand() -> None:
+    """'a b c d e f' and 'a b c d e g' share 3 of 5 phrases of three words; threshold inclusive."""
+    assert near_pairs(["a b c d e f"], ["a b c d e g"], 0.6) == [(0, 0, 0.6)]
+    assert near_pairs(["a b c d e f"], ["a b c d e g"], 0.61) == []
+    assert near_pairs(["x y"], ["X  y!"]) == [(0, 0, 1.0)]
+    assert near_pairs([""], [""]) == []
+
+
+def test_the_search_misses_no_pair() -> None:
+    draw = random.Random(3)
+    texts = [" ".join(draw.choice("abcd") for _ in range(draw.randint(1, 14))) for _ in range(60)]
+
+    def phrases(text: str) -> set[tuple[str, ...]]:
+        split = text.split()
+        return {tuple(split[at : at + 3]) for at in range(max(1, len(split) - 2))}
+
+    for threshold in (0.3, 0.5, NEAR, 1.0):
+        # Few texts: no phrase is so common that it is left out.
+        for start in range(0, 60, 20):
+            left, right = texts[start : start + 10], texts[start + 10 : start + 20]
+            wanted = {
+                (i, j)
+                for i, a in enumerate(left)
+                for j, b in enumerate(right)
+                if len(phrases(a) & phrases(b)) >= threshold * len(phrases(a) | phrases(b))
+            }
+            assert {(i, j) for i, j, _ in near_pairs(left, right, threshold)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("changed", "exact"),
+    [
+        (PROBLEM.upper().replace(" ", "  "), True),
+        (PROBLEM.replace(",", "").replace("?", " ?!"), False),
+        (PROBLEM.replace("Natalia sold", "Natalie sold"), False),
+        (PROBLEM + " Explain your answer.", False),
+        (PROBLEM.replace("of her friends", "of her best friends"), False),
+    ],
+)
+def test_variants_of_one_problem_are_found(changed: str, exact: bool) -> None:
+    others = [f"What is the sum of {n} and {n * n}?" for n in range(40)]
+    assert kinds([*others, PROBLEM], [others[0] + " Or not?", changed]) == [(1, 40, exact)]
+
+
+def test_other_problems_and_tasks_of_one_template_are_not_the_same() -> None:
+    assert kinds(["What is 3 + 4 + 5?"], ["What is 3 + 4 + 6?", "What is 3 - 4 + 5?"]) == []
+    assert kinds(["Who wrote Faust?"], ["Who wrote Emma?"]) == []
+    task = (
+        "Using each of the numbers {} and {} exactly once and only the four basic operations, "
+        "write an expression that equals {}. Show your work and put the expression in tags."
+    )
+    training = [task.format(n, n + 3, 7 * n) for n in range(60)]
+    held_out = [task.format(n, n + 5, 3 * n) for n in range(100, 130)]
+    assert kinds(training, held_out) == []
+    assert kinds(training, [training[7].replace(".", " .")]) == [(0, 7, False)]
+
+
+def test_what_makes_an_item_what_it_is() -> None:
+    def leaks(trained: dict[str, Any], held_out: dict[str, Any]) -> list[bool]:
+        return [leak.exact for leak in find_leaks([trained], [held_out])]
+
+    mbpp = {"prompt": "def f(x):", "code": "return x", "test": "assert f(1)", "task_id": 3}
+    other = {"prompt": "def f(x):", "code": "y = x", "test": "assert f(2)", "task_id": 4}
+    assert input_text(mbpp) == "def f(x):"
+    assert leaks(mbpp, other) == [True]
+    # Without tests beside it, code is what is asked about.
+    bug = {"instruction": "Find the bug.", "code": "a = 1 / 0"}
+    assert leaks(bug, {**bug, "code": "import nothing"}) == []
+    # Without a column that asks, a target is part of the task; a context always is.
+    game = {"numbers": [1, 2, 3], "target": 6}
+    assert leaks(game, {**game, "target": 5}) == []
+    passage = {"question": "Who?", "context": "Ann did."}
+    assert leaks(passage, {**passage, "context": "Bob did."}) == []
+    # One column under two names is the same question, and where it is from says nothing.
+    assert leaks({"question": "Who?", "answer": "I"}, {"problem": "who?"}) == [True]
+    prepared = {"question": "Who?", "source": "a", "benchmark": "b"}
+    assert leaks(prepared, {"question": "Who?"}) == [True]

@@ -23,14 +23,6 @@ def mix(batch_size: int = 10, seed: int = 0, **rows: int) -> Mix:
     return Mix(RECIPE, rows or {"math": 11, "code": 5, "qa": 3}, batch_size, seed)
 
 
-def test_whole_shares_are_met_in_every_batch() -> None:
-    recipe = mix(20)
-    assert [recipe.counts(batch) for batch in range(50)] == [{"math": 8, "code": 6, "qa": 6}] * 50
-    for batch in range(50):
-        names = [source for source, _ in recipe.batch(batch)]
-        assert [names.count(source) for source in RECIPE] == [8, 6, 6]
-
-
 def test_broken_shares_by_hand() -> None:
     """8 items: 3.2, 2.4 and 2.4. Five batches are 16, 12 and 12; each is 3 or 4, 2 or 3."""
     recipe = mix(8)
@@ -79,14 +71,6 @@ def test_a_pass_is_over_before_a_row_comes_again_and_each_pass_is_shuffled() -> 
         seen[source] = [row for batch in batches for name, row in batch if name == source]
     first, second = seen["math"][:11], seen["math"][44:55]
     assert first != second
-
-
-def test_no_row_twice_within_a_pass_at_single_items() -> None:
-    recipe = Mix({"only": Fraction(1)}, {"only": 7}, 1, 3)
-    rows = [recipe.batch(number)[0][1] for number in range(70)]
-    passes = [rows[start : start + 7] for start in range(0, 70, 7)]
-    assert all(sorted(one) == list(range(7)) for one in passes)
-    assert len({tuple(one) for one in passes}) > 5
 
 
 def test_batches_follow_from_seed_and_number_alone() -> None:

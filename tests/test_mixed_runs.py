@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -125,29 +122,6 @@ def test_every_batch_has_the_shares_and_a_resumed_run_goes_on_exactly(
     assert [sum(item < 6 for item in drawn), sum(item >= 6 for item in drawn)] == [3, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_ray_and_inline_read_the_same_batches(tmp_path: Path, tiny_model_dir: Path) -> None:
-    for name in ("split", "inline"):
-        (tmp_path / name).mkdir()
-        config = mixed_project(tmp_path / name, tiny_model_dir)
-        settings = ["buffer.total_steps=3", "quick_eval=4", "explorer.eval_on_startup=false"]
-        words = ["--inline"] if name == "inline" else []
-        process = subprocess.run(
-            [sys.executable, "-m", "aflow_tune.cli", str(config), *words, *settings],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert process.returncode == 0, process.stdout + process.stderr
-    assert batches(tmp_path / "split") == batches(tmp_path / "inline")
-    for step, rows in ((1, 4), (2, 4), (3, 9)):
-        items = evaluated(tmp_path / "split", step)
-        assert len(items) == rows
-        assert items == evaluated(tmp_path / "inline", step)
-
-
 def tasks_of(config: Any) -> list[list[Any]]:
     """The batches that Trinity's scheduler reads of a configuration that is laid out."""
     from trinity.buffer.task_scheduler import get_taskset_scheduler
@@ -181,35 +155,18 @@ def test_rows_tell_their_source_and_lose_nothing(tmp_path: Path, tiny_model_dir:
     batches = tasks_of(config)
     assert [len(batch) for batch in batches] == [5] * 4
     rows = [task.raw_task for batch in batches for task in batch]
+    expected = {
+        "sums": lambda n: {"question": f"What is {n} + {n}?", "answer": str(2 * n)},
+        "code": lambda n: (
+            {"question": f"Write f{n}.", "answer": [n], "tests": {"a": n}}
+            | {"original_source": f"url{n}", "benchmark": "mbpp"}
+        ),
+    }
     for row in rows:
-        n = row["n"]
-        if row["source"] == "sums":
-            assert row == {
-                "n": n,
-                "question": f"What is {n} + {n}?",
-                "answer": str(2 * n),
-                "source": "sums",
-            }
-        else:
-            assert row == {
-                "n": n,
-                "question": f"Write f{n}.",
-                "answer": [n],
-                "tests": {"a": n},
-                "source": "code",
-                "original_source": f"url{n}",
-                "benchmark": "mbpp",
-            }
+        n, source = row["n"], row["source"]
+        assert row == {"n": n, "source": source, **expected[source](n)}
     assert {task.index["taskset_id"] for task in batches[0]} == {0, 1}
     assert all(task.index["index"] == task.raw_task["n"] for task in batches[0])
-
-
-def test_without_a_number_of_steps_an_epoch_has_as_many_tasks_as_there_are_rows(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    config = mixed_project(tmp_path, tiny_model_dir)
-    batches = tasks_of(laid_out(config, "buffer.total_steps=null", "buffer.total_epochs=2"))
-    assert len(batches) == 5  # 2 x (9 + 4) rows, 5 a batch
 
 
 def test_the_scheduler_resumes_from_its_state(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -252,85 +209,39 @@ def test_one_prepared_file_is_mixed_by_the_sources_of_its_rows(
         assert all(task.raw_task == rows[task.raw_task["n"]] for task in batch)
 
 
-def faults(config: Path, *overrides: str, **settings: Any) -> list[Any]:
-    content = yaml.safe_load(config.read_text())
-    changed = config.with_name("changed.yaml")
-    changed.write_text(yaml.safe_dump({**content, **settings}, sort_keys=False))
-    return validate(changed, overrides).faults
+SUMS = {"ratio": 0.6}
+TASKSET = "buffer.explorer_input.tasksets[0]"
 
 
+@pytest.mark.parametrize(
+    ("mix", "overrides", "places"),
+    [
+        (None, [], []),
+        (None, ["buffer.batch_size=50", "buffer.total_steps=3"], []),
+        ({"sums": SUMS, "code": {"ratio": 0.3}}, [], ["mix"]),
+        (
+            {"sums": {"ratio": 1.2}, "code": {"ratio": -0.2}},
+            [],
+            ["mix.sums.ratio", "mix.code.ratio"],
+        ),
+        ({"sums": SUMS, "code": {}}, [], ["mix.code"]),
+        ({"sums": SUMS, "cod": {"ratio": 0.4}}, [], ["tasksets[1].name", "mix.cod"]),
+        ({"sums": {}, "code": {}}, [], ["mix.sums"]),
+        ({"sums": {"share": 0.6}, "code": {"ratio": 0.4}}, [], ["mix.sums.share"]),
+        (None, [f"{TASKSET}.path=nowhere.jsonl"], ["path=nowhere.jsonl"]),
+        (None, [f"{TASKSET}.data_selector.selector_type=shuffle"], ["selector_type=shuffle"]),
+        (None, ["quick_eval=0"], ["quick_eval=0"]),
+    ],
+)
 def test_what_is_wrong_with_a_mix_is_said_with_its_key(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    mix: dict[str, Any] | None,
+    overrides: list[str],
+    places: list[str],
 ) -> None:
-    config = mixed_project(tmp_path, tiny_model_dir)
-    assert faults(config) == []
-    assert faults(config, "buffer.batch_size=50", "buffer.total_steps=3") == []
-
-    (fault,) = faults(config, mix={"sums": {"ratio": 0.6}, "code": {"ratio": 0.3}})
-    assert fault.where.endswith(": mix")
-    assert "0.9 together" in fault.found
-    assert fault.cure == "in these proportions: sums: 0.6667, code: 0.3333"
-    (fault,) = faults(config, mix={"sums": {"ratio": 1.2}, "code": {"ratio": -0.2}})[1:]
-    assert (fault.where.rpartition(": ")[2], fault.found) == ("mix.code.ratio", "-0.2")
-    (fault,) = faults(config, mix={"sums": {"ratio": 0.6}, "code": {}})
-    assert fault.where.endswith("mix.code")
-    assert fault.cure == "ratio: 0.4"
-    strange, unknown = faults(config, mix={"sums": {"ratio": 0.6}, "cod": {"ratio": 0.4}})
-    assert strange.where.endswith("tasksets[1].name")
-    assert "'url0'" in strange.found
-    assert unknown.where.endswith("mix.cod")
-    assert "code" in unknown.cure
-    (fault,) = faults(config, mix={"sums": {}, "code": {}})
-    assert fault.where.endswith("mix.sums")
-    (fault,) = faults(config, "buffer.explorer_input.tasksets[0].path=nowhere.jsonl")
-    assert fault.found == "no such file or folder: nowhere.jsonl"
-    (fault,) = faults(
-        config, "buffer.explorer_input.tasksets[0].data_selector.selector_type=shuffle"
-    )
-    assert "a mix shuffles by itself" in fault.expected
-    (fault,) = faults(config, "quick_eval=0")
-    assert fault.where == "command line: quick_eval=0"
-    (fault,) = faults(config, mix={"sums": {"share": 0.6}, "code": {"ratio": 0.4}})
-    assert "mix.sums.share" in fault.where
-    write_lines(tmp_path / "code.jsonl", [{"question": "a"}, {"qestion": "b"}])
-    assert any("code.jsonl:2" in fault.found for fault in faults(config))
-
-
-def test_a_function_may_read_fields_that_only_one_source_has(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    config = mixed_project(tmp_path, tiny_model_dir)
-    flow = tmp_path / "flow.py"
-    flow.write_text(
-        flow.read_text().replace(
-            "    text = first",
-            '    if task["source"] == "code":\n        task["tests"]\n    text = first',
-        )
-    )
-    held_out = [json.loads(line) for line in (tmp_path / "held_out.jsonl").open()]
-    found = validate(config)
-    (fault,) = found.faults  # of the held-out rows none has it
-    assert "a field 'tests' in every row of" in fault.expected
-    assert "held_out.jsonl" in fault.expected
-    held_out = [{**row, "tests": {}} if row["source"] == "code" else row for row in held_out]
-    write_lines(tmp_path / "held_out.jsonl", held_out)
-    found = validate(config)
-    assert found.faults == []
-    warned = [text for text in found.warnings if "'tests'" in text]
-    assert len(warned) == 2
-    assert "no row of " in warned[0]
-    assert "sums.jsonl has the field" in warned[0]
-    assert "held_out.jsonl (sums) has the field" in warned[1]
-
-
-def test_without_ratios_the_default_recipe_holds(tmp_path: Path, tiny_model_dir: Path) -> None:
-    from aflow_tune.config.mixes import shares_of
-
-    config = mixed_project(
-        tmp_path,
-        tiny_model_dir,
-        mix={"sums": {"benchmark": "gsm8k"}, "code": {"benchmark": "humaneval"}},
-    )
-    assert validate(config).faults == []
-    shares = shares_of(load_config(config))
-    assert {name: str(share) for name, share in shares.items()} == {"sums": "4/7", "code": "3/7"}
+    settings = {} if mix is None else {"mix": mix}
+    faults = validate(mixed_project(tmp_path, tiny_model_dir, **settings), overrides).faults
+    assert len(faults) == len(places), faults
+    for fault, place in zip(faults, places, strict=True):
+        assert fault.where.endswith(place), fault

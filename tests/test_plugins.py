@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from aflow_tune.contract.plugins import discover, resolve, workflow
+from aflow_tune.contract.plugins import discover, resolve
 from aflow_tune.errors import BadInput, Fault
 
 
@@ -57,18 +55,6 @@ def test_a_function_of_a_file_with_its_siblings(tmp_path: Path) -> None:
     assert sys.modules[function.__module__].__file__ == str(tmp_path / "flows.py")
 
 
-def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
-    write(tmp_path / "a", flow="def f(): return 'a'")
-    write(tmp_path / "b", flow="def f(): return 'b'")
-    assert resolve(f"{tmp_path}/a/flow.py:f")() == "a"
-    assert resolve(f"{tmp_path}/b/flow.py:f")() == "b"
-
-
-def test_the_name_of_a_file_may_be_anything(tmp_path: Path) -> None:
-    (tmp_path / "my flow-2.py").write_text("def f(): return 1")
-    assert resolve(f"{tmp_path}/my flow-2.py:f")() == 1
-
-
 def test_a_path_is_looked_for_here_and_beside_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,8 +80,7 @@ def test_a_sibling_with_the_name_of_anothers_sibling_is_refused(tmp_path: Path) 
     resolve(f"{tmp_path}/a/flow.py:f")
     found = fault(f"{tmp_path}/b/flow.py:f")
     assert found.where == f"{tmp_path}/b/flow.py:2"
-    assert found.found.startswith(f"{tmp_path}/a/twin_helper.py")
-    assert "rename" in found.cure
+    assert f"{tmp_path}/a/twin_helper.py" in found.found
 
 
 def test_a_file_in_a_package_may_import_relatively(tmp_path: Path) -> None:
@@ -109,22 +94,6 @@ def test_a_file_in_a_package_may_import_relatively(tmp_path: Path) -> None:
     assert resolve(f"{package}/flows/react.py:f") is function
 
 
-def test_a_package_whose_name_is_taken_is_loaded_as_a_plain_file(tmp_path: Path) -> None:
-    write(tmp_path / "json", __init__="", flow="def f(): return 1\n")
-    assert resolve(f"{tmp_path}/json/flow.py:f")() == 1
-
-
-def test_modules_are_found_in_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, local_flows="def f(): return 1\nclass A:\n    def go(self): ...\nobj = A()\n")
-    monkeypatch.chdir(tmp_path)
-    assert resolve("local_flows:f")() == 1
-    assert resolve("local_flows:obj.go").__name__ == "go"
-    assert resolve("json:dumps").__name__ == "dumps"
-    assert sys.path[-1] == str(tmp_path)
-
-
 def test_the_only_marked_function_needs_no_name(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -136,14 +105,6 @@ def test_the_only_marked_function_needs_no_name(tmp_path: Path) -> None:
     assert resolve(f"{tmp_path}/flow.py:").__name__ == "own"
     assert [one.name for one in discover(tmp_path / "flow.py")] == ["own"]
     assert [one.name for one in discover(sys.modules["other_flow"])] == ["solve"]
-
-
-def test_a_marked_module_of_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, marked_flow=MARKED)
-    monkeypatch.chdir(tmp_path)
-    assert resolve("marked_flow").__name__ == "solve"
 
 
 def test_marks(tmp_path: Path) -> None:
@@ -174,45 +135,26 @@ def test_marks(tmp_path: Path) -> None:
     ]
     assert resolve(f"{tmp_path}/flow.py:first").__name__ == "one"
     found = fault(f"{tmp_path}/flow.py")
-    assert f"`{tmp_path}/flow.py:first`, `{tmp_path}/flow.py:two`" in found.found
-
-
-def test_marking_changes_nothing_else() -> None:
-    def bare() -> int:
-        return 1
-
-    before = (bare.__name__, bare.__code__, bare.__module__)
-    assert workflow(bare) is bare
-    assert workflow(name="second")(bare) is bare
-    assert (bare.__name__, bare.__code__, bare.__module__) == before
-    with pytest.raises(TypeError, match="marks functions"):
-        workflow(3)  # type: ignore[call-overload]
+    assert "first, two" in found.found
 
 
 @pytest.mark.parametrize(
     ("spec", "found", "cure"),
     [
-        ("{}/flow.py:f", "no file {}/flow.py", "did you mean `{}/flows.py:f`?"),
-        ("{}/zzz.py:f", "no file", "{} has broken.py, flows.py"),
-        ("{}/no/flows.py:f", "no file", "absolute one"),
-        ("{}:f", "a folder", "{} has broken.py"),
-        ("{}/flows.py:othr", "has `other`, `another`", "did you mean `other`?"),
-        ("{}/flows.py:zzz", "has `other`, `another`", "name one of `other`, `another`"),
-        ("{}/flows.py:number", "int: 3", "name one of `other`"),
-        ("{}/flows.py", "functions `other`, `another`, none", "write `{}/flows.py:other`"),
-        ("{}/none.py", "no function", "write `{}/none.py:function`"),
-        ("{}/none.py:f", "defines no function", "write the function"),
-        ("jsn:dumps", "no such module", "did you mean `json:dumps`? Else install it"),
+        ("{}/flow.py:f", "no file {}/flow.py", "flows.py"),
+        ("{}/zzz.py:f", "no file", "flows.py"),
+        ("{}/no/flows.py:f", "no file", "absolute"),
+        ("{}:f", "a folder", "flows.py"),
+        ("{}/flows.py:othr", "has other, another", "`other`"),
+        ("{}/flows.py:number", "has other, another", ""),
+        ("{}/flows.py", "none", "{}/flows.py:other"),
+        ("{}/none.py:f", "no function", ""),
         ("zzqqzz:f", "no such module", "path/zzqqzz.py:function"),
-        ("aflow_tune.contxt:f", "no such module", "`aflow_tune.context:f`"),
-        ("numpy:zerosss", "`zeros` and ", "did you mean `zeros`?"),
-        ("json:dmps", "json/__init__.py has ", "did you mean `dumps`?"),
-        ("json.dumps", "no such module", "put a colon before the function: `json:dumps`"),
-        ("xml.dom.minidom.parse", "no such module", "`xml.dom.minidom:parse`"),
-        ("dumps", "no such module", "write where `dumps` is: `path/file.py:dumps`"),
-        ("no-module:f", "'no-module', no module name", "mind the `.py`"),
-        ("", "''", "write `workflow: path/file.py:function`"),
-        (":f", "':f'", "write `workflow: path/file.py:function`"),
+        ("json:dmps", "json/__init__.py has ", "`dumps`"),
+        ("json.dumps", "no such module", "`json:dumps`"),
+        ("no-module:f", "no such module", ""),
+        ("", "''", "path/file.py:function"),
+        (":f", "':f'", "path/file.py:function"),
     ],
 )
 def test_each_error_says_what_to_write(tmp_path: Path, spec: str, found: str, cure: str) -> None:
@@ -227,20 +169,17 @@ def test_each_error_says_what_to_write(tmp_path: Path, spec: str, found: str, cu
     assert told.where == spec
     assert found.replace("{}", str(tmp_path)) in told.found
     assert cure.replace("{}", str(tmp_path)) in told.cure
-    assert told.expected
 
 
 @pytest.mark.parametrize(
     ("source", "line", "found", "cure"),
     [
         ("import json\n\nx = 1 / 0\n", 3, "ZeroDivisionError: division by zero at `x = 1 / 0`", ""),
-        ("def f(:\n", 1, "SyntaxError: invalid syntax in `def f(:`", "correct this line"),
+        ("def f(:\n", 1, "SyntaxError: invalid syntax at `def f(:`", ""),
         ("\nimport nowhere_at_all\n", 2, "No module named 'nowhere_at_all'", "install"),
-        ("import json.nothing\n", 1, "No module named 'json.nothing'", "`json` is there"),
         ("from json import dmps\n", 1, "cannot import name 'dmps' from 'json'", "json/__init__"),
         ("import sys\nsys.exit(3)\n", 2, "SystemExit: 3 at `sys.exit(3)`", '"__main__"'),
-        ("import os\nos._exit(0)\n", 2, "SystemExit: 0 at `os._exit(0)`", '"__main__"'),
-        ("from .near import x\n", 1, "attempted relative import", ""),
+        ("from agentscope.tune import tune\n", 1, "agentscope", "from `aflow_tune`"),
         ("import json\njson.loads('{')\n", 2, "JSONDecodeError", ""),
         ("def f():\n    raise KeyError\nf()\n", 2, "KeyError at `raise KeyError`", ""),
         ("x = '\0'\n", None, "null bytes", ""),
@@ -260,73 +199,14 @@ def test_a_file_that_cannot_be_imported_shows_its_own_line(
     assert resolve(f"{tmp_path}/flow.py:f")() == 1
 
 
-def test_a_sibling_that_cannot_be_imported_is_the_place(tmp_path: Path) -> None:
-    write(tmp_path, flow="import bad_sibling\ndef f(): ...", bad_sibling="\n\n1 + 'a'")
-    assert fault(f"{tmp_path}/flow.py:f").where == f"{tmp_path}/bad_sibling.py:3"
-
-
-def test_agentscopes_tuner_has_its_own_cure(tmp_path: Path) -> None:
-    write(tmp_path, flow="from agentscope.tune import tune\ndef f(): ...")
-    assert "from `aflow_tune`" in fault(f"{tmp_path}/flow.py:f").cure
-
-
-def test_ctrl_c_is_not_swallowed(tmp_path: Path) -> None:
-    write(tmp_path, flow="raise KeyboardInterrupt")
-    with pytest.raises(KeyboardInterrupt):
-        resolve(f"{tmp_path}/flow.py:f")
-
-
-def test_os_exit_is_refused_only_while_its_own_process_imports(tmp_path: Path) -> None:
-    text = """
-        import os
-        from os import _exit
-
-        child = os.fork()
-        if child == 0:
-            os._exit(7)
-        ENDED = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-        def flow():
-            _exit(8)
-        """
-    (tmp_path / "flow.py").write_text(textwrap.dedent(text))
-    code = (
-        "from aflow_tune.contract.plugins import resolve\n"
-        f"flow = resolve({f'{tmp_path}/flow.py:flow'!r})\n"
-        "assert flow.__globals__['ENDED'] == 7\nflow()\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 8
-
-
-def test_a_module_that_fails_is_not_called_missing(
+def test_modules_are_found_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write(tmp_path, local_flows="class A:\n    def go(self): ...\nobj = A()\n")
     write(tmp_path, failing_flow="import nowhere_at_all")
     monkeypatch.chdir(tmp_path)
+    assert resolve("local_flows:obj.go").__name__ == "go"
+    assert sys.path[-1] == str(tmp_path)
     told = fault("failing_flow:f")
     assert told.where == f"{tmp_path}/failing_flow.py:1"
     assert "nowhere_at_all" in told.found
-
-
-def test_a_near_module_of_the_current_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, my_flows="def f(): ...")
-    monkeypatch.chdir(tmp_path)
-    assert "did you mean `my_flows:f`?" in fault("my_flow:f").cure
-
-
-def test_functions_of_files_travel_by_value(tmp_path: Path) -> None:
-    from cloudpickle import cloudpickle
-
-    header = "from aflow_tune import workflow\nfrom ship_helper import N\n"
-    write(tmp_path, flow=header + "@workflow\ndef f(): return N\n")
-    write(tmp_path, ship_helper="N = 5")
-    function: Any = resolve(f"{tmp_path}/flow.py:f")
-    module = sys.modules[function.__module__]
-    cloudpickle.register_pickle_by_value(module)
-    payload = cloudpickle.dumps(function)
-    cloudpickle.unregister_pickle_by_value(module)
-    code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())())"
-    result = subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True)
-    assert result.stdout.decode().strip() == "5", result.stderr.decode()

@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,9 @@ from trinity.common.config import Config
 
 from aflow_tune.cli import main
 from aflow_tune.config.load import read_config
-from aflow_tune.config.stages import parts_of, stage_configs
-from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
-from aflow_tune.tuning import run_config, tune, validate_config
+from aflow_tune.config.stages import stage_configs
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached
+from aflow_tune.tuning import run_config, validate_config
 
 STAGES = """
 stages:
@@ -89,6 +88,8 @@ def test_a_stage_holds_only_what_differs(chain: Path) -> None:
     config, faults = read_config(chain)
     assert not faults
     warm_up, learn, test = stage_configs(config)
+    theirs = [part.flatten() for part in Config.__iter__(config)]
+    assert [part.flatten() for part in (warm_up, learn, test)] == theirs
     assert [part.name for part in (warm_up, learn, test)] == [f"tiny/{name}" for name in NAMES]
     assert [part.mode for part in (warm_up, learn, test)] == ["train", "both", "bench"]
     assert warm_up.algorithm.algorithm_type == "sft"
@@ -99,42 +100,6 @@ def test_a_stage_holds_only_what_differs(chain: Path) -> None:
     assert learn.buffer.explorer_input.eval_tasksets[0].name == "held_out"
     assert warm_up.trainer.save_hf_checkpoint == learn.trainer.save_hf_checkpoint == "last"
     assert all(part.inline and part.stages == [] for part in (warm_up, learn, test))
-
-
-def test_trinitys_own_iteration_yields_the_same(chain: Path) -> None:
-    config, _ = read_config(chain)
-    ours = [part.flatten() for part in stage_configs(config)]
-    theirs = [part.flatten() for part in Config.__iter__(config)]
-    assert ours == theirs
-    assert len(theirs) == 3
-
-
-def test_functions_of_another_algorithm_are_not_inherited(chain: Path) -> None:
-    text = chain.read_text().replace(
-        "  optimizer: {lr: 0.003}\n",
-        "  optimizer: {lr: 0.003}\n  kl_loss_fn: k2\n  kl_loss_fn_args: {kl_coef: 0.5}\n",
-    )
-    chain.write_text(text)
-    config, _ = read_config(chain)
-    warm_up, learn, _ = stage_configs(config)
-    assert learn.algorithm.kl_loss_fn == "k2"
-    assert learn.algorithm.kl_loss_fn_args == {"kl_coef": 0.5}
-    assert warm_up.algorithm.kl_loss_fn is None
-    assert not warm_up.positions.given("algorithm.kl_loss_fn")
-    assert learn.positions.given("algorithm.kl_loss_fn")
-
-
-def test_tasksets_of_a_stage_take_the_place_of_taskset(chain: Path) -> None:
-    text = chain.read_text().replace(
-        "  - stage_name: learn\n",
-        "  - stage_name: learn\n    buffer:\n      explorer_input:\n"
-        "        tasksets: [{name: other, path: train.jsonl}]\n",
-    )
-    chain.write_text(text)
-    learn = stage_configs(read_config(chain)[0])[1]
-    assert learn.buffer.explorer_input.taskset is None
-    assert [taskset.name for taskset in learn.buffer.explorer_input.tasksets] == ["other"]
-    assert not validate_config(chain).faults
 
 
 def test_overrides_reach_stages_and_the_top_level(chain: Path) -> None:
@@ -180,49 +145,6 @@ def test_a_key_is_named_where_it_was_written(chain: Path) -> None:
 
 def _faults(config: Path, *overrides: str) -> dict[str, Any]:
     return {fault.where: fault for fault in validate_config(config, overrides).faults}
-
-
-@pytest.mark.parametrize(
-    ("path", "good"),
-    [
-        ("stage://warm_up/sft.jsonl", True),
-        ("stage://learn/sft.jsonl", False),  # itself
-        ("stage://test/sft.jsonl", False),  # a later one
-        ("stage://warm_up/../../sft.jsonl", False),
-        ("stage://warm_up", False),
-    ],
-)
-def test_a_file_of_an_earlier_stage(chain: Path, path: str, good: bool) -> None:
-    more = (
-        "    mode: train\n    algorithm: {algorithm_type: sft}\n    buffer:\n"
-        "      train_batch_size: 2\n      trainer_input:\n        experience_buffer:\n"
-        f"          path: {path}\n          format: {{messages_key: messages}}\n"
-    )
-    text = chain.read_text().replace("stage_name: learn\n", "stage_name: learn\n" + more)
-    chain.write_text(text)
-    found = _faults(chain)
-    if good:
-        assert not found
-        part = parts_of(read_config(chain)[0])[0][1][1]
-        buffer = part.buffer.trainer_input.experience_buffer
-        assert buffer is not None
-        assert buffer.path == str(_folder(chain) / "warm_up" / "sft.jsonl")
-    else:
-        ((where, fault),) = found.items()
-        line = _line(chain, f"path: {path}")
-        key = "buffer.trainer_input.experience_buffer.path"
-        assert where == f"{chain}:{line}: stages[1].{key}"
-        assert "of an earlier stage (warm_up)" in fault.expected
-
-
-def test_arguments_of_a_single_run_are_refused(chain: Path) -> None:
-    async def flow(task: dict, model: Any) -> float:
-        return 0.0
-
-    dataset = SimpleNamespace(path="rows.jsonl", split="train")
-    with pytest.raises(BadInput, match="describe a single run") as caught:
-        tune(flow, chain, train_dataset=dataset)
-    assert caught.value.faults[0].where == "tune(train_dataset=...)"
 
 
 # --- running ---------------------------------------------------------------------------------
@@ -302,28 +224,6 @@ def test_changed_stages_are_refused_under_their_key(chain: Path) -> None:
     assert longer.steps_done == 2
 
 
-def test_single_runs_and_chains_do_not_share_a_folder(chain: Path, tiny_model_dir: Path) -> None:
-    with pytest.raises(BudgetReached, match="stage 'warm_up'"):
-        run_config(chain, ["budget.wall_seconds=0"])
-    assert _statuses(chain) == {"warm_up": "interrupted", "learn": "waiting", "test": "waiting"}
-    with pytest.raises(BadInput, match="a configuration with `stages`"):
-        run_config(chain, ["stages=[]"])
-    single = write_project(chain.parent / "single", tiny_model_dir, steps=1)
-    overrides = [f"checkpoint_root_dir={chain.parent}/others", "explorer.eval_interval=1"]
-    run_config(single, overrides, inline=True)
-    with pytest.raises(BadInput, match="a configuration without `stages`"):
-        run_config(chain, overrides[:1])
-
-
-def test_a_new_name_for_the_whole_chain(chain: Path) -> None:
-    with pytest.raises(BudgetReached):
-        run_config(chain, ["budget.wall_seconds=0"])
-    result = run_config(chain, ["continue_from_checkpoint=false"])
-    assert result.run_dir.parent == _folder(chain).parent
-    assert result.run_dir.name.startswith("tiny_2")
-    assert {path.name for path in result.run_dir.iterdir() if path.is_dir()} >= set(NAMES)
-
-
 def test_one_budget_for_all_stages(chain: Path) -> None:
     """A step of GRPO makes 2 tasks x 4 runs x 2 calls, the evaluation before it 4 x 2: 24, so
     that 30 end in the second step."""
@@ -399,29 +299,6 @@ def test_a_chain_that_is_stopped_in_every_stage_ends_as_one_that_is_not(
     assert _start(parts, *_LONG).wait(timeout=900) == 5
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_rollout_stage_through_ray(chain: Path) -> None:
-    chain.write_text(chain.read_text().replace("inline: true", "inline: false"))
-    output, _ = (process := _start(chain)).communicate(timeout=900)
-    assert process.returncode == 0, output
-    assert _statuses(chain) == dict.fromkeys(NAMES, "finished")
-    assert output.count("starting Ray") == 1
-    assert len(_transcripts(_folder(chain) / "learn", 2)) == 4  # of 2 items
-
-
-def test_a_stop_between_stages_is_an_interruption(chain: Path) -> None:
-    from aflow_tune.config.validate import functions_of
-    from aflow_tune.running.stage_chain import run_chain
-
-    config = read_config(chain)[0]
-    finished = _folder(chain) / "warm_up" / "report.html"
-    with pytest.raises(Interrupted, match="before stage 'learn'"):
-        run_chain(config, *functions_of(config), finished.exists)
-    assert _statuses(chain) == {"warm_up": "finished", "learn": "waiting", "test": "waiting"}
-    assert run_config(chain).steps_done == 2
-
-
 # --- Trinity's own engines -------------------------------------------------------------------
 
 _CLUSTER = (
@@ -441,21 +318,3 @@ def test_a_chain_for_trinitys_engines_is_checked_too(chain: Path) -> None:
     assert [name for name, _ in report.stages] == list(NAMES)
     (fault,) = validate_config(chain, [*_CLUSTER, "stages[0].buffer.train_batch_size=0"]).faults
     assert fault.where == "command line: stages[0].buffer.train_batch_size=0"
-
-
-def test_the_next_stage_begins_from_trinitys_newest_hugging_face_checkpoint(chain: Path) -> None:
-    from aflow_tune.running.stage_chain import trained_model
-
-    warm_up = stage_configs(read_config(chain, _CLUSTER)[0])[0]
-    folder = _folder(chain) / "warm_up"
-    for step in (2, 4):
-        (folder / f"global_step_{step}" / "actor" / "huggingface").mkdir(parents=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("4")
-    warm_up.checkpoint_job_dir = str(folder)
-    assert trained_model(warm_up, folder) == str(folder / "global_step_4" / "actor" / "huggingface")
-    (folder / "latest_checkpointed_iteration.txt").write_text("6")
-    with pytest.raises(RunFailed, match="left no Hugging Face checkpoint"):
-        trained_model(warm_up, folder)
-    local = stage_configs(read_config(chain, ["engine=local"])[0])[0]
-    with pytest.raises(RunFailed, match="its model is gone"):
-        trained_model(local, folder)

@@ -125,33 +125,6 @@ def test_too_long_rows_are_left_out_and_named(
         run_config(config, ["buffer.train_batch_size=2", "name=none"])
 
 
-@pytest.mark.parametrize(
-    ("override", "expected", "cure"),
-    [
-        ("buffer.train_batch_size=0", "rows of the data set", "train_batch_size: 16"),
-        ("trainer.save_interval=0", "1 or more with", "save_interval: 10"),
-        ("buffer.train_batch_size=13", "at most the 12 rows", "train_batch_size: 12"),
-        ("buffer.trainer_input.experience_buffer=null", "data set to learn", "path: data/sft"),
-        ("buffer.trainer_input.experience_buffer.path=rowz.jsonl", "a .jsonl", "rows.jsonl"),
-        ("buffer.trainer_input.experience_buffer.storage_type=sql", "file", "storage_type: file"),
-        (
-            "buffer.trainer_input.experience_buffer.format.messages_key=message",
-            "a field 'message' (format.messages_key)",
-            "format.messages_key: messages",
-        ),
-        ("algorithm.algorithm_type=multi_step_grpo", "one of sft, dpo, cpt", "sft"),
-        ("mode=both", "rollouts (mode: both)", "mode: train"),
-    ],
-)
-def test_what_is_refused(
-    tmp_path: Path, tiny_model_dir: Path, override: str, expected: str, cure: str
-) -> None:
-    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows())
-    faults = [fault for fault in _faults(config, override) if expected in fault.expected]
-    assert faults, _faults(config, override)
-    assert cure in faults[0].cure
-
-
 def test_faulty_rows_are_named_with_their_lines(tmp_path: Path, tiny_model_dir: Path) -> None:
     rows: list[dict[str, Any]] = [
         *_sft_rows()[:4],

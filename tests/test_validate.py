@@ -7,21 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_config import AGENTSCOPE_REACT
 from tiny import NO_WEIGHTS
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.config.changes import fingerprint_of, render_changes, save_resolved
 from aflow_tune.config.engine import choose_engine
-from aflow_tune.config.load import AflowConfig, apply_agentscope_args, load_config
-from aflow_tune.config.prepare import Purpose, prepare
+from aflow_tune.config.load import AflowConfig, load_config
+from aflow_tune.config.prepare import prepare
 from aflow_tune.config.tasksets import (
     ROWS_READER,
     materialise_tasksets,
-    settle_paths,
-    total_steps,
 )
-from aflow_tune.config.validate import validate
+from aflow_tune.config.validate import ValidationReport, validate
 from aflow_tune.engines.trinity.training.run_state import changed_keys
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.runs.folder import new_state
@@ -121,17 +118,13 @@ def test_what_is_filled_in_for_the_local_engine(project: Path) -> None:
     assert "model.max_prompt_tokens" in render_changes(list(changes.values()))
 
 
-def test_preparing_twice_changes_nothing(project: Path) -> None:
-    config = load(project)
-    changes = prepare(config)
-    flat = config.flatten()
-    assert prepare(config) == changes
-    assert config.flatten() == flat
-
-
 def test_the_resolved_file_is_a_fixed_point(project: Path) -> None:
-    config = load(project)
-    save_resolved(config, prepare(config), project / "resolved.yaml")
+    config = load(project, "explorer.max_timeout=100", "deterministic=true")
+    changes = prepare(config)
+    assert (config.rollout.run_timeout, config.explorer.max_timeout) == (100.0, 160)
+    assert config.local.dtype == "fp32"
+    assert prepare(config) == changes
+    save_resolved(config, changes, project / "resolved.yaml")
     again = load_config(project / "resolved.yaml")
     assert prepare(again) == []
     assert again.flatten() == config.flatten()
@@ -153,72 +146,29 @@ def test_what_an_earlier_version_wrote_is_read_with_the_names_of_today(project: 
     assert len(changed_keys(project, state, fingerprint_of(config))) == 1
 
 
-def test_agentscope_files_prepare(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(AGENTSCOPE_REACT)
-    config = load_config(tmp_path / "config.yaml", [f"checkpoint_root_dir={tmp_path}/runs"])
-    prepare(config, Purpose.CHECK)
-    assert config.engine == "local"
-    assert config.synchronizer.sync_interval == 1
-    assert config.model.max_prompt_tokens == 24576 - 16384
-    assert any("not on this machine" in warning for warning in config.warnings)
+REFUSED = """
+    algorithm.repeat_times=0 algorithm.algorithm_type=mix algorithm.algorithm_type=jsd
+    algorithm.advantage_fn=grpoo algorithm.loss_agg_mode=mean
+    algorithm.kl_loss_fn_args.clip_range=0.2 algorithm.entropy_loss_fn_args.kl_coef=0.2
+    algorithm.optimizer.lr=0 algorithm.optimizer.lr=-1e-5 algorithm.optimizer.betas=[0.9]
+    algorithm.optimizer.optimizer_type=sgd buffer.batch_size=13 explorer.eval_interval=0
+    explorer.over_rollout.ratio=0.2 explorer.rollout_model.enable_history=false
+    explorer.rollout_model.enable_openai_api=false synchronizer.sync_interval=0
+    model.max_response_tokens=256 model.max_response_tokens=0 model.max_prompt_tokens=1
+    model.temperature=0 model.top_p=0.9 model.top_k=20 model.repetition_penalty=1.1
+    mode=trian rollout.max_failed_fraction=1.5
+"""
 
 
-@pytest.mark.parametrize("name", ["enable_history", "enable_openai_api"])
-def test_switches_are_set_when_left_out_and_refused_when_off(project: Path, name: str) -> None:
-    key = f"explorer.rollout_model.{name}"
-    (fault,) = refused(project, f"{key}=false").values()
-    assert f"{name}: true" in fault.cure
-    config = load(project, f"{key}=true")
-    prepare(config)
-    assert getattr(config.explorer.rollout_model, name)
-
-
-@pytest.mark.parametrize(
-    ("override", "cure"),
-    [
-        ("algorithm.repeat_times=0", "repeat_times: 8"),
-        ("algorithm.algorithm_type=mix", "engine: trinity"),
-        ("algorithm.algorithm_type=jsd", "engine: trinity"),
-        ("algorithm.advantage_fn=grpoo", "advantage_fn: grpo"),
-        ("algorithm.loss_agg_mode=mean", "loss_agg_mode:"),
-        ("algorithm.kl_loss_fn_args.clip_range=0.2", "under `algorithm.policy_loss_fn_args`"),
-        ("algorithm.entropy_loss_fn_args.kl_coef=0.2", "under `algorithm.kl_loss_fn_args`"),
-        ("algorithm.optimizer.lr=0", "lr: 1e-5"),
-        ("algorithm.optimizer.lr=-1e-5", "lr: 1e-5"),
-        ("algorithm.optimizer.betas=[0.9]", "betas: [0.9, 0.999]"),
-        ("algorithm.optimizer.optimizer_type=sgd", "optimizer_type: adam"),
-        ("buffer.batch_size=13", "batch_size: 12"),
-        ("explorer.eval_interval=0", "eval_interval: 10"),
-        ("explorer.over_rollout.ratio=0.2", "ratio: 0.0"),
-        ("synchronizer.sync_interval=0", "sync_interval: 1"),
-        ("model.max_response_tokens=256", "max_response_tokens: 128"),
-        ("model.max_response_tokens=0", "max_response_tokens: 512"),
-        ("model.max_prompt_tokens=1", "raise max_model_len"),
-        ("model.temperature=0", "temperature: 1.0"),
-        ("model.top_p=0.9", "top_p: 1.0"),
-        ("model.top_k=20", "top_k: -1"),
-        ("model.repetition_penalty=1.1", "repetition_penalty: 1.0"),
-        ("model.lora_configs=[{lora_rank: 0}]", "lora_rank: 16"),
-        ("mode=trian", "mode: train"),
-        ("rollout.max_failed_fraction=1.5", "max_failed_fraction: 1.0"),
-    ],
-)
-def test_settings_that_cannot_train(project: Path, override: str, cure: str) -> None:
-    found = refused(project, override)
-    assert len(found) == 1, found
-    ((where, fault),) = found.items()
-    key = override.partition("=")[0]
-    assert override in where or key in where or key.startswith("buffer.explorer_input.taskset")
-    assert cure in fault.cure
-    assert fault.expected
-    assert fault.found
-
-
-def test_group_of_one_is_allowed_without_a_baseline(project: Path) -> None:
-    config = load(project, "algorithm.algorithm_type=raft", "algorithm.repeat_times=1")
-    prepare(config)
-    assert config.algorithm.policy_loss_fn == "sft"
-    assert config.algorithm.advantage_fn == "reinforce"
+def test_settings_that_cannot_train(project: Path) -> None:
+    for override in REFUSED.split():
+        ((where, fault),) = refused(project, override).items()
+        assert where == override
+        assert fault.expected, override
+        assert fault.found, override
+        assert fault.cure, override
+    (place,) = refused(project, "model.lora_configs=[{lora_rank: 0}]")
+    assert place.endswith("model.lora_configs[0].lora_rank")
 
 
 def test_train_batch_size_that_calls_can_fill(project: Path) -> None:
@@ -231,19 +181,11 @@ def test_train_batch_size_that_calls_can_fill(project: Path) -> None:
 
     fits = load(project, "buffer.train_batch_size=8")
     prepare(fits, workflow=one_call)
-    with pytest.raises(BadInput, match="at most 8: 2 tasks x 4 runs x at most 1 calls"):
+    with pytest.raises(BadInput, match="at most 8"):
         prepare(load(project, "buffer.train_batch_size=9"), workflow=one_call)
     perhaps = load(project, "buffer.train_batch_size=9")
     prepare(perhaps, workflow=agent)
-    assert any("2 calls on average" in warning for warning in perhaps.warnings)
-
-
-def test_steps_come_from_rows_and_epochs(project: Path) -> None:
-    overrides = ("buffer.total_steps=null", "buffer.total_epochs=3", "buffer.batch_size=5")
-    assert total_steps(load(project, *overrides)) == 7  # 12 rows x 3 epochs / 5
-    assert total_steps(load(project, *overrides, "trainer.total_steps=4")) == 4
-    unknown = load(project, *overrides, "buffer.explorer_input.taskset.path=org/data")
-    assert total_steps(unknown) is None
+    assert any("train_batch_size" in warning for warning in perhaps.warnings)
 
 
 def test_one_temperature_for_sampling_and_training(project: Path) -> None:
@@ -255,29 +197,7 @@ def test_one_temperature_for_sampling_and_training(project: Path) -> None:
     assert list(found) == [f"{key}=0.7"]
 
 
-def test_time_outs_are_ordered(project: Path) -> None:
-    short = load(project, "explorer.max_timeout=100")
-    prepare(short)
-    assert (short.rollout.run_timeout, short.explorer.max_timeout) == (100.0, 160)
-    long = load(project, "rollout.run_timeout=4000")
-    prepare(long)
-    assert long.explorer.max_timeout == 4060
-
-
-def test_deterministic(project: Path) -> None:
-    config = load(project, "deterministic=true")
-    prepare(config)
-    assert config.local.dtype == "fp32"
-    found = refused(
-        project,
-        "deterministic=true",
-        "local.dtype=bf16",
-        "explorer.max_repeat_times_per_runner=2",
-    )
-    assert set(found) == {"local.dtype=bf16", "explorer.max_repeat_times_per_runner=2"}
-
-
-def test_a_file_becomes_a_folder_that_trinity_reads(project: Path) -> None:
+def test_files_become_folders_that_trinity_reads(project: Path) -> None:
     from trinity.buffer.reader.file_reader import TaskFileReader
 
     config = load(project)
@@ -290,13 +210,7 @@ def test_a_file_becomes_a_folder_that_trinity_reads(project: Path) -> None:
     assert len(reader) == 12
     (task, _) = reader._read_sync(2)
     assert task.raw_task == {"question": "What is 0?", "answer": "0"}
-    (held_out,) = config.buffer.explorer_input.eval_tasksets
-    assert len(TaskFileReader(held_out.to_storage_config())) == 4
-
-
-def test_a_folder_is_linked_like_a_file_with_the_part_that_is_asked_for(project: Path) -> None:
-    from trinity.buffer.reader.file_reader import TaskFileReader
-
+    # Of a folder the part that is asked for.
     data = project / "data"
     data.mkdir()
     (project / "train.jsonl").rename(data / "train.jsonl")
@@ -305,22 +219,11 @@ def test_a_folder_is_linked_like_a_file_with_the_part_that_is_asked_for(project:
     prepare(config)
     materialise_tasksets(config)
     (taskset,) = config.buffer.explorer_input.tasksets
-    assert taskset.path == f"{project}/runs/tests/tiny/data/train/train"
-    assert taskset.split == "train[:5]"
+    assert (taskset.path, taskset.split) == (
+        f"{project}/runs/tests/tiny/data/train/train",
+        "train[:5]",
+    )
     assert len(TaskFileReader(taskset.to_storage_config())) == 5
-
-
-def test_a_model_in_a_folder_is_named_so_that_every_process_finds_it(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(project)
-    (project / "weights").mkdir()
-    config = load_config(None, ["model.model_path=weights"])
-    settle_paths(config)
-    assert config.model.model_path == f"{project}/weights"
-    config = load_config(None, ["model.model_path=Qwen/Qwen2.5-7B"])
-    settle_paths(config)
-    assert config.model.model_path == "Qwen/Qwen2.5-7B"
 
 
 def test_folders_by_split(project: Path) -> None:
@@ -339,23 +242,6 @@ def test_folders_by_split(project: Path) -> None:
     assert "test, train" in found[f"{split}=validation"].found
 
 
-def test_tune_arguments_without_a_file_prepare(project: Path, tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
-    config = load_config(None, [f"checkpoint_root_dir={tmp_path}/runs", "buffer.batch_size=4"])
-    apply_agentscope_args(
-        config,
-        train_dataset=SimpleNamespace(path=str(project / "train.jsonl"), name=None, split="train"),
-        model=SimpleNamespace(
-            model_path=str(project / "model"), max_model_len=256, max_tokens=32, temperature=1.0
-        ),
-    )
-    prepare(config)
-    assert config.algorithm.algorithm_type == "multi_step_grpo"
-    assert config.algorithm.repeat_times == 8
-    assert config.buffer.train_batch_size == 32
-
-
 def test_a_sound_configuration_is_valid_and_leaves_no_trace(project: Path) -> None:
     before = sorted(project.rglob("*"))
     report = validate(project / "config.yaml")
@@ -366,50 +252,56 @@ def test_a_sound_configuration_is_valid_and_leaves_no_trace(project: Path) -> No
     assert after == before
 
 
-def test_settings_functions_and_data_in_one_report(project: Path) -> None:
-    (project / "flow.py").write_text(WORKFLOW.replace("async def", "def").replace("await ", ""))
-    (project / "held_out.jsonl").write_text((project / "train.jsonl").read_text())
-    report = validate(project / "config.yaml", ["algorithm.repeat_times=1"])
-    text = report.render()
-    assert len(report.faults) == 3, text
-    assert f"{project}/flow.py:8" in text
-    assert "12 of 12 items are in both" in text
-    assert "algorithm.repeat_times: 8" in text
-    assert report.path == f"{project}/config.yaml"
+# --- engine: trinity -------------------------------------------------------------------------
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+GRAPH = "graph_qwen7b"
+SAMPLER = "explorer.rollout_model.extra_engine_args"
 
 
-def test_fields_that_the_workflow_reads(project: Path) -> None:
-    rows = (project / "train.jsonl").read_text().replace('"answer"', '"anwser"')
-    (project / "train.jsonl").write_text(rows)
-    report = validate(project / "config.yaml")
-    (fault,) = report.faults
-    assert fault.where == f"{project}/flow.py:11"
-    assert fault.cure == "task['anwser']"
-
-
-def test_functions_are_looked_for_beside_the_file(project: Path) -> None:
-    assert validate(project / "config.yaml", ["workflow=flow.py:two_calls"]).faults == []
-    report = validate(project / "config.yaml", ["workflow=flow.py:two_cals"])
-    (fault,) = report.faults
-    assert fault.where.startswith("command line: workflow=flow.py:two_cals")
-    assert "two_calls" in fault.cure
+def check(recipe: str, *overrides: str) -> ValidationReport:
+    address = "cluster.ray_address=10.0.0.1:6379"
+    return validate(CONFIGS / f"{recipe}.yaml", [address, *overrides])
 
 
 @pytest.mark.parametrize(
-    ("parameter", "refused"),
+    ("asked", "found"),
     [
-        ("system_prompt: str", True),
-        ("system_prompt: str | None", False),
-        ("system_prompt: str = 'Be brief.'", False),
+        (["trainer.trainer_config.model.override_config.quantization_config=true"], "quantization"),
+        (["trainer.trainer_config.actor.fsdp_config.load_in_8bit=true"], "load_in_8bit"),
+        (["trainer.trainer_config.actor.fsdp_config.qat={enable: true}"], ""),
+        ([f"{SAMPLER}={{quantization: fp8}}"], ""),  # beside an adapter
+        ([f"{SAMPLER}={{quantization: fp8}}", "model.lora_configs=null"], "fp8"),
+        ([f"{SAMPLER}={{quantization: fp8}}", "engine=local"], "fp8"),
+        (["cluster.gpu_per_node=1"], "one GPU"),
     ],
 )
-def test_a_system_prompt_that_the_function_needs_is_asked_for(
-    project: Path, parameter: str, refused: bool
-) -> None:
-    flow = project / "flow.py"
-    flow.write_text(WORKFLOW.replace("TrinityChatModel) ->", f"TrinityChatModel, {parameter}) ->"))
-    faults = validate(project / "config.yaml").faults
-    wanted = [fault for fault in faults if "rollout.system_prompt" in fault.where]
-    assert len(wanted) == refused
-    configured = validate(project / "config.yaml", ["rollout.system_prompt=Think."])
-    assert configured.faults == []
+def test_what_trinitys_engines_cannot_do(asked: list[str], found: str) -> None:
+    faults = check("quickstart" if "engine=local" in asked else GRAPH, *asked).faults
+    assert len(faults) == bool(found)
+    assert all(found in fault.found for fault in faults)
+
+
+def test_models_in_folders_have_to_be_whole(tmp_path: Path) -> None:
+    auxiliary = f"explorer.auxiliary_models=[{{name: judge, model_path: {tmp_path}}}]"
+
+    def expected() -> str:
+        (fault,) = check(GRAPH, auxiliary, "cluster.gpu_per_node=3").faults
+        assert "auxiliary_models" in fault.where
+        return fault.expected
+
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert expected() == "weights (*.safetensors)"
+    (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS[:-1])
+    assert expected() == "whole files of weights"
+    (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS)
+    assert expected() == "a tokenizer"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert expected() == "a chat template"
+    (tmp_path / "chat_template.jinja").write_text("{}")
+    assert not check(GRAPH, auxiliary, "cluster.gpu_per_node=3").faults
+    # A quantised model can be served, not trained.
+    model = f"model.model_path={tmp_path}"
+    (fault,) = check(GRAPH, model).faults
+    assert "awq" in fault.found
+    assert not check("serve", model).faults

@@ -88,11 +88,7 @@ def _unpriced(models: Iterable[tuple[str, ModelSettings]]) -> list[Fault]:
 def _unpriced_auxiliaries(config: AflowConfig) -> Iterable[Fault]:
     """Auxiliary models that run written workflows: their calls are counted, their price unknown."""
     used = {config.writer.executor, *config.writer.models.values()}
-    for model in config.explorer.auxiliary_models:
-        if model.name in used:
-            fix = (
-                "limit budget.tokens instead, or serve it and give models a base_url and prices "
-                "under that name"
-            )
-            expected = f"what {model.name} costs, since budget.usd is set"
-            yield Fault("budget.usd", expected, "an auxiliary model, which has no price", fix)
+    for name in [model.name for model in config.explorer.auxiliary_models if model.name in used]:
+        fix = "limit budget.tokens instead, or serve it and give it base_url and prices in `models`"
+        found = "an auxiliary model, which has no price"
+        yield Fault("budget.usd", f"what {name} costs, since budget.usd is set", found, fix)

@@ -40,7 +40,7 @@ HIDDEN = words(
     buffer.explorer_input.*tasksets.*.is_eval buffer.explorer_input.*tasksets.*.batch_size
     buffer.explorer_input.*tasksets.*.total_* buffer.explorer_input.*tasksets.*.repeat_times
     buffer.trainer_input.experience_buffer* trainer.trainer_config* trainer.trust_remote_code
-    model.lora_configs.*.is_dummy
+    model.lora_configs.*.is_dummy buffer.explorer_input.taskset buffer.explorer_input.tasksets
     """
 )
 """Key patterns that the table leaves out: filled in for Trinity's own use."""
@@ -48,8 +48,8 @@ HIDDEN = words(
 READ_FROM = "# read from: "
 """In a saved configuration, before the file (as JSON) that its relative paths may go out from."""
 
-LOCAL_WHY = {
-    "explorer.concurrent_mode": "runs of one task go on side by side",
+_LOCAL_WHY = {
+    "explorer.concurrent_mode": "rollouts of one task go on side by side",
     "explorer.rollout_model.engine_num": "the local engine samples in one process",
     "explorer.rollout_model.*_parallel_size": "the local engine samples in one process",
     "local.dtype": "`deterministic: true` computes in fp32",
@@ -60,11 +60,11 @@ LOCAL_WHY = {
     "trainer.save_interval": "so that an interrupted run loses at most a tenth of its steps",
     "trainer.max_checkpoints_to_keep": "full weights are large; the newest and the best are enough",
     "data_processor.experience_pipeline.save_input": "a copy of every experience is not kept",
-    "algorithm.sample_strategy": "trains on whole steps, however many calls their runs made",
+    "algorithm.sample_strategy": "trains on whole steps, however many calls their rollouts made",
 }
-"""Reasons that hold for the local engine; looked up before `WHY`."""
+"""Reasons that hold for the local engine; looked up before `_WHY`."""
 
-WHY = {
+_WHY = {
     "synchronizer.sync_method": "the only one that Trinity has for this mode or for LoRA",
     "synchronizer.sync_interval": "synchronised when saved",
     "engine": "chosen for this machine",
@@ -84,24 +84,22 @@ WHY = {
     "rollout.run_timeout": "no longer than `explorer.max_timeout`",
     "trainer.max_token_len_per_gpu": "Trinity: twice `model.max_model_len`",
     "monitor.monitor_type": "writes TensorBoard and the metrics.jsonl of the live panel",
-    "data_processor.experience_pipeline.operators*": "takes failed runs out before training",
+    "data_processor.experience_pipeline.operators*": "takes failed rollouts out before training",
     "algorithm.*": "the default of this algorithm",
     "model.max_model_len": "prompt and response together",
-    "model.max_prompt_tokens": "what `max_model_len` leaves beside the response",
-    "model.max_response_tokens": "what `max_model_len` leaves beside the prompt",
+    "model.max_*_tokens": "what `max_model_len` leaves beside the other part",
     "model.min_response_tokens": "below `max_response_tokens`",
     "model.temperature": "that of the task set, which is what is sampled with",
     "buffer.train_batch_size": "batch_size x repeat_times",
     "buffer.explorer_input.*tasksets.*.path": "made absolute, or a folder as Trinity needs it",
-    "buffer.explorer_input.*tasksets.*.split": "a single file is one split, named train",
-    "buffer.explorer_input.*tasksets.*.subset_name": "a single file has no subsets",
+    "buffer.explorer_input.*tasksets.*.s[pu]*": "a single file is one split, named train",
     "buffer.explorer_input.*tasksets.*.name": "every task set needs a name",
     "continue_from_checkpoint": "resuming is decided by the run folder's own state",
     "ignore_validator_suggestions": "nobody is there to answer a question",
+    "*": "filled in by Trinity's validators",
 }
 """Reason by key pattern; the first match counts."""
 
-_DEFAULT_WHY = "filled in by Trinity's validators"
 _ARGUMENTS = re.compile(r"(algorithm\.\w+_args|.*\.operators\.\d+)\.?(.*)$")
 _WIDTH = 48
 
@@ -111,22 +109,23 @@ def differences(
 ) -> list[Change]:
     """The changes from `before` to `after`, two flattened configurations.
 
-    `reasons` holds what is known about single keys and wins over `WHY`.
+    `reasons` holds what is known about single keys and wins over `_WHY`.
     """
-    patterns = [*WHY.items()]
-    if after.get("engine") == "local":
-        patterns = [*LOCAL_WHY.items(), *patterns]
-    written = _collapsed({_renamed(key): value for key, value in before.items()})
+    patterns = {**(_LOCAL_WHY if after.get("engine") == "local" else {})}
+    patterns |= {key: why for key, why in _WHY.items() if key not in patterns}
+    # Trinity turns the one `taskset` into the first of `tasksets`.
+    single, first = "buffer.explorer_input.taskset.", "buffer.explorer_input.tasksets.0."
+    written = _collapsed({key.replace(single, first, 1): before[key] for key in before})
     run = _collapsed(after)
     changes = []
     for key in dict.fromkeys([*run, *written]):
         old, new = written.get(key), run.get(key)
-        if old == new or callable(new) or _hidden(key) or (_empty(old) and _empty(new)):
+        if old == new or callable(new) or (_empty(old) and _empty(new)):
             continue
-        why = reasons.get(key) or next(
-            (text for pattern, text in patterns if fnmatch.fnmatchcase(key, pattern)),
-            _DEFAULT_WHY,
-        )
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in HIDDEN):
+            continue
+        matching = (why for pattern, why in patterns.items() if fnmatch.fnmatchcase(key, pattern))
+        why = reasons.get(key) or next(matching)
         changes.append(Change(key, masked(key, old), masked(key, new), why))
     return changes
 
@@ -201,18 +200,6 @@ def _collapsed(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _renamed(key: str) -> str:
-    """Trinity turns the one `taskset` into the first of `tasksets`."""
-    single = "buffer.explorer_input.taskset."
-    return key.replace(single, "buffer.explorer_input.tasksets.0.", 1)
-
-
-def _hidden(key: str) -> bool:
-    if key in ("buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"):
-        return True
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in HIDDEN)
-
-
 def _empty(value: Any) -> bool:
     return value is None or value == "" or value == [] or value == {}
 
@@ -264,18 +251,11 @@ _FREE_OF_A_MODEL = re.compile(
     r"models\.[^.]+\.(retries|backoff|timeout|max_concurrency|api_key_env|headers_env)(\.|$)"
 )
 """How an API is reached. A run that stopped because one was away may go on with more patience."""
-_PRIVATE = (
-    "workflow_func",
-    "judge_func",
-    "total_epochs",
-    "total_steps",
-    "batch_size",
-    "eval_dir",
-    "ray_namespace",
-    "run_dir",
+_PRIVATE = words(
+    """
+    workflow_func judge_func total_epochs total_steps batch_size eval_dir ray_namespace run_dir
+    """
 )
-
-
 _PLAIN = (int, float, str, bool, type(None))
 
 

@@ -1,11 +1,11 @@
-"""Installed versions that are known to break, each with its reason and its cure.
+"""Installed versions that are known to break, each with its reason and what to install.
 
-The table is data. It is judged on the metadata of what is installed, without importing any of
-it: several of these clashes break the very import. It is used by `aflow-tune doctor`, for every
-node of a cluster, and at the start of every command that needs Trinity, which refuses.
-`packaging` may be missing as well, and is imported where it is used.
+The table is judged on the metadata of what is installed, without importing any of it: several of
+these clashes break the very import. It is used by `aflow-tune doctor`, for every node of a
+cluster, and at the start of every command that needs Trinity, which refuses. `packaging` may be
+missing as well, and is imported where it is used.
 
-How each line was found: 'seen' means that the versions were installed and the failure was seen;
+How a line was found: 'seen' means that the versions were installed and the failure was seen;
 'read' that it follows from the installed sources or from the package's own requirements.
 """
 
@@ -45,113 +45,53 @@ class Clash:
     """Only if these are installed in such versions too; None: only if it is not installed."""
 
 
+_TRANSFORMERS, _VLLM = "transformers>=5.12.1,<6", "vllm>=0.22.1,<=0.23.0"
+_AGENTSCOPE, _VERL = "agentscope>=1.0.19,<2", "verl==0.8.0"
+
 CLASHES: tuple[Clash, ...] = (
-    Clash(
-        "trinity-rft",
-        "!=0.6.0",
-        # read: our adapter, Explorer and Trainer subclass what is not a public interface
-        "our adapter, explorer and trainer follow the interfaces of exactly 0.6.0",
-        "trinity-rft==0.6.0",
-    ),
-    Clash(
-        "vllm",
-        "<0.22.1",
-        # read: trinity/common/models/vllm_extension.py
-        "Trinity's weight transfer imports pack_tensors, which came with 0.22.1; its own "
-        "metadata asks for 0.19.1 only",
-        "vllm>=0.22.1,<=0.23.0",
-    ),
-    Clash(
-        "verl",
-        ">=0.9.dev0",
-        # read: the requirements of verl 0.9.0 and of trinity-rft 0.6.0
-        "0.9 wants transformers below 5.11 and numpy 2, Trinity wants transformers 5.12.1 or later",
-        "verl==0.8.0",
-    ),
-    Clash(
-        "verl",
-        "<0.8",
-        # read: trinity/trainer/trainer.py, is_verl_legacy
-        "Trinity runs other code with it, which was never tried with ours",
-        "verl==0.8.0",
-    ),
-    Clash(
-        "peft",
-        ">=0.21.dev0",
-        # seen: get_peft_model_state_dict of a layer with its own state dict: 0 tensors with 0.21.0,
-        # 14 with 0.18 to 0.20
-        "verl collects an adapter layer by layer and gets nothing: the sampler never has what was "
-        "trained",
-        "peft>=0.18,<0.21",
-    ),
-    Clash(
-        "agentscope",
-        ">=2.dev0",
-        # read: agentscope 2.0.11 has neither agentscope.model.TrinityChatModel nor the tuner
-        "2.0 dropped TrinityChatModel, which workflow functions are given",
-        "agentscope>=1.0.19,<2",
-    ),
-    Clash(
-        "agentscope",
-        "<1.0.19",
-        "it has no TrinityChatModel as it is used here",
-        "agentscope>=1.0.19,<2",
-    ),
+    # read: our adapter, Explorer and Trainer subclass what is not a public interface
+    Clash("trinity-rft", "!=0.6.0", "we follow the interfaces of 0.6.0", "trinity-rft==0.6.0"),
+    # read: trinity/common/models/vllm_extension.py; Trinity's metadata asks for 0.19.1 only
+    Clash("vllm", "<0.22.1", "Trinity imports pack_tensors, which came with 0.22.1", _VLLM),
+    # read: the requirements of verl 0.9.0 and of trinity-rft 0.6.0
+    Clash("verl", ">=0.9.dev0", "0.9 wants transformers below 5.11, Trinity 5.12.1", _VERL),
+    # read: trinity/trainer/trainer.py, is_verl_legacy
+    Clash("verl", "<0.8", "Trinity runs other code with it, never tried with ours", _VERL),
+    # seen: get_peft_model_state_dict of a layer with its own state dict: 0 tensors with 0.21.0,
+    # 14 with 0.18 to 0.20
+    Clash("peft", ">=0.21.dev0", "verl gets no tensors of an adapter", "peft>=0.18,<0.21"),
+    # read: agentscope 2.0.11 has neither agentscope.model.TrinityChatModel nor the tuner
+    Clash("agentscope", ">=2.dev0", "2.0 dropped TrinityChatModel", _AGENTSCOPE),
+    Clash("agentscope", "<1.0.19", "it has no TrinityChatModel as it is used here", _AGENTSCOPE),
+    # seen: 26.0.1 with numpy 1.26.4: 'pyarrow requires NumPy 2.0 or newer'
     Clash(
         "pyarrow",
         ">=26.dev0",
-        # seen: 26.0.1 with numpy 1.26.4: 'pyarrow requires NumPy 2.0 or newer'
         "it needs numpy 2: `import datasets` fails and every Ray actor dies",
         "pyarrow>=24,<26",
         {"numpy": "<2"},
     ),
-    Clash(
-        "mcp",
-        ">=2.dev0",
-        # seen: 2.3.0: no streamablehttp_client in mcp.client.streamable_http
-        "it renamed what `import agentscope` imports",
-        "mcp>=1.13,<2",
-    ),
+    # seen: 2.3.0: no streamablehttp_client in mcp.client.streamable_http
+    Clash("mcp", ">=2.dev0", "it renamed what `import agentscope` imports", "mcp>=1.13,<2"),
+    # seen: 2.1.9 without greenlet: `import agentscope` fails in sqlalchemy.ext.asyncio
     Clash(
         "SQLAlchemy",
         ">=2.1.dev0",
-        # seen: 2.1.9 without greenlet: `import agentscope` fails in sqlalchemy.ext.asyncio
         "it no longer brings greenlet, without which `import agentscope` fails",
         "sqlalchemy[asyncio]>=2.0,<2.1",
         {"greenlet": None},
     ),
-    Clash(
-        "omegaconf",
-        ">=2.4.dev0",
-        # seen: 2.4.0: no get_yaml_loader in omegaconf._utils; hydra-core wants < 2.4
-        "it dropped the YAML loader that configurations are read with, and hydra (of verl) wants "
-        "less than 2.4",
-        "omegaconf>=2.3,<2.4",
-    ),
-    Clash(
-        "transformers",
-        "<5.12.1",
-        # read: the requirements of trinity-rft 0.6.0
-        "Trinity wants 5.12.1 or later",
-        "transformers>=5.12.1,<6",
-    ),
+    # seen: 2.4.0: no get_yaml_loader in omegaconf._utils; hydra-core (of verl) wants < 2.4
+    Clash("omegaconf", ">=2.4.dev0", "it dropped the YAML loader we use", "omegaconf>=2.3,<2.4"),
+    # read: the requirements of trinity-rft 0.6.0
+    Clash("transformers", "<5.12.1", "Trinity wants 5.12.1 or later", _TRANSFORMERS),
 )
 
 DOUBTS: tuple[Clash, ...] = (
-    Clash(
-        "openai",
-        ">=3.dev0",
-        # seen: 3.54.0 imports beside agentscope; no call was tried
-        "untested: structured answers are parsed with helpers of 2.x",
-        "openai>=2,<3",
-    ),
-    Clash(
-        "vllm",
-        ">0.23.0",
-        "untested: Trinity patches vLLM's inside and says 0.23.0 at most",
-        "vllm>=0.22.1,<=0.23.0",
-    ),
-    Clash("transformers", ">=6.dev0", "untested", "transformers>=5.12.1,<6"),
+    # seen: 3.54.0 imports beside agentscope; no call was tried
+    Clash("openai", ">=3.dev0", "untested: 2.x parses structured answers", "openai>=2,<3"),
+    Clash("vllm", ">0.23.0", "untested: Trinity patches vLLM's inside", _VLLM),
+    Clash("transformers", ">=6.dev0", "untested", _TRANSFORMERS),
 )
 """Not known to break and not refused, only told by `doctor`."""
 
@@ -161,15 +101,8 @@ UNREADABLE = "unreadable"
 NEEDED = ("torch", "ray", "trinity-rft", "transformers", "agentscope", "omegaconf")
 """Without these nothing that trains can be imported."""
 
-WATCHED: tuple[str, ...] = tuple(
-    dict.fromkeys(
-        [
-            *NEEDED,
-            *(name for clash in (*CLASHES, *DOUBTS) for name in (clash.name, *clash.beside)),
-            "torchvision",
-        ]
-    )
-)
+_JUDGED = [name for clash in (*CLASHES, *DOUBTS) for name in (clash.name, *clash.beside)]
+WATCHED: tuple[str, ...] = tuple(dict.fromkeys([*NEEDED, *_JUDGED, "torchvision"]))
 """Every distribution that a judgement here looks at."""
 
 
@@ -242,23 +175,18 @@ def refuse_clashes() -> None:
     """
     installed = installed_versions()
     faults = [
-        Fault(
-            f"the installed {clash.name}", f"another version: {clash.reason}", found, cure_of(clash)
-        )
-        for clash, found in known_clashes(installed)
+        Fault(f"the installed {one.name}", f"another version: {one.reason}", found, cure_of(one))
+        for one, found in known_clashes(installed)
     ]
-    faults += [
-        Fault(f"the package {name}", "that it is installed", "it is not", install("aflow-tune"))
-        for name in missing(installed)
-    ]
+    for name in missing(installed):
+        cure = install("aflow-tune")
+        faults.append(Fault(f"the package {name}", "that it is installed", "it is not", cure))
     for name in hollow(installed):
         cure = package_cure(module_of(name))
         faults.append(Fault(f"the package {name}", "its modules", "its metadata only", cure))
     if faults:
-        raise BadInput(
-            "These installed versions are known to break (`aflow-tune doctor` shows the rest).",
-            faults,
-        )
+        title = "These installed versions are known to break (`aflow-tune doctor` shows the rest)."
+        raise BadInput(title, faults)
 
 
 def matches(version: str, specifiers: str) -> bool:
@@ -275,12 +203,12 @@ def matches(version: str, specifiers: str) -> bool:
 def _judged(table: tuple[Clash, ...], installed: Installed) -> list[tuple[Clash, str]]:
     found = []
     for clash in table:
-        version = installed.get(clash.name)
-        if version is None or not matches(version, clash.breaks):
-            continue
-        if all(_stands(installed.get(name), wanted) for name, wanted in clash.beside.items()):
-            beside = [f"{name} {installed[name]}" for name in clash.beside if name in installed]
-            found.append((clash, " beside ".join([f"{clash.name} {version}", *beside])))
+        names = [name for name in (clash.name, *clash.beside) if name in installed]
+        if clash.name in installed and all(
+            name not in installed if wanted is None else matches(installed.get(name, ""), wanted)
+            for name, wanted in {clash.name: clash.breaks, **clash.beside}.items()
+        ):
+            found.append((clash, " beside ".join(f"{name} {installed[name]}" for name in names)))
     return found
 
 
@@ -293,12 +221,6 @@ def _without_metadata(name: str) -> tuple[Clash, str]:
     reason = "whatever asks for its version fails"
     cure = f"rm -r {place} && {install(wanted)}"
     return Clash(name, "", reason, cure), f"{name} with METADATA that cannot be read"
-
-
-def _stands(version: str | None, wanted: str | None) -> bool:
-    if wanted is None or version is None:
-        return version is None and wanted is None
-    return matches(version, wanted)
 
 
 def _torchvision(

@@ -48,25 +48,22 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
         return config.prepared.engine
     services = ("tinker", "external_model")
     remote = next((name for name in services if getattr(config.model, name).enable), None)
-    if config.engine == "local":
-        if remote:
+    if config.engine == "local" or remote:
+        if config.engine == "local" and remote:
             raise _refused(config, f"`model.{remote}.enable` is enabled", "engine: trinity")
-        return "local", "as configured"
-    if remote:
-        reason = f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
-        return "trinity", reason
+        elsewhere = f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
+        return ("trinity", elsewhere) if remote else ("local", "as configured")
     missing = _missing(config)
     if config.engine == "trinity":
         if missing and find_ray(config) is None:
             fix = "engine: local, or name the cluster with cluster.ray_address"
-            if config.inline:
-                fix += " and set inline: false"
+            fix += " and set inline: false" if config.inline else ""
             raise _refused(config, "; ".join(missing), fix)
         where = " on processors, without a GPU" if on_processors() else ""
         return "trinity", f"as configured{where}"
-    if missing:
-        return "local", "; ".join(missing)
-    return "trinity", "CUDA, vLLM and verl are there"
+    return (
+        ("local", "; ".join(missing)) if missing else ("trinity", "CUDA, vLLM and verl are there")
+    )
 
 
 def _missing(config: AflowConfig) -> list[str]:
@@ -81,9 +78,7 @@ def _missing(config: AflowConfig) -> list[str]:
     if importlib.util.find_spec("verl") is None:
         missing.append("verl is not installed")
     elif config.trainer.use_remove_padding and not removes_padding():
-        missing.append(
-            "flash_attn is not installed (needed unless `trainer.use_remove_padding: false`)"
-        )
+        missing.append("flash_attn is not installed (trainer.use_remove_padding: false needs none)")
     return missing
 
 
@@ -100,11 +95,9 @@ def removes_padding() -> bool:
 
 
 def _refused(config: AflowConfig, found: str, fix: str) -> BadInput:
-    name = f"engine: {config.engine}"
-    return BadInput(
-        f"`{name}` cannot run this configuration here.",
-        [config.fault("engine", f"what `{name}` needs", found, fix)],
-    )
+    name = f"`engine: {config.engine}`"
+    fault = config.fault("engine", f"what {name} needs", found, fix)
+    return BadInput(f"{name} cannot run this configuration here.", [fault])
 
 
 def give_engine_settings(config: AflowConfig) -> None:
@@ -119,8 +112,8 @@ def give_engine_settings(config: AflowConfig) -> None:
     }
     for auxiliary in config.explorer.auxiliary_models:
         auxiliary.extra_engine_args = {**engine, "frozen": True}
-    lora = config.model.lora_configs[0] if config.model.lora_configs else None
-    if lora is not None:
+    if config.model.lora_configs:
+        lora = config.model.lora_configs[0]
         engine["lora"] = {
             "rank": lora.lora_rank,
             "alpha": lora.lora_alpha,
@@ -168,14 +161,9 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
         yield from error.faults
         return
     if found is not None:
-        yield config.fault(
-            _KEY,
-            "a Ray that this command starts itself",
-            f"the Ray at {found.address} ({found.source}), whose devices were fixed when it was "
-            "started",
-            "remove it, and start that Ray with CUDA_VISIBLE_DEVICES set to its devices; or "
-            "cluster.ray_address: local",
-        )
+        fix = "remove it and start that Ray with CUDA_VISIBLE_DEVICES, or ray_address: local"
+        there = f"the Ray at {found.address} ({found.source}), whose devices are fixed"
+        yield config.fault(_KEY, "a Ray that this command starts itself", there, fix)
 
 
 @contextlib.contextmanager
@@ -206,14 +194,11 @@ def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iter
         where=config.positions.where(_KEY),
     ) as chosen:
         if chosen.by_uuid and engine == "trinity":
+            title = "Trinity's vLLM cannot be given these devices."
+            expected = "GPUs of a machine without divided ones (MIG): vLLM takes numbers only"
             named = ", ".join(device.label for device in chosen.devices)
-            fault = config.fault(
-                _KEY,
-                "GPUs of a machine without divided ones (MIG): vLLM takes numbers only",
-                f"GPU {named}, which has to be named by UUID",
-                "engine: local, or leave MIG mode: nvidia-smi -mig 0",
-            )
-            raise BadInput("Trinity's vLLM cannot be given these devices.", [fault])
+            fix = "engine: local, or leave MIG mode: nvidia-smi -mig 0"
+            raise BadInput(title, [config.fault(_KEY, expected, f"GPU {named}", fix)])
         for line in mapping_lines(chosen.devices):
             say(line)
         yield
@@ -239,15 +224,13 @@ def _engine_by_nvml(config: AflowConfig) -> str:
     """The engine that will run, found by asking NVML: CUDA itself must not be used yet."""
     if config.engine != "auto":
         return config.engine
-    before = os.environ.get(_NVML_CHECK)
+    before = dict(os.environ)
     os.environ[_NVML_CHECK] = "1"
     try:
         return choose_engine(config)[0]
     finally:
-        if before is None:
-            del os.environ[_NVML_CHECK]
-        else:
-            os.environ[_NVML_CHECK] = before
+        os.environ.pop(_NVML_CHECK)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -282,15 +265,14 @@ def _watched(config: AflowConfig) -> list[Device]:
     found = find_ray(config) if uses_ray(config) else None
     if found is not None and not _is_here(found.address):
         return []
-    try:
+    with contextlib.suppress(NvmlUnavailable):
         now = snapshot()
-    except NvmlUnavailable:
-        return []
-    try:
-        seen = visible(now, os.environ)
-    except BadInput:
-        seen = now.units()
-    return seen[:1] if config.engine == "local" else seen
+        try:
+            seen = visible(now, os.environ)
+        except BadInput:
+            seen = now.units()
+        return seen[:1] if config.engine == "local" else seen
+    return []
 
 
 def _is_here(address: str) -> bool:

@@ -7,11 +7,13 @@ tokenised (`engines/trinity/readers.py`), those of a harvest when it begins.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trinity.common.config import ExperienceBufferConfig, FormatConfig, TasksetConfig
 from trinity.common.constants import PromptType
@@ -30,7 +32,7 @@ from aflow_tune.config.tasksets import (
     user_tasksets,
 )
 from aflow_tune.data.checks import Findings, check_fields, check_overlap, check_rows
-from aflow_tune.data.fields import task_reads
+from aflow_tune.data.fields import FieldRead, task_reads
 from aflow_tune.data.rows import Table
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
 from aflow_tune.errors import BadInput, Fault
@@ -40,9 +42,6 @@ from aflow_tune.shipping import travelled
 from aflow_tune.trace import POLICY
 from aflow_tune.writer.templates import TEMPLATES, Template
 from aflow_tune.writer.types import PROBLEM_TYPES
-
-if TYPE_CHECKING:
-    from aflow_tune.writer.workflow import AuxiliaryModel
 
 Function = Callable[..., Any]
 Found = Iterable[Fault | str]
@@ -62,14 +61,12 @@ def check_paths(
         yield config.fault(f"{key}.path", "a path", "none", fix)
         return
     found = locate(config, taskset)
-    if found.fault is None:
-        return
-    if found.kind == "folder" and found.fix.startswith("split:"):
-        expected = f"files of the split {taskset.split!r} in {taskset.path}"
-        yield config.fault(f"{key}.split", expected, found.fault, found.fix)
-        return
-    expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
-    yield config.fault(f"{key}.path", expected, found.fault, found.fix)
+    if found.fault is not None:
+        of_split = found.kind == "folder" and found.fix.startswith("split:")
+        expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
+        expected = f"files of the split {taskset.split!r}" if of_split else expected
+        place = f"{key}.split" if of_split else f"{key}.path"
+        yield config.fault(place, expected, found.fault, found.fix)
 
 
 def check_data(
@@ -87,16 +84,14 @@ def check_data(
         harvest: whether rows that cannot be asked about, or are held out too, are left out later.
     """
     found = Findings()
-    functions = [function for function in (workflow, judge) if function]
-    reads = [read for function in functions for read in task_reads(function)]
-    reads += [read for function in functions for read in getattr(function, "reads", ())]
+    reads: list[FieldRead] = []
+    for function in filter(None, (workflow, judge)):
+        reads += [*task_reads(function), *getattr(function, "reads", ())]
     of_mix = fields_of_mix(config)
     training: list[Table] = []
     held_out: list[Table] = []
     for _, taskset, is_held_out in user_tasksets(config):
-        if not taskset.path:
-            continue
-        table = _table(config, taskset, found)
+        table = _table(config, taskset, found) if taskset.path else None
         if table is None:
             continue
         rows = check_rows(table)
@@ -137,17 +132,14 @@ def _writer_rows(
         given: fields that every row gets later, from a mix.
     """
     row_faults = getattr(workflow, "row_faults", None)
-    if row_faults is None:
-        return
     shown = 0
     for row, place in zip(table.rows, table.places, strict=True):
-        if "benchmark" in given and not row.get("benchmark"):
-            continue
-        for fault in row_faults(row):
-            yield replace(fault, where=f"{place}: {fault.where}")
-            shown += 1
-        if shown >= _SHOWN:
+        if row_faults is None or shown >= _SHOWN:
             return
+        if "benchmark" not in given or row.get("benchmark"):
+            for fault in row_faults(row):
+                yield replace(fault, where=f"{place}: {fault.where}")
+                shown += 1
 
 
 # --- The data set of `mode: train` ----------------------------------------------------------------
@@ -157,9 +149,6 @@ def _writer_rows(
 
 KEY = "buffer.trainer_input.experience_buffer"
 _MOST_FAULTS = 5
-
-Problem = tuple[str, str, str]
-"""What is expected of a row, what was found, and what to do."""
 
 
 def check_experiences(config: AflowConfig) -> Iterator[Fault]:
@@ -175,27 +164,21 @@ def check_experiences(config: AflowConfig) -> Iterator[Fault]:
         faults.append(config.fault(f"{KEY}.storage_type", "file (engine: local)", found, fix))
     elif not awaited(config):
         faults += check_paths(config, KEY, buffer)
-    prompt_type = buffer.format.prompt_type.value
+    prompt_type, key = buffer.format.prompt_type.value, f"{KEY}.format.prompt_type"
     if config.algorithm.algorithm_type == "cpt" and prompt_type != "plaintext":
-        expected = "plaintext: cpt reads text, no messages"
         fix = "prompt_type: plaintext, with prompt_key: text"
-        key = f"{KEY}.format.prompt_type"
-        faults.append(config.fault(key, expected, repr(prompt_type), fix))
+        faults.append(config.fault(key, "plaintext: cpt reads text", repr(prompt_type), fix))
     size, key = config.buffer.train_batch_size, "buffer.train_batch_size"
     if size < 1:
         expected = "the rows of the data set that one step takes (`mode: train`)"
-        fix = "train_batch_size: 16"
-        faults.append(config.fault(key, expected, str(size) if size else "none", fix))
+        faults.append(config.fault(key, expected, str(size), "train_batch_size: 16"))
     elif not faults and not awaited(config):
         table = read_taskset(config, buffer)
         rows = table.total if table is not None and not table.faults else 0
-        if rows and size > rows:
-            expected = f"at most the {rows} rows of {table.source}" if table is not None else ""
-            faults.append(config.fault(key, expected, str(size), f"train_batch_size: {rows}"))
-        elif rows and total_steps(config) == 0:
-            found = f"0 steps: fewer rows x epochs than the batch of {size}"
-            fix = "lower it, or raise buffer.total_epochs"
-            faults.append(config.fault(key, "at least one step", found, fix))
+        if rows and (size > rows or total_steps(config) == 0):
+            expected = f"at most the {rows} rows of the data set, and at least one step"
+            fix = f"train_batch_size: {rows}, or raise buffer.total_epochs"
+            faults.append(config.fault(key, expected, str(size), fix))
     yield from faults
     key = "trainer.save_interval"
     if config.positions.given(key) and config.trainer.save_interval == 0:
@@ -221,13 +204,12 @@ def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
     found.add(rows)
     if rows.faults or kind not in FROM_DATA:
         return
-    check = _row_check(kind, buffer.format)
     problems = [
-        (place, problem)
+        Fault(place, *problem)
         for row, place in zip(table.rows, table.places, strict=True)
-        if (problem := check(row)) is not None
+        if (problem := _row_problem(kind, buffer.format, row)) is not None
     ]
-    found.faults += [Fault(place, *problem) for place, problem in problems[:_MOST_FAULTS]]
+    found.faults += problems[:_MOST_FAULTS]
     if len(problems) > _MOST_FAULTS:
         text = f"{table.source}: {len(problems)} of {len(table.rows)} rows are faulty"
         found.warnings.append(text)
@@ -244,64 +226,45 @@ _LEARNED = {
 lists of messages."""
 
 
-def _row_check(kind: str, form: FormatConfig) -> Callable[[Mapping[str, Any]], Problem | None]:
-    """What is asked of every row; returns the first problem of one."""
+def _row_problem(
+    kind: str, form: FormatConfig, row: Mapping[str, Any]
+) -> tuple[str, str, str] | None:
+    """What is expected of a row that cannot be learned from, what was found, and what to do."""
     chat = form.prompt_type is PromptType.MESSAGES and kind != "cpt"
-
-    def problem(row: Mapping[str, Any], setting: str) -> Problem | None:
+    for setting in _LEARNED[kind, chat]:
         key = getattr(form, setting)
-        if chat:
-            answered = kind == "sft" or setting != "messages_key"
-            return _messages(row, setting, key, answered=answered)
-        return None if key is None else _text(row, setting, key)
-
-    def first(row: Mapping[str, Any]) -> Problem | None:
-        problems = (problem(row, setting) for setting in _LEARNED[kind, chat])
-        return next(filter(None, problems), None)
-
-    return first
-
-
-def _text(row: Mapping[str, Any], setting: str, key: str) -> Problem | None:
-    if key not in row:
-        return _missing_field(row, setting, key)
-    value = row[key]
-    if not isinstance(value, str) or not value.strip():
-        return f"a text under {key!r}", _short(value), "write the text, or remove the row"
+        if key is None and not chat:
+            continue
+        if key not in row:
+            close = nearest(key, row, 0.5) or (next(iter(row)) if len(row) == 1 else "COLUMN")
+            fix = f"{KEY}.format.{setting}: {close}"
+            return f"a field {key!r} (format.{setting})", ", ".join(map(repr, row)), fix
+        value = row[key]
+        if not chat:
+            if not isinstance(value, str) or not value.strip():
+                return f"a text under {key!r}", _short(value), "write the text, or remove the row"
+            continue
+        messages = value
+        if isinstance(value, str):
+            with contextlib.suppress(json.JSONDecodeError):
+                messages = json.loads(value)
+        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            expected = f"a list of messages under {key!r}, each with `role` and `content`"
+            fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+            return expected, _short(value), fix
+        last = messages[-1]["role"]
+        if last != "assistant" and (kind == "sft" or setting != "messages_key"):
+            expected = f"the assistant's message at the end of {key!r}: it is what is learned"
+            return expected, f"{last!r} at the end", "add the answer, or remove the row"
     return None
 
 
-def _messages(row: Mapping[str, Any], setting: str, key: str, *, answered: bool) -> Problem | None:
-    """Whether the row has a list of messages, with the assistant's at the end if `answered`."""
-    if key not in row:
-        return _missing_field(row, setting, key)
-    messages = row[key]
-    if isinstance(messages, str):
-        try:
-            messages = json.loads(messages)
-        except json.JSONDecodeError:
-            messages = None
-    expected = f"a list of messages under {key!r}, each with `role` and `content`"
-    fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-    if not isinstance(messages, list) or not messages:
-        return expected, _short(row[key]), fix
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return expected, _short(message), fix
-        if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
-            return expected, _short(message), fix
-    last = messages[-1]["role"]
-    if answered and last != "assistant":
-        expected = f"the assistant's message at the end of {key!r}: it is what is learned"
-        return expected, f"{last!r} at the end", "add the answer, or remove the row"
-    return None
-
-
-def _missing_field(row: Mapping[str, Any], setting: str, key: str) -> Problem:
-    columns = list(row)
-    close = nearest(key, columns, 0.5) or (columns[0] if len(columns) == 1 else None)
-    fix = f"{KEY}.format.{setting}: {close or 'COLUMN'}"
-    return f"a field {key!r} (format.{setting})", ", ".join(map(repr, columns)), fix
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), (str, list)) or bool(message.get("tool_calls")))
+    )
 
 
 def _short(value: Any) -> str:
@@ -313,8 +276,6 @@ def _short(value: Any) -> str:
 
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenization_*.py")
 """Any of these holds a vocabulary, or makes one."""
-_SHORT_PROMPT = 32
-"""Tokens that a chat template and one short question take together."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +302,8 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
     model, auxiliary = config.model, config.explorer.auxiliary_models
     if model.tinker.enable or model.external_model.enable:
         return
-    if not policy and not _runs_graphs(config) & {item.name for item in auxiliary}:
+    graphs = {config.writer.executor, *config.writer.models.values()}
+    if not policy and not graphs & {item.name for item in auxiliary}:
         return
     trained = config.mode not in ("bench", "serve", "explore")
     given = model.custom_chat_template or model.chat_template_path
@@ -363,44 +325,24 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
     if template and not Path(template).expanduser().is_file():
         key = "model.chat_template_path"
         yield config.fault(key, "a template file", "no such file", "check the path")
-    prompt = model.max_prompt_tokens
-    if prompt is None and model.max_model_len and model.max_response_tokens:
-        prompt = model.max_model_len - model.max_response_tokens
-    if prompt is not None and 1 < prompt < _SHORT_PROMPT:
-        yield (
-            f"a prompt budget of {prompt} tokens: a chat template and one short question take "
-            f"about {_SHORT_PROMPT}"
-        )
-
-
-def _runs_graphs(config: AflowConfig) -> set[str | None]:
-    """The roles and names of the models that written workflows call."""
-    return {config.writer.executor, *config.writer.models.values()}
 
 
 def _check_name(config: AflowConfig, where: str, name: str, folder: Path) -> Found:
     expected = f"a model folder, a hub id, or one of {', '.join(BUNDLED)}"
+    bundled = name in BUNDLED
     if not name.strip():
         yield Fault(where, expected, "nothing", f"model_path: {next(iter(BUNDLED))}")
-    elif name in BUNDLED:
-        if not is_cached(name):
-            yield (
-                f"model {name}: not on this machine yet; it is fetched once at the start (into "
-                f"{cache_dir()})"
-            )
-    elif folder.is_dir():
+    elif folder.exists() and not bundled:
         if not (folder / "config.json").is_file():
             fix = "name the folder that holds config.json and the weights"
-            yield Fault(where, expected, "a folder without config.json", fix)
-    elif close := nearest(name, BUNDLED, 0.85):
+            yield Fault(where, expected, "no config.json in it", fix)
+    elif not bundled and (close := nearest(name, BUNDLED, 0.85)):
         yield Fault(where, expected, repr(name), f"model_path: {close}")
-    elif folder.is_file():
-        yield Fault(where, expected, "a file", "name the folder that holds it")
-    elif looks_local(config, name):
-        fix = "check the path: there is no such folder"
-        yield Fault(where, expected, f"{name}: no such folder", fix)
+    elif not bundled and looks_local(config, name):
+        yield Fault(where, expected, f"{name}: no such folder", "check the path")
     elif not is_cached(name):
-        yield f"model {name}: not on this machine; it will be fetched from the hub at the start"
+        into = f" (into {cache_dir()})" if bundled else " from the hub"
+        yield f"model {name}: not on this machine yet; it is fetched once at the start{into}"
 
 
 def _check_folder(config: AflowConfig, named: _Named, folder: Path, whole: bool) -> Found:
@@ -416,24 +358,19 @@ def _check_folder(config: AflowConfig, named: _Named, folder: Path, whole: bool)
         expected = "weights in 16 or 32 bits: the trainer cannot hold quantised ones"
         yield Fault(where, expected, f"{folder}: {kind}", fix)
     if whole:
-        yield from _check_kind(settings, where)
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        kind = settings.get("model_type")
+        wrong = kind not in CONFIG_MAPPING if kind else not settings
+        if wrong and not settings.get("auto_map"):  # no code of its own either
+            expected = "a config.json whose model_type the installed transformers knows"
+            fix = "save the model again with save_pretrained, or check model_type"
+            yield Fault(where, expected, repr(kind) if kind else "no model_type", fix)
         yield from _check_files(folder, where, named)
     longest, asked = settings.get("max_position_embeddings"), named.length
     if isinstance(longest, int) and asked and asked > longest and not settings.get("rope_scaling"):
         place = config.positions.where(f"{named.key}.max_model_len")
         yield f"{place}: {asked} tokens, but the model was made for {longest}"
-
-
-def _check_kind(settings: dict[str, Any], where: str) -> Found:
-    """A model_type that transformers cannot load, and no code of its own."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    kind = settings.get("model_type")
-    wrong = kind not in CONFIG_MAPPING if kind else not settings
-    if wrong and not settings.get("auto_map"):
-        expected = "a config.json whose model_type the installed transformers knows"
-        fix = "save the model again with save_pretrained, or check model_type in its config.json"
-        yield Fault(where, expected, repr(kind) if kind else "no model_type", fix)
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -490,30 +427,12 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 # --- The writer, and the harvest of its graphs ----------------------------------------------------
-# The sections `writer`, `models` and the auxiliary models are checked in `writer/workflow.py`,
-# which knows no configuration; here stands what only a whole one can tell.
+# The sections themselves are checked in `writer/workflow.py`, which knows no whole configuration.
 
 _OVER_TURNS = ("multi_step_grpo", "gigpo")
 """Algorithms whose advantage compares rollouts of several calls."""
 _CHARS_A_TOKEN = 4
 """Of English and code, about; only for a warning."""
-
-
-def auxiliary_models(config: AflowConfig) -> dict[str, AuxiliaryModel]:
-    """The auxiliary models by name, with the lengths that they inherit where they name none."""
-    from aflow_tune.writer.workflow import AuxiliaryModel
-
-    found = {}
-    for auxiliary in config.explorer.auxiliary_models:
-        if not auxiliary.name:
-            continue
-        answer = auxiliary.max_response_tokens or config.model.max_response_tokens
-        prompt = auxiliary.max_prompt_tokens or config.model.max_prompt_tokens
-        whole = auxiliary.max_model_len or config.model.max_model_len
-        if prompt is None and whole is not None:
-            prompt = max(1, whole - (answer or whole // 2))
-        found[auxiliary.name] = AuxiliaryModel(answer_tokens=answer, prompt_tokens=prompt)
-    return found
 
 
 def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found:
@@ -533,8 +452,8 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
         )
     if section.turns == 1 and config.mode == "both" and kind == "gigpo":
         yield (
-            f"{where('algorithm.algorithm_type')}: with one turn all calls of a task are "
-            "made in one state, and gigpo adds nothing: set writer.turns, or use multi_step_grpo"
+            f"{where('algorithm.algorithm_type')}: with one turn all calls of a task are made in "
+            "one state, and gigpo adds nothing: set writer.turns, or use multi_step_grpo"
         )
     room = config.model.max_prompt_tokens or config.model.max_model_len
     messages = getattr(workflow, "messages", None)
@@ -566,8 +485,7 @@ def check_harvest(config: AflowConfig) -> Found:
         yield config.fault("harvest.sources", expected, "none", "sources: [templates]")
     for number, source in enumerate(section.sources):
         if source not in SOURCES:
-            close = nearest(source, SOURCES, 0.5)
-            fix = f"did you mean {close}?" if close else f"choose one, such as {SOURCES[0]}"
+            fix = f"did you mean {nearest(source, SOURCES, 0.5) or SOURCES[0]}?"
             expected = f"one of {', '.join(SOURCES)}"
             yield config.fault(f"harvest.sources.{number}", expected, repr(source), fix)
     if "templates" in section.sources:
@@ -576,20 +494,32 @@ def check_harvest(config: AflowConfig) -> Found:
         except BadInput as error:
             yield from error.faults
     if "teacher" in section.sources:
-        yield from _teacher(config)
+        known = [name for name in config.models if name != POLICY]
+        if section.teacher not in known:
+            expected = f"a role of `models:` ({', '.join(known) or 'none is there'})"
+            close = nearest(section.teacher or "", known, 0.5) or (known or ["NAME"])[0]
+            fix = f"teacher: {close}, with models: {{{close}: {{model: ...}}}}"
+            yield config.fault("harvest.teacher", expected, repr(section.teacher), fix)
     if "runs" in section.sources:
-        yield from _runs(config)
-    for name in ("teacher_tries", "per_problem", "limit"):
-        value = getattr(section, name)
-        if value is not None and value < 1:
-            yield config.fault(f"harvest.{name}", "1 or more", str(value), f"{name}: 1")
-    for name, fix in (
-        ("min_score", "min_score: 1.0"),
-        ("per_structure", "per_structure: 0.5, or null for no limit"),
+        if not section.runs:
+            fix = "runs: [checkpoints/PROJECT/NAME]"
+            yield config.fault("harvest.runs", "run folders of the writer", "none", fix)
+        for number, folder in enumerate(run_folders(config)):
+            if not any(folder.glob("rollouts/step_*.jsonl")):
+                expected, found = "a run folder with rollouts", f"{section.runs[number]}: none"
+                fix = "name the folder of a training run, which has a folder `rollouts`"
+                yield config.fault(f"harvest.runs.{number}", expected, found, fix)
+    for name, least, most in (
+        ("teacher_tries", 1, math.inf),
+        ("per_problem", 1, math.inf),
+        ("limit", 1, math.inf),
+        ("min_score", 0, 1),
+        ("per_structure", 0, 1),
     ):
         value = getattr(section, name)
-        if value is not None and not 0 < value <= 1:
-            yield config.fault(f"harvest.{name}", "above 0, at most 1", str(value), fix)
+        if value is not None and not (least <= value <= most and value > 0):
+            expected = "1 or more" if least else "above 0, at most 1"
+            yield config.fault(f"harvest.{name}", expected, str(value), f"{name}: 1")
     if not inputs.taskset and not inputs.tasksets:
         fix = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
         expected, key = "a training task set to take problems from", "buffer.explorer_input.taskset"
@@ -612,28 +542,3 @@ def templates_of(config: AflowConfig) -> list[Template]:
         return list(TEMPLATES.values())
     where = config.positions.where("harvest.templates")
     return read_templates(config.positions.beside(travelled(name)), where)
-
-
-def _teacher(config: AflowConfig) -> Found:
-    role, key = config.harvest.teacher, "harvest.teacher"
-    known = [name for name in config.models if name != POLICY]
-    expected = f"a role of `models:` ({', '.join(known) or 'none is there'})"
-    if role is None:
-        fix = f"teacher: {known[0] if known else 'NAME, and models: {NAME: {model: ...}}'}"
-        yield config.fault(key, expected, "none", fix)
-    elif role not in known:
-        close = nearest(role, known, 0.5)
-        fix = f"did you mean {close}?" if close else f"models: {{{role}: {{model: ...}}}}"
-        yield config.fault(key, expected, repr(role), fix)
-
-
-def _runs(config: AflowConfig) -> Found:
-    if not config.harvest.runs:
-        fix = "runs: [checkpoints/PROJECT/NAME]"
-        yield config.fault("harvest.runs", "run folders of the writer", "none", fix)
-    for number, folder in enumerate(run_folders(config)):
-        if not any(folder.glob("rollouts/step_*.jsonl")):
-            name = config.harvest.runs[number]
-            found = f"{name}: no rollouts there" if folder.is_dir() else f"{name}: no such folder"
-            fix = "name the folder of a training run, which has a folder `rollouts`"
-            yield config.fault(f"harvest.runs.{number}", "a run folder with rollouts", found, fix)

@@ -11,10 +11,12 @@ only the keys that the argument speaks of. Every key set here counts as given by
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity.common.config import InferenceModelConfig, TasksetConfig
 
 from aflow_tune.config.changes import READ_FROM, renamed
-from aflow_tune.config.schema import SchemaWalk, fields_of, strip_optional, suggest
+from aflow_tune.config.schema import Check, note_lines
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.config.stages import check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
@@ -89,8 +91,14 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Aflow
     """
     config, faults = read_config(path, overrides)
     if faults:
-        raise BadInput(f"The configuration {path or 'given'} has {_count(faults)}.", faults)
+        count = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise BadInput(f"The configuration {path or 'given'} has {count}.", faults)
     return config
+
+
+@functools.cache
+def _schema() -> Any:
+    return OmegaConf.structured(AflowConfig)
 
 
 def read_config(
@@ -102,36 +110,36 @@ def read_config(
         BadInput: the file is missing or is no YAML, so that nothing could be read.
     """
     positions = KeyPositions()
+    content: dict[str, Any] = {}
+    faults: list[Fault] = []
     if path:
         positions.file, positions.base = str(path), _base_of(Path(path))
-    content, faults = _read_yaml(Path(path), positions) if path else ({}, [])
+        content, faults = _read_yaml(Path(path), positions)
     for item in overrides:
         faults += _override(content, item, positions)
-    merged = OmegaConf.merge(OmegaConf.structured(AflowConfig), OmegaConf.create(content))
-    for key, text in list(positions.raw.items()):
-        fault = _interpolation_fault(merged, key, text, positions)
-        if fault:
-            faults.append(fault)
-            _cut(content, key)
+    if positions.raw:
+        merged = OmegaConf.merge(_schema(), OmegaConf.create(content))
+        for key, text in positions.raw.items():
+            unresolved = _interpolation_fault(merged, key, text, positions)
+            if unresolved:
+                faults.append(unresolved)
+                _cut(content, key)
     faults += check_stages(content, positions)
     merge_stages(content)
-    merged = OmegaConf.merge(OmegaConf.structured(AflowConfig), OmegaConf.create(content))
     try:
+        merged = OmegaConf.merge(_schema(), OmegaConf.create(content))
         config: AflowConfig = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        key = canonical(error.full_key or "")
-        found = str(error).splitlines()[0]
-        where = positions.where(key)
-        raise BadInput(
-            "The configuration does not fit together.",
-            [*faults, Fault(where, "a value that fits the schema", found, "correct this value")],
-        ) from error
+        where = positions.where(canonical(error.full_key or ""))
+        expected, found = "a value that fits the schema", str(error).splitlines()[0]
+        fault = Fault(where, expected, found, "correct this value")
+        raise BadInput("The configuration does not fit together.", [*faults, fault]) from error
     config.prepared.positions = positions
     try:
         config.sandbox = of_setting(config.sandbox)
     except BadInput as error:
         faults += [
-            replace(fault, where=positions.where(canonical(fault.where))) for fault in error.faults
+            replace(one, where=positions.where(canonical(one.where))) for one in error.faults
         ]
         config.sandbox = "auto"
     if PRESET in config.prompts:
@@ -148,84 +156,61 @@ def read_config(
 def _base_of(path: Path) -> Path:
     """The folder that relative paths of a configuration go out from: its own, or, of a run's saved
     one, that of the file it was read from, unless that is gone."""
-    original = _original_of(path) if path.is_file() else None
-    return original.parent if original is not None and original.parent.is_dir() else path.parent
-
-
-def _original_of(path: Path) -> Path | None:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.startswith("#"):
-                return None
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith(READ_FROM):
-                try:
-                    name = json.loads(line.removeprefix(READ_FROM))
-                except ValueError:
-                    return None
-                return Path(name) if isinstance(name, str) else None
-    return None
+                original = Path(json.loads(line.removeprefix(READ_FROM))).parent
+                return original if original.is_dir() else path.parent
+            if not line.startswith("#"):
+                break
+    return path.parent
 
 
 def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], list[Fault]]:
-    text = _read_text(path)
-    loader = None
     try:
-        loader = _Loader(text)  # refuses control characters
-        node = loader.get_single_node()
-        if node is None:
-            raise _unreadable(path, "settings in YAML", "an empty file", "write the settings")
-        walk = SchemaWalk(
-            AflowConfig,
-            positions,
-            lambda key, at: f"{path}:{at.start_mark.line + 1}: {display(key)}".removesuffix(": "),
-        )
-        if not isinstance(node, yaml.MappingNode):
-            raise _unreadable(
-                f"{path}:{node.start_mark.line + 1}",
-                "`key: value` lines at the top level",
-                f"a {node.id}",
-                "begin with `workflow: path/file.py:function`, `model:`, `buffer:` ...",
-            )
-        walk.check(node, AflowConfig, "")
-        return renamed(loader.construct_document(node)), walk.faults
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        folder = path.parent if path.parent.is_dir() else Path()
+        names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
+        close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
+        fix = f"check the path; there is {', '.join(close)}" if close else "check the path"
+        found = getattr(error, "strerror", None) or str(error)
+        raise _unreadable(path, "a YAML file in UTF-8", found, fix) from None
+
+    try:
+        with _loader(text) as loader:
+            node = loader.get_single_node()
+            if not isinstance(node, yaml.MappingNode):
+                place = path if node is None else f"{path}:{node.start_mark.line + 1}"
+                fix = "begin with `workflow: path/file.py:function`, `model:`, `buffer:` ..."
+                found = "nothing" if node is None else f"a {node.id}"
+                raise _unreadable(place, "`key: value` lines at the top level", found, fix)
+            twice = list(note_lines(node, positions))
+            check = Check(AflowConfig, positions.where, positions.raw)
+            content = check.check(loader.construct_document(node), AflowConfig)
+            return renamed(content), [*twice, *check.faults]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = " ".join(part for part in (error.context, error.problem) if part)
         fix = "check quotes, brackets and indentation there; indent with spaces, never tabs"
         raise _unreadable(f"{path}{line}", "YAML", problem, fix) from error
-    except yaml.YAMLError as error:
-        fix = "save the file as plain UTF-8 text"
-        raise _unreadable(path, "YAML", str(error).splitlines()[0], fix) from error
-    except RecursionError:
-        found = "hundreds of brackets or levels inside each other"
-        raise _unreadable(path, "YAML for people", found, "nest it less") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+    except (yaml.YAMLError, RecursionError) as error:
+        fix = "save the file as plain UTF-8 text, and nest it less"
+        raise _unreadable(path, "YAML", str(error).splitlines()[0], fix) from None
 
 
-def _read_text(path: Path) -> str:
+@contextlib.contextmanager
+def _loader(text: str) -> Iterator[Any]:
+    loader = _Loader(text)  # refuses control characters
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path()
-        names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
-        close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
-        fix = "check the path" + (f"; there is {', '.join(close)}" if close else "")
-        raise _unreadable(path, "a YAML file", "no such file", fix) from None
-    except IsADirectoryError:
-        raise _unreadable(path, "a YAML file", "a folder", "name the file in it") from None
-    except UnicodeDecodeError as error:
-        found = f"bytes that are not UTF-8 ({error.reason} at byte {error.start})"
-        raise _unreadable(path, "text in UTF-8", found, "save the file as UTF-8") from None
-    except OSError as error:
-        found = error.strerror or str(error)
-        raise _unreadable(path, "a readable file", found, "check its rights") from None
+        yield loader
+    finally:
+        loader.dispose()
 
 
 def _unreadable(where: object, expected: str, found: str, fix: str) -> BadInput:
-    return BadInput("The configuration cannot be read.", [Fault(str(where), expected, found, fix)])
+    return BadInput.of("The configuration cannot be read.", str(where), expected, found, fix)
 
 
 def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> list[Fault]:
@@ -236,66 +221,27 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
     if not equals or not re.fullmatch(r"[\w.\-]+(\[\d+\][\w.\-\[\]]*)?", name) or name[0] in "-.":
         fix = "write key=value, such as buffer.total_steps=20; quote it for the shell"
         return [Fault(where, "key=value", repr(item), fix)]
-    key = canonical(name)
-    expected = _type_at(key)
-    if isinstance(expected, Fault):
-        return [Fault(where, expected.expected, expected.found, expected.cure)]
-    kind, choices = expected
-    loader = None
+    key, raw = canonical(name), dict[str, str]()
     try:
-        loader = _Loader(text)  # refuses control characters
-        node = loader.get_single_node() or yaml.ScalarNode("tag:yaml.org,2002:null", "")
-        scratch = KeyPositions()
-        walk = SchemaWalk(AflowConfig, scratch, lambda *_: where)
-        good = walk.check(node, kind, key)
-        if good and choices:
-            good = walk.check_choice(node, choices, key)
-        value = loader.construct_document(node) if good else None
-    except yaml.YAMLError as error:
+        with _loader(text) as loader:
+            node = loader.get_single_node()
+            value = None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, RecursionError) as error:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         return [Fault(where, f"a value in YAML for `{name}`", str(problem), "quote the value")]
-    except RecursionError:
-        found = "hundreds of brackets inside each other"
-        return [Fault(where, f"a value in YAML for `{name}`", found, "nest it less")]
-    finally:
-        if loader is not None:
-            loader.dispose()
+    nested = value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    check = Check(AflowConfig, lambda _: where, raw, numbered=True)
+    check.check(nested, AflowConfig)
     positions.overrides[key] = item
-    positions.raw.update(scratch.raw)
-    if walk.faults:
-        return walk.faults
+    if check.faults:
+        return check.faults
+    positions.raw.update(raw)
     problem = _put(content, key.split("."), value)
     if problem:
         return [Fault(where, "a list item that the file has", problem, "set the whole list")]
     return []
-
-
-def _type_at(key: str) -> tuple[Any, tuple[str, ...]] | Fault:
-    """Type and choices of a key path of the schema, or why there is none."""
-    kind: Any = AflowConfig
-    choices: tuple[str, ...] = ()
-    done: list[str] = []
-    for part in key.split("."):
-        kind, _ = strip_optional(kind)
-        if hasattr(kind, "__dataclass_fields__"):
-            known = fields_of(kind)
-            path = ".".join([*done, part])
-            if part not in known:
-                expected, fix = suggest(AflowConfig, ".".join(done), part, known)
-                return Fault("", expected, f"`{display(path)}`, which is no setting", fix)
-            kind, choices = known[part]
-        else:
-            origin = getattr(kind, "__origin__", kind)
-            arguments = getattr(kind, "__args__", ())
-            if origin not in (list, dict) and kind is not Any:
-                found = f"`{part}` below it"
-                return Fault("", f"`{'.'.join(done)}` is a single value", found, "remove the rest")
-            if origin is list and not part.isdigit():
-                found = f"`{part}` where the number of an item belongs"
-                return Fault("", f"`{'.'.join(done)}` is a list", found, f"{'.'.join(done)}[0]...")
-            kind, choices = (arguments[-1] if arguments else Any), ()
-        done.append(part)
-    return kind, choices
 
 
 def _put(content: Any, parts: list[str], value: Any) -> str | None:
@@ -303,21 +249,19 @@ def _put(content: Any, parts: list[str], value: Any) -> str | None:
     at = content
     for position, part in enumerate(parts):
         last = position == len(parts) - 1
+        key: Any = part
         if isinstance(at, list):
             if not part.isdigit() or int(part) > len(at):
                 return f"item {part} of a list of {len(at)}"
-            if int(part) == len(at):
-                at.append({})
-            if last:
-                at[int(part)] = value
-            else:
-                at = at[int(part)]
-        elif last:
-            at[part] = value
+            key = int(part)
+            at += [{}] * (key == len(at))
+        if last:
+            at[key] = value
         else:
-            if at.get(part) is None or isinstance(at[part], str):
-                at[part] = [] if parts[position + 1].isdigit() else {}
-            at = at[part]
+            below = at[key] if isinstance(at, list) else at.get(key)
+            if below is None or isinstance(below, str):
+                at[key] = [] if parts[position + 1].isdigit() else {}
+            at = at[key]
     return None
 
 
@@ -353,10 +297,6 @@ def _in_reading_order(fault: Fault) -> tuple[bool, int]:
     return fault.where.startswith("command line"), int(line.group(1)) if line else 0
 
 
-def _count(faults: Sequence[Fault]) -> str:
-    return "one fault" if len(faults) == 1 else f"{len(faults)} faults"
-
-
 def apply_agentscope_args(
     config: AflowConfig,
     *,
@@ -379,48 +319,13 @@ def apply_agentscope_args(
         BadInput: arguments that describe a single run, for a configuration with `stages`.
     """
     del judge_func
-    if config.stages:
-        _refuse_for_stages(
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            model=model,
-            auxiliary_models=auxiliary_models,
-            algorithm=algorithm,
-        )
-    if config.positions.file is None:
-        for key, value in _TEMPLATE.items():
-            if not config.positions.given(key):
-                _set(config, key, value, None)
-    if train_dataset is not None:
-        _apply_train_dataset(config, train_dataset)
-    if eval_dataset is not None:
-        tasksets = config.buffer.explorer_input.eval_tasksets
-        key = f"buffer.explorer_input.eval_tasksets.{len(tasksets)}"
-        tasksets.append(_taskset(eval_dataset, "eval_taskset"))
-        config.positions.arguments[f"{key}.path"] = "tune(eval_dataset=...)"
-    if model is not None:
-        _copy(config, model, _MODEL_KEYS, "tune(model=...)")
-        _apply_tinker(config, getattr(model, "tinker_config", None))
-    for name, auxiliary in (auxiliary_models or {}).items():
-        values = {key: getattr(auxiliary, name, None) for name, key in _AUXILIARY_KEYS.items()}
-        values = {key: value for key, value in values.items() if value is not None}
-        models = config.explorer.auxiliary_models
-        key = f"explorer.auxiliary_models.{len(models)}"
-        models.append(InferenceModelConfig(name=name, enable_auto_tool_choice=True, **values))
-        config.positions.arguments[key] = f"tune(auxiliary_models={{{name!r}: ...}})"
-    if algorithm is not None:
-        _copy(config, algorithm, _ALGORITHM_KEYS, "tune(algorithm=...)")
-    for key, value, argument in (
-        ("project", project_name, "project_name"),
-        ("name", experiment_name, "experiment_name"),
-        ("monitor.monitor_type", monitor_type, "monitor_type"),
-    ):
-        if value is not None:
-            _set(config, key, value, f"tune({argument}=...)")
-
-
-def _refuse_for_stages(**arguments: Any) -> None:
-    """Which stage would they be for?"""
+    given = {
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "model": model,
+        "auxiliary_models": auxiliary_models,
+        "algorithm": algorithm,
+    }
     faults = [
         Fault(
             f"tune({name}=...)",
@@ -428,37 +333,51 @@ def _refuse_for_stages(**arguments: Any) -> None:
             type(value).__name__,
             "write it into the YAML, at the top level or in the stage that it is for",
         )
-        for name, value in arguments.items()
-        if value is not None
+        for name, value in given.items()
+        if value is not None and config.stages
     ]
     if faults:
         raise BadInput("These arguments describe a single run.", faults)
-
-
-def _apply_train_dataset(config: AflowConfig, dataset: Any) -> None:
+    if config.positions.file is None:
+        for key, value in _TEMPLATE.items():
+            if not config.positions.given(key):
+                _set(config, key, value, None)
     inputs = config.buffer.explorer_input
-    source = "tune(train_dataset=...)"
-    fresh = _taskset(dataset, "train_taskset")
-    inputs.tasksets = []
-    if inputs.taskset is None:
-        inputs.taskset = fresh
-    else:
-        inputs.taskset.path = fresh.path
-        inputs.taskset.split = fresh.split
-        inputs.taskset.subset_name = fresh.subset_name
-    config.positions.arguments["buffer.explorer_input.taskset.path"] = source
-    for name in ("total_epochs", "total_steps"):
-        if _chosen(dataset, name):
-            _set(config, f"buffer.{name}", getattr(dataset, name), source)
-
-
-def _apply_tinker(config: AflowConfig, tinker: Any) -> None:
-    if tinker is None:
-        return
-    config.model.tinker.enable = True
-    config.positions.arguments["model.tinker.enable"] = "tune(model=...)"
-    names = ("rank", "seed", "train_mlp", "train_attn", "train_unembed", "base_url")
-    _copy(config, tinker, {name: f"model.tinker.{name}" for name in names}, "tune(model=...)")
+    if train_dataset is not None:
+        source, fresh = "tune(train_dataset=...)", _taskset(train_dataset, "train_taskset")
+        inputs.tasksets = []
+        inputs.taskset = inputs.taskset or fresh
+        for name in ("path", "split", "subset_name"):
+            setattr(inputs.taskset, name, getattr(fresh, name))
+        config.positions.arguments["buffer.explorer_input.taskset.path"] = source
+        for name in ("total_epochs", "total_steps"):
+            if _chosen(train_dataset, name):
+                _set(config, f"buffer.{name}", getattr(train_dataset, name), source)
+    if eval_dataset is not None:
+        key = f"buffer.explorer_input.eval_tasksets.{len(inputs.eval_tasksets)}"
+        inputs.eval_tasksets.append(_taskset(eval_dataset, "eval_taskset"))
+        config.positions.arguments[f"{key}.path"] = "tune(eval_dataset=...)"
+    _copy(config, model, _MODEL_KEYS, "tune(model=...)")
+    tinker = getattr(model, "tinker_config", None)
+    if tinker is not None:
+        _set(config, "model.tinker.enable", True, "tune(model=...)")
+        names = ("rank", "seed", "train_mlp", "train_attn", "train_unembed", "base_url")
+        _copy(config, tinker, {name: f"model.tinker.{name}" for name in names}, "tune(model=...)")
+    for name, auxiliary in (auxiliary_models or {}).items():
+        values = {key: getattr(auxiliary, name, None) for name, key in _AUXILIARY_KEYS.items()}
+        values = {key: value for key, value in values.items() if value is not None}
+        models = config.explorer.auxiliary_models
+        key = f"explorer.auxiliary_models.{len(models)}"
+        models.append(InferenceModelConfig(name=name, enable_auto_tool_choice=True, **values))
+        config.positions.arguments[key] = f"tune(auxiliary_models={{{name!r}: ...}})"
+    _copy(config, algorithm, _ALGORITHM_KEYS, "tune(algorithm=...)")
+    for key, value, argument in (
+        ("project", project_name, "project_name"),
+        ("name", experiment_name, "experiment_name"),
+        ("monitor.monitor_type", monitor_type, "monitor_type"),
+    ):
+        if value is not None:
+            _set(config, key, value, f"tune({argument}=...)")
 
 
 def _taskset(dataset: Any, name: str) -> TasksetConfig:

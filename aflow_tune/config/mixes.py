@@ -69,33 +69,17 @@ def merge_mix(config: AflowConfig, run_dir: Path) -> None:
         return
     inputs = config.buffer.explorer_input
     place = run_dir / "data" / "mix.json"
-    write_json(
-        place,
-        {
-            "seed": config.seed,
-            "shares": {name: str(share) for name, share in shares_of(config).items()},
-            "benchmarks": benchmarks_of(config),
-            "tasksets": [
-                {
-                    "name": taskset.name,
-                    "storage_type": str(taskset.storage_type),
-                    "path": taskset.path,
-                    "split": taskset.split,
-                    "subset_name": taskset.subset_name,
-                }
-                for taskset in inputs.tasksets
-            ],
-        },
-    )
-    inputs.tasksets = [
-        replace(
-            inputs.tasksets[0],
-            name="mix",
-            storage_type=MIX_READER,
-            path=str(place),
-            data_selector=DataSelectorConfig(),
-        )
-    ]
+    keys = ("name", "storage_type", "path", "split", "subset_name")
+    content = {
+        "seed": config.seed,
+        "shares": {name: str(share) for name, share in shares_of(config).items()},
+        "benchmarks": benchmarks_of(config),
+        "tasksets": [{key: getattr(one, key) for key in keys} for one in inputs.tasksets],
+    }
+    write_json(place, content)
+    merged = {"name": "mix", "storage_type": MIX_READER, "path": str(place)}
+    selector = DataSelectorConfig()
+    inputs.tasksets = [replace(inputs.tasksets[0], **merged, data_selector=selector)]
 
 
 def quick_tasksets(config: AflowConfig, step: int) -> list[TasksetConfig]:
@@ -126,31 +110,27 @@ def benchmarks_of(config: AflowConfig) -> dict[str, str]:
 def _ratios(config: AflowConfig) -> Iterable[Fault]:
     written = {name: source.ratio for name, source in config.mix.items()}
     given = [ratio for ratio in written.values() if ratio is not None]
-    if not given:
-        kinds = ", ".join([*DEFAULT_SHARES, *KINDS])
-        for name, source in config.mix.items():
-            if kind_of(name, source.benchmark) is None:
-                expected = (
-                    "a `ratio` for each source, or for none; then a `benchmark` or a name that "
-                    f"tells its kind: {kinds}"
-                )
-                found, fix = f"{name!r} without either", f"{name}: {{ratio: 0.5}}"
-                yield config.fault(f"mix.{name}", expected, found, fix)
-        return
-    left, missing, sound = 1 - sum(given), len(written) - len(given), True
-    for name, ratio in written.items():
-        if ratio is None:
-            sound, expected = False, "a `ratio` for each source, or for none"
-            fix = f"ratio: {left / missing:g}" if left > 0 else "give it a ratio"
-            yield config.fault(f"mix.{name}", expected, "no ratio", fix)
-        elif not (math.isfinite(ratio) and 0 < ratio <= 1):
-            sound, key = False, f"mix.{name}.ratio"
-            yield config.fault(key, "a share above 0, at most 1", str(ratio), "ratio: 0.4")
+    expected = "a `ratio` for each source, or for none"
+    sound = bool(given)
+    for name, source in config.mix.items():
+        if source.ratio is not None:
+            if not (math.isfinite(source.ratio) and 0 < source.ratio <= 1):
+                sound, key = False, f"mix.{name}.ratio"
+                found = str(source.ratio)
+                yield config.fault(key, "a share above 0, at most 1", found, "ratio: 0.4")
+        elif given:
+            sound = False
+            yield config.fault(f"mix.{name}", expected, "no ratio", f"{name}: {{ratio: 0.5}}")
+        elif kind_of(name, source.benchmark) is None:
+            told = (
+                f"{expected}; then a `benchmark` or a name that tells its kind: {', '.join(KINDS)}"
+            )
+            yield config.fault(f"mix.{name}", told, "neither", f"{name}: {{ratio: 0.5}}")
     if sound:
         try:
             shares_of(config)
         except ValueError as error:
-            scaled = (f"{name}: {(ratio or 0) / (1 - left):.4g}" for name, ratio in written.items())
+            scaled = (f"{name}: {(ratio or 0) / sum(given):.4g}" for name, ratio in written.items())
             fix = f"in these proportions: {', '.join(scaled)}"
             yield config.fault("mix", "ratios that are 1 together", str(error), fix)
 
@@ -164,37 +144,32 @@ def _sources(config: AflowConfig) -> Iterable[Fault]:
         if held_out or not taskset.path:
             continue
         name = taskset.name or "train"
+        known.append(name)
         if name in mix:
             named[name] += 1
             if named[name] == 2:
                 fix = f"name: {name}_2, and a share of its own in `mix`"
-                expected = "a name of its own, as it is in a mix"
-                yield config.fault(f"{key}.name", expected, repr(name), fix)
+                yield config.fault(f"{key}.name", "a name of its own", repr(name), fix)
             continue
         table = read_taskset(config, taskset)
         if table is None or table.faults:
             unread = True
-            known.append(name)
             continue
-        sources = Counter(str(row.get("source")) for row in table.rows)
+        sources = Counter(str(row.get("source", "no source")) for row in table.rows)
         named.update(sources)
-        known += [name, *(source for source in sources if source != "None")]
-        strange = [source for source in sources if source not in mix]
+        known += sources
+        strange = {source: count for source, count in sources.items() if source not in mix}
         if strange:
-            shown = ", ".join(f"{sources[source]} of {source!r}" for source in strange[:4])
-            none = strange == ["None"]
-            yield config.fault(
-                f"{key}.name",
-                f"{name!r} as a source in `mix`, or rows whose `source` is one",
-                "rows without a source" if none else f"rows that no share is given to: {shown}",
-                f"mix: {{{name if none else strange[0]}: {{ratio: ...}}}}",
-            )
+            found = "rows of " + ", ".join(f"{one} ({n})" for one, n in [*strange.items()][:4])
+            expected = f"{name!r} as a source in `mix`, or rows whose `source` is one"
+            fix = f"give {name!r}, or each `source` of its rows, a share in `mix`"
+            yield config.fault(f"{key}.name", expected, found, fix)
     for name in mix:
         if not named[name] and not unread:
-            close = nearest(name, known, 0.5)
             expected = "the name of a training task set, or a `source` of its rows: "
-            expected += ", ".join(map(repr, known)) or "there is none"
+            close = nearest(name, known, 0.5)
             fix = f"did you mean `{close}`?" if close else "give the task set this name"
+            expected += ", ".join(map(repr, known)) or "there is none"
             yield config.fault(f"mix.{name}", expected, repr(name), fix)
 
 

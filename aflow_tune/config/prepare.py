@@ -34,6 +34,7 @@ from aflow_tune.config.rules import (
     check_settings,
 )
 from aflow_tune.config.settings import AflowConfig, Change, logical_gpus
+from aflow_tune.config.stages import chain_folder
 from aflow_tune.config.tasksets import (
     WITHOUT_TASKS,
     fill_held_out,
@@ -80,7 +81,7 @@ def prepare(
         purpose: what it is made ready for; CHECK and ESTIMATE leave nothing behind on the disk,
             ask no cluster and fetch nothing.
         workflow, judge: the functions, where they are known: a source bounds how many calls a
-            run makes, and says which fields it reads of a row.
+            rollout makes, and says which fields it reads of a row.
         local_model: whether the configured model is going to be loaded; False where the policy
             is behind an endpoint.
         faults: what was found wrong before, to be told together.
@@ -110,18 +111,18 @@ def prepare(
         if dry:
             stack.enter_context(_leaving_no_folders(config))
             stack.enter_context(_sparing_imports())
-        if purpose not in RUNS:
-            validators: list[upstream.ConfigValidator]
-            validators = [upstream.ModelConfigValidator(), LocalExplorerValidator()]
-        elif config.engine == "local":
+        if purpose in RUNS and config.engine == "local":
             adapt_local(config, reasons)
-            validators = _in_place_of(_FOR_LOCAL | _checked(config, dry))
-        else:
+        elif purpose in RUNS:
             adapt_cluster(config, reasons, fetch=not dry)
-            validators = _in_place_of(_for_trinity(config, dry) | _checked(config, dry))
-        with _mode_of_trinity(config):
-            for validator in validators:
+        mode = config.mode
+        # Trinity knows no `harvest`: for its validators it is a `bench`, which runs a workflow.
+        config.mode = "bench" if mode == "harvest" else mode
+        try:
+            for validator in _validators(config, purpose, dry):
                 run_validator(validator, config)
+        finally:
+            config.mode = mode if mode == "harvest" else config.mode
     for _, taskset, held_out in user_tasksets(config):
         # Trinity leaves the held-out task sets of `train` unread.
         if purpose not in RUNS or (config.mode == "train" and held_out):
@@ -149,12 +150,11 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
         return
     if config.mode == "serve":
         inputs.eval_tasksets = []
-    if config.mode in WITHOUT_TASKS and (inputs.taskset or inputs.tasksets or config.mix):
+    if config.mode in WITHOUT_TASKS:
         inputs.taskset, inputs.tasksets, config.mix = None, [], {}
-    key = "buffer.trainer_input.experience_buffer"
     buffer = config.buffer.trainer_input.experience_buffer
     if config.mode == "train" and buffer is not None and buffer.path:
-        if not config.positions.given(f"{key}.storage_type"):
+        if not config.positions.given("buffer.trainer_input.experience_buffer.storage_type"):
             buffer.storage_type = StorageType.FILE.value
         buffer.name = buffer.name or "experiences"
 
@@ -177,13 +177,12 @@ def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
         model.tool_call_parser = "hermes"
     inputs = config.buffer.explorer_input
     inputs.default_workflow_type = inputs.default_eval_workflow_type = ADAPTER
-    taken: list[str | None] = []
+    taken: set[str] = set()
     for number, (_, taskset, held_out) in enumerate(user_tasksets(config)):
         taskset.default_workflow_type = ADAPTER
         taskset.name = taskset.name or ("held_out" if held_out else "train")
-        if taskset.name in taken:
-            taskset.name = f"{taskset.name}_{number}"
-        taken.append(taskset.name)
+        taskset.name += f"_{number}" if taskset.name in taken else ""
+        taken.add(taskset.name)
     if not config.checkpoint_root_dir:
         config.checkpoint_root_dir = "checkpoints"
         reasons["checkpoint_root_dir"] = "where run folders go; made absolute"
@@ -223,17 +222,11 @@ def _settle_temperature(config: AflowConfig) -> None:
             found.setdefault(own, f"{key}.rollout_args.temperature")
     if not config.positions.given("model.temperature") and len(found) == 1:
         config.model.temperature = next(iter(found))
-    faults = [
-        config.fault(
-            place,
-            f"{config.model.temperature}, as model.temperature, by which the trainer divides",
-            str(value),
-            "give the temperature once, as model.temperature",
-        )
-        for value, place in found.items()
-        if value != config.model.temperature
-    ]
-    if faults:
+    expected = f"{config.model.temperature}, as model.temperature, by which the trainer divides"
+    fix = "give the temperature once, as model.temperature"
+    others = {value: place for value, place in found.items() if value != config.model.temperature}
+    if others:
+        faults = [config.fault(key, expected, str(value), fix) for value, key in others.items()]
         raise BadInput("Sampling and training would use different temperatures.", faults)
 
 
@@ -321,13 +314,6 @@ def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
     return {**overrides, "model": {**model, "override_config": chosen}}
 
 
-class NamespaceOnly(upstream.ConfigValidator):
-    """For checking a cluster's configuration away from the cluster: asks Ray nothing."""
-
-    def validate(self, config: Config) -> None:
-        set_namespace(config)
-
-
 class LocalClusterValidator(upstream.ConfigValidator):
     """In place of Trinity's: sets the namespace, needs no cluster and no GPU."""
 
@@ -409,11 +395,6 @@ class RunMonitorValidator(upstream.MonitorConfigValidator):
         config.monitor.cache_dir = os.path.join(config.checkpoint_job_dir, "monitor")
 
 
-class _Nothing(upstream.ConfigValidator):
-    def validate(self, config: Config) -> None:
-        """Nothing to check."""
-
-
 def set_namespace(config: Config) -> None:
     """The Ray namespace of a run, as Trinity forms it."""
     if not config.ray_namespace:
@@ -422,56 +403,39 @@ def set_namespace(config: Config) -> None:
         )
 
 
-_FOR_LOCAL: dict[type, upstream.ConfigValidator] = {
-    upstream.RayClusterConfigValidator: LocalClusterValidator(),
-    upstream.ExplorerConfigValidator: LocalExplorerValidator(),
-    upstream.TrainerConfigValidator: LocalTrainerValidator(),
-    upstream.GPUMemoryValidator: _Nothing(),
-}
-"""What the local engine puts in the place of Trinity's validators."""
+class Omitted(upstream.ConfigValidator):
+    """In place of one that asks what cannot be asked now: fills in the Ray namespace only."""
+
+    def validate(self, config: Config) -> None:
+        set_namespace(config)
 
 
-def _checked(config: AflowConfig, dry: bool) -> dict[type, upstream.ConfigValidator]:
-    ours = dry and config.monitor.monitor_type == MONITOR
-    return {upstream.MonitorConfigValidator: RunMonitorValidator()} if ours else {}
-
-
-def _in_place_of(
-    places: dict[type, upstream.ConfigValidator],
-) -> list[upstream.ConfigValidator]:
-    """Trinity's validators, with others in the place of some."""
-    return [places.get(type(known), known) for known in upstream.validators]
-
-
-def _for_trinity(config: AflowConfig, dry: bool) -> dict[type, upstream.ConfigValidator]:
-    """What takes the place of some of Trinity's validators for its own engines."""
+def _validators(config: AflowConfig, purpose: Purpose, dry: bool) -> list[upstream.ConfigValidator]:
+    """Trinity's validators, with ours in the place of some."""
+    if purpose not in RUNS:
+        return [upstream.ModelConfigValidator(), LocalExplorerValidator()]
+    ours: dict[type, upstream.ConfigValidator] = {}
+    if dry and config.monitor.monitor_type == MONITOR:
+        ours[upstream.MonitorConfigValidator] = RunMonitorValidator()
+    if config.engine == "local":
+        ours[upstream.RayClusterConfigValidator] = LocalClusterValidator()
+        ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator()
+        ours[upstream.TrainerConfigValidator] = LocalTrainerValidator()
+        ours[upstream.GPUMemoryValidator] = Omitted()
+        return [ours.get(type(known), known) for known in upstream.validators]
     sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
-    places: dict[type, upstream.ConfigValidator] = {
-        upstream.RayClusterConfigValidator: ModeKeepingValidator()
-    }
+    ours[upstream.RayClusterConfigValidator] = ModeKeepingValidator()
     if dry:
-        places[upstream.ModelConfigValidator] = OfflineModelValidator()
-        places[upstream.ExplorerConfigValidator] = LocalExplorerValidator()
+        ours[upstream.ModelConfigValidator] = OfflineModelValidator()
+        ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator()
         if not sized:
-            places[upstream.RayClusterConfigValidator] = NamespaceOnly()
+            ours[upstream.RayClusterConfigValidator] = Omitted()
         if not (sized or config.model.tinker.enable):
-            places[upstream.TrainerConfigValidator] = _Nothing()
+            ours[upstream.TrainerConfigValidator] = Omitted()
     if dry or not sys.stdin.isatty():
         # It asks a question on the terminal; where nobody answers it would wait for ever.
-        places[upstream.GPUMemoryValidator] = _Nothing()
-    return places
-
-
-@contextlib.contextmanager
-def _mode_of_trinity(config: AflowConfig) -> Iterator[None]:
-    """Trinity knows no `harvest`: for its validators it is a `bench`, which runs a workflow."""
-    mode = config.mode
-    config.mode = "bench" if mode == "harvest" else mode
-    try:
-        yield
-    finally:
-        if mode == "harvest":
-            config.mode = mode
+        ours[upstream.GPUMemoryValidator] = Omitted()
+    return [ours.get(type(known), known) for known in upstream.validators]
 
 
 def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> None:
@@ -482,18 +446,14 @@ def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> N
         if isinstance(error, BadInput):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
-        root = config.checkpoint_root_dir
-        if root and str(getattr(error, "filename", None) or "").startswith(root):
-            expected, fix = "a folder that can be made and written", "choose another folder"
-            fault = config.fault("checkpoint_root_dir", expected, message, fix)
-            raise BadInput("The run folder cannot be made.", [fault]) from error
         named = re.search(r"`?((?:[a-z_]+\.)+[a-z_]+)`?", message)
         key = named.group(1) if named else ""
+        fix, root = "correct the setting named", config.checkpoint_root_dir
+        if root and str(getattr(error, "filename", None) or "").startswith(root):
+            key, fix = "checkpoint_root_dir", "choose another folder, that can be written"
         where = config.positions.where(key) if key in config.flatten() else "configuration"
-        raise BadInput(
-            "Trinity refuses this configuration.",
-            [Fault(where, "settings that fit together", message, "correct the setting named")],
-        ) from error
+        fault = Fault(where, "settings that fit together", message, fix)
+        raise BadInput("Trinity refuses this configuration.", [fault]) from error
 
 
 @contextlib.contextmanager
@@ -501,30 +461,28 @@ def _sparing_imports() -> Iterator[None]:
     """Keep Trinity from importing its selectors, and `datasets` with them, which takes a second:
     it only asks whether the name of one is known, which a rule has asked before."""
     name = "trinity.buffer.selector"
-    if name in sys.modules:
-        yield
-        return
-    known = types.ModuleType(name)
-    vars(known)["SELECTORS"] = {"sequential": object}
-    sys.modules[name] = known
+    made = name not in sys.modules
+    if made:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name])["SELECTORS"] = {"sequential": object}
     try:
         yield
     finally:
-        del sys.modules[name]
+        if made:
+            del sys.modules[name]
 
 
 @contextlib.contextmanager
 def _leaving_no_folders(config: AflowConfig) -> Iterator[None]:
     """Trinity's validators make the run's folders; checking must not leave them behind."""
-    root = Path(config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
-    folder = root / config.project / config.group / config.name
+    folder = chain_folder(config)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     there = {path for path in _run_folders(folder) if path.exists()}
     try:
         yield
     finally:
-        made = config.checkpoint_job_dir  # the folder may have got another name meanwhile
-        for path in [*(_run_folders(Path(made)) if made else []), *missing]:
+        made = Path(config.checkpoint_job_dir or folder)  # perhaps it got another name meanwhile
+        for path in [*_run_folders(made), *missing]:
             if path not in there:
                 with contextlib.suppress(OSError):  # never made, or somebody has put something in
                     path.rmdir()

@@ -1,9 +1,8 @@
 """Keeps the logs of libraries off the user's terminal and in the run's log file.
 
-Trinity's loggers write to standard output. In the command's own process they are replaced by
-one that writes to `<run folder>/log/driver.log` once the folder is known, and to nothing
-before. Workers keep Trinity's loggers: Ray does not forward their output, and their files
-are in the same folder.
+Trinity's loggers write to standard output. In the command's own process they are replaced by one
+that writes to `<run folder>/log/driver.log` once the folder is known, and to nothing before.
+Workers keep Trinity's: Ray does not forward their output, and their files are in the same folder.
 """
 
 from __future__ import annotations

@@ -5,26 +5,17 @@ engine it holds. All rules of a case are asked, and all faults are told at once;
 several settings only where each single one is sound. Rules about what the named files hold are
 in `file_rules.py`, those of a mix in `mixes.py`, of the devices in `engine.py`, of models behind
 APIs in `accounting.py`.
-
-**Quantised loading.** vLLM can hold the sampler's weights in 8 or 4 bits: `quantization: fp8` and
-`quantization: bitsandbytes` in `explorer.rollout_model.extra_engine_args`, which quantise a model
-of 16 bits while it is loaded. That is of use only for a base that stays as it is, with LoRA: else
-16-bit weights arrive after every step. verl 0.8.0 cannot: its FSDP engine loads with a plain
-`from_pretrained` and then casts every parameter to one floating-point type, which quantised
-parameters are not. It halves the base by `model_dtype: bfloat16` instead.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import inspect
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from aflow_tune.config.accounting import check_spend
@@ -92,13 +83,21 @@ Found = Iterable[Fault | str]
 class Rule(NamedTuple):
     """One line of the table. `engine` and `modes` None: whatever they are."""
 
-    keys: str
     check: Callable[[Case], Found]
     purposes: Sequence[Purpose] = RUNS
     modes: Sequence[str] | None = None
     engine: str | None = None
     together: bool = False
     """Asked only where no other rule found a fault."""
+
+    def holds(self, case: Case) -> bool:
+        """Whether it is asked in this case."""
+        modes, engine = self.modes or [case.config.mode], self.engine or case.config.engine
+        return (
+            case.purpose in self.purposes
+            and case.config.mode in modes
+            and case.config.engine == engine
+        )
 
 
 def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
@@ -107,16 +106,10 @@ def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
     Args:
         faults: what was found wrong before.
     """
-    found = Findings([], [])
-    config = case.config
+    found = Findings()
     for together in (False, True):
         for rule in RULES:
-            if (
-                rule.together is together
-                and case.purpose in rule.purposes
-                and (rule.modes is None or config.mode in rule.modes)
-                and rule.engine in (None, config.engine)
-            ):
+            if rule.together is together and rule.holds(case):
                 for item in rule.check(case):
                     if isinstance(item, Fault):
                         found.faults.append(item)
@@ -137,16 +130,34 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "explorer.concurrent_mode": ("asynchronous", "sequential", "multi-threading"),
     "trainer.trainer_type": ("verl", "tinker"),
     "trainer.save_hf_checkpoint": ("last", "always", "never"),
-    "algorithm.loss_agg_mode": (
-        "token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
+    "algorithm.loss_agg_mode": words(
+        "token-mean seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm"
     ),
     "algorithm.optimizer.lr_scheduler_type": ("constant", "linear", "cosine"),
 }
 
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+_Value = tuple[str, Callable[[Any], bool], str, str]
+"""A key, what its value must fulfil, the same in words, and a value that does."""
+
+_AT_LEAST = {
+    1: words(
+        """
+        algorithm.repeat_times buffer.batch_size buffer.total_epochs buffer.total_steps
+        trainer.total_steps explorer.eval_interval explorer.runner_per_model explorer.max_timeout
+        explorer.rollout_model.engine_num explorer.max_repeat_times_per_runner
+        synchronizer.sync_interval synchronizer.sync_timeout local.threads local.max_batch
+        local.micro_batch_tokens quick_eval
+        """
+    ),
+    0: words(
+        """
+        buffer.train_batch_size trainer.save_interval trainer.max_checkpoints_to_keep
+        checkpoints.keep_best explorer.max_retry_times synchronizer.sync_offset report.transcripts
+        """
+    ),
+}
+"""Numbers, or null where the schema has it, that may not be less."""
+_RANGES: tuple[_Value, ...] = (
     ("algorithm.optimizer.lr", lambda v: 0 < v < math.inf, "a number above 0", "1e-5"),
     ("algorithm.optimizer.weight_decay", lambda v: 0 <= v < math.inf, "0 or more", "0.01"),
     ("algorithm.optimizer.min_lr_ratio", lambda v: 0 <= v <= 1, "between 0 and 1", "0.01"),
@@ -157,38 +168,38 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "two numbers from 0 to below 1",
         "[0.9, 0.999]",
     ),
-    ("algorithm.repeat_times", lambda v: v >= 1, "1 or more", "8"),
-    ("buffer.batch_size", lambda v: v >= 1, "1 or more", "8"),
-    ("buffer.train_batch_size", lambda v: v >= 0, "0 (automatic) or more", "0"),
-    ("buffer.total_epochs", lambda v: v >= 1, "1 or more", "1"),
-    ("buffer.total_steps", lambda v: v is None or v >= 1, "1 or more", "20"),
-    ("trainer.total_steps", lambda v: v is None or v >= 1, "1 or more", "20"),
-    ("trainer.save_interval", lambda v: v >= 0, "0 (only at the end) or more", "10"),
-    ("trainer.max_checkpoints_to_keep", lambda v: v >= 0, "0 (keep all) or more", "0"),
-    ("checkpoints.keep_best", lambda v: v >= 0, "0 or more", "1"),
     ("trainer.grad_clip", lambda v: 0 <= v < math.inf, "0 (off) or more", "1.0"),
-    ("explorer.eval_interval", lambda v: v >= 1, "1 or more", "10"),
-    ("explorer.runner_per_model", lambda v: v >= 1, "1 or more", "8"),
-    ("explorer.max_timeout", lambda v: v >= 1, "1 second or more", "1800"),
-    ("explorer.max_retry_times", lambda v: v >= 0, "0 or more", "2"),
-    ("explorer.rollout_model.engine_num", lambda v: v >= 1, "1 or more", "1"),
-    ("explorer.max_repeat_times_per_runner", lambda v: v is None or v >= 1, "1 or more", "null"),
-    ("synchronizer.sync_interval", lambda v: v >= 1, "1 or more", "1"),
-    ("synchronizer.sync_offset", lambda v: v >= 0, "0 or more", "0"),
-    ("synchronizer.sync_timeout", lambda v: v >= 1, "1 second or more", "3600"),
     ("model.temperature", lambda v: 0 < v < math.inf, "above 0: greedy runs are all alike", "1.0"),
     ("model.top_p", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
     ("rollout.run_timeout", lambda v: 0 < v < math.inf, "seconds above 0", "300.0"),
     ("rollout.max_failed_fraction", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
-    ("local.threads", lambda v: v is None or v >= 1, "1 or more", "null"),
-    ("local.max_batch", lambda v: v >= 1, "1 or more", "64"),
-    ("local.micro_batch_tokens", lambda v: v >= 1, "1 or more", "2048"),
-    ("report.transcripts", lambda v: v >= 0, "0 or more", "4"),
     ("report.score", lambda v: bool(v.strip()), "'reward' or the name of a metric", "reward"),
-    ("quick_eval", lambda v: v is None or v >= 1, "1 row or more", "50"),
     ("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295", "0"),
     ("name", lambda v: bool(v.strip()), "a name for the run folder", "first_run"),
 )
+
+_LOCAL_MODES = ("both", "train", "bench", "harvest")
+_LOCAL_VALUES: tuple[_Value, ...] = (
+    ("mode", lambda v: v in _LOCAL_MODES, f"one of {', '.join(_LOCAL_MODES)}", "both"),
+    ("synchronizer.sync_style", lambda v: v.value != "fully_async", "taking turns", "fixed"),
+    ("explorer.concurrent_mode", lambda v: v != "multi-threading", "coroutines", "asynchronous"),
+    ("explorer.over_rollout.ratio", lambda v: not v, "0: whole batches only", "0.0"),
+    ("explorer.over_rollout.return_partial_tasks", lambda v: not v, "whole groups only", "false"),
+    ("explorer.rollout_model.engine_type", lambda v: v.startswith("vllm"), "the default", "vllm"),
+    ("model.repetition_penalty", lambda v: v == 1, "1.0, as probabilities are trained", "1.0"),
+    ("model.rope_scaling", lambda v: v is None, "null: set it in config.json", "null"),
+    ("model.rope_theta", lambda v: v is None, "null: set it in config.json", "null"),
+    ("data_processor.task_pipeline", lambda v: v is None, "prepared data", "null"),
+    ("algorithm.enable_router_replay", lambda v: not v, "false", "false"),
+    ("algorithm.rollout_correction", lambda v: v is None, "null: both engines agree", "null"),
+    (
+        "algorithm.optimizer.optimizer_type",
+        lambda v: v in ("adam", "adamw"),
+        "adam or adamw",
+        "adam",
+    ),
+)
+"""Values that would silently change what is learned if the local engine ignored them."""
 
 
 def value_of(config: Any, key: str) -> Any:
@@ -198,19 +209,33 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
-def _ranges(case: Case) -> Found:
-    for key, good, expected, example in _RANGES:
-        value = value_of(case.config, key)
+def _values(config: AflowConfig, table: Sequence[_Value], engine: str = "") -> Found:
+    for key, good, expected, example in table:
+        value = value_of(config, key)
         if not good(value):
-            name, shown = key.rpartition(".")[2], repr(value) if value == "" else str(value)
-            yield case.config.fault(key, expected, shown, f"{name}: {example}")
+            value = getattr(value, "value", value)
+            found, fix = str(value) or "''", f"{key.rpartition('.')[2]}: {example}"
+            yield config.fault(key, expected + engine, found, fix)
 
 
-def _choices(case: Case) -> Found:
+def _single_values(case: Case) -> Found:
+    yield from _values(case.config, _RANGES)
+    for least, keys in _AT_LEAST.items():
+        for key in keys:
+            value = value_of(case.config, key)
+            if value is not None and value < least:
+                fix = f"{key.rpartition('.')[2]}: 8"
+                yield case.config.fault(key, f"{least} or more", str(value), fix)
     for key, choices in _CHOICES.items():
         value = value_of(case.config, key)
         if value is not None and value not in choices:
             yield _unknown_name(case.config, key, value, choices)
+
+
+def _unknown_name(config: AflowConfig, key: str, value: str, words: Iterable[str]) -> Fault:
+    words = sorted(set(words))
+    fix = f"{key.rpartition('.')[2]}: {nearest(str(value), words, 0.5) or words[0]}"
+    return config.fault(key, "one of " + ", ".join(words), repr(value), fix)
 
 
 def _registered(case: Case) -> Found:
@@ -224,34 +249,28 @@ def _registered(case: Case) -> Found:
     ]
     for name, registry in _functions().items():
         named.append((f"algorithm.{name}", getattr(algorithm, name), registry))
-    operators = config.data_processor.experience_pipeline.operators
-    if operators:
+    for number, operator in enumerate(config.data_processor.experience_pipeline.operators):
         from trinity.buffer.operators import EXPERIENCE_OPERATORS
 
-        for number, operator in enumerate(operators):
-            key = f"data_processor.experience_pipeline.operators.{number}.name"
-            named.append((key, operator.name, EXPERIENCE_OPERATORS))
+        key = f"data_processor.experience_pipeline.operators.{number}.name"
+        named.append((key, operator.name, EXPERIENCE_OPERATORS))
     for key, taskset, _ in user_tasksets(config):
         for name in ("data_selector", "task_selector"):
-            selector = getattr(taskset, name)
-            kind = (selector.selector_type or "") if selector is not None else "sequential"
-            if kind != "sequential":  # known to be there; importing the others takes a second
+            kind = getattr(getattr(taskset, name), "selector_type", None)
+            if kind not in (None, "sequential"):  # importing the others takes a second
                 from trinity.buffer.selector import SELECTORS
 
                 named.append((f"{key}.{name}.selector_type", kind, SELECTORS))
     for key, value, registry in named:
-        words = [*registry._default_mapping, *registry.modules]
-        if value is None or value in words:
-            continue
-        if "." not in value:
-            yield _unknown_name(config, key, value, words)
+        known = [*registry._default_mapping, *registry.modules]
+        if value is None or value in known:
             continue
         try:
-            registry.get(value)
+            if "." not in value or registry.get(value) is None:
+                yield _unknown_name(config, key, value, known)
         except (ImportError, AttributeError, KeyError) as error:
             fix = "write package.module.ClassName of something that can be imported"
-            expected, found = "a class given by its dotted path", f"{value}: {error}"
-            yield config.fault(key, expected, found, fix)
+            yield config.fault(key, "the dotted path of a class", f"{value}: {error}", fix)
 
 
 def _functions() -> dict[str, Any]:
@@ -272,24 +291,21 @@ def _function_arguments(case: Case) -> Found:
     from trinity.algorithm import ALGORITHM_TYPE
 
     algorithm = case.config.algorithm
-    taken: dict[str, tuple[str, list[str] | None]] = {}
     for name, registry in _functions().items():
+        arguments = getattr(algorithm, f"{name}_args")
         try:  # a name that nothing stands for is told by `_registered`
             usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
             function = getattr(algorithm, name) or usual.get(name) or "none"
-            taken[name] = function, _parameters(registry.get(function))
+            known = _parameters(registry.get(function)) if arguments else None
         except (ImportError, AttributeError, KeyError, ValueError):
-            taken[name] = "", None
-    for name, (function, known) in taken.items():
-        for given in getattr(algorithm, f"{name}_args") or {}:
-            if known is None or given in known:
-                continue
-            homes = [other for other, (_, names) in taken.items() if names and given in names]
-            close = nearest(str(given), known, 0.5)
-            fix = f"did you mean `{close}`?" if close else "leave it out"
-            fix = f"write it under `algorithm.{homes[0]}_args`" if homes else fix
-            expected = f"an argument of {function}: {', '.join(known) or 'it has none'}"
-            yield case.config.fault(f"algorithm.{name}_args.{given}", expected, f"`{given}`", fix)
+            continue
+        for given in arguments or {}:
+            if known is not None and given not in known:
+                close = nearest(str(given), known, 0.5)
+                fix = f"did you mean `{close}`?" if close else "leave it out"
+                expected = f"an argument of {function}: {', '.join(known) or 'it has none'}"
+                key = f"algorithm.{name}_args.{given}"
+                yield case.config.fault(key, expected, f"`{given}`", fix)
 
 
 def _parameters(kind: type) -> list[str] | None:
@@ -306,56 +322,28 @@ def _parameters(kind: type) -> list[str] | None:
     return None
 
 
-def _unknown_name(config: AflowConfig, key: str, value: str, words: Iterable[str]) -> Fault:
-    words = sorted(set(words))
-    close = nearest(str(value), words, 0.5)
-    name = key.rpartition(".")[2]
-    fix = f"did you mean `{name}: {close}`?" if close else f"choose one, such as {words[0]}"
-    return config.fault(key, "one of " + ", ".join(words), repr(value), fix)
-
-
 # --- What a run needs ---------------------------------------------------------------------------
 
 
 def _needed_switches(case: Case) -> Found:
-    reasons = {
-        "enable_history": "without recorded calls there is nothing to train on",
-        "enable_openai_api": "workflow functions call the model through this API",
-    }
-    for name, reason in reasons.items():
+    for name in ("enable_history", "enable_openai_api"):
         key = f"explorer.rollout_model.{name}"
         if case.config.positions.given(key) and not value_of(case.config, key):
-            fix = f"remove the line or write {name}: true ({reason})"
-            yield case.config.fault(key, "true", "false", fix)
+            expected = "true: recorded calls are trained on, and functions call this API"
+            yield case.config.fault(key, expected, "false", f"{name}: true")
 
 
-def _learns_from_rollouts(case: Case) -> Found:
+def _algorithm_of_mode(case: Case) -> Found:
     config, kind = case.config, case.config.algorithm.algorithm_type
-    if kind in FROM_DATA:
-        yield config.fault(
-            "algorithm.algorithm_type",
-            f"an algorithm that learns from rollouts (mode: {config.mode})",
-            f"{kind!r}, which learns from a data set alone",
-            "mode: train, or algorithm_type: multi_step_grpo",
-        )
-
-
-def _learns_from_data(case: Case) -> Found:
-    kind = case.config.algorithm.algorithm_type
-    if kind not in FROM_DATA:
-        yield case.config.fault(
-            "algorithm.algorithm_type",
-            f"one of {', '.join(FROM_DATA)}: `mode: train` learns from a data set alone",
-            repr(kind),
-            "algorithm_type: sft, or mode: both to learn from rollouts",
-        )
-
-
-def _something_to_evaluate(case: Case) -> Found:
-    if not case.config.buffer.explorer_input.eval_tasksets:
-        key = "buffer.explorer_input.eval_tasksets"
-        fix = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
-        yield case.config.fault(key, "at least one held-out task set to evaluate on", "none", fix)
+    of_data, key = config.mode == "train", "algorithm.algorithm_type"
+    if not of_data and kind in FROM_DATA:
+        expected = f"an algorithm that learns from rollouts (mode: {config.mode})"
+        fix = "mode: train, or algorithm_type: multi_step_grpo"
+        yield config.fault(key, expected, f"{kind!r}, which learns from a data set alone", fix)
+    elif of_data and kind not in FROM_DATA and config.engine == "local":
+        expected = f"one of {', '.join(FROM_DATA)}: `mode: train` learns from a data set alone"
+        fix = "algorithm_type: sft, or mode: both to learn from rollouts"
+        yield config.fault(key, expected, repr(kind), fix)
 
 
 def _tasksets(case: Case) -> Found:
@@ -377,20 +365,31 @@ def _tasksets(case: Case) -> Found:
         if held_out and taskset.repeat_times < 1:
             found, fix = str(taskset.repeat_times), "repeat_times: 1"
             yield config.fault(f"{key}.repeat_times", "1 or more", found, fix)
-        if "/" in taskset.name or taskset.name in (".", ".."):
-            found, fix = repr(taskset.name), "name: held_out"
-            yield config.fault(f"{key}.name", "a name without slashes", found, fix)
-        if taskset.name and taskset.name in names and held_out:
-            found = f"{taskset.name!r}, as in {display(names[taskset.name])}"
-            yield config.fault(f"{key}.name", "a name of its own", found, f"name: {taskset.name}_2")
+        repeated = held_out and taskset.name and taskset.name in names
+        if repeated or "/" in taskset.name or taskset.name in (".", ".."):
+            expected = "a name of its own, without slashes"
+            yield config.fault(f"{key}.name", expected, repr(taskset.name), "name: held_out_2")
         names.setdefault(taskset.name, key)
-        yield from _workflow_type(config, f"{key}.default_workflow_type", taskset)
         if taskset.format.workflow_key:
-            found = f"{taskset.format.workflow_key!r}: a workflow of its own for every row"
             expected, fix = "one workflow function for all rows", "remove workflow_key"
+            found = repr(taskset.format.workflow_key)
             yield config.fault(f"{key}.format.workflow_key", expected, found, fix)
-    for name in ("default_workflow_type", "default_eval_workflow_type"):
-        yield from _workflow_type(config, f"buffer.explorer_input.{name}", inputs)
+    ours = (None, "", ADAPTER, "agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
+    typed = [f"{key}.default_workflow_type" for key, *_ in user_tasksets(config)]
+    typed += [f"buffer.explorer_input.default_{name}workflow_type" for name in ("", "eval_")]
+    flat = config.flatten()
+    for key in typed:
+        if flat[key] not in ours:
+            fix = "remove the line and name your function with `workflow: path/file.py:function`"
+            expected = "our adapter, which is set by itself"
+            yield config.fault(key, expected, repr(flat[key]), fix)
+
+
+def _something_to_evaluate(case: Case) -> Found:
+    if not case.config.buffer.explorer_input.eval_tasksets:
+        key = "buffer.explorer_input.eval_tasksets"
+        fix = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
+        yield case.config.fault(key, "at least one held-out task set to evaluate on", "none", fix)
 
 
 def _rows(case: Case) -> Found:
@@ -403,16 +402,7 @@ def _rows(case: Case) -> Found:
     yield from found.warnings
 
 
-def _workflow_type(config: AflowConfig, key: str, owner: Any) -> Found:
-    value = getattr(owner, key.rpartition(".")[2])
-    agentscope = ("agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
-    if value and value != ADAPTER and value not in agentscope:
-        fix = "remove the line and name your function with `workflow: path/file.py:function`"
-        yield config.fault(key, "our adapter, which is set by itself", repr(value), fix)
-
-
 def _rewards(case: Case) -> Found:
-    """Weights that are not 1 together, limits of nothing, an unknown benchmark."""
     for fault in reward_faults(case.config.rewards):
         yield replace(fault, where=case.config.positions.where(fault.where))
 
@@ -426,50 +416,37 @@ def _lengths(case: Case) -> Found:
             return
     total, prompt = model.max_model_len, model.max_prompt_tokens
     response = model.max_response_tokens
-    if total is None:
-        if prompt is None or response is None:
-            expected = "the tokens of prompt and response together"
-            fix = "model: {max_model_len: 2048, max_response_tokens: 512}"
-            yield config.fault("model.max_model_len", expected, "not set", fix)
-            return
-        total = prompt + response
+    if total is None and (prompt is None or response is None):
+        fix = "model: {max_model_len: 2048, max_response_tokens: 512}"
+        expected = "the tokens of prompt and response together"
+        yield config.fault("model.max_model_len", expected, "not set", fix)
+        return
+    total = prompt + response if total is None else total
     if prompt is not None and response is not None and prompt + response > total:
-        found = f"{prompt} + {response} = {prompt + response} of {total}"
-        expected, fix = (
-            "room for max_prompt_tokens + max_response_tokens",
-            f"max_model_len: {prompt + response}",
-        )
+        fix = f"max_model_len: {prompt + response}"
+        expected, found = f"at most {total} together", f"{prompt} + {response} tokens"
         yield config.fault("model.max_prompt_tokens", expected, found, fix)
         return
-    if prompt is None:
-        prompt = total - response if response is not None else total // 2
-    if prompt <= 1:
+    left = total // 2 if response is None else total - response
+    if (left if prompt is None else prompt) <= 1:
         name = "max_response_tokens" if response is not None else "max_model_len"
         if config.positions.given("model.max_prompt_tokens"):
             name = "max_prompt_tokens"
-        found = f"{max(prompt, 0)} (max_model_len {total}"
-        found += f", max_response_tokens {response})" if response is not None else ")"
+        expected = f"room for a prompt of more than one token in max_model_len ({total})"
         fix = f"max_response_tokens: {max(1, total // 2)}, or raise max_model_len"
-        yield config.fault(f"model.{name}", "a prompt budget of more than one token", found, fix)
-
-
-def _folders(case: Case) -> Found:
-    folder = Path(case.config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        found = "a file" if not existing.is_dir() else "no right to write"
-        fix = "checkpoint_root_dir: ./checkpoints"
-        expected, found = "a folder that can be written", f"{existing}: {found}"
-        yield case.config.fault("checkpoint_root_dir", expected, found, fix)
+        yield config.fault(f"model.{name}", expected, str(getattr(model, name)), fix)
 
 
 def _monitor(case: Case) -> Found:
     kind, key = case.config.monitor.monitor_type, "monitor.monitor_type"
-    words = ("tensorboard", "wandb", "mlflow", "swanlab")
-    if "." not in kind and kind not in words:
-        yield _unknown_name(case.config, key, kind, words)
-    elif kind in words[1:] and importlib.util.find_spec(kind) is None:
-        yield case.config.fault(key, f"{kind} installed", "not installed", f"pip install {kind}")
+    known = ("tensorboard", "wandb", "mlflow", "swanlab")
+    if "." not in kind and kind not in known:
+        yield _unknown_name(case.config, key, kind, known)
+    elif kind not in ("tensorboard", MONITOR):
+        yield (
+            f"{case.config.positions.where(key)}: with {kind} the live panel and the report's "
+            "curves stay empty; only tensorboard writes metrics.jsonl too"
+        )
 
 
 def _system_prompt(case: Case) -> Found:
@@ -477,44 +454,36 @@ def _system_prompt(case: Case) -> Found:
     if case.workflow is None or case.config.rollout.system_prompt is not None:
         return
     asked = inspect.signature(case.workflow).parameters.get("system_prompt")
-    if asked is None or asked.default is not asked.empty:
-        return
-    if asked.annotation not in (str, "str"):
-        return  # None will do
-    yield case.config.fault(
-        "rollout.system_prompt",
-        "a text: the workflow function takes `system_prompt` and has no default for it",
-        "nothing",
-        "set `rollout: {system_prompt: ...}`, or give the parameter a default",
-    )
+    if asked is not None and asked.default is asked.empty and asked.annotation in (str, "str"):
+        yield case.config.fault(
+            "rollout.system_prompt",
+            "a text: the workflow function takes `system_prompt` and has no default for it",
+            "nothing",
+            "set `rollout: {system_prompt: ...}`, or give the parameter a default",
+        )
 
 
 # --- Settings that are sound by themselves, together --------------------------------------------
 
-# Advantages that compare the rollouts of one task: a group of one has nothing to be compared with.
-_BY_GROUP = {
-    *("grpo", "grpo_verl", "step_wise_grpo", "gigpo", "rloo", "opmd", "opmd_verl"),
-    *("asymre", "asymre_verl", "rec", "clipb", "clipv", "reinforce", "reinforceplusplus"),
-}
+_BY_GROUP = words(
+    """
+    grpo grpo_verl step_wise_grpo gigpo rloo opmd opmd_verl asymre asymre_verl rec clipb clipv
+    reinforce reinforceplusplus
+    """
+)
+"""Advantages that compare the rollouts of one task: one rollout has nothing to compare with."""
 
 
 def _group(case: Case) -> Found:
     from trinity.algorithm import ALGORITHM_TYPE
 
-    config, algorithm = case.config, case.config.algorithm
+    algorithm, key = case.config.algorithm, "algorithm.repeat_times"
     usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
-    if (
-        algorithm.repeat_times < 2
-        and (algorithm.advantage_fn or usual.get("advantage_fn")) in _BY_GROUP
-    ):
-        key = "algorithm.repeat_times"
-        default = "" if config.positions.given(key) else " (the default)"
-        yield config.fault(
-            key,
-            f"2 or more: {algorithm.algorithm_type} compares the runs of one task",
-            f"{algorithm.repeat_times}{default}",
-            f"{key}: {max(8, usual.get('repeat_times', 8))}",
-        )
+    compared = (algorithm.advantage_fn or usual.get("advantage_fn")) in _BY_GROUP
+    if compared and algorithm.repeat_times < 2:
+        expected = f"2 or more: {algorithm.algorithm_type} compares the rollouts of one task"
+        fix = f"{key}: {max(8, usual.get('repeat_times', 8))}"
+        yield case.config.fault(key, expected, str(algorithm.repeat_times), fix)
 
 
 def _advantage(case: Case) -> Found:
@@ -543,26 +512,26 @@ def _batch(case: Case) -> Found:
 def _train_batch(case: Case) -> Found:
     config, key = case.config, "buffer.train_batch_size"
     size, repeats = config.buffer.train_batch_size, config.algorithm.repeat_times
-    runs = config.buffer.batch_size * repeats
+    rollouts = config.buffer.batch_size * repeats
     if not size:
         return
     known = most_calls(case.workflow) if case.workflow is not None else None
-    most = runs * (known if known is not None else MOST_CALLS)
+    most = rollouts * (known if known is not None else MOST_CALLS)
     interval = config.synchronizer.sync_interval
     # Between two syncs the trainer takes `interval` batches, and the explorer goes on for as
     # many steps, plus its lead, before it waits.
     if size * interval > most * (interval + config.synchronizer.sync_offset):
-        calls = f"at most {known} calls" if known is not None else f"even {MOST_CALLS} calls"
-        yield config.fault(
-            key,
-            f"at most {most}: {config.buffer.batch_size} tasks x {repeats} runs x {calls} a run",
-            f"{size}, which never fills, so that training would wait for ever",
-            f"remove train_batch_size, or set it to {most if known else runs}",
+        calls = f"at most {known}" if known is not None else f"even {MOST_CALLS}"
+        expected = (
+            f"at most {most}: {config.buffer.batch_size} tasks x {repeats} rollouts x {calls} calls"
         )
-    elif size > runs and known is None:
+        found = f"{size}, which never fills, so that training would wait for ever"
+        fix = f"remove train_batch_size, or set it to {most if known else rollouts}"
+        yield config.fault(key, expected, found, fix)
+    elif size > rollouts and known is None:
         yield (
-            f"{config.positions.where(key)}: fills only if a run makes {math.ceil(size / runs)} "
-            f"calls on average ({runs} runs a step)"
+            f"{config.positions.where(key)}: fills only if a rollout makes "
+            f"{math.ceil(size / rollouts)} calls on average ({rollouts} rollouts a step)"
         )
 
 
@@ -571,9 +540,8 @@ def _evaluation(case: Case) -> Found:
     steps, interval = total_steps(config), config.explorer.eval_interval
     given = config.positions.given(key) and not config.positions.inherited(key)
     if given and steps is not None and interval > steps and config.mode in ("both", "colocate"):
-        expected, found = f"at most {steps}, the steps of this run", "which is never reached"
-        fix = f"eval_interval: {max(1, steps // 4)}"
-        yield config.fault(key, expected, f"{interval}, {found}", fix)
+        expected, fix = f"at most {steps}, the steps of this run", f"{max(1, steps // 4)}"
+        yield config.fault(key, expected, str(interval), f"eval_interval: {fix}")
     if steps == 0 and config.mode not in ("train", "serve"):
         found = f"0 steps: fewer rows x epochs than the batch of {config.buffer.batch_size}"
         fix = "lower buffer.batch_size, add rows, or raise buffer.total_epochs"
@@ -585,15 +553,11 @@ def _evaluation(case: Case) -> Found:
         )
     if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
         yield "no `buffer.explorer_input.eval_tasksets`: there will be no held-out score"
-
-
-def _warmup(case: Case) -> Found:
-    optimizer, key = case.config.algorithm.optimizer, "algorithm.optimizer.lr_warmup_steps"
-    steps, warmup = total_steps(case.config), optimizer.lr_warmup_steps
+    warmup = config.algorithm.optimizer.lr_warmup_steps
     if steps and warmup >= steps:
         yield (
-            f"{case.config.positions.where(key)}: {warmup} steps of warm-up in a run of {steps}: "
-            f"the rate never gets to {optimizer.lr}"
+            f"{config.positions.where('algorithm.optimizer.lr_warmup_steps')}: {warmup} steps of "
+            f"warm-up in a run of {steps}: the rate never gets to {config.algorithm.optimizer.lr}"
         )
 
 
@@ -612,20 +576,8 @@ def _best_checkpoints(case: Case) -> Found:
         )
 
 
-def _curves(case: Case) -> Found:
-    kind = case.config.monitor.monitor_type
-    if kind not in ("tensorboard", MONITOR):
-        yield (
-            f"{case.config.positions.where('monitor.monitor_type')}: with {kind} the live panel "
-            "and the report's curves stay empty; only tensorboard writes metrics.jsonl too"
-        )
+# --- The local engine ----------------------------------------------------------------------------
 
-
-# --- The local engine: what it cannot do, and what it leaves unread ------------------------------
-# A setting that would silently change what is learned is a fault; one that only concerns GPUs is
-# named in a warning.
-
-_LOCAL_MODES = ("both", "train", "bench", "harvest")
 _NEEDS_MORE = {
     "mix": "expert data beside the rollouts",
     "mix_chord": "expert data beside the rollouts",
@@ -633,69 +585,6 @@ _NEEDS_MORE = {
     "jsd": "a teacher's log-probabilities in every experience",
 }
 """Algorithms that read what rollouts of a workflow function do not bring."""
-_OPTIMIZERS = ("adam", "adamw")
-_AS_DEFAULT = "null: set it in the model's config.json"
-
-
-def _given(value: Any) -> bool:
-    return value is not None
-
-
-# (key, what is refused, expected, fix): settings that the local engine would have to ignore.
-_REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    (
-        "synchronizer.sync_style",
-        lambda v: v.value == "fully_async",
-        "taking turns: the engines share the machine",
-        "sync_style: fixed",
-    ),
-    (
-        "explorer.concurrent_mode",
-        lambda v: v == "multi-threading",
-        "asynchronous or sequential: workflow functions are coroutines",
-        "concurrent_mode: asynchronous",
-    ),
-    ("explorer.over_rollout.ratio", bool, "0: whole batches only", "over_rollout: {ratio: 0.0}"),
-    (
-        "explorer.over_rollout.return_partial_tasks",
-        bool,
-        "false: whole groups only",
-        "return_partial_tasks: false",
-    ),
-    (
-        "explorer.rollout_model.engine_type",
-        lambda v: not v.startswith("vllm"),
-        "the default: the local sampler takes its place",
-        "remove engine_type",
-    ),
-    (
-        "model.repetition_penalty",
-        lambda v: v != 1,
-        "1.0: log-probabilities must be those that are trained",
-        "repetition_penalty: 1.0",
-    ),
-    ("model.rope_scaling", _given, _AS_DEFAULT, "rope_scaling: null"),
-    ("model.rope_theta", _given, _AS_DEFAULT, "rope_theta: null"),
-    (
-        "data_processor.task_pipeline",
-        _given,
-        "prepared data: there is no Data-Juicer service",
-        "remove task_pipeline",
-    ),
-    ("algorithm.enable_router_replay", bool, "false", "enable_router_replay: false"),
-    (
-        "algorithm.rollout_correction",
-        _given,
-        "null: sampler and trainer agree in their log-probabilities",
-        "rollout_correction: null",
-    ),
-    (
-        "algorithm.optimizer.optimizer_type",
-        lambda v: v not in _OPTIMIZERS,
-        "one of " + ", ".join(_OPTIMIZERS),
-        "optimizer_type: adam",
-    ),
-)
 
 _IGNORED = words(
     """
@@ -715,40 +604,24 @@ _IGNORED = words(
 """Key patterns that only concern GPUs; the local engine does not read them."""
 
 
-def _local_mode(case: Case) -> Found:
-    if case.config.mode not in _LOCAL_MODES:
-        expected = f"one of {', '.join(_LOCAL_MODES)} (engine: local)"
-        fix = "mode: both, or engine: trinity"
-        yield case.config.fault("mode", expected, repr(case.config.mode), fix)
-
-
 def _local_algorithm(case: Case) -> Found:
     from trinity.algorithm import ALGORITHM_TYPE
 
     config, key = case.config, "algorithm.algorithm_type"
-    kind = config.algorithm.algorithm_type
+    kind, expected = config.algorithm.algorithm_type, "an algorithm that needs rollouts only"
     if kind in _NEEDS_MORE:
-        yield config.fault(
-            key,
-            "an algorithm that needs nothing but rollouts of the workflow",
-            f"{kind!r}, which needs {_NEEDS_MORE[kind]}",
-            "algorithm_type: multi_step_grpo, or engine: trinity",
-        )
+        fix = "algorithm_type: multi_step_grpo, or engine: trinity"
+        yield config.fault(key, expected, f"{kind!r}, which needs {_NEEDS_MORE[kind]}", fix)
         return
     known = kind in ALGORITHM_TYPE._default_mapping or kind in ALGORITHM_TYPE.modules
     if known and ALGORITHM_TYPE.get(kind).use_critic:
-        found = repr(kind) + ("" if config.positions.given(key) else " (the default)")
         fix = "algorithm_type: multi_step_grpo"
-        yield config.fault(key, "an algorithm without a critic", found, fix)
+        yield config.fault(key, expected, f"{kind!r}, which needs a critic", fix)
 
 
 def _local_settings(case: Case) -> Found:
     config = case.config
-    for key, refused, expected, fix in _REFUSED:
-        value = value_of(config, key)
-        if refused(value):
-            found = str(getattr(value, "value", value))
-            yield config.fault(key, f"{expected} (engine: local)", found, fix)
+    yield from _values(config, _LOCAL_VALUES, " (engine: local)")
     buffer = config.buffer.trainer_input.experience_buffer
     if buffer is not None and buffer.replay_buffer and buffer.replay_buffer.enable:
         key = "buffer.trainer_input.experience_buffer.replay_buffer.enable"
@@ -782,70 +655,42 @@ def _local_adapter(case: Case) -> Found:
 def _local_sampling(case: Case) -> Found:
     """Training rollouts must be drawn from the distribution whose gradient is taken."""
     config, model = case.config, case.config.model
-    why = "the trained log-probabilities are those of the whole distribution"
+    whole = model.max_model_len
     for key, taskset, held_out in user_tasksets(config):
-        if held_out:
-            continue
         rollout, top_k = taskset.rollout_args, f"{key}.rollout_args.top_k"
+        limit = rollout.max_tokens
+        if limit is not None and (limit < 1 or (whole is not None and limit >= whole)):
+            expected = f"from 1 to less than max_model_len ({whole})"
+            fix = "remove it: model.max_response_tokens is used"
+            yield config.fault(f"{key}.rollout_args.max_tokens", expected, str(limit), fix)
         own_top_k = rollout.top_k if config.positions.given(top_k) else None
         for name, own, general, default in (
             ("top_p", rollout.top_p, model.top_p, "1.0"),
             ("top_k", own_top_k, model.top_k, "-1"),
         ):
             value = general if own is None else own
-            if value != 1 if name == "top_p" else value > 0:
+            if not held_out and (value != 1 if name == "top_p" else value > 0):
                 place = f"model.{name}" if own is None else f"{key}.rollout_args.{name}"
                 fix = f"{name}: {default} (a held-out task set may have its own rollout_args)"
-                yield config.fault(place, f"{default} for training: {why}", str(value), fix)
-
-
-def _local_lengths(case: Case) -> Found:
-    whole = case.config.model.max_model_len
-    for key, taskset, _ in user_tasksets(case.config):
-        limit = taskset.rollout_args.max_tokens
-        if limit is not None and (limit < 1 or (whole is not None and limit >= whole)):
-            expected = f"from 1 to less than max_model_len ({whole})"
-            fix = "remove it: model.max_response_tokens is used"
-            yield case.config.fault(f"{key}.rollout_args.max_tokens", expected, str(limit), fix)
+                expected = f"{default}: training takes the gradient of the whole distribution"
+                yield config.fault(place, expected, str(value), fix)
 
 
 def _deterministic(case: Case) -> Found:
-    config = case.config
-    if not config.deterministic:
-        return
-    repeats = config.explorer.max_repeat_times_per_runner
-    if repeats is not None:
-        expected = "null with `deterministic: true`: it splits groups by who is free"
-        key = "explorer.max_repeat_times_per_runner"
-        yield config.fault(key, expected, str(repeats), "max_repeat_times_per_runner: null")
-    if config.local.dtype in ("bf16", "bfloat16"):
-        expected, fix = "fp32 with `deterministic: true`", "dtype: fp32, or deterministic: false"
-        yield config.fault("local.dtype", expected, config.local.dtype, fix)
-
-
-def _device(case: Case) -> Found:
     import torch
 
-    device = case.config.local.device
+    config, device = case.config, case.config.local.device
+    if config.deterministic:
+        key, name = "explorer.max_repeat_times_per_runner", "max_repeat_times_per_runner"
+        if value_of(config, key) is not None:
+            expected = "null with `deterministic: true`: it splits groups by who is free"
+            yield config.fault(key, expected, str(value_of(config, key)), f"{name}: null")
+        if config.local.dtype in ("bf16", "bfloat16"):
+            expected = "fp32 with `deterministic: true`"
+            yield config.fault("local.dtype", expected, config.local.dtype, "dtype: fp32")
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not there.get(device, True):
-        expected = f"a machine with {device}"
-        yield case.config.fault("local.device", expected, "none here", "device: auto")
-
-
-def _local_quantised(case: Case) -> Found:
-    """Weights asked for in 8 or 4 bits; without this they would be in 16 or 32."""
-    arguments = case.config.explorer.rollout_model.extra_engine_args or {}
-    asked = [(f"{_SAMPLER}.quantization", arguments.get("quantization"))]
-    asked += _quantising(case.config.trainer.trainer_config, "trainer.trainer_config")
-    for key, value in asked:
-        if value is not None:
-            yield case.config.fault(
-                key,
-                "nothing: the layers of the local engine are plain ones (engine: local)",
-                f"{key.rpartition('.')[2]}: {value}",
-                "remove it; local.dtype: bf16 halves fp32, or engine: trinity (docs/recipes.md)",
-            )
+        yield config.fault("local.device", f"a machine with {device}", "none", "device: auto")
 
 
 def _unread(case: Case) -> Found:
@@ -857,23 +702,26 @@ def _unread(case: Case) -> Found:
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in _IGNORED)
         and not any(other.startswith(key + ".") for other in places)
     )
+    rollouts = case.config.mode == "both" and case.config.algorithm.sample_strategy is None
+    if rollouts and buffer.train_batch_size:  # every step trains on all of its rollouts
+        unread.append("buffer.train_batch_size")
     if unread:
         yield f"not read by the local engine: {', '.join(display(key) for key in unread)}"
-    rollouts = case.config.mode == "both" and case.config.algorithm.sample_strategy is None
-    if rollouts and buffer.train_batch_size:
-        yield (
-            f"{positions.where('buffer.train_batch_size')}: not used by the local engine, which "
-            "trains on whole steps however many calls their runs made"
-        )
 
 
 # --- Trinity's own engines -----------------------------------------------------------------------
+# vLLM can quantise the sampler's weights while it loads them (`quantization: fp8` or
+# `bitsandbytes`), which is of use only for a base that stays as it is, with LoRA: else 16-bit
+# weights arrive after every step. verl 0.8.0 cannot: its FSDP engine loads with a plain
+# `from_pretrained` and casts every parameter to one floating-point type.
 
-_MAX_RANK = 512
 _SAMPLER = "explorer.rollout_model.extra_engine_args"
-_QUANTISING = ("quantization", "load_in_4bit", "load_in_8bit", "bnb_")
-_AWARE_TRAINING = "qat"
-"""verl's training for a quantised deployment, which itself computes in 16 bits."""
+_QUANTISING = re.compile(
+    r"(explorer\.rollout_model\.extra_engine_args|trainer\.trainer_config)\."
+    r"(?!.*\bqat\b)(.*\.)?(quantization|load_in_[48]bit|bnb_)\w*"
+)
+"""Keys that ask for quantised weights. `qat`, which trains for a quantised deployment, itself
+computes in 16 bits."""
 
 
 def _one_gpu(case: Case) -> Found:
@@ -883,41 +731,36 @@ def _one_gpu(case: Case) -> Found:
         yield case.config.fault("mode", expected, "both, on one GPU", "mode: colocate")
 
 
-def _verl_quantised(case: Case) -> Found:
+def _quantised(case: Case) -> Found:
+    """Weights asked for in 8 or 4 bits that would silently be in 16 or 32."""
+    local = case.config.engine == "local"
     if case.config.model.tinker.enable:
         return
-    for key, value in _quantising(case.config.trainer.trainer_config, "trainer.trainer_config"):
-        yield case.config.fault(
-            key,
-            "nothing: verl loads in full precision and casts all parameters to one type, which "
-            "quantised ones cannot be",
-            f"{key.rpartition('.')[2]}: {value}",
-            "remove it; trainer.trainer_config: {actor: {fsdp_config: {model_dtype: bfloat16}}} "
-            "takes half the memory of the default",
-        )
-
-
-def _vllm_adapter(case: Case) -> Found:
-    for number, lora in enumerate(case.config.model.lora_configs or []):
-        if not 0 < lora.lora_rank <= _MAX_RANK:
-            key = f"model.lora_configs.{number}.lora_rank"
-            expected = f"1 to {_MAX_RANK}: vLLM has no kernels for more"
-            fix = "lora_rank: 64, or full weights"
-            yield case.config.fault(key, expected, str(lora.lora_rank), fix)
+    asked: dict[str, Any] = {}
+    for key, value in case.config.flatten().items():
+        found = _QUANTISING.match(key)
+        of_sampler = key.startswith(_SAMPLER)
+        if found and value not in (None, False) and (local or not of_sampler):
+            asked.setdefault(found[0], value)
+    for key, value in asked.items():
+        expected = f"plain weights: {'the local engine' if local else 'verl'} cannot quantise them"
+        halves = "local.dtype: bf16 halves fp32, or engine: trinity (docs/recipes.md)"
+        if not local:
+            halves = (
+                "trainer.trainer_config: {actor: {fsdp_config: {model_dtype: bfloat16}}} halves"
+            )
+        found_text = f"{key.rpartition('.')[2]}: {value}"
+        yield case.config.fault(key, expected, found_text, f"remove it; {halves}")
 
 
 def _vllm_quantised(case: Case) -> Found:
     key = f"{_SAMPLER}.quantization"
     kind = case.config.explorer.rollout_model.extra_engine_args.get("quantization")
-    if kind is None:
-        return
-    if case.config.model.lora_configs is None:
-        expected = (
-            "16 bits: the trained weights arrive so after every step (only LoRA's base stays)"
-        )
+    if kind is not None and case.config.model.lora_configs is None:
+        expected = "16 bits: trained weights arrive so after every step (only LoRA's base stays)"
         fix = "remove it, or train an adapter: model: {lora_configs: [{lora_rank: 16}]}"
         yield case.config.fault(key, expected, repr(kind), fix)
-    else:
+    elif kind is not None:
         yield (
             f"{case.config.positions.where(key)}: the sampler's base is {kind}, the trainer's is "
             "not: they give one answer slightly different probabilities, which the loss sees as "
@@ -925,21 +768,13 @@ def _vllm_quantised(case: Case) -> Found:
         )
 
 
-def _quantising(value: Any, key: str) -> Iterable[tuple[str, Any]]:
-    """Keys that ask for quantised weights, at any depth."""
-    if not isinstance(value, Mapping):
-        return
-    for name, inner in value.items():
-        path, word = f"{key}.{name}", str(name)
-        if word == _AWARE_TRAINING or inner in (None, False):
-            continue
-        if word.startswith(_QUANTISING):
-            yield path, inner if not isinstance(inner, Mapping) else "..."
-        else:
-            yield from _quantising(inner, path)
-
-
 # --- The table -----------------------------------------------------------------------------------
+
+
+def _models(case: Case) -> Found:
+    whole = case.purpose is not Purpose.ESTIMATE
+    return check_model(case.config, whole=whole) if case.local_model else ()
+
 
 _WITH_MODEL = (*RUNS, Purpose.EVALUATE, Purpose.ASK)
 _OF_DATA = (Purpose.EVALUATE, Purpose.HARVEST)
@@ -947,79 +782,41 @@ _ON_GPUS = ("both", "train", "colocate")
 _WITH_ROLLOUTS = ("both", "explore", "colocate")
 
 RULES: tuple[Rule, ...] = (
-    Rule("*", _ranges),
-    Rule("*", _choices),
-    Rule("algorithm, *.selector_type, *.operators", _registered),
-    Rule("algorithm.*_args", _function_arguments),
-    Rule("explorer.rollout_model.enable_*", _needed_switches),
-    Rule("algorithm.algorithm_type", _learns_from_rollouts, modes=_WITH_ROLLOUTS),
-    Rule("algorithm.algorithm_type", _learns_from_data, modes=("train",), engine="local"),
-    Rule(
-        "buffer.explorer_input.eval_tasksets",
-        _something_to_evaluate,
-        (*RUNS, Purpose.EVALUATE),
-        modes=("bench",),
-    ),
-    Rule(
-        "buffer.trainer_input.experience_buffer",
-        lambda case: check_experiences(case.config),
-        modes=("train",),
-    ),
-    Rule("buffer.explorer_input.*", _tasksets),
-    Rule("harvest", lambda case: check_harvest(case.config), (Purpose.HARVEST,)),
-    Rule("mix", lambda case: check_mix(case.config), (*RUNS, Purpose.HARVEST)),
-    Rule(
-        "buffer.explorer_input.*",
-        _rows,
-        _OF_DATA,
-    ),
-    Rule(
-        "models, budget",
-        lambda case: check_spend(case.config, tuned=case.local_model),
-        (*RUNS, *_OF_DATA),
-    ),
-    Rule("physical_gpus, protected_pids", lambda case: check_devices(case.config)),
-    Rule("rewards", _rewards),
-    Rule("model.max_*", _lengths),
-    Rule("checkpoint_root_dir", _folders),
-    Rule("monitor.monitor_type", _monitor),
-    Rule("rollout.system_prompt", _system_prompt),
-    Rule(
-        "model, explorer.auxiliary_models",
-        lambda case: (
-            check_model(case.config, whole=case.purpose is not Purpose.ESTIMATE)
-            if case.local_model
-            else ()
-        ),
-        _WITH_MODEL,
-    ),
-    Rule(
-        "explorer.auxiliary_models",
-        lambda case: check_model(case.config, policy=False),
-        (Purpose.HARVEST,),
-    ),
-    Rule("writer", lambda case: check_writer(case.config, case.workflow)),
-    Rule("harvest", lambda case: check_harvest(case.config), modes=("harvest",)),
-    Rule("mode", _local_mode, engine="local"),
-    Rule("algorithm.algorithm_type", _local_algorithm, modes=("both",), engine="local"),
-    Rule("*", _local_settings, engine="local"),
-    Rule("model.lora_configs", _local_adapter, engine="local"),
-    Rule("*.top_p, *.top_k", _local_sampling, engine="local"),
-    Rule("*.rollout_args.max_tokens", _local_lengths, engine="local"),
-    Rule("deterministic", _deterministic, engine="local"),
-    Rule("local.device", _device, engine="local"),
-    Rule("*.quantization, trainer.trainer_config", _local_quantised, engine="local"),
-    Rule("*", _unread, engine="local"),
-    Rule("mode", _one_gpu, modes=("both",), engine="trinity"),
-    Rule("trainer.trainer_config", _verl_quantised, modes=_ON_GPUS, engine="trinity"),
-    Rule("model.lora_configs", _vllm_adapter, engine="trinity"),
-    Rule(f"{_SAMPLER}.quantization", _vllm_quantised, modes=_ON_GPUS, engine="trinity"),
-    Rule("algorithm.repeat_times", _group, modes=_WITH_ROLLOUTS, together=True),
-    Rule("algorithm.advantage_fn", _advantage, modes=_WITH_ROLLOUTS, together=True),
-    Rule("buffer.batch_size", _batch, modes=_WITH_ROLLOUTS, together=True),
-    Rule("buffer.train_batch_size", _train_batch, modes=_WITH_ROLLOUTS, together=True),
-    Rule("explorer.eval_interval, quick_eval", _evaluation, together=True),
-    Rule("algorithm.optimizer.lr_warmup_steps", _warmup, together=True),
-    Rule("checkpoints.keep_best", _best_checkpoints, together=True),
-    Rule("monitor.monitor_type", _curves, together=True),
+    Rule(_single_values),
+    Rule(_registered),
+    Rule(_function_arguments),
+    Rule(_needed_switches),
+    Rule(_algorithm_of_mode, modes=(*_WITH_ROLLOUTS, "train")),
+    Rule(_something_to_evaluate, (*RUNS, Purpose.EVALUATE), modes=("bench",)),
+    Rule(lambda case: check_experiences(case.config), modes=("train",)),
+    Rule(_tasksets),
+    Rule(lambda case: check_harvest(case.config), (Purpose.HARVEST,)),
+    Rule(lambda case: check_mix(case.config), (*RUNS, Purpose.HARVEST)),
+    Rule(_rows, _OF_DATA),
+    Rule(lambda case: check_spend(case.config, tuned=case.local_model), (*RUNS, *_OF_DATA)),
+    Rule(lambda case: check_devices(case.config)),
+    Rule(_rewards),
+    Rule(_lengths),
+    Rule(_monitor),
+    Rule(_system_prompt),
+    Rule(_models, _WITH_MODEL),
+    Rule(lambda case: check_model(case.config, policy=False), (Purpose.HARVEST,)),
+    Rule(lambda case: check_writer(case.config, case.workflow)),
+    Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
+    Rule(_local_algorithm, modes=("both",), engine="local"),
+    Rule(_local_settings, engine="local"),
+    Rule(_local_adapter, engine="local"),
+    Rule(_local_sampling, engine="local"),
+    Rule(_deterministic, engine="local"),
+    Rule(_quantised, engine="local"),
+    Rule(_unread, engine="local"),
+    Rule(_one_gpu, modes=("both",), engine="trinity"),
+    Rule(_quantised, modes=_ON_GPUS, engine="trinity"),
+    Rule(_vllm_quantised, modes=_ON_GPUS, engine="trinity"),
+    Rule(_group, modes=_WITH_ROLLOUTS, together=True),
+    Rule(_advantage, modes=_WITH_ROLLOUTS, together=True),
+    Rule(_batch, modes=_WITH_ROLLOUTS, together=True),
+    Rule(_train_batch, modes=_WITH_ROLLOUTS, together=True),
+    Rule(_evaluation, together=True),
+    Rule(_best_checkpoints, together=True),
 )

@@ -1,9 +1,10 @@
 """The schema of the YAML: a check that finds every fault, with the key that was meant.
 
-OmegaConf makes the real merge; it stops at the first fault and knows no lines. `SchemaWalk` goes
-over the YAML's nodes beside the tree of dataclasses, reports unknown keys with the nearest known
-one and values of a wrong type, and cuts the faulty parts out of the nodes, so that what remains
-can still be merged and checked further. Values with `${...}` are left to OmegaConf.
+OmegaConf makes the real merge; it stops at the first fault and knows no lines. `note_lines` keeps
+the line of every key; `Check` goes over the values beside the tree of dataclasses, reports
+unknown keys with the nearest known one and values of a wrong type, and leaves the faulty parts
+out, so that what remains can still be merged and checked further. Values with `${...}` are left
+to OmegaConf.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Union
@@ -27,251 +28,189 @@ _MERGE = "tag:yaml.org,2002:merge"
 _MAY_HOLD_A_KEY = re.compile(r"(key|token|secret|passw\w*|credentials?|authorization)$", re.I)
 """Names under which people write a key into the file, though no such setting is known."""
 _TRUTH = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
-_SCALARS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-}
+_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
+_SYNONYMS = """
+    algorithm.optimizer.lr: learning_rate
+    algorithm.optimizer.lr_warmup_steps: warmup_steps
+    algorithm.optimizer.lr_warmup_steps_ratio: warmup_ratio
+    algorithm.optimizer.lr_scheduler_type: lr_scheduler
+    trainer.grad_clip: max_grad_norm
+    algorithm.repeat_times: group_size num_generations rollout_n
+    buffer.total_epochs: epochs num_epochs num_train_epochs
+    buffer.total_steps: max_steps steps
+    trainer.save_interval: save_steps
+    explorer.eval_interval: eval_steps
+    model.max_response_tokens: max_tokens max_new_tokens max_completion_length
+    model.max_prompt_tokens: max_prompt_length
+    model.model_path: base_model model_name model_name_or_path
+    model.lora_configs: lora lora_config
+    model.lora_configs[].lora_rank: lora_r r
+    buffer.explorer_input.taskset: dataset train_dataset
+    buffer.explorer_input.eval_tasksets: eval_dataset eval_taskset
+    workflow: workflow_func
+    judge: reward reward_fn judge_func
+    rollout.run_timeout: timeout
+    checkpoint_root_dir: output_dir
+    name: experiment_name
+"""
 SYNONYMS = {
-    "learning_rate": "algorithm.optimizer.lr",
-    "warmup_steps": "algorithm.optimizer.lr_warmup_steps",
-    "warmup_ratio": "algorithm.optimizer.lr_warmup_steps_ratio",
-    "lr_scheduler": "algorithm.optimizer.lr_scheduler_type",
-    "max_grad_norm": "trainer.grad_clip",
-    "group_size": "algorithm.repeat_times",
-    "num_generations": "algorithm.repeat_times",
-    "rollout_n": "algorithm.repeat_times",
-    "epochs": "buffer.total_epochs",
-    "num_epochs": "buffer.total_epochs",
-    "num_train_epochs": "buffer.total_epochs",
-    "max_steps": "buffer.total_steps",
-    "steps": "buffer.total_steps",
-    "save_steps": "trainer.save_interval",
-    "eval_steps": "explorer.eval_interval",
-    "max_tokens": "model.max_response_tokens",
-    "max_new_tokens": "model.max_response_tokens",
-    "max_completion_length": "model.max_response_tokens",
-    "max_prompt_length": "model.max_prompt_tokens",
-    "base_model": "model.model_path",
-    "model_name": "model.model_path",
-    "model_name_or_path": "model.model_path",
-    "lora": "model.lora_configs",
-    "lora_config": "model.lora_configs",
-    "lora_r": "model.lora_configs[].lora_rank",
-    "r": "model.lora_configs[].lora_rank",
-    "dataset": "buffer.explorer_input.taskset",
-    "train_dataset": "buffer.explorer_input.taskset",
-    "eval_dataset": "buffer.explorer_input.eval_tasksets",
-    "eval_taskset": "buffer.explorer_input.eval_tasksets",
-    "workflow_func": "workflow",
-    "reward": "judge",
-    "reward_fn": "judge",
-    "judge_func": "judge",
-    "timeout": "rollout.run_timeout",
-    "output_dir": "checkpoint_root_dir",
-    "experiment_name": "name",
+    name: key
+    for key, _, names in (line.strip().partition(":") for line in _SYNONYMS.strip().splitlines())
+    for name in names.split()
 }
 """What other frameworks call a setting."""
 
 
-class SchemaWalk:
-    """One walk over one document.
+def note_lines(
+    node: yaml.Node, positions: KeyPositions, path: str = "", above: tuple[int, ...] = ()
+) -> Iterator[Fault]:
+    """Keep the line of every key below a YAML node; yields keys that are there twice, and takes
+    the first of the two out."""
+    if id(node) in above:  # an alias that contains itself
+        return
+    above = (*above, id(node))
+    pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            positions.lines[f"{path}.{number}"] = item.start_mark.line + 1
+            yield from note_lines(item, positions, f"{path}.{number}", above)
+    elif isinstance(node, yaml.MappingNode):
+        for key_node, value in node.value:
+            if key_node.tag == _MERGE:
+                merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for one in merged:
+                    yield from note_lines(one, positions, path, above)
+                pairs[f"<< {len(pairs)}"] = key_node, value
+                continue
+            name = str(key_node.value)
+            key = f"{path}.{name}".lstrip(".")
+            positions.lines[key] = key_node.start_mark.line + 1
+            if name in pairs:
+                first = pairs.pop(name)[0].start_mark.line + 1
+                found = f"`{name}` again (first in line {first})"
+                yield Fault(positions.where(key), "every key once", found, "remove one of the two")
+            pairs[name] = key_node, value
+            yield from note_lines(value, positions, key, above)
+        node.value = list(pairs.values())
+
+
+WRONG = object()
+"""In place of a value of which nothing can be used."""
+
+
+class Check:
+    """One check of values read from YAML.
 
     Args:
         schema: the dataclass at the top.
-        positions: filled with the line of every key met.
-        where: turns a key path and a node into the place shown in a fault.
+        where: the place of a key path, as a fault shows it.
+        raw: filled with values that hold an interpolation, by key path.
+        numbered: take a mapping whose keys are numbers for items of a list.
     """
 
     def __init__(
         self,
         schema: type,
-        positions: KeyPositions,
-        where: Callable[[str, yaml.Node], str],
+        where: Callable[[str], str],
+        raw: dict[str, str],
+        *,
+        numbered: bool = False,
     ) -> None:
-        self.schema = schema
-        self.positions = positions
-        self.where = where
+        self.schema, self.where, self.raw, self.numbered = schema, where, raw, numbered
         self.faults: list[Fault] = []
-        self._on_path: set[int] = set()
+        self._above: list[int] = []
 
-    def check(self, node: yaml.Node, expected: Any, path: str) -> bool:
-        """Check a value; False if it must be cut out. Parts of it may have been cut already."""
-        if id(node) in self._on_path:
-            return self._fault(path, node, "a finite value", "an alias that contains itself")
-        self._on_path.add(id(node))
+    def check(self, value: Any, kind: Any, path: str = "", choices: Sequence[str] = ()) -> Any:
+        """The value without its faulty parts, or `WRONG`."""
+        expected, optional = strip_optional(kind)
+        if isinstance(value, str) and "${" in value:
+            self.raw[path] = value
+            return value
+        if value is None and optional:
+            return None
+        if not isinstance(value, (dict, list)):
+            return self._scalar(value, expected, path, choices)
+        if id(value) in self._above:
+            return self._fault(path, "a finite value", "an alias that contains itself")
+        self._above.append(id(value))
         try:
-            return self._check(node, *strip_optional(expected), path)
+            return self._container(value, expected, path)
         finally:
-            self._on_path.discard(id(node))
+            self._above.pop()
 
-    def _check(self, node: yaml.Node, expected: Any, optional: bool, path: str) -> bool:
-        if isinstance(node, yaml.ScalarNode):
-            if "${" in node.value and node.tag.endswith(":str"):
-                self.positions.raw[path] = node.value
-                return True
-            if node.tag.endswith(":null"):
-                if optional or expected is Any:
-                    return True
-                return self._fault(path, node, describe(expected), "nothing (null)")
-            if node.value == "???":
-                return self._fault(path, node, describe(expected), "??? (a value still to fill in)")
-        if expected is Any:
-            self._note_lines(node, path)
-            return True
+    def _container(self, value: Any, expected: Any, path: str) -> Any:
+        known: dict[str, Any] | None = None
         if dataclasses.is_dataclass(expected):
-            return self._check_section(node, expected, path)
+            known = dict(fields_of(typing.cast(type, expected)))
+        origin, arguments = typing.get_origin(expected) or expected, typing.get_args(expected)
+        is_list = isinstance(value, list)
+        entries = list(enumerate(value) if is_list else value.items())
+        if self.numbered and origin is list:
+            is_list = all(str(name).isdigit() for name, _ in entries)
+        if is_list and origin in (list, Any):
+            inner = arguments[0] if arguments else Any
+            checked = [self.check(item, inner, f"{path}.{name}") for name, item in entries]
+            return [item for item in checked if item is not WRONG]
+        if is_list or (known is None and origin not in (dict, Any)):
+            fix = "begin each item with `- `, also a single one" if origin is list else None
+            return self._fault(path, describe(expected), kind_of(value), fix)
+        kept = {}
+        for name, item in entries:
+            key = f"{path}.{name}".lstrip(".")
+            kind: Any = arguments[1] if len(arguments) == 2 else Any
+            choices: Sequence[str] = ()
+            if known is not None and name not in known:
+                self._unknown(path, str(name), item, known)
+                continue
+            if known is not None:
+                kind, choices = known[name]
+            checked = self.check(item, kind, key, choices)
+            if checked is not WRONG:
+                kept[name] = checked
+        return kept
+
+    def _scalar(self, value: Any, expected: Any, path: str, choices: Sequence[str]) -> Any:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        good = value is not None and value != "???" and not isinstance(value, bytes)
         origin = typing.get_origin(expected) or expected
-        if origin is list:
-            return self._check_list(node, expected, path)
-        if origin is dict:
-            return self._check_dict(node, expected, path)
-        if not isinstance(node, yaml.ScalarNode):
-            return self._fault(path, node, describe(expected), kind_of(node))
-        return self._check_scalar(node, expected, path)
-
-    def _check_section(self, node: yaml.Node, section: Any, path: str) -> bool:
-        if not isinstance(node, yaml.MappingNode):
-            return self._fault(path, node, describe(section), kind_of(node))
-        known = fields_of(section)
-        kept: list[tuple[yaml.Node, yaml.Node]] = []
-        seen: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for pair in node.value:
-            key_node, value = pair
-            if key_node.tag == _MERGE:
-                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    self._check_section(merged, section, path)
-                kept.append(pair)
-                continue
-            if not isinstance(key_node, yaml.ScalarNode):
-                self._fault(path, key_node, "a word as key", kind_of(key_node))
-                continue
-            name = key_node.value
-            key = f"{path}.{name}" if path else name
-            if name in seen:
-                self._duplicate(key, seen[name][0], key_node)
-                kept = [earlier for earlier in kept if earlier is not seen[name]]
-            if name not in known:
-                self._unknown(path, key_node, value, known)
-                continue
-            self.positions.lines[key] = key_node.start_mark.line + 1
-            seen[name] = pair
-            field_type, choices = known[name]
-            good = self.check(value, field_type, key)
-            if good and choices:
-                good = self.check_choice(value, choices, key)
-            if good:
-                kept.append(pair)
-        node.value = kept
-        return True
-
-    def _check_list(self, node: yaml.Node, expected: Any, path: str) -> bool:
-        if not isinstance(node, yaml.SequenceNode):
-            fix = "begin each item with `- `, also a single one"
-            return self._fault(path, node, describe(expected), kind_of(node), fix)
-        item_type = (typing.get_args(expected) or (Any,))[0]
-        kept = []
-        for index, item in enumerate(node.value):
-            key = f"{path}.{index}"
-            self.positions.lines[key] = item.start_mark.line + 1
-            if self.check(item, item_type, key):
-                kept.append(item)
-        node.value = kept
-        return True
-
-    def _check_dict(self, node: yaml.Node, expected: Any, path: str) -> bool:
-        if not isinstance(node, yaml.MappingNode):
-            return self._fault(path, node, describe(expected), kind_of(node))
-        arguments = typing.get_args(expected)
-        value_type = arguments[1] if len(arguments) == 2 else Any
-        kept: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        for key_node, value in node.value:
-            if key_node.tag == _MERGE:
-                kept["<<"] = (key_node, value)
-                continue
-            key = f"{path}.{key_node.value}"
-            if key_node.value in kept:
-                self._duplicate(key, kept[key_node.value][0], key_node)
-            self.positions.lines[key] = key_node.start_mark.line + 1
-            if self.check(value, value_type, key):
-                kept[key_node.value] = (key_node, value)
-        node.value = list(kept.values())
-        return True
-
-    def _check_scalar(self, node: yaml.ScalarNode, expected: Any, path: str) -> bool:
         if isinstance(expected, type) and issubclass(expected, Enum):
-            try:
-                expected[node.value]
+            try:  # Trinity's enums also take the names that their values had before
+                expected[str(value)]
             except KeyError:
-                words = [member.value for member in expected]
-                return self._not_a_choice(path, node, words)
-            return True
-        tag = node.tag.rpartition(":")[2]
-        good = {
-            bool: tag in ("bool", "int") or node.value.lower() in _TRUTH,
-            int: tag == "int" or (tag == "str" and _parses(int, node.value)),
-            float: tag in ("int", "float") or (tag == "str" and _parses(float, node.value)),
-        }.get(expected, True)
-        return good or self._fault(path, node, describe(expected), kind_of(node))
+                good, choices = False, [member.value for member in expected]
+        elif dataclasses.is_dataclass(expected) or origin in (list, dict):
+            good = False
+        elif expected is bool:
+            good = isinstance(value, int) or str(value).lower() in _TRUTH
+        elif expected is int:
+            good = (number and isinstance(value, int)) or _parses(int, value)
+        elif expected is float:
+            good = number or _parses(float, value)
+        elif choices:
+            good = value in choices
+        if good or expected is Any:
+            return value
+        fix = "begin each item with `- `, also a single one" if origin is list else None
+        if choices:
+            fix = f"{path.rpartition('.')[2]}: {nearest(str(value), choices) or choices[0]}"
+        told = "one of " + ", ".join(choices) if choices else describe(expected)
+        return self._fault(path, told, kind_of(value), fix)
 
-    def check_choice(self, node: yaml.Node, choices: tuple[str, ...], path: str) -> bool:
-        value = node.value
-        if node.tag.endswith(":null") or "${" in value or value in choices:
-            return True
-        return self._not_a_choice(path, node, choices)
-
-    def _not_a_choice(self, path: str, node: yaml.Node, words: typing.Sequence[str]) -> bool:
-        close = nearest(str(node.value), words)
-        name = path.rpartition(".")[2]
-        fix = f"{name}: {close}" if close else f"{name}: {words[0]}"
-        return self._fault(path, node, "one of " + ", ".join(words), kind_of(node), fix)
-
-    def _note_lines(self, node: yaml.Node, path: str) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key_node, value in node.value:
-                if isinstance(key_node, yaml.ScalarNode):
-                    key = f"{path}.{key_node.value}"
-                    self.positions.lines[key] = key_node.start_mark.line + 1
-                    self._note_lines(value, key)
-        elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
-            self.positions.raw[path] = node.value
-
-    def _duplicate(self, key: str, first: yaml.Node, second: yaml.Node) -> None:
-        self.faults.append(
-            Fault(
-                self.where(key, second),
-                "every key once",
-                f"`{key.rpartition('.')[2]}` again (first in line {first.start_mark.line + 1})",
-                "remove one of the two",
-            )
-        )
-
-    def _unknown(
-        self, parent: str, key_node: yaml.ScalarNode, value: yaml.Node, known: dict[str, Any]
-    ) -> None:
-        expected, fix = suggest(self.schema, parent, key_node.value, known)
-        key = f"{parent}.{key_node.value}" if parent else key_node.value
+    def _unknown(self, parent: str, name: str, value: Any, known: dict[str, Any]) -> None:
+        expected, fix = suggest(self.schema, parent, name, known)
+        key = f"{parent}.{name}".lstrip(".")
         kind = kind_of(value)
-        if isinstance(value, yaml.ScalarNode) and _MAY_HOLD_A_KEY.search(key_node.value):
+        if not isinstance(value, (dict, list)) and _MAY_HOLD_A_KEY.search(name):
             kind = "its value is not shown since it may be a key"
         found = f"`{display(key)}`, which is no setting ({kind})"
-        self.faults.append(Fault(self.where(key, key_node), expected, found, fix))
+        self.faults.append(Fault(self.where(key), expected, found, fix))
 
-    def _fault(
-        self, path: str, node: yaml.Node, expected: str, found: str, fix: str | None = None
-    ) -> bool:
-        shown = display(path) or "the file"
-        self.faults.append(
-            Fault(
-                self.where(path, node),
-                f"{shown}: {expected}",
-                found,
-                fix or f"give `{shown}` {expected}, or remove it to take the default",
-            )
-        )
-        return False
+    def _fault(self, path: str, expected: str, found: str, fix: str | None = None) -> Any:
+        fix = fix or f"give `{display(path)}` {expected}, or remove it to take the default"
+        fault = Fault(self.where(path), f"{display(path)}: {expected}", found, fix)
+        self.faults.append(fault)
+        return WRONG
 
 
 def suggest(schema: type, parent: str, name: str, known: dict[str, Any]) -> tuple[str, str]:
@@ -333,44 +272,39 @@ def strip_optional(kind: Any) -> tuple[Any, bool]:
 def describe(kind: Any) -> str:
     """A type in words."""
     kind, optional = strip_optional(kind)
+    origin = typing.get_origin(kind) or kind
     if kind is Any:
         return "any value"
     if dataclasses.is_dataclass(kind):
         text = "a section (indented keys below it)"
     elif isinstance(kind, type) and issubclass(kind, Enum):
         text = "one of " + ", ".join(member.value for member in kind)
+    elif origin is list:
+        inner = (typing.get_args(kind) or (Any,))[0]
+        text = "a list of sections" if dataclasses.is_dataclass(inner) else "a list"
+    elif origin is dict:
+        text = "a mapping (indented keys below it)"
     else:
-        origin = typing.get_origin(kind) or kind
-        if origin is list:
-            inner = (typing.get_args(kind) or (Any,))[0]
-            text = "a list of sections" if dataclasses.is_dataclass(inner) else "a list"
-        elif origin is dict:
-            text = "a mapping (indented keys below it)"
-        else:
-            text = _SCALARS.get(kind, str(kind))
+        text = _SCALARS.get(kind, str(kind))
     return f"{text}, or null" if optional else text
 
 
-def kind_of(node: yaml.Node) -> str:
+def kind_of(value: Any) -> str:
     """A value of the YAML in words."""
-    if isinstance(node, yaml.MappingNode):
-        return "a mapping"
-    if isinstance(node, yaml.SequenceNode):
-        return f"a list of {len(node.value)}"
-    tag = node.tag.rpartition(":")[2]
-    words = {"bool": "true or false", "int": "a whole number", "float": "a number"}
-    if tag == "null":
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else f"a list of {len(value)}"
+    if value is None:
         return "nothing (null)"
-    shown = node.value if len(node.value) <= 60 else node.value[:57] + "..."
-    return f"{shown!r} (text)" if tag == "str" else f"{shown} ({words.get(tag, tag)})"
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{shown} ({_SCALARS.get(type(value), type(value).__name__)})"
 
 
-def _parses(kind: type, text: str) -> bool:
+def _parses(kind: type, value: Any) -> bool:
     try:
-        kind(text)
+        return isinstance(value, str) and kind(value) is not None
     except ValueError:
         return False
-    return True
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,77 +25,34 @@ from trinity.common.config import AlgorithmConfig
 
 from aflow_tune.config.settings import AflowConfig, Prepared, StageSection
 from aflow_tune.errors import Fault
-from aflow_tune.sections import KeyPositions, display
+from aflow_tune.sections import KeyPositions
 
 STAGE_PATH = "stage://"
 """`stage://warm_up/sft.jsonl`: a file that the stage `warm_up` leaves in its folder."""
 
 _NAME = re.compile(r"\w[\w.\-]*")
 _KEPT_WITH_ANOTHER_ALGORITHM = ("algorithm_type", "optimizer", "repeat_times")
-_EITHER = (("taskset", "tasksets"),)
-
+_OTHER = {"taskset": "tasksets", "tasksets": "taskset"}
 
 TRAINING = ("both", "train")
 """Modes of the local engine that leave a trained model behind."""
 
-SECTIONS = tuple(item.name for item in fields(StageSection) if item.name not in ("stage_name",))
-
-
-@dataclass
-class StagePositions(KeyPositions):
-    """Where the keys of one stage were written: in the stage, or at the top level.
-
-    Keys are those of the stage's own configuration (`algorithm.repeat_times`); `shown` holds how
-    those that the stage wrote itself are called in the file (`stages.1.algorithm.repeat_times`).
-    """
-
-    prefix: str = ""
-    first_line: int | None = None
-    shown: dict[str, str] = field(default_factory=dict)
-
-    def inherited(self, key: str) -> bool:
-        """Whether it is the top level that sets this key."""
-        return self.given(key) and key not in self.shown
-
-    def where(self, key: str) -> str:
-        """`file:line: stages[1].key`, or the argument that set it, or the top level's key."""
-        path = key
-        while path:
-            name = display(self.shown.get(path, path) + key[len(path) :])
-            if path in self.overrides:
-                return f"command line: {self.overrides[path]}"
-            if path in self.arguments:
-                return f"{self.arguments[path]}: {name}"
-            if path in self.lines:
-                return f"{self.file}:{self.lines[path]}: {name}"
-            path = path.rpartition(".")[0]
-        if key.partition(".")[0] not in SECTIONS:
-            return super().where(key)
-        name = display(f"{self.prefix}.{key}")
-        line = f":{self.first_line}" if self.first_line is not None else ""
-        return f"{self.file}{line}: {name}" if self.file else name
+SECTIONS = tuple(item.name for item in fields(StageSection) if item.name != "stage_name")
 
 
 def check_stages(content: dict[str, Any], positions: KeyPositions) -> list[Fault]:
     """What is wrong with the names of the stages; a faulty one gets a name to go on with."""
     faults = []
-    taken: dict[str, str] = {}
+    taken: set[str] = set()
     stages = [stage for stage in content.get("stages") or [] if isinstance(stage, dict)]
     for number, stage in enumerate(stages):
-        name, key = stage.get("stage_name"), f"stages.{number}.stage_name"
-        expected, fix = "a name for the stage, which is that of its folder", "stage_name: warm_up"
-        found = None
-        if name is None or name == "":
-            found = "none"
-        elif not _NAME.fullmatch(str(name)):
-            found = f"{name!r}"
-        elif str(name) in taken:
-            found = f"{name!r}, as in {display(taken[str(name)])}"
-            fix = f"stage_name: {name}_2"
-        if found is not None:
-            faults.append(Fault(positions.where(key), expected, found, fix))
+        name = str(stage.get("stage_name") or "")
+        if not _NAME.fullmatch(name) or name in taken:
+            where = positions.where(f"stages.{number}.stage_name")
+            expected = "a name for the stage, which is that of its folder, and of no other stage"
+            faults.append(Fault(where, expected, repr(name), "stage_name: warm_up"))
             stage["stage_name"] = f"stage_{number}"
-        taken.setdefault(str(stage["stage_name"]), key)
+        taken.add(str(stage["stage_name"]))
     return faults
 
 
@@ -139,24 +96,18 @@ def resolve_stage_paths(config: AflowConfig, stages: list[AflowConfig]) -> list[
     names = [section.stage_name for section in config.stages]
     for number, stage in enumerate(stages):
         buffer = stage.buffer.trainer_input.experience_buffer
-        written = buffer.path if buffer is not None else None
-        if buffer is None or written is None or not written.startswith(STAGE_PATH):
+        if buffer is None or not (buffer.path or "").startswith(STAGE_PATH):
             continue
-        name, _, rest = written.removeprefix(STAGE_PATH).partition("/")
+        name, _, rest = str(buffer.path).removeprefix(STAGE_PATH).partition("/")
         inside = bool(rest) and ".." not in Path(rest).parts and not rest.startswith("/")
         if name in names[:number] and inside:
             buffer.path = str(folder / name / rest)
             stage.prepared.awaited = buffer.path
             continue
-        earlier = ", ".join(names[:number]) or "none: this is the first one"
-        faults.append(
-            Fault(
-                stage.positions.where("buffer.trainer_input.experience_buffer.path"),
-                f"{STAGE_PATH}STAGE/FILE of an earlier stage ({earlier})",
-                repr(written),
-                f"path: {STAGE_PATH}{names[0] if number else 'STAGE'}/sft.jsonl",
-            )
-        )
+        key = "buffer.trainer_input.experience_buffer.path"
+        expected = f"{STAGE_PATH}STAGE/FILE of an earlier stage ({', '.join(names[:number])})"
+        fix = f"path: {STAGE_PATH}{names[0] if number else 'STAGE'}/sft.jsonl"
+        faults.append(stage.fault(key, expected, repr(buffer.path), fix))
     return faults
 
 
@@ -167,39 +118,30 @@ def chain_folder(config: AflowConfig) -> Path:
 
 
 def _merged(base: Mapping[str, Any], own: Mapping[str, Any], section: str) -> dict[str, Any]:
-    kept = dict(_inherited(base, own, section))
+    """A stage's section over the top level's section of the same name."""
+    chosen = own.get("algorithm_type") if section == "algorithm" else None
+    other_algorithm = chosen is not None and chosen != base.get("algorithm_type")
+    # A stage that names `tasksets` does not get `taskset`, nor the reverse.
+    inputs = section == "buffer.explorer_input"
+    dropped = {_OTHER[name] for name in _OTHER if inputs and own.get(name)}
+    kept = {
+        name: value
+        for name, value in base.items()
+        if not (other_algorithm and name not in _KEPT_WITH_ANOTHER_ALGORITHM)
+        and not (name in dropped and name not in own)
+    }
     for name, value in own.items():
         below = kept.get(name)
         if isinstance(value, dict) and isinstance(below, dict):
-            kept[name] = _merged(below, value, f"{section}.{name}")
-        else:
-            kept[name] = value
+            value = _merged(below, value, f"{section}.{name}")
+        kept[name] = value
     return copy.deepcopy(kept)
 
 
-def _inherited(
-    base: Mapping[str, Any], own: Mapping[str, Any], section: str
-) -> Iterator[tuple[str, Any]]:
-    """What a stage's section gets of the top level's section of the same name."""
-    chosen = own.get("algorithm_type") if section == "algorithm" else None
-    other_algorithm = chosen is not None and chosen != base.get("algorithm_type")
-    dropped = {
-        other
-        for pair in _EITHER
-        for name, other in (pair, pair[::-1])
-        if own.get(name) and section == "buffer.explorer_input"
-    }
-    for name, value in base.items():
-        if name in dropped and name not in own:
-            continue
-        if other_algorithm and name not in _KEPT_WITH_ANOTHER_ALGORITHM:
-            continue
-        yield name, value
-
-
-def _stage_positions(base: KeyPositions, number: int, config: AflowConfig) -> StagePositions:
+def _stage_positions(base: KeyPositions, number: int, config: AflowConfig) -> KeyPositions:
     prefix = f"stages.{number}"
-    found = StagePositions(base.file, base.base, prefix=prefix, first_line=base.lines.get(prefix))
+    found = KeyPositions(base.file, base.base, stage=prefix, stage_sections=SECTIONS)
+    found.lines.update({key: base.lines[key] for key in (prefix,) if key in base.lines})
     own = {
         path.removeprefix(prefix + ".")
         for place in (base.lines, base.overrides, base.arguments)
@@ -207,12 +149,20 @@ def _stage_positions(base: KeyPositions, number: int, config: AflowConfig) -> St
         if path.startswith(prefix + ".")
     }
     stage = config.stages[number].algorithm
-    other = stage is not None and stage.algorithm_type != config.algorithm.algorithm_type
-    dropped = _overwritten(own, base, other_algorithm=other)
+    # Keys of the top level that say nothing about this stage.
+    dropped = {path for path in own if f"{path}.0" in own or f"{path}.0" in base.lines}
+    if stage is not None and stage.algorithm_type != config.algorithm.algorithm_type:
+        names = {item.name for item in fields(AlgorithmConfig)}
+        dropped |= {f"algorithm.{name}" for name in names - {*_KEPT_WITH_ANOTHER_ALGORITHM}}
+    for name, other in _OTHER.items():
+        key = "buffer.explorer_input."
+        if key + name in own and key + other not in own:
+            dropped.add(key + other)
     for name in ("lines", "overrides", "arguments", "raw"):
         places, target = getattr(base, name), getattr(found, name)
         for path, place in places.items():
-            if not path.startswith("stages") and not _below(path, dropped):
+            below = any(path == key or path.startswith(key + ".") for key in dropped)
+            if not path.startswith("stages") and not below:
                 target[path] = place
         for path, place in places.items():
             if path.startswith(prefix + "."):
@@ -222,24 +172,3 @@ def _stage_positions(base: KeyPositions, number: int, config: AflowConfig) -> St
                 target[key] = place
                 found.shown[key] = path
     return found
-
-
-def _overwritten(own: set[str], base: KeyPositions, *, other_algorithm: bool) -> set[str]:
-    """Keys of the top level that say nothing about this stage."""
-    found = {path for path in own if f"{path}.0" in own or f"{path}.0" in base.lines}
-    if other_algorithm:
-        found |= {
-            f"algorithm.{item.name}"
-            for item in fields(AlgorithmConfig)
-            if item.name not in _KEPT_WITH_ANOTHER_ALGORITHM
-        }
-    for pair in _EITHER:
-        for name, other in (pair, pair[::-1]):
-            key = "buffer.explorer_input."
-            if key + name in own and key + other not in own:
-                found.add(key + other)
-    return found
-
-
-def _below(path: str, keys: set[str]) -> bool:
-    return any(path == key or path.startswith(key + ".") for key in keys)

@@ -34,7 +34,6 @@ ROWS_READER = "aflow_tune.engines.trinity.readers.RowsReader"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _FILE_SPLIT = "train"
 _ROLLOUT_ARGS = ("temperature", "top_p", "top_k", "logprobs")
-_LOADERS = ("json", "csv", "parquet", "arrow", "text")
 # The words by which `datasets` tells splits apart in the names of a folder's files.
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -82,17 +81,23 @@ def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig)
     name = str(taskset.path or "")
     if not is_file(taskset):
         return Located("other")
-    for path in _candidates(config, name):
+    arrival = arrived()  # in a submitted job a path may have travelled
+    moved = None if arrival is None else arrival.relocated(os.path.expanduser(name))
+    own = [base / Path(name).expanduser() for base in _bases(config)]
+    for path in own if moved is None else [Path(moved), *own]:
         if path.is_file():
             return _locate_file(Path(os.path.abspath(path)))
         if path.is_dir():
             return _locate_folder(Path(os.path.abspath(path)), taskset)
-    if name in _LOADERS:
-        fix = f"path: data/train.{name}"
-        return Located("missing", fault=f"{name!r}, the name of a loader", fix=fix)
-    if looks_local(config, name) or file_format(Path(name)):
-        return _missing(config, name)
-    return _locate_hub(name, taskset)
+    if not looks_local(config, name) and not file_format(Path(name)):
+        return _locate_hub(name, taskset)
+    near: list[str] = []
+    for base in _bases(config):
+        folder = (base / Path(name).expanduser()).parent
+        names = [item.name for item in folder.iterdir()] if folder.is_dir() else []
+        near += difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
+    fix = f"check the path; there is {', '.join(dict.fromkeys(near))}" if near else "check the path"
+    return Located("missing", fault=f"no such file or folder: {name}", fix=fix)
 
 
 def looks_local(config: AflowConfig, name: str) -> bool:
@@ -117,13 +122,13 @@ def read_taskset(
 
 def training_rows(config: AflowConfig) -> int | None:
     """Rows of all training data together; None if not all are on disk."""
+    buffer = experience_buffer(config)
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
     if config.mode == "train":
-        buffer = experience_buffer(config)
-        sets = [buffer] if buffer is not None and buffer.path else []
-        if not sets:
+        if buffer is None or not buffer.path:
             return None
+        sets = [buffer]
     total = 0
     for taskset in sets:
         table = read_taskset(config, taskset)
@@ -158,29 +163,26 @@ def settle_paths(config: AflowConfig) -> None:
         name = str(model.model_path or "")
         if name and name not in BUNDLED and Path(name).expanduser().is_dir():
             model.model_path = os.path.abspath(os.path.expanduser(name))
+    buffer, tables = experience_buffer(config), config.prepared.tables
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, _ in user_tasksets(config)]
-    buffer = experience_buffer(config)
     for taskset in sets if buffer is None else [*sets, buffer]:
-        found = locate(config, taskset)
+        found, key = locate(config, taskset), (str(taskset.path), taskset.split)
         if found.path is not None and found.fault is None:
-            tables = config.prepared.tables
-            table = tables.get((str(taskset.path), taskset.split))
             taskset.path = str(found.path)
             if found.kind == "file":
                 taskset.split, taskset.subset_name = _FILE_SPLIT, None
-            if table is not None:
-                tables[(taskset.path, taskset.split)] = table
+            if key in tables:
+                tables[(taskset.path, taskset.split)] = tables[key]
 
 
 def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
     """Link every task set that is a plain file into `<run folder>/data/<name>/train.<suffix>`.
 
     To be called on a prepared configuration whose run folder is held; `run_dir`, where it is
-    given, becomes its run folder. The paths of the task
-    sets become those folders. A folder is linked as well, without the files of its other splits.
-    For a Ray that others started files are copied: its nodes see the run folder, but perhaps not
-    what it would link to.
+    given, becomes its run folder. The paths of the task sets become those folders. A folder is
+    linked as well, without the files of its other splits. For a Ray that others started files
+    are copied: its nodes see the run folder, but perhaps not what it would link to.
     """
     if run_dir is not None:
         config.checkpoint_job_dir = str(run_dir)
@@ -233,7 +235,9 @@ def link_files(files: list[Path], folder: Path, copied: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(files):
         name = f"{_FILE_SPLIT}-{number:05d}" if len(files) > 1 else _FILE_SPLIT
-        link = folder / f"{name}{''.join(_data_suffixes(file))}"
+        suffix = re.search(r"\.\w+(\.gz)?$", file.name.lower())
+        assert suffix is not None  # of a file whose format is known
+        link = folder / f"{name}{suffix[0].replace('.ndjson', '.jsonl')}"
         temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
         if copied:
             shutil.copyfile(file, temporary)
@@ -247,27 +251,12 @@ def _own_files(config: AflowConfig, taskset: TasksetConfig, held_out: bool) -> l
     found, table = locate(config, taskset), read_taskset(config, taskset)
     if table is None or found.kind not in ("file", "folder") or re.search(r"[\[+]", taskset.split):
         return []
-    needed = (bool(config.mix) and not held_out) or len(sources(table)) > 1
-    return found.files if needed else []
+    return found.files if (config.mix and not held_out) or len(sources(table)) > 1 else []
 
 
 def _bases(config: AflowConfig) -> list[Path]:
     base = config.positions.base
     return [Path()] if base is None else [Path(), base]
-
-
-def _candidates(config: AflowConfig, name: str) -> list[Path]:
-    """Where a path of the configuration may lead; in a submitted job it may have travelled."""
-    arrival = arrived()
-    moved = None if arrival is None else arrival.relocated(os.path.expanduser(name))
-    own = [base / Path(name).expanduser() for base in _bases(config)]
-    return own if moved is None else [Path(moved), *own]
-
-
-def _data_suffixes(path: Path) -> list[str]:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    suffixes = suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:]
-    return [".jsonl" if suffix == ".ndjson" else suffix for suffix in suffixes]
 
 
 def _locate_file(path: Path) -> Located:
@@ -286,12 +275,15 @@ def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) 
     files = sorted(
         file
         for file in root.rglob("*")
-        if file.is_file() and file_format(file) and not _is_hidden(file, root)
+        if file.is_file()
+        and file_format(file)
+        and not any(part.startswith((".", "__")) for part in file.relative_to(root).parts)
     )
     if not files:
         fix = "put train.jsonl (or .json, .csv, .parquet) there, or name the file itself"
         return Located("folder", path, fault="a folder without data files", fix=fix)
-    if (path / "README.md").is_file() and "configs:" in _head(path / "README.md"):
+    readme = path / "README.md"
+    if readme.is_file() and "configs:" in readme.read_text(encoding="utf-8", errors="replace"):
         warning = f"{path}: its README.md decides which files are read; rows are not checked"
         return Located("folder", path, warning=warning)
     by_split: dict[str, list[Path]] = {}
@@ -299,17 +291,14 @@ def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) 
         by_split.setdefault(_split_of(file.relative_to(root)) or "", []).append(file)
     if set(by_split) == {""}:
         by_split = {"train": files}
-    split = re.split(r"[\[+]", taskset.split)[0]
-    chosen = by_split.get(split, [])
+    chosen = by_split.get(re.split(r"[\[+]", taskset.split)[0], [])
     if not chosen:
         there = ", ".join(sorted(name for name in by_split if name)) or "none"
-        fault = f"the splits {there} ({', '.join(file.name for file in files[:4])})"
-        return Located("folder", path, fault=fault, fix=f"split: {sorted(by_split)[-1]}")
-    formats = {file_format(file) for file in chosen}
-    if len(formats) > 1:
-        names = ", ".join(file.name for file in chosen[:4])
+        fix = f"split: {sorted(by_split)[-1]}"
+        return Located("folder", path, fault=f"the splits {there}", fix=fix)
+    if len({file_format(file) for file in chosen}) > 1:
         fix = "keep one format in the folder, or name one file"
-        return Located("folder", path, fault=f"files of several formats: {names}", fix=fix)
+        return Located("folder", path, fault="files of several formats", fix=fix)
     return Located("folder", path, chosen)
 
 
@@ -326,26 +315,9 @@ def _locate_hub(name: str, taskset: TasksetConfig | ExperienceBufferConfig) -> L
     if arrow:
         return Located("hub", files=arrow)
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    if (hub / f"datasets--{name.replace('/', '--')}").is_dir() or prepared.is_dir():
-        return Located("hub", warning=f"data set {name}: cached, but its rows are not checked")
-    return Located(
-        "hub",
-        warning=f"data set {name}: not on this machine; it will be fetched from the hub at the "
-        "start, and its rows are not checked before",
-    )
-
-
-def _missing(config: AflowConfig, name: str) -> Located:
-    near: list[str] = []
-    for base in _bases(config):
-        folder = (base / Path(name).expanduser()).parent
-        if folder.is_dir():
-            names = [item.name for item in folder.iterdir() if not item.name.startswith(".")]
-            near += difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
-    fix = "check the path"
-    if near:
-        fix += f"; there is {', '.join(dict.fromkeys(near))}"
-    return Located("missing", fault=f"no such file or folder: {name}", fix=fix)
+    cached = (hub / f"datasets--{name.replace('/', '--')}").is_dir() or prepared.is_dir()
+    state = "cached" if cached else "not on this machine, to be fetched from the hub at the start"
+    return Located("hub", warning=f"data set {name}: {state}; its rows are not checked before")
 
 
 def _split_of(path: Path) -> str | None:
@@ -356,12 +328,3 @@ def _split_of(path: Path) -> str | None:
             if set(known) & set(words):
                 return split
     return None
-
-
-def _is_hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith((".", "__")) for part in file.relative_to(root).parts)
-
-
-def _head(path: Path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(4000)

@@ -8,18 +8,21 @@ be changed. Here the functions are found that a configuration names, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from aflow_tune.config.changes import render_changes
 from aflow_tune.config.engine import choose_engine
-from aflow_tune.config.file_rules import auxiliary_models, check_data
+from aflow_tune.config.file_rules import check_data
 from aflow_tune.config.load import AflowConfig, read_config
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.settings import Change
 from aflow_tune.config.stages import parts_of
+from aflow_tune.contract.plugins import resolve
+from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import check_address
 from aflow_tune.shipping import travelled
@@ -40,11 +43,7 @@ class ValidationReport:
     stages: list[tuple[str, ValidationReport]] = field(default_factory=list)
     """What was found of each stage; faults and warnings stand above as well."""
 
-    def add(self, error: BadInput) -> None:
-        """Take over the faults of a refusal."""
-        self.faults += error.faults or [Fault(self.path, "valid input", error.title, "see above")]
-
-    def add_new(self, faults: Sequence[Fault], warnings: Sequence[str]) -> None:
+    def add(self, faults: Sequence[Fault], warnings: Sequence[str] = ()) -> None:
         """Take over faults of places that none is known of yet, and new warnings."""
         known = {fault.where for fault in self.faults}
         self.faults += [fault for fault in faults if fault.where not in known]
@@ -52,14 +51,10 @@ class ValidationReport:
 
     def render(self) -> str:
         """The report as text, for a terminal or a log."""
-        parts = []
-        if self.engine is not None:
-            parts.append(f"engine: {self.engine[0]} ({self.engine[1]})")
-        if self.changes:
-            parts.append(render_changes(self.changes))
-        for name, stage in self.stages:
-            if stage.changes:
-                parts.append(f"stage {name}: {render_changes(stage.changes)}")
+        changed = [("", self.changes)]
+        changed += [(f"stage {name}: ", stage.changes) for name, stage in self.stages]
+        parts = [f"engine: {self.engine[0]} ({self.engine[1]})"] if self.engine else []
+        parts += [name + render_changes(changes) for name, changes in changed if changes]
         if self.warnings:
             parts.append("\n".join(["warnings:", *(f"  - {text}" for text in self.warnings)]))
         if self.faults:
@@ -80,15 +75,18 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     try:
         config, faults = read_config(path, overrides)
     except BadInput as error:
-        report.add(error)
+        report.add(_faults_of(error))
         return report
-    report.config, report.faults = config, list(faults)
     parts, misplaced = parts_of(config)
-    report.faults += misplaced
+    report.config, report.faults = config, [*faults, *misplaced]
     workflow: Function | None = None
     judge: Function | None = None
-    if any(needs_workflow(part) for _, part in parts):
-        workflow, judge = _functions(config, report)
+    try:
+        if any(needs_workflow(part) for _, part in parts):
+            workflow, judge = resolve_functions(config)
+            check_functions(workflow, judge)
+    except BadInput as error:
+        report.faults += _faults_of(error)
     try:
         check_run_prompts(config)
     except BadInput as error:
@@ -100,8 +98,12 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
             report.stages.append((name, found))
         else:
             report.changes = found.changes
-        report.add_new(found.faults, found.warnings)
+        report.add(found.faults, found.warnings)
     return report
+
+
+def _faults_of(error: BadInput) -> Sequence[Fault]:
+    return error.faults or [Fault("configuration", "valid input", error.title, "correct it")]
 
 
 def check_part(
@@ -123,15 +125,12 @@ def check_part(
             report.engine = choose_engine(config)
             report.changes = prepare(config, Purpose.CHECK, workflow=workflow)
         except BadInput as error:
-            report.add(error)
+            report.faults += _faults_of(error)
         engine = report.engine[0] if report.engine is not None else None
         address = check_address(config, engine)
         report.faults += [fault for fault in address if fault not in report.faults]
-    report.warnings += config.warnings
     found = check_data(config, workflow, judge)
-    known = {fault.where for fault in report.faults}
-    report.faults += [fault for fault in found.faults if fault.where not in known]
-    report.warnings += found.warnings
+    report.add(found.faults, [*config.warnings, *found.warnings])
     return report
 
 
@@ -165,16 +164,13 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     named = [key for key, value in ways.items() if value]
     if len(named) != 1:
         expected = (
-            "`workflow: path/file.py:function`, `workflow: module:function`, "
-            "`graph: {path: FOLDER}`, or `writer: {executor: ROLE}`"
+            "one of `workflow: path/file.py:function`, `workflow: module:function`, "
+            "`graph: {path: FOLDER}`, and `writer: {executor: ROLE}`"
         )
-        found, fix = "none of them", "add one of these lines, or pass the function to tune()"
-        title = "The configuration names no workflow function."
-        if named:
-            found, fix = " and ".join(named), "keep one of them"
-            title = "The configuration names more than one workflow function."
-        key = named[0] if named else "workflow"
-        raise BadInput(title, [config.fault(key, expected, found, fix)])
+        found = " and ".join(named) or "none of them"
+        fix = "keep one of them" if named else "add one, or pass the function to tune()"
+        fault = config.fault(named[0] if named else "workflow", expected, found, fix)
+        raise BadInput("The configuration does not name one workflow function.", [fault])
     if config.graph.path:
         workflow: Function = _graph_workflow(config)
     elif config.writer.executor:
@@ -196,16 +192,9 @@ def check_run_prompts(config: AflowConfig) -> None:
 
     named = {name: travelled(spec) for name, spec in config.operators.items()}
     keys = {spec: f"operators.{name}" for name, spec in named.items()}
-    try:
+    with _placed(lambda where: config.positions.where(keys.get(where, where))):
         own = load_operators(named, config.positions.base)
         check_prompts(config.prompts, operators={**OPERATORS, **own})
-    except BadInput as error:
-        where = config.positions.where
-        faults = [
-            replace(fault, where=where(keys.get(fault.where, fault.where)))
-            for fault in error.faults
-        ]
-        raise BadInput(error.title, faults) from None
 
 
 def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
@@ -230,35 +219,20 @@ def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
     return workflow, Path(config.get_checkpoint_job_dir()) / "harvested"
 
 
-def _functions(
-    config: AflowConfig, report: ValidationReport
-) -> tuple[Function | None, Function | None]:
-    from aflow_tune.contract.signature import check_functions
-
+@contextlib.contextmanager
+def _placed(where: Callable[[str], str]) -> Iterator[None]:
+    """Give the faults of a refusal another place."""
     try:
-        workflow, judge = resolve_functions(config)
+        yield
     except BadInput as error:
-        report.add(error)
-        return None, None
-    try:
-        check_functions(workflow, judge)
-    except BadInput as error:
-        report.add(error)
-    return workflow, judge
+        faults = [replace(fault, where=where(fault.where)) for fault in error.faults]
+        raise BadInput(error.title, faults) from error
 
 
 def _resolve(config: AflowConfig, key: str, reference: str) -> Function:
-    from aflow_tune.contract.plugins import resolve
-
-    try:
+    place = config.positions.where(key)
+    with _placed(lambda where: place if where == reference else f"{place}: {where}"):
         function: Function = resolve(reference, config.positions.base)
-    except BadInput as error:
-        where = config.positions.where(key)
-        faults = [
-            replace(fault, where=where if fault.where == reference else f"{where}: {fault.where}")
-            for fault in error.faults
-        ]
-        raise BadInput(error.title, faults) from error
     return function
 
 
@@ -268,8 +242,8 @@ def _graph_workflow(config: AflowConfig) -> Function:
 
     section, beside = config.graph, config.positions.beside
     score = _resolve(config, "graph.score", section.score) if section.score else None
-    path = beside(str(section.path))
-    try:
+    path, place = beside(str(section.path)), config.positions.where("graph.path")
+    with _placed(lambda where: f"{place}: {where}" if where == str(path) else where):
         return workflow_from_config(
             section,
             config.models,
@@ -280,24 +254,26 @@ def _graph_workflow(config: AflowConfig) -> Function:
             judged=bool(config.judge),
             where=config.positions.where,
         )
-    except BadInput as error:
-        key = config.positions.where("graph.path")
-        faults = [
-            replace(fault, where=f"{key}: {fault.where}") if fault.where == str(path) else fault
-            for fault in error.faults
-        ]
-        raise BadInput(error.title, faults) from error
 
 
 def _writer_workflow(config: AflowConfig) -> Function:
     from aflow_tune.operators import load_operators
-    from aflow_tune.writer.workflow import writer_from_config
+    from aflow_tune.writer.workflow import AuxiliaryModel, writer_from_config
 
-    section, beside = config.writer, config.positions.beside
+    section, beside, model = config.writer, config.positions.beside, config.model
+    auxiliary = {}
+    for other in config.explorer.auxiliary_models:  # what they do not say is the tuned model's
+        answer = other.max_response_tokens or model.max_response_tokens
+        prompt = other.max_prompt_tokens or model.max_prompt_tokens
+        whole = other.max_model_len or model.max_model_len
+        if prompt is None and whole is not None:
+            prompt = max(1, whole - (answer or whole // 2))
+        if other.name:
+            auxiliary[other.name] = AuxiliaryModel(answer_tokens=answer, prompt_tokens=prompt)
     return writer_from_config(
         section,
         config.models,
-        auxiliary=auxiliary_models(config),
+        auxiliary=auxiliary,
         operators=load_operators(config.operators, config.positions.base),
         score=_resolve(config, "writer.score", section.score) if section.score else None,
         test_cases=beside(section.test_cases) if section.test_cases else None,

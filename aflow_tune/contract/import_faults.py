@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import sys
 import sysconfig
 import traceback
 from pathlib import Path
 
 from aflow_tune.errors import Fault
 
-_AGENTSCOPE_TUNER = ("agentscope.tuner", "agentscope.tune")
+_OURS = Path(__file__).parents[1]
 
 
 def import_fault(spec: str, error: BaseException) -> Fault:
@@ -19,26 +18,37 @@ def import_fault(spec: str, error: BaseException) -> Fault:
 
     Its place is the last line of the user's own code that led there; `found` shows that line.
     """
+    where, line, message = spec, "", str(error)
     if isinstance(error, SyntaxError) and error.filename:
-        line = (error.text or "").strip()
-        return Fault(
-            f"{error.filename}:{error.lineno}",
-            "Python that can be parsed",
-            f"{type(error).__name__}: {error.msg}" + (f" in `{line}`" if line else ""),
-            "correct this line",
+        where, line = f"{error.filename}:{error.lineno}", (error.text or "").strip()
+        message = error.msg
+    else:
+        own = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
+        if own:
+            where, line = f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or ""
+    found = ": ".join(filter(None, (type(error).__name__, message))).splitlines()[0]
+    fix = "correct this line: `python -c` with this import shows the whole traceback"
+    if "agentscope.tune" in (line or spec):
+        fix = (
+            "import WorkflowOutput, JudgeOutput and tune from `aflow_tune`: AgentScope's own "
+            "module does not import without an extra"
         )
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    where, line = spec, ""
-    if own:
-        where, line = f"{own[-1].filename}:{own[-1].lineno}", own[-1].line or ""
-    message = ": ".join(filter(None, (type(error).__name__, str(error)))).splitlines()[0]
-    return Fault(
-        where,
-        f"{spec} to be importable",
-        message + (f" at `{line}`" if line else ""),
-        _cure(error, line or spec),
-    )
+    elif isinstance(error, ModuleNotFoundError) and error.name:
+        fix = f"install the package that provides `{error.name}`, or correct the name"
+    elif isinstance(error, ImportError) and error.path:
+        fix = f"that module is {error.path}; correct the name, or rename a file of yours"
+    elif isinstance(error, SystemExit):
+        fix = 'put what starts the script under `if __name__ == "__main__":`'
+    return Fault(where, f"{spec} to be importable", found + (f" at `{line}`" * bool(line)), fix)
+
+
+def _is_users(filename: str) -> bool:
+    path = Path(filename).resolve()
+    # `site-packages` also of an environment that this one borrows from
+    if filename.startswith("<") or "site-packages" in path.parts or path.is_relative_to(_OURS):
+        return False
+    places = [Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib", "stdlib")]
+    return not any(path.is_relative_to(place) for place in places)
 
 
 def package_fault(error: BaseException) -> Fault | None:
@@ -53,11 +63,10 @@ def package_fault(error: BaseException) -> Fault | None:
         top = str(error.name or "").partition(".")[0]
     else:
         top = _being_imported(error)
-    if top in ("", Path(__file__).parents[1].name):
+    if top in ("", _OURS.name):
         return None
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-    expected = "that it can be imported"
-    return Fault(f"the package {top}", expected, message, package_cure(top))
+    return Fault(f"the package {top}", "that it can be imported", message, package_cure(top))
 
 
 def _being_imported(error: BaseException) -> str:
@@ -82,31 +91,3 @@ def package_cure(module: str) -> str:
         return "python -m pip install 'aflow-tune'"
     version = importlib.metadata.version(names[0]).partition("+")[0]
     return f"python -m pip install --force-reinstall --no-deps '{names[0]}=={version}'"
-
-
-def _cure(error: BaseException, line: str) -> str:
-    if any(name in line for name in _AGENTSCOPE_TUNER):
-        return (
-            "import WorkflowOutput, JudgeOutput and tune from `aflow_tune`: AgentScope's own "
-            "module does not import without an extra"
-        )
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        top = error.name.partition(".")[0]
-        if top in sys.modules:
-            return f"correct the module's name: `{top}` is there, `{error.name}` is not"
-        return f"install the package that provides `{top}`, or correct the name"
-    if isinstance(error, ImportError) and error.path:
-        return f"that module is {error.path}; correct the name, or rename a file of yours"
-    if isinstance(error, SystemExit):
-        return 'put what starts the script under `if __name__ == "__main__":`'
-    return "make the file importable: `python -c` with this import shows the whole traceback"
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith("<"):
-        return False
-    path = Path(filename).resolve()
-    places = {Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib", "stdlib")}
-    if "site-packages" in path.parts:  # of an environment that this one borrows from
-        return False
-    return not any(path.is_relative_to(place) for place in (*places, Path(__file__).parents[1]))

@@ -18,15 +18,13 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from aflow_tune.contract.import_faults import import_fault
 from aflow_tune.errors import BadInput, Fault
@@ -36,6 +34,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__aflow_workflow__"
 _MOST_NAMES = 8
 _FORMS = "`module:function` or `path/file.py:function`"
+_FOLDERS: set[Path] = set()
+"""The folders that were added to `sys.path` here."""
 
 
 @overload
@@ -55,17 +55,10 @@ def workflow(function: Any = None, *, name: str | None = None) -> Any:
         if not callable(marked):
             raise TypeError(f"@workflow marks functions, not {marked!r:.80}")
         named = getattr(marked, "__name__", None) or type(marked).__name__
-        setattr(marked, _MARK, _Mark(name or named, home))
+        setattr(marked, _MARK, (name or named, home))
         return marked
 
     return mark if function is None else mark(function)
-
-
-@dataclass(frozen=True)
-class _Mark:
-    name: str
-    home: str
-    """The module in which `@workflow` stands."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +85,30 @@ def resolve(spec: str, base_dir: Path | None = None) -> Any:
     place, colon, name = spec.strip().rpartition(":")
     if not colon:
         place, name = name, ""
-    if place.endswith(".py") or "/" in place or "\\" in place:
-        module = _load_file(spec, place, base_dir)
+    is_file = place.endswith(".py") or "/" in place or "\\" in place
+    module = _load_file(spec, place, base_dir) if is_file else _import(spec, place, base_dir)
+    marked, known = discover(module), _functions(module)
+    if not name:
+        if len(marked) == 1:
+            return marked[0].function
+        found = ", ".join(one.name for one in marked) or "none"
+        fix = f"name one: `{place}:{known[0] if known else 'function'}`"
+        raise _refused(spec, "one function marked with @workflow", found, fix)
+    target: Any = module
+    for part in name.split("."):
+        if not hasattr(target, part):
+            for one in marked:
+                if one.name == name:
+                    return one.function
+            break
+        target = getattr(target, part)
     else:
-        module = _import(spec, place, base_dir)
-    found = _attribute(spec, module, name) if name else _only_marked(spec, module)
-    if not callable(found):
-        _, near = _choices(module, name)
-        raise _refused(
-            spec,
-            f"`{name}` to be a function",
-            f"{type(found).__name__}: {found!r:.60}",
-            f"name a function of it: {near}",
-        )
-    return found
+        if callable(target):
+            return target
+    close = difflib.get_close_matches(name, known, 1, 0.5)
+    fix = f"did you mean `{close[0]}`?" if close else "name one of its functions"
+    listed = f"{module.__file__ or place} has {', '.join(known[:_MOST_NAMES]) or 'no function'}"
+    raise _refused(spec, f"a function `{name}`", listed, fix)
 
 
 def discover(source: ModuleType | Path | str) -> list[Marked]:
@@ -122,15 +125,28 @@ def discover(source: ModuleType | Path | str) -> list[Marked]:
     found: dict[int, Marked] = {}
     for value in vars(module).values():
         mark = inspect.getattr_static(value, _MARK, None)
-        if isinstance(mark, _Mark) and mark.home == module.__name__:
-            found.setdefault(id(value), Marked(mark.name, value))
+        if isinstance(mark, tuple) and mark[1] == module.__name__:
+            found.setdefault(id(value), Marked(mark[0], value))
     return list(found.values())
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """The public functions that a module itself defines."""
+    return [
+        key
+        for key, value in vars(module).items()
+        if callable(value)
+        and getattr(value, "__module__", None) == module.__name__
+        and not inspect.isclass(value)
+        and not key.startswith("_")
+    ]
 
 
 def _load_file(spec: str, place: str, base_dir: Path | None) -> ModuleType:
     path = _find_file(spec, place, base_dir)
     package = _package_name(path)
-    name = package or f"_aflow_tune_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}_{_digest(path)}"
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = package or f"_aflow_tune_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     _refuse_twins(path)
@@ -156,65 +172,28 @@ def _import(spec: str, name: str, base_dir: Path | None) -> ModuleType:
     for folder in (Path.cwd(), base_dir):
         if folder is not None:
             _append_to_sys_path(folder.absolute())
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise _refused(spec, _FORMS, f"{name!r}, no module name", "mind the `.py` of a file")
     with _importing(spec):
-        if name in sys.modules or _is_there(name):
+        try:
             return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise  # what the module imports is missing
     parent, _, last = name.rpartition(".")
     fix = f"install it, or name a file: `path/{last}.py:function`"
-    with contextlib.suppress(Exception):
-        if parent and hasattr(importlib.import_module(parent), last):
-            fix = f"put a colon before the function: `{parent}:{last}`"
-    near = difflib.get_close_matches(name, _module_names(parent), 1, 0.75)
-    if near:
-        fix = f"did you mean `{spec.replace(name, near[0])}`? Else {fix}"
-    elif ":" not in spec and not parent:
-        fix = f"write where `{name}` is: `path/file.py:{name}`"
+    if parent and ":" not in spec:
+        fix = f"put a colon before the function: `{parent}:{last}`"
     raise _refused(spec, f"a module `{name}` that can be imported", "no such module", fix)
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError as error:
-        if f"{name}.".startswith(f"{error.name}."):
-            return False
-        raise
-
-
-def _module_names(parent: str) -> list[str]:
-    """Names of what could be imported beside a module that is not there."""
-    if not parent:
-        return [module.name for module in pkgutil.iter_modules()]
-    with contextlib.suppress(Exception):
-        places = importlib.import_module(parent).__path__
-        return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(places)]
-    return []
 
 
 @contextlib.contextmanager
 def _importing(spec: str) -> Iterator[None]:
-    """Turn whatever the user's code raises into a refusal that shows their line.
-
-    `os._exit` raises too: it would end the command with a code that tells of success.
-    """
-    really_exit, process, under_way = os._exit, os.getpid(), True
-
-    def refused_exit(status: int) -> NoReturn:
-        if under_way and os.getpid() == process:  # not a child, nor later by `from os import _exit`
-            raise SystemExit(status)
-        really_exit(status)
-
-    os._exit = refused_exit
+    """Turn whatever the user's code raises into a refusal that shows their line."""
     try:
         yield
     except (KeyboardInterrupt, BadInput):
         raise
     except BaseException as error:
         raise BadInput(f"{spec} could not be imported.", [import_fault(spec, error)]) from error
-    finally:
-        os._exit, under_way = really_exit, False
 
 
 def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:
@@ -225,18 +204,11 @@ def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:
             return candidate.resolve()
     looked = " or ".join(str(candidate.absolute()) for candidate in candidates)
     found = f"a folder, {looked}" if path.is_dir() else f"no file {looked}"
-    fix = "write the path from the folder you are in, or an absolute one"
-    for candidate in candidates:
-        folder = candidate if candidate.is_dir() else candidate.parent
-        names = sorted(file.name for file in folder.glob("*.py")) if folder.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, 1, 0.5)
-        if near:
-            right = spec.replace(path.name, near[0]) if folder != candidate else near[0]
-            fix = f"did you mean `{right}`?"
-            break
-        if names:
-            fix = f"{folder} has {', '.join(names[:_MOST_NAMES])}"
-    raise _refused(spec, "a Python file", found, fix)
+    folders = [one if one.is_dir() else one.parent for one in candidates]
+    names = [file.name for folder in folders for file in sorted(folder.glob("*.py"))]
+    close = difflib.get_close_matches(path.name, names, 1, 0.5)
+    fix = f"did you mean {close[0]}?" if close else f"there is {', '.join(names[:_MOST_NAMES])}"
+    raise _refused(spec, "a Python file", found, fix if names else "write an absolute path")
 
 
 def _package_name(path: Path) -> str | None:
@@ -266,31 +238,21 @@ def _refuse_twins(path: Path) -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError):
         return  # told when it is executed
-    faults = []
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names = [node.module]
         for name in {name.partition(".")[0] for name in names}:
             sibling = path.parent / f"{name}.py"
-            loaded = getattr(sys.modules.get(name), "__file__", None)
-            if not sibling.is_file() or loaded is None or Path(loaded).resolve() == sibling:
-                continue
-            if Path(loaded).parent in _FOLDERS:
-                faults.append(
-                    Fault(
-                        f"{path}:{getattr(node, 'lineno', 0)}",
-                        f"`{name}` to be {sibling}",
-                        f"{loaded}, imported before under the same name",
-                        "rename one of the two files, or put each into a package of its own",
-                    )
+            loaded = Path(getattr(sys.modules.get(name), "__file__", None) or sibling)
+            if sibling.is_file() and loaded.resolve() != sibling and loaded.parent in _FOLDERS:
+                raise BadInput.of(
+                    f"{path.name} would get another file's modules.",
+                    f"{path}:{getattr(node, 'lineno', 0)}",
+                    f"`{name}` to be {sibling}",
+                    f"{loaded}, imported before under the same name",
+                    "rename one of the two files, or put each into a package of its own",
                 )
-    if faults:
-        raise BadInput(f"{path.name} would get another file's modules.", faults)
-
-
-_FOLDERS: set[Path] = set()
-"""The folders that were added to `sys.path` here."""
 
 
 def _append_to_sys_path(folder: Path) -> None:
@@ -298,61 +260,6 @@ def _append_to_sys_path(folder: Path) -> None:
         sys.path.append(str(folder))
         _FOLDERS.add(folder)
         importlib.invalidate_caches()
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(str(path).encode()).hexdigest()[:8]
-
-
-def _attribute(spec: str, module: ModuleType, name: str) -> Any:
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            for marked in discover(module):
-                if marked.name == name:
-                    return marked.function
-            choices, near = _choices(module, name)
-            place = module.__file__ or module.__name__
-            listed = f"{place} has {choices}" if choices else f"{place} defines no function"
-            raise _refused(spec, f"a function `{name}`", listed, near)
-        found = getattr(found, part)
-    return found
-
-
-def _choices(module: ModuleType, name: str) -> tuple[str, str]:
-    """The functions of a module, listed, and which one was probably meant."""
-    names = [
-        key
-        for key, value in vars(module).items()
-        if callable(value)
-        and getattr(value, "__module__", None) == module.__name__
-        and not inspect.isclass(value)
-        and not key.startswith("_")
-    ]
-    listed = ", ".join(f"`{key}`" for key in names[:_MOST_NAMES])
-    listed += f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
-    close = difflib.get_close_matches(name, names, 1, 0.5)
-    if close:
-        return listed, f"did you mean `{close[0]}`?"
-    return listed, f"name one of {listed}" if listed else "write the function, async and annotated"
-
-
-def _only_marked(spec: str, module: ModuleType) -> Any:
-    marked = discover(module)
-    if len(marked) == 1:
-        return marked[0].function
-    place = spec.strip().removesuffix(":")
-    names = ", ".join(f"`{place}:{one.name}`" for one in marked)
-    if marked:
-        raise _refused(spec, "one function marked with @workflow", names, "name one of them")
-    listed, _ = _choices(module, "")
-    first = listed.partition(",")[0].strip("`") or "function"
-    raise _refused(
-        spec,
-        "a function marked with @workflow, or named",
-        f"functions {listed}, none of them marked" if listed else "no function",
-        f"write `{place}:{first}`",
-    )
 
 
 def _refused(spec: str, expected: str, found: str, fix: str) -> BadInput:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,92 +42,75 @@ class Findings:
 
 def check_rows(table: Table) -> Findings:
     """Unreadable rows, no rows, rows of different kinds."""
-    found = Findings(faults=list(table.faults))
     if table.faults:
-        return found
+        return Findings(list(table.faults))
     if not table.rows:
-        found.faults.append(
-            Fault(table.source, "at least one row", "no rows", "write the tasks into the file")
-        )
-        return found
+        fix = "write the tasks into the file"
+        return Findings([Fault(table.source, "at least one row", "no rows", fix)])
+    found = Findings()
     if not table.complete:
-        found.warnings.append(
-            f"{table.source}: looked at {len(table.rows):,} of {table.total:,} rows only"
-        )
+        looked = f"{len(table.rows):,} of {table.total:,} rows"
+        found.warnings.append(f"{table.source}: looked at {looked} only")
     kinds: dict[tuple[str | None, str], tuple[str, str]] = {}
     several = len(sources(table)) > 1
+    columns: Counter[str] = Counter()
     for row, place in zip(table.rows, table.places, strict=True):
+        columns.update(row.keys())
         source = source_of(row) if several else None
         for column, value in row.items():
-            kind = _kind(value)
-            if kind is None:
+            if value is None:
                 continue
+            kind = _kind(value)
             first = kinds.setdefault((source, column), (kind, place))
             if first[0] != kind and len(found.faults) < _EXAMPLES:
-                found.faults.append(
-                    Fault(
-                        place,
-                        f"`{column}`: {first[0]}, as in {first[1]}",
-                        f"{kind}: {_short(value)}",
-                        "give a column one type; the loader refuses mixed ones",
-                    )
-                )
-    found.warnings += _uneven_columns(table)
+                expected = f"`{column}`: {first[0]}, as in {first[1]}"
+                fix = "give a column one type; the loader refuses mixed ones"
+                found.faults.append(Fault(place, expected, f"{kind}: {_short(value)}", fix))
+    rare = [f"{name!r} ({count})" for name, count in columns.items() if count < len(table.rows)]
+    if rare and not several:
+        names = ", ".join(rare[:_EXAMPLES])
+        found.warnings.append(
+            f"{table.source}: not every one of its {len(table.rows)} rows has {names}"
+        )
     return found
 
 
 def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
     """Fields that the workflow reads but the first rows do not have.
 
-    Where there are several tables, or rows of several sources, a function may read a field of
-    one of them only: what another one never has is a warning.
+    Of several reads of a field the first one counts. Where there are several tables, or rows of
+    several sources, a function may read a field of one of them only: what another one never has
+    is a warning.
     """
-    parts = [part for table in tables for part in _by_source(table)]
     found = Findings()
-    reported: set[str] = set()
+    parts = [part for table in tables for part in _by_source(table)]
+    first: dict[str, FieldRead] = {}
     for read in reads:
-        if read.name in reported:
-            continue
-        without = [part for part in parts if not any(read.name in row for row in part.rows)]
-        if 0 < len(without) < len(parts):
-            names = ", ".join(part.source for part in without)
-            reported.add(read.name)
-            found.warnings.append(
-                f"{read.where}: no row of {names} has the field {read.name!r}, others have it"
-            )
-        for part in parts if len(without) == len(parts) else [p for p in parts if p not in without]:
-            if read.name not in reported:
-                _check_field(read, part, found, reported)
+        first.setdefault(read.name, read)
+    for name, read in first.items():
+        without = [part for part in parts if not any(name in row for row in part.rows)]
+        lacking = [
+            place
+            for part in parts
+            for row, place in zip(part.rows, part.places, strict=True)
+            if name not in row
+        ]
+        columns = list(dict.fromkeys(column for part in without for column in part.columns))
+        close = difflib.get_close_matches(name, columns, n=1, cutoff=0.7)
+        names = ", ".join(part.source for part in without or parts)
+        if len(without) < len(parts) and without:
+            text = f"{read.where}: no row of {names} has the field {name!r}, others have it"
+            found.warnings.append(text)
+        elif without and read.tolerant and not close:
+            found.warnings.append(f"{read.where}: no row of {names} has the field {name!r}")
+        elif without or (lacking and not read.tolerant):
+            told = f"no such field in {lacking[0]} ({len(lacking)} of the first rows)"
+            told = f"{', '.join(map(repr, columns))} in {lacking[0]}" if without else told
+            fix = f"add {name!r} to the data, or read a field that is there"
+            fix = f"task[{close[0]!r}]" if close else fix
+            expected = f"a field {name!r} in every row of {names}"
+            found.faults.append(Fault(read.where, expected, told, fix))
     return found
-
-
-def _check_field(read: FieldRead, table: Table, found: Findings, reported: set[str]) -> None:
-    rows, places = table.rows, table.places
-    columns = table.columns
-    lacking = [place for row, place in zip(rows, places, strict=True) if read.name not in row]
-    if not lacking:
-        return
-    close = difflib.get_close_matches(read.name, columns, n=1, cutoff=0.7)
-    if read.tolerant and not (close and read.name not in columns):
-        if read.name not in columns:
-            reported.add(read.name)
-            found.warnings.append(
-                f"{read.where}: no row of {table.source} has the field {read.name!r}"
-            )
-        return
-    reported.add(read.name)
-    found.faults.append(
-        Fault(
-            read.where,
-            f"a field {read.name!r} in every row of {table.source}",
-            f"{', '.join(map(repr, columns))} in {lacking[0]}"
-            if read.name not in columns
-            else f"no such field in {lacking[0]} ({len(lacking)} of the first {len(rows)})",
-            f"task[{close[0]!r}]"
-            if close and read.name not in columns
-            else f"add {read.name!r} to the data, or read a field that is there",
-        )
-    )
 
 
 def _by_source(table: Table) -> list[Table]:
@@ -159,26 +142,16 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
         )
     for leaks in leaks_between(training, held_out, near=near):
         table = leaks.held_out
-        exact = _described(leaks, exact=True)
-        if exact:
-            count, examples = exact
-            found.faults.append(
-                Fault(
-                    table.source,
-                    "held-out items that do not occur in the training data",
-                    f"{count} of {len(table.rows)} items are in both: {examples}",
-                    "remove them from one of the two files: a score on trained items says nothing",
-                )
-            )
-        close = _described(leaks, exact=False)
-        if close:
-            count, examples = close
+        if told := _described(leaks, exact=True):
+            expected = "held-out items that do not occur in the training data"
+            fix = "remove them from one of the two files: a score on trained items says nothing"
+            found.faults.append(Fault(table.source, expected, f"items in both: {told}", fix))
+        if told := _described(leaks, exact=False):
             found.warnings.append(
-                f"{table.source}: {count} of {len(table.rows)} held-out items are nearly the same "
-                f"as one of the training data (similarity {NEAR} or more): {examples}"
+                f"{table.source}: held-out items nearly the same as one of the training data "
+                f"(similarity {NEAR} or more): {told}"
             )
-        keys = Counter(fingerprint(row) for row in table.rows)
-        repeated = sum(count - 1 for count in keys.values())
+        repeated = len(table.rows) - len({fingerprint(row) for row in table.rows})
         if repeated:
             found.warnings.append(
                 f"{table.source}: {repeated} of {len(table.rows)} held-out items repeat another "
@@ -188,32 +161,23 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
 
 
 def _is_small(tables: Sequence[Table]) -> bool:
-    if sum(len(table.rows) for table in tables) > NEAR_ROWS:
-        return False
     left = NEAR_CHARACTERS
-    for table in tables:
-        for row in table.rows:
-            left -= sum(len(str(value)) for value in row.values())
-            if left < 0:
-                return False
-    return True
+    for row in (row for table in tables for row in table.rows):
+        left -= sum(len(str(value)) for value in row.values())
+        if left < 0:
+            return False
+    return sum(len(table.rows) for table in tables) <= NEAR_ROWS
 
 
-def _described(leaks: Leaks, *, exact: bool) -> tuple[int, str] | None:
+def _described(leaks: Leaks, *, exact: bool) -> str:
     """How many leaks of one kind there are, and the first of them with both places."""
-    chosen = [
-        (leak, place)
+    table, sign = leaks.held_out, "=" if exact else "~"
+    pairs = [
+        f"{table.places[leak.held_out]} {sign} {place}"
         for leak, place in zip(leaks.found, leaks.places, strict=True)
         if leak.exact == exact
     ]
-    if not chosen:
-        return None
-    sign = "=" if exact else "~"
-    table = leaks.held_out
-    pairs = [f"{table.places[leak.held_out]} {sign} {at}" for leak, at in chosen[:_EXAMPLES]]
-    more = f" and {len(chosen) - len(pairs)} more" if len(chosen) > len(pairs) else ""
-    first = _short(table.rows[chosen[0][0].held_out])
-    return len(chosen), f"{'; '.join(pairs)}{more} ({first})"
+    return f"{len(pairs)} of {len(table.rows)}: {'; '.join(pairs[:_EXAMPLES])}" if pairs else ""
 
 
 def source_of(row: Mapping[str, Any]) -> str | None:
@@ -230,26 +194,13 @@ def sources(table: Table) -> Counter[str | None]:
     return Counter(source_of(row) for row in table.rows)
 
 
-def _uneven_columns(table: Table) -> Iterable[str]:
-    if len(sources(table)) > 1:
-        return
-    counts = Counter(column for row in table.rows for column in row)
-    rare = {column: count for column, count in counts.items() if count < len(table.rows)}
-    if rare:
-        names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:_EXAMPLES])
-        yield f"{table.source}: not every one of its {len(table.rows)} rows has {names}"
-
-
-def _kind(value: Any) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return "text"
+def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "true or false"
-    if isinstance(value, (int, float)):
-        return "a number"
-    return "a list" if isinstance(value, list) else "an object"
+    for kind, name in ((str, "text"), ((int, float), "a number"), (list, "a list")):
+        if isinstance(value, kind):
+            return name
+    return "an object"
 
 
 def _short(value: Any) -> str:

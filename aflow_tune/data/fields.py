@@ -18,18 +18,8 @@ from typing import Any
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_LOOPS = (
-    ast.For,
-    ast.AsyncFor,
-    ast.While,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-    ast.Lambda,
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, *_COMPREHENSIONS, ast.Lambda, *_FUNCTIONS)
 
 
 @dataclass(frozen=True)
@@ -78,24 +68,16 @@ def most_calls(function: Callable[..., Any]) -> int | None:
     source = _source(function)
     if source is None:
         return None
-    tree, _, _ = source
+    tree = source[0]
     names = [argument.arg for argument in _arguments(tree)]
     if "model" not in names or _rebound(tree, "model"):
         return None
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and _is_name(node.func, "model")
-    ]
-    uses = sum(1 for node in ast.walk(tree) if _is_name(node, "model"))
-    if uses != len(calls):
-        return None
-    for node in ast.walk(tree):
-        if node is not tree and isinstance(node, _LOOPS):
-            inside = {id(inner) for inner in ast.walk(node)}
-            if any(id(call) in inside for call in calls):
-                return None
-    return len(calls)
+    uses = [node for node in ast.walk(tree) if _is_name(node, "model")]
+    loops = (node for node in ast.walk(tree) if node is not tree and isinstance(node, _LOOPS))
+    looped = {id(inner) for loop in loops for inner in ast.walk(loop)}
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    once = [node for node in called if _is_name(node, "model") and id(node) not in looped]
+    return len(once) if len(once) == len(uses) else None
 
 
 def _source(function: Callable[..., Any]) -> tuple[_Function, str, str | None] | None:
@@ -131,13 +113,13 @@ def _arguments(tree: _Function) -> list[ast.arg]:
     return [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs]
 
 
-def _own_nodes(tree: ast.AST, task: str) -> Iterator[Any]:
+def _own_nodes(tree: Any, task: str) -> Iterator[Any]:
     """Every node below `tree`, without inner functions that have a `task` of their own."""
+    child: Any
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            arguments = child.args
-            if any(argument.arg == task for argument in (*arguments.posonlyargs, *arguments.args)):
-                continue
+        inner = isinstance(child, (*_FUNCTIONS, ast.Lambda))
+        if inner and task in [one.arg for one in (*child.args.posonlyargs, *child.args.args)]:
+            continue
         yield child
         yield from _own_nodes(child, task)
 

@@ -88,8 +88,24 @@ def draw(
             chosen[split] = [row for n, row in enumerate(chosen[split]) if n not in bad]
             if not bad:
                 break
+    faults = []
+    for source in sources if short else []:
+        name, needed = source.name, sum(quotas[split][source.name] for split in SPLITS)
+        free = usable[name] - leaking[name]
+        if needed > free:
+            fits = Fraction(free, needed)
+            fewer = " ".join(f"--{split} {int(sizes[split] * fits)}" for split in SPLITS)
+            faults.append(
+                Fault(
+                    f"--source {name}" + (f"={source.origin}" if source.origin else ""),
+                    f"{needed} rows, as its share of all splits",
+                    f"{len(source.rows)} rows: {usable[name]} different ones, {leaking[name]} of "
+                    "these nearly the same as held-out ones",
+                    f"{fewer}, a smaller --ratio for it, or more rows",
+                )
+            )
     if short:
-        raise _too_few(sources, usable, quotas, sizes, leaking)
+        raise BadInput("There are too few rows.", faults)
     for split, rows in chosen.items():
         random.Random(f"split/{seed}/{split}").shuffle(rows)
     taken = {name: {split: quotas[split][name] for split in SPLITS} for name in pools}
@@ -126,39 +142,6 @@ def _fill(rows: list[Row], quota: Mapping[str, int], pools: Mapping[str, list[Ro
     return short
 
 
-def _too_few(
-    sources: Sequence[Source],
-    usable: Mapping[str, int],
-    quotas: Mapping[str, Mapping[str, int]],
-    sizes: Mapping[str, int],
-    leaking: Mapping[str, int],
-) -> BadInput:
-    needed = {name: sum(quotas[split][name] for split in SPLITS) for name in usable}
-    free = {name: usable[name] - leaking[name] for name in usable}
-    fits = min([Fraction(free[name], needed[name]) for name in usable if needed[name]])
-    fewer = " ".join(f"--{split} {int(sizes[split] * fits)}" for split in SPLITS)
-    faults = []
-    for source in sources:
-        name = source.name
-        if needed[name] <= free[name]:
-            continue
-        parts = ", ".join(f"{quotas[split][name]} for {split}" for split in SPLITS)
-        found = f"{len(source.rows)} rows"
-        if len(source.rows) > usable[name]:
-            found += f", {usable[name]} of them different"
-        if leaking[name]:
-            found += f", {leaking[name]} of these nearly the same as held-out ones"
-        faults.append(
-            Fault(
-                f"--source {name}" + (f"={source.origin}" if source.origin else ""),
-                f"{needed[name]} different rows: {parts}",
-                found,
-                f"{fewer}, a smaller --ratio for it, or more rows",
-            )
-        )
-    return BadInput("There are too few rows.", faults)
-
-
 def write_splits(
     folder: Path,
     sources: Sequence[Source],
@@ -181,10 +164,7 @@ def write_splits(
     manifest = {
         "seed": seed,
         "files": {
-            name: {
-                "rows": text.count(b"\n"),
-                "sha256": hashlib.sha256(text).hexdigest(),
-            }
+            name: {"rows": text.count(b"\n"), "sha256": hashlib.sha256(text).hexdigest()}
             for name, text in content.items()
         },
         "sources": [
@@ -207,18 +187,14 @@ def write_splits(
     names = [*(f"{split}.jsonl" for split in SPLITS), MANIFEST]
     there = [folder / name for name in names if (folder / name).exists()]
     if there and not force:
-        raise BadInput(
-            "Nothing was written.",
-            [
-                Fault(str(path), "no file of that name", "a file", "--force, or another --out")
-                for path in there
-            ],
-        )
+        fix = "--force, or another --out"
+        faults = [Fault(str(path), "no file of that name", "a file", fix) for path in there]
+        raise BadInput("Nothing was written.", faults)
     try:
         return _write(folder, content)
     except OSError as error:
-        fault = Fault(str(folder), "a folder that can be written", str(error), "another --out")
-        raise BadInput("The files could not be written.", [fault]) from error
+        title, expected = "The files could not be written.", "a folder that can be written"
+        raise BadInput.of(title, str(folder), expected, str(error), "another --out") from error
 
 
 def _line(row: Row) -> bytes:

@@ -12,9 +12,8 @@ import csv
 import gzip
 import json
 import math
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -54,8 +53,6 @@ class Table:
     total: int = 0
     """Rows in the files; equal to `len(rows)` if all were read."""
     faults: list[Fault] = field(default_factory=list)
-    row_limit: int = ROW_LIMIT
-    """Rows that are read of the files."""
 
     @property
     def complete(self) -> bool:
@@ -86,11 +83,17 @@ def read_table(source: str, files: list[Path], *, whole: bool = False) -> Table:
     Args:
         whole: read every row, however long it takes.
     """
-    table = Table(source, row_limit=sys.maxsize if whole else ROW_LIMIT)
+    table = Table(source)
+    limit = math.inf if whole else ROW_LIMIT
     deadline = math.inf if whole else time.monotonic() + SECONDS
     for file in files:
         try:
-            _READERS[file_format(file) or "text"](table, file, deadline)
+            kind = file_format(file)
+            if kind in ("parquet", "arrow"):
+                _read_columns(table, file, kind, limit, deadline)
+            else:
+                with _open(file) as stream:
+                    _read_stream(table, file, kind, stream, limit, deadline)
         except UnicodeDecodeError as error:
             found = f"bytes that are not UTF-8 ({error.reason})"
             table.faults.append(Fault(str(file), "text in UTF-8", found, "save it as UTF-8"))
@@ -111,20 +114,83 @@ def with_source(row: Mapping[str, Any], source: str, benchmark: str | None) -> d
     return content
 
 
-def _add(table: Table, row: Any, place: str) -> None:
-    table.total += 1
-    if isinstance(row, dict):
-        table.rows.append(row)
-        table.places.append(place)
-        return
-    found = f"a {type(row).__name__}: {_short(row)}"
-    _fault(table, place, "one object a row, such as {'question': ..., 'answer': ...}", found)
+def _open(file: Path) -> IO[str]:
+    if file.suffix.lower() == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8-sig")
+    return file.open(encoding="utf-8-sig", newline="")
 
 
-def _full(table: Table, deadline: float) -> bool:
-    if len(table.rows) >= table.row_limit:
-        return True
-    return len(table.rows) % 1000 == 999 and time.monotonic() > deadline
+def _read_stream(
+    table: Table, file: Path, kind: str | None, stream: IO[str], limit: float, deadline: float
+) -> None:
+    """JSON, JSON lines, CSV and text: rows one by one, and from the limit on only counted."""
+    rows: Iterator[tuple[str, Any]]
+    if kind == "json":
+        first = next((line.strip() for line in stream if line.strip()), "")
+        stream.seek(0)
+        if first.startswith("["):
+            try:
+                items = json.loads(stream.read())
+            except json.JSONDecodeError as error:
+                place, found = f"{file}:{error.lineno}", f"{error.msg} at column {error.colno}"
+                _fault(table, place, "a JSON list of objects", found)
+                return
+            rows = ((f"{file} row {number}", row) for number, row in enumerate(items))
+        else:
+            rows = ((f"{file}:{n}", line) for n, line in enumerate(stream, 1) if line.strip())
+    elif kind == "csv":
+        cells = csv.DictReader(stream, delimiter="\t" if ".tsv" in file.suffixes else ",")
+        rows = ((f"{file}:{cells.line_num}", row) for row in cells)
+    else:
+        rows = ((f"{file}:{n}", {"text": line.rstrip("\r\n")}) for n, line in enumerate(stream, 1))
+    for place, row in rows:
+        table.total += 1
+        late = len(table.rows) % 1000 == 999 and time.monotonic() > deadline
+        if len(table.rows) >= limit or late:
+            table.total += sum(1 for _ in rows)
+            return
+        if isinstance(row, str):
+            try:
+                row = json.loads(row)
+            except json.JSONDecodeError as error:
+                found = f"{error.msg} at column {error.colno}: {_short(row.strip())}"
+                _fault(table, place, "one whole JSON object in a line", found)
+                continue
+        if not isinstance(row, dict):
+            expected = "one object a row, such as {'question': ..., 'answer': ...}"
+            _fault(table, place, expected, f"a {type(row).__name__}: {_short(row)}")
+        elif None in row or (kind == "csv" and None in row.values()):
+            _fault(table, place, "as many cells as the first line has", _short(row))
+        else:
+            table.rows.append(row)
+            table.places.append(place)
+
+
+def _read_columns(table: Table, file: Path, kind: str, limit: float, deadline: float) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    batches: Iterable[Any]
+    try:
+        if kind == "parquet":
+            content = pyarrow.parquet.ParquetFile(file)
+            batches, total = content.iter_batches(batch_size=1000), content.metadata.num_rows
+        else:
+            try:
+                content = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()
+            except pyarrow.ArrowInvalid:
+                content = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+            batches, total = content.to_batches(max_chunksize=1000), content.num_rows
+        start = len(table.rows)
+        for batch in batches:
+            if len(table.rows) >= limit or time.monotonic() > deadline:
+                break
+            for row in batch.to_pylist():
+                table.places.append(f"{file} row {len(table.rows) - start}")
+                table.rows.append(row)
+        table.total += total
+    except pyarrow.ArrowException as error:
+        _fault(table, str(file), f"a file of {kind}", str(error).splitlines()[0])
 
 
 def _fault(table: Table, place: str, expected: str, found: str) -> None:
@@ -132,130 +198,6 @@ def _fault(table: Table, place: str, expected: str, found: str) -> None:
         table.faults.append(Fault(place, expected, found, "correct or remove this row"))
 
 
-def _open(file: Path) -> IO[str]:
-    if file.suffix.lower() == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig")
-    return file.open(encoding="utf-8-sig", newline="")
-
-
-def _read_json(table: Table, file: Path, deadline: float) -> None:
-    with _open(file) as stream:
-        if _first_character(stream) == "[":
-            _read_json_array(table, file, stream.read())
-            return
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            if _full(table, deadline):
-                table.total += 1 + sum(1 for rest in stream if rest.strip())
-                return
-            place = f"{file}:{number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                table.total += 1
-                found = f"{error.msg} at column {error.colno}: {_short(line.strip())}"
-                _fault(table, place, "one whole JSON object in a line", found)
-                continue
-            _add(table, row, place)
-
-
-def _first_character(stream: IO[str]) -> str:
-    for line in stream:
-        if line.strip():
-            stream.seek(0)
-            return line.strip()[0]
-    stream.seek(0)
-    return ""
-
-
-def _read_json_array(table: Table, file: Path, text: str) -> None:
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        found = f"{error.msg} at column {error.colno}"
-        _fault(table, f"{file}:{error.lineno}", "a JSON list of objects", found)
-        return
-    for number, row in enumerate(rows):
-        _add(table, row, f"{file} row {number}")
-
-
-def _read_csv(table: Table, file: Path, deadline: float) -> None:
-    delimiter = "\t" if ".tsv" in file.suffixes else ","
-    with _open(file) as stream:
-        reader = csv.DictReader(stream, delimiter=delimiter)
-        for row in reader:
-            if _full(table, deadline):
-                table.total += 1 + sum(1 for _ in reader)
-                return
-            place = f"{file}:{reader.line_num}"
-            wanted = len(reader.fieldnames or ())
-            if None in row or None in row.values():
-                cells = sum(value is not None for key, value in row.items() if key is not None)
-                cells += len(row.get(None, ()))
-                table.total += 1
-                _fault(table, place, f"{wanted} cells, as in the first line", f"{cells} cells")
-                continue
-            _add(table, row, place)
-
-
-def _read_text(table: Table, file: Path, deadline: float) -> None:
-    with _open(file) as stream:
-        for number, line in enumerate(stream, 1):
-            if _full(table, deadline):
-                table.total += 1 + sum(1 for _ in stream)
-                return
-            _add(table, {"text": line.rstrip("\r\n")}, f"{file}:{number}")
-
-
-def _read_parquet(table: Table, file: Path, deadline: float) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        content = pyarrow.parquet.ParquetFile(file)
-        batches = content.iter_batches(batch_size=1000)
-        _read_batches(table, file, batches, content.metadata.num_rows, deadline)
-    except pyarrow.ArrowException as error:
-        _fault(table, str(file), "a Parquet file", str(error).splitlines()[0])
-
-
-def _read_arrow(table: Table, file: Path, deadline: float) -> None:
-    import pyarrow
-
-    try:
-        try:
-            content = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()
-        except pyarrow.ArrowInvalid:
-            content = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
-        batches = iter(content.to_batches(max_chunksize=1000))
-        _read_batches(table, file, batches, content.num_rows, deadline)
-    except pyarrow.ArrowException as error:
-        _fault(table, str(file), "an Arrow file", str(error).splitlines()[0])
-
-
-def _read_batches(
-    table: Table, file: Path, batches: Iterator[Any], rows: int, deadline: float
-) -> None:
-    start = len(table.rows)
-    for batch in batches:
-        if len(table.rows) >= table.row_limit or time.monotonic() > deadline:
-            break
-        for row in batch.to_pylist():
-            table.places.append(f"{file} row {len(table.rows) - start}")
-            table.rows.append(row)
-    table.total += rows
-
-
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-_READERS = {
-    "json": _read_json,
-    "csv": _read_csv,
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
-    "text": _read_text,
-}

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.stages import TRAINING, StagePositions, chain_folder, parts_of
+from aflow_tune.config.stages import TRAINING, chain_folder, parts_of
 from aflow_tune.config.validate import check_part
 from aflow_tune.errors import (
     AlreadyFinished,
@@ -108,9 +108,7 @@ class _Chain:
             if stop():
                 raise Interrupted(f"stopped before stage {name!r}; the same command goes on there")
             part.prepared.account_folder = str(self.folder)
-            positions = part.positions
-            own = positions.shown if isinstance(positions, StagePositions) else {}
-            if model is not None and "model.model_path" not in own:
+            if model is not None and "model.model_path" not in part.positions.shown:
                 part.model.model_path = model
             try:
                 with self._watched(number, part):

@@ -9,7 +9,7 @@ The countries are those whose capital that model completes from two examples (50
 asked for), so that what is learned is to write workflows and not geography. 15 of them and all
 expressions of the held-out rows appear in no training row.
 
-    python -m aflow_tune.data.two_questions workflows/data/two_questions      writes the files
+    python scripts/two_questions_data.py workflows/data/two_questions      writes the files
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import sys
 from pathlib import Path
 
-from aflow_tune.data.sums import write_rows
+from three_terms_data import write_rows
 
 SEED = 20
 ROWS = {"train": 40, "held_out": 18}

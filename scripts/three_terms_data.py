@@ -9,7 +9,7 @@ in training questions; the score tells about new questions, not about new additi
 Beside them: a few rows of both for a smoke run, worked examples of single additions for SFT, and
 pairs of a right and a wrong answer for DPO.
 
-    python -m aflow_tune.data.sums workflows/data/three_terms      writes the shipped files
+    python scripts/three_terms_data.py workflows/data/three_terms      writes the shipped files
 """
 
 from __future__ import annotations
