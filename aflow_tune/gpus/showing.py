@@ -42,7 +42,8 @@ def process_line(process: GpuProcess) -> str:
         user, since = "?", "?"
         command = "not visible from here: the host's or another container's, hidden, or gone"
     else:
-        user, since = seen.user, _since(seen.since)
+        user = seen.user
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen.since))
         state = " (ended, not yet taken notice of)" if seen.ended else ""
         command = ("[container] " if seen.in_container else "") + seen.command + state
     line = f"{process.pid:>8}  {user:<12} {kind:<16} {memory:>9}  {since:<16} {command}"
@@ -87,22 +88,12 @@ def _facts(device: Device) -> list[str]:
     return facts
 
 
-def _since(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def _print(text: str) -> None:
-    """At once, also where the reader is a pipe, for which Python would gather some kilobytes."""
-    print(text, flush=True)
-
-
 def watch(
     interval: float,
     *,
     owner: int,
     log: Path | None = None,
     as_json: bool = False,
-    say: Callable[[str], None] = _print,
 ) -> None:
     """Show the GPUs every `interval` seconds, until KeyboardInterrupt ends it (it returns).
 
@@ -115,7 +106,7 @@ def watch(
         NvmlUnavailable: there is no driver to ask, or not any more.
         OSError: the file cannot be written.
     """
-    with contextlib.suppress(KeyboardInterrupt), _shown(as_json, say) as show:
+    with contextlib.suppress(KeyboardInterrupt), _shown(as_json) as show:
         due = time.monotonic()
         while True:
             now = snapshot()
@@ -143,21 +134,24 @@ def _without_commands(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _shown(as_json: bool, say: Callable[[str], None]) -> Iterator[Callable[[Any], None]]:
+def _shown(as_json: bool) -> Iterator[Callable[[Any], None]]:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     console = Console()
-    if as_json:
-        yield say
-    elif not console.is_terminal or console.is_dumb_terminal:
-        yield lambda now: say(f"{time.strftime('%H:%M:%S')}  {render(now)}\n")
-    else:
-        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
 
-            def show(now: Snapshot) -> None:
-                text = f"{time.strftime('%H:%M:%S')}  {render(now, console.width)}\n\nCtrl-C ends"
-                live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+    def show(now: Any) -> None:  # flushed: the reader may be a pipe
+        text = now if as_json else f"{time.strftime('%H:%M:%S')}  {render(now)}\n"
+        print(text, flush=True)
 
-            yield show
+    if as_json or not console.is_terminal or console.is_dumb_terminal:
+        yield show
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+
+        def redraw(now: Snapshot) -> None:
+            text = f"{time.strftime('%H:%M:%S')}  {render(now, console.width)}\n\nCtrl-C ends"
+            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+        yield redraw
