@@ -304,18 +304,17 @@ def _ray(found: Settings | None) -> list[Line]:
 
 def _disk(found: Settings | None, on_hub: Hub) -> list[Line]:
     """Room for run folders, for what is fetched, and for temporary files."""
-    runs, needed = Path.cwd(), None
+    runs, needed = Path.cwd(), list[float | None]()
     move, cache = "cd to a folder on another disk", "choose another: export AFLOW_TUNE_CACHE=FOLDER"
     if found is not None:
-        folders = [folder_of(part.model.model_path) for part in found.parts]
-        shapes = [folder and shapes_of(folder) for folder in folders]
-        if None not in shapes:
-            pairs = zip(found.parts, shapes, strict=True)
-            needed = sum(will_write(part, shape) for part, shape in pairs if shape)
+        for part in found.parts:
+            folder = folder_of(part.model.model_path)
+            shapes = None if folder is None else shapes_of(folder)
+            needed.append(None if shapes is None else will_write(part, shapes))
         runs, move = found.run_folders, "choose another: checkpoint_root_dir=FOLDER"
-        if needed:
+        if any(needed):
             move += ", or keep fewer: trainer.max_checkpoints_to_keep=2"
-    places = [(runs, needed, move)]
+    places = [(runs, _sum(needed), move)]
     if found is None or any(name in BUNDLED and not is_cached(name) for name in found.models):
         places.append((cache_dir(), None if found is None else _BUNDLED_BYTES, cache))
     temporary = Path(tempfile.gettempdir())
@@ -325,10 +324,14 @@ def _disk(found: Settings | None, on_hub: Hub) -> list[Line]:
         places.append((memory, None, "docker run --shm-size=2g, in a container"))
     fetched = [there.bytes for _, there in on_hub.values() if there is not None]
     if fetched:
-        total = sum(filter(None, fetched)) if None not in fetched else None
         home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-        places.append((home, total, "choose another: export HF_HOME=FOLDER"))
+        places.append((home, _sum(fetched), "choose another: export HF_HOME=FOLDER"))
     return [line for place in places for line in check_folder("disk", *place)]
+
+
+def _sum(amounts: Sequence[float | None]) -> float | None:
+    """None where one of them, or everything, is unknown."""
+    return sum(filter(None, amounts)) if amounts and None not in amounts else None
 
 
 def _configuration(found: Settings, on_hub: Hub) -> list[Line]:

