@@ -1,8 +1,8 @@
 """Looks at a Ray cluster from a process of its own, which `ray_check.py` starts and may kill.
 
 Reads a JSON object from stdin: `address` ('' or 'auto': the one that is found), `seconds`, `names`
-(distributions whose versions are asked of every node), `folder` (a shared folder to try from every
-node, or null) and `nonce`. The last line that it prints is one, too; its `ending` is
+(distributions whose versions are asked of every node) and `mark` (a file that every node should
+see, or null). The last line that it prints is one, too; its `ending` is
 
 - `none`: no cluster was named and none is running here
 - `unreachable`, `refused`: with `reason`
@@ -90,13 +90,11 @@ def _ask_nodes(question: dict[str, Any], deadline: float) -> list[dict[str, Any]
 
     from aflow_tune.cluster.ray_for_run import on_nodes
 
-    about = (question["names"], question["folder"], question["nonce"])
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    asked = {number: (*about, number) for number in nodes}
+    asked = dict.fromkeys(nodes, (question["names"], question["mark"]))
     answers = on_nodes(_on_node, asked, max(deadline - time.monotonic(), 0.1))
     return [
         {
-            "id": number,
             "host": node["NodeManagerHostname"],
             "ip": node["NodeManagerAddress"],
             "resources": node["Resources"],
@@ -106,8 +104,8 @@ def _ask_nodes(question: dict[str, Any], deadline: float) -> list[dict[str, Any]
     ]
 
 
-def _on_node(names: list[str], folder: str | None, nonce: str, node: str) -> dict[str, Any]:
-    """Runs on a node: what is installed there, and whether the shared folder is the same one."""
+def _on_node(names: list[str], mark: str | None) -> dict[str, Any]:
+    """Runs on a node: what is installed there, and whether it sees a file."""
     import importlib.metadata
     import os
     import platform
@@ -119,20 +117,9 @@ def _on_node(names: list[str], folder: str | None, nonce: str, node: str) -> dic
         except importlib.metadata.PackageNotFoundError:
             continue
         except (OSError, UnicodeDecodeError):
-            versions[name] = "unreadable"  # the word of doctor/clashes.py, which nodes may lack
-    answer: dict[str, Any] = {"python": platform.python_version(), "versions": versions}
-    if folder is not None:
-        try:
-            with open(os.path.join(folder, "driver"), encoding="utf-8") as file:
-                answer["sees"] = file.read() == nonce
-            path = os.path.join(folder, node)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(nonce)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            answer["folder"] = f"{error.strerror or error}: {error.filename}"
-    return answer
+            versions[name] = "unreadable"  # the word of clashes.py, which nodes may lack
+    sees = mark is None or os.path.exists(mark)
+    return {"python": platform.python_version(), "versions": versions, "sees": sees}
 
 
 if __name__ == "__main__":

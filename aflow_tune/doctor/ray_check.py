@@ -6,20 +6,18 @@ the process that does it, and can hang. It is killed at the end of its time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
-import secrets
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from aflow_tune.config.clashes import WATCHED, hollow, installed_versions
@@ -64,10 +62,15 @@ def check_ray(wanted: Wanted) -> list[Line]:
         return [fault("ray", found, "unset RAY_ADDRESS, or export RAY_ADDRESS=HOST:6379")]
     if reason := _silent(address):
         return _not_joined(wanted, {"ending": "unreachable", "address": address, "reason": reason})
-    with shared_folder(wanted.folder) as (folder, nonce):
-        names = list(WATCHED)
-        answer = _ask({"address": address, "names": names, "folder": folder, "nonce": nonce})
-        return lines_of(wanted, {"address": address, **answer}, folder, nonce)
+    mark = None
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # the line about the disk says why
+            if wanted.folder is not None:
+                folders = (wanted.folder, *wanted.folder.parents)
+                there = next(path for path in folders if path.is_dir())
+                mark = stack.enter_context(NamedTemporaryFile(prefix=".seen-", dir=there)).name
+        answer = _ask({"address": address, "names": list(WATCHED), "mark": mark})
+    return lines_of(wanted, {"address": address, **answer}, mark)
 
 
 def _silent(address: str) -> str | None:
@@ -105,29 +108,8 @@ def _ask(question: dict[str, Any]) -> dict[str, Any]:
         return {"ending": "refused", "reason": f"Ray's own process failed: {last}"}
 
 
-@contextmanager
-def shared_folder(folder: Path | None) -> Iterator[tuple[str | None, str]]:
-    """A folder of ours below the shared one, with a file that only we know; gone at the end."""
-    nonce, name = secrets.token_hex(16), None
-    try:
-        if folder is not None:
-            there = next(path for path in (folder, *folder.parents) if path.is_dir())
-            name = tempfile.mkdtemp(prefix=".aflow-tune-doctor-", dir=there)
-            os.chmod(name, 0o777)  # workers may be another user's
-            (Path(name) / "driver").write_text(nonce, encoding="utf-8")
-    except OSError:  # the line about the disk says why
-        pass
-    try:
-        yield name, nonce
-    finally:
-        if name is not None:
-            shutil.rmtree(name, ignore_errors=True)
-
-
-def lines_of(
-    wanted: Wanted, answer: Mapping[str, Any], folder: str | None = None, nonce: str = ""
-) -> list[Line]:
-    """What the probe's answer means for a run. `folder` and `nonce`: of `shared_folder`."""
+def lines_of(wanted: Wanted, answer: Mapping[str, Any], mark: str | None = None) -> list[Line]:
+    """What the probe's answer means for a run. `mark`: a file that every node should see."""
     if answer["ending"] != "connected":
         return _not_joined(wanted, answer)
     total, free, nodes = answer["resources"], answer["available"], answer["nodes"]
@@ -144,7 +126,7 @@ def lines_of(
             lines.append(fault("ray", found, cure))
     if not wanted.trust_users:
         lines += [fault("ray", f"{where}: {why}", cure) for where, why, cure in answer["open"]]
-    return lines + [line for node in nodes for line in _node(node, folder, nonce)]
+    return lines + [line for node in nodes for line in _node(node, mark)]
 
 
 def _not_joined(wanted: Wanted, answer: Mapping[str, Any]) -> list[Line]:
@@ -173,7 +155,7 @@ def _not_joined(wanted: Wanted, answer: Mapping[str, Any]) -> list[Line]:
     return [fault("ray", f"nothing answers at {text}", cure)]
 
 
-def _node(node: Mapping[str, Any], folder: str | None, nonce: str) -> list[Line]:
+def _node(node: Mapping[str, Any], mark: str | None) -> list[Line]:
     name = f"node {node['ip']} ({node['host']})"
     if "failed" in node:
         cure = f"ray logs cluster --node-ip {node['ip']}  # then ray stop and ray start there"
@@ -192,15 +174,9 @@ def _node(node: Mapping[str, Any], folder: str | None, nonce: str) -> list[Line]
         lines.append(lacking(there.get("ray") != here.get("ray"), "ray", text, same))
     if there != here:  # what is the same is told once
         lines += clash_lines(there, f"{name}: ")
-    if folder is not None:
-        lines.append(_sees_folder(name, node, Path(folder), nonce))
-    return lines or [ok("ray", f"{name}: Python {theirs}, Ray {there.get('ray')}, as here")]
-
-
-def _sees_folder(name: str, node: Mapping[str, Any], folder: Path, nonce: str) -> Line:
-    base, written = folder.parent, folder / node["id"]
-    if node.get("sees") and written.is_file() and written.read_text() == nonce:
-        return ok("ray", f"{name}: reads and writes {base}, Ray {node['versions'].get('ray')}")
-    why = node.get("folder", "what it writes there does not arrive here")
-    cure = f"mount one shared file system at {base} on every node, or checkpoint_root_dir=..."
-    return fault("ray", f"{name}: the run folders below {base} are not shared ({why})", cure)
+    if mark is not None and not node["sees"]:
+        base = Path(mark).parent
+        cure = f"mount one shared file system at {base} on every node, or checkpoint_root_dir=..."
+        lines.append(fault("ray", f"{name}: does not see {base}, where run folders go", cure))
+    sees = "" if mark is None else f", sees {Path(mark).parent}"
+    return lines or [ok("ray", f"{name}: Python {theirs}, Ray {there.get('ray')}, as here{sees}")]

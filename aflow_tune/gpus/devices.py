@@ -149,14 +149,12 @@ class Device:
     memory_used: int | None = None
     use: float | None = None
     """Share of the driver's last sample (1/6 s to 1 s) in which any kernel ran."""
-    temperature: int | None = None
-    """Degrees Celsius."""
-    power: float | None = None
-    power_limit: float | None = None
-    """Watts."""
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
     """None where the driver does not say."""
-    unknown_why: str | None = None
+    processes_unknown: str | None = None
     """Why `processes` is None."""
     divided: bool = False
     """Whether the GPU is in MIG mode: then only its `instances` can compute."""
@@ -173,24 +171,12 @@ class Device:
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
         """Plain JSON values; instances nested."""
-        processes = self.processes
-        return {
-            "device": self.label,
-            "name": self.name,
-            "uuid": self.uuid,
-            "memory_total": self.memory_total,
-            "memory_used": self.memory_used,
-            "use": self.use,
-            "temperature_c": self.temperature,
-            "power_w": self.power,
-            "power_limit_w": self.power_limit,
-            "divided": self.divided,
-            "processes": None if processes is None else [p.to_json(owner) for p in processes],
-            "processes_unknown": self.unknown_why,
-            "instances": [instance.to_json(owner) for instance in self.instances],
-            "problem": self.problem,
-            "claimed": self.claimed,
-        }
+        told = {"device": self.label, **vars(self)}
+        del told["index"], told["mig"]
+        if self.processes is not None:
+            told["processes"] = [process.to_json(owner) for process in self.processes]
+        told["instances"] = [instance.to_json(owner) for instance in self.instances]
+        return told
 
 
 @dataclass(frozen=True)
@@ -279,7 +265,7 @@ def _gpu(nvml: _Nvml, index: int) -> Device:
         if part is not None:
             instances.append(_device(nvml, part, index, number))
         elif why:
-            lost = Device(index, "unknown", None, number, unknown_why=why, problem=why)
+            lost = Device(index, "unknown", None, number, processes_unknown=why, problem=why)
             instances.append(lost)
     known = [part.processes for part in instances if part.processes is not None]
     told: dict[str, Any] = {"divided": True, "instances": tuple(instances)}
@@ -312,11 +298,11 @@ def _device(
         memory_total=_bytes(getattr(memory, "total", None)),
         memory_used=_bytes(getattr(memory, "used", None)),
         use=_use(nvml, handle),
-        temperature=nvml.ask("nvmlDeviceGetTemperature", handle, _SENSOR_OF_GPU),
-        power=None if power is None else power / 1000,
-        power_limit=None if limit is None else limit / 1000,
+        temperature_c=nvml.ask("nvmlDeviceGetTemperature", handle, _SENSOR_OF_GPU),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
         processes=listed,
-        unknown_why=why if listed is None else None,
+        processes_unknown=why if listed is None else None,
         claimed=None if holder is None else holder.words(),
         **more,
     )

@@ -77,7 +77,7 @@ def free(
     for device in named:
         say(f"GPU {device.label} {device.name}" + (f", {device.claimed}" if device.claimed else ""))
         if device.processes is None:
-            say(f"  its processes are unknown: {device.unknown_why}")
+            say(f"  its processes are unknown: {device.processes_unknown}")
     for seen in alive:
         say(f"to be ended: {process_line(listed[seen.pid])}")
     for pid, why in spared.items():

@@ -66,7 +66,7 @@ def _device_lines(device: Device, indent: str = "") -> list[str]:
         outside = [p for p in device.processes or () if p.pid not in within]
         return lines + [f"{indent}  {process_line(process)}" for process in outside]
     if device.processes is None:
-        lines.append(f"{indent}  processes: unknown ({device.unknown_why})")
+        lines.append(f"{indent}  processes: unknown ({device.processes_unknown})")
     elif not device.processes:
         lines.append(f"{indent}  no process")
     lines += [f"{indent}  {process_line(process)}" for process in device.processes or ()]
@@ -80,11 +80,11 @@ def _facts(device: Device) -> list[str]:
     if device.memory_used is not None and device.memory_total is not None:
         used, total = device.memory_used / _GIB, device.memory_total / _GIB
         facts.append(f"memory {used:.1f} of {total:.1f} GiB")
-    if device.temperature is not None:
-        facts.append(f"{device.temperature} °C")
-    if device.power is not None:
-        limit = f" of {device.power_limit:.0f}" if device.power_limit is not None else ""
-        facts.append(f"{device.power:.0f}{limit} W")
+    if device.temperature_c is not None:
+        facts.append(f"{device.temperature_c} °C")
+    if device.power_w is not None:
+        limit = f" of {device.power_limit_w:.0f}" if device.power_limit_w is not None else ""
+        facts.append(f"{device.power_w:.0f}{limit} W")
     return facts
 
 
@@ -119,18 +119,18 @@ def watch(
 
 def logged(now: Snapshot, owner: int) -> str:
     """A snapshot as one line of JSON, without the arguments of commands."""
-    return json.dumps(_without_commands(now.to_json(owner)), ensure_ascii=False)
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: without(v) for k, v in value.items() if k != "command"}
+        return [without(item) for item in value] if isinstance(value, list) else value
+
+    return json.dumps(without(now.to_json(owner)), ensure_ascii=False)
 
 
 def append(path: Path, now: Snapshot, owner: int) -> None:
     """Append a snapshot as a line of JSON. Raises as `append_line`."""
     append_line(path, logged(now, owner).encode() + b"\n")
-
-
-def _without_commands(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_commands(v) for k, v in value.items() if k != "command"}
-    return [_without_commands(item) for item in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager
