@@ -133,17 +133,6 @@ def test_a_clash_keeps_the_configuration_from_being_imported(
     assert [*checks["model"](), *checks["data"](), *checks["keys"]()] == []
 
 
-def test_as_text(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("DOCTOR_TEST_KEY")
-    assert main(["doctor", str(project), "inline=true", "--offline"]) == 2
-    told = capsys.readouterr().out
-    assert "\nFAULT  keys          " in told
-    assert "\n                     do: export DOCTOR_TEST_KEY=...\n" in told
-    assert told.splitlines()[-1].endswith(" s")
-
-
 def test_what_a_run_writes(project: Path, tiny_model_dir: Path) -> None:
     """Against the bytes of a checkpoint that the trainer would write, counted by hand."""
     from safetensors import safe_open

@@ -23,7 +23,7 @@ from aflow_tune.config.file_rules import check_model, missing_shards
 from aflow_tune.config.load import load_config
 from aflow_tune.doctor import machine as gpus
 from aflow_tune.doctor.lines import Check, Line, State, begun, ok, run_checks, size
-from aflow_tune.doctor.machine import check_folder, check_python, check_sandbox, torch_cuda
+from aflow_tune.doctor.machine import check_folder, check_python, torch_cuda
 from aflow_tune.errors import BadInput
 
 Machine = Callable[[list[Gpu]], Library]
@@ -115,14 +115,6 @@ def test_no_sandbox_for_programs() -> None:
     assert (needed["state"], spare["state"]) == ("fault", "note")
     assert "bwrap is not installed" in needed["found"]
     assert "bubblewrap" in needed["cure"]
-
-
-def test_the_sandbox_that_is_here() -> None:
-    from aflow_tune.sandbox import Level, detect
-
-    expected = {Level.BUBBLEWRAP: State.OK, Level.LANDLOCK: State.NOTE, None: State.FAULT}
-    assert check_sandbox()[0].state is expected[detect().level]
-    assert check_sandbox("unsafe_subprocess")[0].state is State.NOTE
 
 
 def test_room_on_disk(tmp_path: Path) -> None:

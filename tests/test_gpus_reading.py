@@ -19,9 +19,7 @@ from fake_nvml import GIB, UNKNOWN, Gpu, Library
 from gpu_machine import OTHER_UID, Children, children, machine, needs_root
 
 from aflow_tune.cli import main
-from aflow_tune.gpus.claims import Claims
 from aflow_tune.gpus.devices import snapshot, use_and_memory
-from aflow_tune.gpus.processes import look
 
 __all__ = ["children", "machine"]
 
@@ -186,19 +184,6 @@ def test_a_terminal_obeys_nothing_of_a_command_line(
     assert "evil \\x1b[31m" in text
 
 
-def test_a_claimed_device_says_by_whom(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine([Gpu(), Gpu()])
-    claims = Claims("project/my run")
-    assert claims.take("GPU-00000001-test")
-    free, held = shown(capsys)["devices"]
-    assert free["claimed"] is None
-    assert held["claimed"].startswith("run project/my run of ")
-    claims.release()
-    assert shown(capsys)["devices"][1]["claimed"] is None
-
-
 def test_monitor_keeps_lines_without_arguments_until_ctrl_c(
     machine: Machine, children: Children, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,17 +260,3 @@ def test_use_and_memory_by_uuid(machine: Machine) -> None:
     uuids = ["GPU-00000000-test", "MIG-00000001-0-test", "GPU-none"]
     expected = {"GPU-00000000-test": (0.4, 3 * GIB), "MIG-00000001-0-test": (None, GIB)}
     assert use_and_memory(uuids) == expected
-
-
-def test_programs_without_their_arguments(children: Children, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("print('ready', flush=True)\nimport time\ntime.sleep(600)\n")
-    words = [sys.executable, "-I", "-S", str(script), "--key", "secret"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        seen = look(child.pid)
-        child.kill()
-    assert seen is not None
-    assert seen.program == f"{os.path.basename(sys.executable)} train.py"
-    assert seen.command.endswith("train.py --key secret")

@@ -104,14 +104,6 @@ def test_what_goes_wrong_harms_nothing(machine: Machine) -> None:
     assert told[0].startswith("GPU use is not recorded any more: ")
 
 
-def test_an_instance_has_no_use_of_its_own(machine: Machine) -> None:
-    machine([Gpu(instances=[Gpu(use=None, used=3 * GIB)])])
-    written: list[dict[str, float]] = []
-    with UseLog(snapshot().units(), lambda: 0, lambda s, n: written.append(n), print, 0.01):
-        time.sleep(0.03)
-    assert written == [{"gpu/0:0/memory_gib": 3.0}]
-
-
 def run_folder(folder: Path, *records: tuple[int, float, float]) -> Path:
     """A folder with a trainer's line and a record of use (share, seconds) for each step."""
     for step, share, seconds in records:
@@ -141,14 +133,6 @@ def test_below_half_the_report_warns(tmp_path: Path) -> None:
     assert "GPU use<span>share of the time" in text
     assert "<dt>GPU use</dt><dd>35%</dd>" in text
     assert "Audit: The GPUs of this run were in use 35%" in summary_text(idle, page)
-
-
-@pytest.mark.parametrize("records", [[], [(1, 0.5, 60.0)]])
-def test_half_or_nothing_measured_is_no_finding(
-    tmp_path: Path, records: list[tuple[int, float, float]]
-) -> None:
-    folder = run_folder(tmp_path, *records)
-    assert low_use(read_metrics(folder)) is None
 
 
 @pytest.mark.parametrize(("text", "labels"), [("engine: local", {"1"}), ("", {"1", "0"})])

@@ -88,20 +88,6 @@ def test_a_batch_waits_for_its_last_run_and_for_the_weights() -> None:
     assert found.runs_per_second == pytest.approx(5 / 1.2)
 
 
-def test_shares_say_what_was_busy() -> None:
-    times = StepTimes(((1, 0.01), (4, 0.02)), limit=4)
-    assert times.best_rate() == pytest.approx(200.0)
-    costs = Costs(scheduler=0.1, runner=0.4)
-    # A task: 100 ms scheduler, 2 x 200 ms of its own, 50 tokens alone at 10 ms: 1 s.
-    found = simulate(Cluster(1, 1, times, cores=2), Work(1, tokens=50), costs, 10)
-    assert found.runs_per_second == pytest.approx(1.0)
-    assert found.scheduler == pytest.approx(0.1)
-    assert found.process == pytest.approx(0.4)
-    assert found.cores == pytest.approx(0.5 / 2)
-    assert found.engines == pytest.approx(50 / 200)
-    assert found.slots == pytest.approx(1.0)
-
-
 def ends(arrivals: list[tuple[float, float]], times: StepTimes, pause: Any = None) -> list[float]:
     """When calls of (arrival, tokens) end on one engine; `pause`: (when, seconds)."""
     clock, found = Clock(), [0.0] * len(arrivals)

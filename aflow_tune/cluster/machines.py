@@ -224,7 +224,7 @@ def down(config: Path | None = None) -> str:
         running = running_here()
         found = f"the Ray at {running}, which something else started" if running else "none"
         expected = "a Ray that `aflow-tune cluster up` started"
-        cure = "`ray stop` ends every Ray of yours on this machine"
+        cure = "`ray stop` ends every Ray of yours on this machine" if running else "nothing to do"
         raise BadInput.of("There is no cluster to end.", "this machine", expected, found, cure)
     processes = session_processes(known.session)
     end_session(known.session, processes)

@@ -179,7 +179,10 @@ class Examination:
 
         def configuration() -> list[Line]:
             found = examined.result()
-            return found if isinstance(found, list) else _configuration(found, on_hub.result())
+            if isinstance(found, list):
+                return found
+            lines = _configuration(found, on_hub.result())
+            return lines if found.report.faults else [*lines, ok("config", f"{self._path}: valid")]
 
         # What needs the settings waits for them.
         later = 0.0 if self._path is None else CONFIG_SECONDS
@@ -343,7 +346,7 @@ def _configuration(found: Settings, on_hub: Hub) -> list[Line]:
     told = [f"{kind} {name}:" for kind, name in on_hub]
     told += [f"model {name}:" for name in found.models]
     lines += [note("config", text) for text in report.warnings if not text.startswith(tuple(told))]
-    return lines if report.faults else [*lines, ok("config", "valid")]
+    return lines
 
 
 def _models(found: Settings, on_hub: Hub) -> list[Line]:
