@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.sections import KeyPositions
 
@@ -76,10 +78,9 @@ def find_ray(config: Asking) -> FoundRay | None:
     """
     if config.inline:
         return None
-    kept = config.prepared
-    if not kept.ray_looked_for:
-        kept.ray, kept.ray_looked_for = _look(config), True
-    found: FoundRay | None = kept.ray
+    if not config.prepared.ray_looked_for:
+        config.prepared.ray, config.prepared.ray_looked_for = _look(config), True
+    found: FoundRay | None = config.prepared.ray
     return found
 
 
@@ -135,12 +136,9 @@ def _look(config: Asking) -> FoundRay | None:
     if running is not None:
         return FoundRay(running, "it runs on this machine")
     if address == "auto":
-        cure = (
-            "start one with `aflow-tune cluster up`, name its address, or leave the setting out: a "
-            "Ray for this run alone is then started"
-        )
-        fault = Fault(where, "a Ray that runs on this machine", "none", cure)
-        raise BadInput("There is no Ray to use.", [fault])
+        cure = "`aflow-tune cluster up`, or name its address; without the setting a run starts one"
+        expected = "a Ray that runs on this machine"
+        raise BadInput.of("There is no Ray to use.", where, expected, "none", cure)
     return None
 
 
@@ -210,53 +208,60 @@ def handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+_REFUSED = (
+    (
+        "Failed to merge",  # the message holds both environments, values and all
+        "a job whose own runtime_env leaves ours room",
+        "take what a run sets (`py_modules`, `pip`, the hook, `env_vars`) out of the job's "
+        "runtime_env, or export RAY_OVERRIDE_JOB_RUNTIME_ENV=1",
+    ),
+    (
+        "ersion mismatch",
+        "the same versions of Ray and Python here and on the cluster",
+        "use an environment with the cluster's versions, or `aflow-tune submit`",
+    ),
+    (
+        "oken|nauthenticated|uthentication",
+        "a token that the cluster takes",
+        "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=... (on the head node "
+        "`ray get-auth-token` prints it); for a cluster without tokens RAY_AUTH_MODE=disabled",
+    ),
+    (
+        "",
+        "a running Ray",
+        "check that it runs (`ray status`), or start one with `aflow-tune cluster up`; "
+        "`cluster.ray_address=local` starts one for this run alone",
+    ),
+)
+"""What Ray says, what was expected, and what to do."""
+
+
 def refused_connection(found: FoundRay, error: Exception) -> BadInput:
     """What to tell when a Ray that was found cannot be joined."""
     text = " ".join(str(error).split())
-    expected = f"a Ray at {found.address} ({found.source})"
-    cure = (
-        "check that it runs (`ray status`), or start one with `aflow-tune cluster up`; "
-        "`cluster.ray_address=local` starts one for this run alone"
-    )
-    if "Failed to merge" in text:  # the message holds both environments, values and all
-        expected = "a job whose own runtime_env leaves ours room"
+    said, expected, cure = next(row for row in _REFUSED if re.search(row[0], text))
+    if said == "Failed to merge":
         text = "the job that this command runs in has set what the run has to set"
-        cure = (
-            "take `py_modules`, `pip`, `worker_process_setup_hook` and what `runtime_env.env_vars` "
-            "sets out of the job's runtime_env, or export RAY_OVERRIDE_JOB_RUNTIME_ENV=1"
-        )
-    elif "ersion mismatch" in text:
-        expected = "the same versions of Ray and Python here and on the cluster"
-        cure = "use an environment with the cluster's versions, or `aflow-tune submit`"
-    elif re.search("oken|nauthenticated|uthentication", text):
-        expected = f"a token that {found.address} takes"
-        cure = (
-            "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=... (on the "
-            "head node `ray get-auth-token` prints it); for a cluster without tokens "
-            "RAY_AUTH_MODE=disabled"
-        )
-    fault = Fault(found.source, expected, text[:600] or type(error).__name__, cure)
-    return BadInput("The Ray that was found cannot be used.", [fault])
+    expected = f"{expected} at {found.address} ({found.source})"
+    title, what = "The Ray that was found cannot be used.", text[:600] or type(error).__name__
+    return BadInput.of(title, found.source, expected, what, cure)
 
 
 def _check(address: str, where: str) -> None:
     host, colon, port = address.rpartition(":")
     scheme, _, rest = address.partition("://")
-    cure = "HOST:6379, `auto`, or `local`"
-    if address.startswith("ray://"):
+    found, cure = repr(address), "HOST:6379, `auto`, or `local`"
+    if scheme == "ray":
         found, cure = "the address of a Ray Client server", "the address without `ray://`"
-    elif address.startswith(("http://", "https://")):
+    elif scheme in ("http", "https"):
         shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without a password
-        found = "the address of a dashboard"
-        cure = f"`aflow-tune submit CONFIG --address {shown}` runs it there"
+        found, cure = "a dashboard's", f"`aflow-tune submit CONFIG --address {shown}` runs it there"
     elif "@" in address:
         found = "something with an @, not shown since it may hold a key"
     elif colon and host and port.isdigit():
         return
-    else:
-        found = repr(address)
-    fault = Fault(where, "HOST:PORT of a Ray head node, `auto` or `local`", found, cure)
-    raise BadInput("This is no address of a Ray that a run can join.", [fault])
+    title = "This is no address of a Ray that a run can join."
+    raise BadInput.of(title, where, "HOST:PORT of a Ray head node, `auto` or `local`", found, cure)
 
 
 def answers(address: str) -> bool:
@@ -340,7 +345,7 @@ def make_ray_base() -> Path:
     where = "=".join(filter(None, _told()))
     expected = "a folder for Ray's files that no other user can change"
     cure = "export RAY_TMPDIR=FOLDER, a short path of a folder of yours with mode 0700"
-    raise BadInput("Ray has no place for its files.", [Fault(where, expected, problem, cure)])
+    raise BadInput.of("Ray has no place for its files.", where, expected, problem, cure)
 
 
 def open_to_others(folder: str | Path) -> str | None:
@@ -382,8 +387,6 @@ def _told() -> tuple[str, str]:
 
 _NEEDED = 400
 """Processes and threads of the smallest run on a Ray of its own, on two cores."""
-_EXEMPT = 1 << 21 | 1 << 24
-"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: who has either may start any number."""
 
 
 def check_process_room(
@@ -392,55 +395,34 @@ def check_process_room(
     """What keeps a Ray of our own from starting its processes: too few, and it hangs or is aborted.
 
     Args:
-        proc, cgroups: where the system tells of processes and of their groups' limits.
+        proc, cgroups: where the system tells of our groups of processes, and of their limits.
     """
-    expected = f"room for {_NEEDED} processes and threads, which Ray and a run have"
-    for where, limit, used, cure in (*_of_user(proc), *_of_groups(proc, cgroups)):
+    limits = []
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit != resource.RLIM_INFINITY and os.getuid() != 0:
+        running = [each.info for each in psutil.process_iter(["uids", "num_threads"])]
+        mine = [told for told in running if told["uids"] and told["uids"].real == os.getuid()]
+        used = sum(told["num_threads"] or 1 for told in mine)
+        limits.append(("ulimit -u", limit, used, "raise the limit: ulimit -u unlimited"))
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            root = cgroups / controllers
+            group = root / path.lstrip("/")
+            # In a container the path may be that of the host, and the limit at the root.
+            for folder in (group, *group.parents) if controllers in ("", "pids") else ():
+                with contextlib.suppress(OSError, ValueError):
+                    if folder.is_relative_to(root):
+                        told = [
+                            (folder / name).read_text() for name in ("pids.max", "pids.current")
+                        ]
+                        cure = "raise the limit (in a container: docker run --pids-limit=-1)"
+                        limits.append((str(folder / "pids.max"), int(told[0]), int(told[1]), cure))
+    for where, limit, used, cure in limits:
         if limit - used < _NEEDED:
+            expected = f"room for {_NEEDED} processes and threads, which Ray and a run have"
             found = f"{max(limit - used, 0)}: {used} run, and the limit is {limit}"
             yield Fault(where, expected, found, f"{cure}, or run in one process: --inline")
-
-
-def _of_user(proc: Path) -> Iterator[tuple[str, int, int, str]]:
-    limit, most = resource.getrlimit(resource.RLIMIT_NPROC)
-    if limit == resource.RLIM_INFINITY or os.getuid() == 0:
-        return
-    if int(_status(proc / "self").get("CapEff", "0"), 16) & _EXEMPT:
-        return
-    uid, used = str(os.getuid()), 0
-    for folder in proc.iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                of_one = _status(folder)
-                used += int(of_one["Threads"]) * (of_one["Uid"].split()[0] == uid)
-    cure = "raise the limit: ulimit -u unlimited"
-    if most != resource.RLIM_INFINITY and most < used + _NEEDED:
-        cure = "let the administrator raise `nproc` in /etc/security/limits.conf"
-    yield "ulimit -u", limit, used, cure
-
-
-def _of_groups(proc: Path, cgroups: Path) -> Iterator[tuple[str, int, int, str]]:
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        root = cgroups / controllers
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents) if controllers in ("", "pids") else ():
-            # In a container the path may be that of the host, and the limit at the root.
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((folder / "pids.max").read_text())
-                used = int((folder / "pids.current").read_text())
-                cure = "raise the limit (in a container: docker run --pids-limit=-1)"
-                yield str(folder / "pids.max"), limit, used, cure
-            if folder == root:
-                break
-
-
-def _status(folder: Path) -> dict[str, str]:
-    lines = (folder / "status").read_text(errors="replace").splitlines()
-    return {name: text.strip() for name, _, text in (line.partition(":") for line in lines)}
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,20 +40,16 @@ MOST_FILE_BYTES = 64 * 2**20
 """A larger file is left out and named: weights and data sets belong on a shared path."""
 MOST_FOLDER_BYTES, MOST_FOLDER_FILES = 32 * 2**20, 2000
 """Up to here a folder that modules are imported from travels whole."""
-MOST_BYTES = 400 * 2**20
-"""Ray takes packages of up to 512 MiB."""
 
 _PREFIX, _FILES, _MARK = "aflow_tune_shipment_", "files", ".aflow-tune"
 _KEYS = (
     *(".env", ".env.*", "*.env", ".netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.kdbx", "id_rsa*", "id_ed25519*", "id_ecdsa*"),
 )
-_NEVER = (
-    *(".*", *_KEYS, "*.pyc", "*.egg-info", "node_modules"),
-    *(f"*{suffix}" for suffix in EXTENSION_SUFFIXES),
-)
-_NEVER_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+_INSTALLED = ("site-packages", "dist-packages")
+_NEVER = (".*", *_KEYS, *_INSTALLED, "*.pyc", "*.egg-info", "node_modules", "__pycache__")
 _ENVIRONMENT_MARKS = {"pyvenv.cfg", "conda-meta"}
+_CANNOT_TRAVEL = "The code of this run cannot travel to the workers."
 
 
 # -- what travels ------------------------------------------------------------------------------
@@ -100,14 +96,11 @@ class LeftOut:
 
     def __init__(self, folders: Iterable[Path] = (), patterns: Iterable[str] = ()) -> None:
         self._names = [name for name in patterns if "/" not in name and set("*?[") & set(name)]
-        paths = [name for name in patterns if name not in self._names]
-        self._paths = [
-            os.path.abspath(os.path.expanduser(path)) for path in (*paths, *map(str, folders))
-        ]
+        paths = [*(name for name in patterns if name not in self._names), *map(str, folders)]
+        self._paths = [os.path.abspath(os.path.expanduser(path)) for path in paths]
 
     def covers(self, path: Path) -> bool:
-        """Whether this very file or folder was named."""
-        # Part by part: a `*` stands for names, not for folders.
+        """Whether this very file or folder was named; a `*` stands for names, not for folders."""
         return any(fnmatch.fnmatchcase(path.name, name) for name in self._names) or any(
             str(path) == named or path.match(named) for named in self._paths
         )
@@ -127,8 +120,7 @@ def gather(
         include: files and folders that travel although nothing imports them.
     """
     code, stays = Code(variables={*texts} & os.environ.keys()), stays or LeftOut()
-    include = [Path(os.path.abspath(path)) for path in include]
-    _follow(code, modules, include)
+    _follow(code, modules)
     here = Path.cwd()  # code finds its data from there
     if any(folder.is_relative_to(here) for folder in code.folders):
         code.folders.setdefault(here, set())
@@ -136,16 +128,15 @@ def gather(
         # One more than is allowed tells that it is too large; the rest need not be looked at.
         sizes = [size for _, size in islice(files_below(folder, stays), MOST_FOLDER_FILES + 1)]
         small = sum(size for size in sizes if size <= MOST_FILE_BYTES) <= MOST_FOLDER_BYTES
-        if small and len(sizes) <= MOST_FOLDER_FILES:
-            code.take(folder, stays)
-            continue
-        code.warnings.append(
-            f"{folder} is too large to travel whole: only the modules go along that your code "
-            "imports from there; list other files under `runtime_env: {include: [...]}`"
-        )
-        for path in own:
+        whole = small and len(sizes) <= MOST_FOLDER_FILES
+        for path in [folder] if whole else own:
             code.take(path, stays)
-    for path in include:
+        if not whole:
+            code.warnings.append(
+                f"{folder} is too large to travel whole: only the modules go along that your code "
+                "imports from there; list other files under `runtime_env: {include: [...]}`"
+            )
+    for path in (Path(os.path.abspath(path)) for path in include):
         if holds_keys(path.name):
             code.warnings.append(f"{path} stays here: files that hold keys are never sent")
         elif path.exists():
@@ -156,7 +147,7 @@ def gather(
     return code
 
 
-def _follow(code: Code, modules: Iterable[str], include: Sequence[Path]) -> None:
+def _follow(code: Code, modules: Iterable[str]) -> None:
     """Note the user's modules among these, and those that their files import."""
     read: set[Path] = set()
     waiting = [(name, "") for name in sorted(set(modules), reverse=True)]
@@ -164,7 +155,7 @@ def _follow(code: Code, modules: Iterable[str], include: Sequence[Path]) -> None
         dotted, where = waiting.pop()
         parts = dotted.split(".")
         for name in (".".join(parts[:length]) for length in range(1, len(parts) + 1)):
-            file, package = _main() if name == MAIN else _file_of(name)
+            file, package = _file_of(name)
             if file is None:
                 continue
             own = file.is_file() and not is_installed(file)  # what is in an archive is nobody's
@@ -172,10 +163,6 @@ def _follow(code: Code, modules: Iterable[str], include: Sequence[Path]) -> None
                 if where and parts[0] not in {"aflow_tune", *sys.stdlib_module_names}:
                     code.needs.setdefault(parts[0], where)
                 break
-            if file.name.endswith(tuple(EXTENSION_SUFFIXES)):
-                if where and file not in include:
-                    code.faults.append(_compiled(name, file, where))
-                continue
             if name != MAIN:
                 code.modules[name] = file
             parent = file.parents[package.count(".") + 1] if package else file.parent
@@ -186,29 +173,17 @@ def _follow(code: Code, modules: Iterable[str], include: Sequence[Path]) -> None
                 waiting += _imports(file, package, code.variables)
 
 
-def _main() -> tuple[Path, str]:
-    module: Any = sys.modules[MAIN]
-    file = getattr(module, "__file__", None) or "notebook"  # stands for its folder
-    return Path(file).absolute(), str(getattr(module, "__package__", None) or "")
-
-
 def _file_of(name: str) -> tuple[Path | None, str]:
     """The file of a module and its package, '' for none; no file where it has none."""
+    if name == MAIN:
+        module: Any = sys.modules[MAIN]
+        file = getattr(module, "__file__", None) or "notebook"  # stands for its folder
+        return Path(file).absolute(), str(getattr(module, "__package__", None) or "")
     spec = find_module(name)
     if spec is None or spec.origin in (None, "built-in", "frozen", "namespace"):
         return None, ""
     is_package = spec.submodule_search_locations is not None
     return Path(str(spec.origin)).absolute(), name if is_package else name.rpartition(".")[0]
-
-
-def _compiled(name: str, file: Path, where: str) -> Fault:
-    cure = (
-        "build a wheel of it and install that on every node, or name it under `runtime_env: {pip: "
-        f"[...]}}`; where all nodes are like this machine, `runtime_env: {{include: [{file}]}}` "
-        "sends the file"
-    )
-    found = f"{file}, compiled for this machine's Python and platform"
-    return Fault(where, f"`{name}` in a form that can travel to other nodes", found, cure)
 
 
 def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, str]]:
@@ -250,8 +225,8 @@ def files_below(
     folder: Path, stays: LeftOut, above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[Path, int]]:
     """The files below a folder, with their sizes in bytes, but for those that never travel: hidden
-    ones (`.env` holds keys, `.git` is large), keys by their usual names, virtual environments,
-    caches and compiled modules."""
+    ones (`.env` holds keys, `.git` is large), keys by their usual names, virtual environments and
+    caches."""
     real = os.path.realpath(folder)
     if real in above:  # a link that leads back; one to a folder beside it is another name for that
         return
@@ -266,8 +241,7 @@ def files_below(
         if any(fnmatch.fnmatch(entry.name, never) for never in _NEVER) or stays.covers(path):
             continue
         if entry.is_dir():
-            if entry.name not in _NEVER_FOLDERS:
-                yield from files_below(path, stays, above | {real})
+            yield from files_below(path, stays, above | {real})
         elif entry.is_file():
             yield path, entry.stat().st_size
 
@@ -280,17 +254,16 @@ def find_module(name: str) -> ModuleSpec | None:
     except (ImportError, ValueError, AttributeError):
         file = getattr(sys.modules.get(top), "__file__", None)
         spec = importlib.util.spec_from_file_location(top, file) if file else None
-    for number in range(len(rest)):
+    for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        whole = ".".join([top, *rest[: number + 1]])
-        spec = PathFinder.find_spec(whole, list(spec.submodule_search_locations))
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", list(spec.submodule_search_locations))
     return spec
 
 
 def is_installed(path: Path) -> bool:
     """Whether this absolute path belongs to what is installed."""
-    if {"site-packages", "dist-packages"} & set(path.parts):
+    if set(_INSTALLED) & set(path.parts):
         return True
     return any(path.is_relative_to(place) for place in _installed_folders())
 
@@ -307,19 +280,6 @@ def _installed_folders() -> tuple[Path, ...]:
 def holds_keys(name: str) -> bool:
     """Whether files of this name usually hold keys; these are never sent."""
     return any(fnmatch.fnmatch(name, never) for never in _KEYS)
-
-
-def too_much(files: Mapping[Path, int]) -> list[Fault]:
-    """A fault where these files, with their sizes in bytes, are more than can be sent."""
-    total = sum(files.values())
-    if total <= MOST_BYTES:
-        return []
-    largest = sorted(files, key=lambda path: -files[path])[:5]
-    listed = ", ".join(f"{path} ({files[path] / 2**20:.0f} MiB)" for path in largest)
-    found = f"{total / 2**20:.0f} MiB; the largest: {listed}"
-    cure = "keep data out of packages: put it on a path that every node sees"
-    most = f"at most {MOST_BYTES / 2**20:.0f} MiB"
-    return [Fault("the code and data that travel to the workers", most, found, cure)]
 
 
 # -- the bundle --------------------------------------------------------------------------------
@@ -363,15 +323,15 @@ def write_bundle(
     for name, content in sorted({MANIFEST: manifest_of(code), **(extra or {})}.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
         (growing / name).write_bytes(content)
+    cure = "or leave it out: `runtime_env: {exclude: [...]}`"
     for path in sorted(code.files):
         try:
             content = path.read_bytes()
         except OSError as error:
-            cure = "make it readable, or leave it out: `runtime_env: {exclude: [...]}`"
-            faults.append(Fault(str(path), "a file that can be read", str(error), cure))
+            fix = f"make it readable, {cure}"
+            faults.append(Fault(str(path), "a file that can be read", str(error), fix))
             continue
-        cure = "take the key out of the file, or leave it out: `runtime_env: {exclude: [...]}`"
-        faults += secrets_in(content, secrets or {}, str(path), cure)
+        faults += secrets_in(content, secrets or {}, str(path), f"take the key out of it, {cure}")
         digest.update(os.fsencode(path) + b"\0" + hashlib.sha256(content).digest())
         copy = growing / _FILES / str(path).lstrip("/")
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -379,7 +339,7 @@ def write_bundle(
         if path.stat().st_mode & 0o100:  # a program that the code starts
             copy.chmod(copy.stat().st_mode | 0o100)
     if faults:
-        raise BadInput("The code of this run cannot travel to the workers.", faults)
+        raise BadInput(_CANNOT_TRAVEL, faults)
     # Relative paths of the configuration and the code are from here; archives drop empty folders.
     here = growing / _FILES / str(Path.cwd()).lstrip("/")
     here.mkdir(parents=True, exist_ok=True)
@@ -403,8 +363,8 @@ def secrets_in(
 
 
 @dataclass
-class Arrival:
-    """A shipment in this process."""
+class Arrival(importlib.abc.MetaPathFinder):
+    """A shipment in this process; finds the user's top-level modules."""
 
     base: Path | None
     """Where the files' former paths begin; None where they lie in their own places."""
@@ -429,6 +389,14 @@ class Arrival:
         here = self.here(path)
         return here if inside and os.path.exists(here) else None
 
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Of a module by its name in the manifest."""
+        if name not in self.modules:
+            return None
+        file = self.here(self.modules[name])
+        below = [os.path.dirname(file)] if os.path.basename(file) == "__init__.py" else None
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=below)
+
 
 _arrived: Arrival | None = None
 
@@ -443,15 +411,18 @@ def arrive(shipment: str | None = None) -> Arrival | None:
     shipment = shipment or os.environ.get(VARIABLE)
     if not shipment or _arrived is not None:
         return _arrived
-    manifest = _manifest(shipment)
-    in_place = not manifest.parent.name.startswith(_PREFIX)
+    folders = [Path(entry or ".").absolute() / shipment / MANIFEST for entry in sys.path]
+    in_place = os.path.isabs(shipment)
+    manifest = next((p for p in [Path(shipment), *folders] if p.is_file()), None)
+    if manifest is None:
+        raise FileNotFoundError(f"the user's code ({shipment}) did not reach this process")
     told = json.loads(manifest.read_text(encoding="utf-8"))
     arrival = Arrival(None if in_place else manifest.parent / _FILES, **told)
     for name, file in arrival.modules.items():
         loaded = getattr(sys.modules.get(name), "__file__", None)
         if name in sys.modules and loaded != arrival.here(file):
             arrival.conflicts.append(f"`{name}`, imported from {loaded} before")
-    sys.meta_path.insert(0, _Finder(arrival))
+    sys.meta_path.insert(0, arrival)
     for folder in map(arrival.here, arrival.folders):
         if folder not in sys.path and os.path.isdir(folder):
             sys.path.append(folder)
@@ -461,42 +432,15 @@ def arrive(shipment: str | None = None) -> Arrival | None:
     return arrival
 
 
-def _manifest(shipment: str) -> Path:
-    if os.path.isabs(shipment):
-        return Path(shipment)
-    for entry in sys.path:
-        manifest = Path(entry or ".").absolute() / shipment / MANIFEST
-        if manifest.is_file():
-            return manifest
-    raise FileNotFoundError(
-        f"the user's code ({shipment}) did not reach this process: it is in no folder of sys.path"
-    )
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the user's top-level modules by the names in the manifest."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in self.arrival.modules:
-            return None
-        file = self.arrival.here(self.arrival.modules[name])
-        below = [os.path.dirname(file)] if os.path.basename(file) == "__init__.py" else None
-        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=below)
-
-
 def arrived() -> Arrival | None:
     """The shipment of this process, if there is one.
 
     Raises:
         BadInput: a module of the user's has the name of one that this worker had loaded already.
     """
-    if _arrived is not None and _arrived.conflicts:
-        where, cure = f"process {os.getpid()}", "rename your module"
-        faults = [Fault(where, "your modules", found, cure) for found in _arrived.conflicts]
-        raise BadInput("A worker had loaded modules with the names of yours.", faults)
+    for found in _arrived.conflicts if _arrived is not None else ():
+        where, title = f"process {os.getpid()}", "A worker had loaded modules with your names."
+        raise BadInput.of(title, where, "your modules", found, "rename your module")
     return _arrived
 
 

@@ -103,32 +103,35 @@ def _of_device(*names: str) -> Callable[[Callable[..., int]], Callable[..., int]
     return register
 
 
-@_function("nvmlInitWithFlags")
-def _init(library: Library, name: str, flags: int) -> int:
-    return library.init
+def _sets(values: Callable[[Any], dict[str, Any]], at: int) -> Callable[..., int]:
+    """A call that fills what its pointer leads to with values of its argument number `at`."""
+
+    def call(*arguments: Any) -> int:
+        target = getattr(arguments[2], "_obj", arguments[2])
+        for name, value in values(arguments[at]).items():
+            setattr(target, name, value)
+        return 0
+
+    return call
 
 
-@_function("nvmlShutdown")
-def _shutdown(library: Library, name: str) -> int:
-    return 0
-
-
-@_function("nvmlSystemGetDriverVersion")
-def _driver(library: Library, name: str, text: Any, size: Any) -> int:
-    text.value = b"580.00"
-    return 0
-
-
-@_function("nvmlSystemGetCudaDriverVersion")
-def _cuda(library: Library, name: str, version: Any) -> int:
-    version._obj.value = 13010
-    return 0
-
-
-@_function("nvmlDeviceGetCount_v2")
-def _count(library: Library, name: str, count: Any) -> int:
-    count._obj.value = len(library.gpus)
-    return 0
+_FUNCTIONS["nvmlInitWithFlags"] = lambda library, name, flags: library.init
+_FUNCTIONS["nvmlShutdown"] = lambda library, name: 0
+for _name, _values in {
+    "nvmlSystemGetDriverVersion": lambda library: {"value": b"580.00"},
+    "nvmlSystemGetCudaDriverVersion": lambda library: {"value": 13010},
+    "nvmlDeviceGetCount_v2": lambda library: {"value": len(library.gpus)},
+}.items():
+    _function(_name)(_sets(_values, 0))
+for _name, _values in {
+    "nvmlDeviceGetName": lambda gpu: {"value": gpu.name.encode()},
+    "nvmlDeviceGetUUID": lambda gpu: {"value": gpu.uuid.encode()},
+    "nvmlDeviceGetMemoryInfo": lambda gpu: {"total": gpu.total, "used": gpu.used},
+    "nvmlDeviceGetPowerUsage": lambda gpu: {"value": 123_400},
+    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: {"value": 700_000},
+    "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: {"value": 7},
+}.items():
+    _of_device(_name)(_sets(_values, 1))
 
 
 @_function("nvmlDeviceGetHandleByIndex_v2")
@@ -145,25 +148,6 @@ def _by_uuid(library: Library, name: str, uuid: Any, handle: Any) -> int:
     return pynvml.NVML_ERROR_NOT_FOUND
 
 
-@_of_device("nvmlDeviceGetName")
-def _name(library: Library, gpu: Gpu, text: Any, size: Any) -> int:
-    text.value = gpu.name.encode()
-    return 0
-
-
-@_of_device("nvmlDeviceGetUUID")
-def _uuid(library: Library, gpu: Gpu, text: Any, size: Any) -> int:
-    text.value = gpu.uuid.encode()
-    return 0
-
-
-@_of_device("nvmlDeviceGetMemoryInfo")
-def _memory(library: Library, gpu: Gpu, memory: Any) -> int:
-    memory._obj.total, memory._obj.used = gpu.total, gpu.used
-    memory._obj.free = gpu.total - gpu.used
-    return 0
-
-
 @_of_device("nvmlDeviceGetUtilizationRates")
 def _rates(library: Library, gpu: Gpu, rates: Any) -> int:
     if gpu.use is None:
@@ -178,29 +162,11 @@ def _temperature(library: Library, gpu: Gpu, sensor: Any, degrees: Any) -> int:
     return 0
 
 
-@_of_device("nvmlDeviceGetPowerUsage")
-def _power(library: Library, gpu: Gpu, milliwatts: Any) -> int:
-    milliwatts._obj.value = 123_400
-    return 0
-
-
-@_of_device("nvmlDeviceGetEnforcedPowerLimit")
-def _limit(library: Library, gpu: Gpu, milliwatts: Any) -> int:
-    milliwatts._obj.value = 700_000
-    return 0
-
-
 @_of_device("nvmlDeviceGetMigMode")
 def _mig_mode(library: Library, gpu: Gpu, current: Any, pending: Any) -> int:
     if gpu in (i for g in library.gpus for i in g.instances or ()):
         return pynvml.NVML_ERROR_NOT_SUPPORTED
     current._obj.value = pending._obj.value = int(gpu.instances is not None)
-    return 0
-
-
-@_of_device("nvmlDeviceGetMaxMigDeviceCount")
-def _most_instances(library: Library, gpu: Gpu, count: Any) -> int:
-    count._obj.value = 7
     return 0
 
 
@@ -226,13 +192,13 @@ def _fill(processes: list[tuple[int, int]], count: Any, array: Any) -> int:
     return 0
 
 
-@_of_device("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+@_of_device("nvmlDeviceGetComputeRunningProcesses_v3")
 def _compute(library: Library, gpu: Gpu, count: Any, array: Any) -> int:
     every = gpu.compute + [each for part in gpu.instances or () for each in part.compute]
     return _fill(every, count, array)
 
 
-@_of_device("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
+@_of_device("nvmlDeviceGetGraphicsRunningProcesses_v3")
 def _graphics(library: Library, gpu: Gpu, count: Any, array: Any) -> int:
     return _fill(gpu.graphics, count, array)
 

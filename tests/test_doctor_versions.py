@@ -16,8 +16,6 @@ from fake_installed import install
 from aflow_tune.cli import main
 from aflow_tune.config import clashes
 from aflow_tune.config.clashes import (
-    CLASHES,
-    DOUBTS,
     cure_of,
     doubtful,
     installed_versions,
@@ -29,7 +27,7 @@ from aflow_tune.config.clashes import (
 from aflow_tune.contract.import_faults import package_fault
 from aflow_tune.doctor.lines import State
 from aflow_tune.doctor.machine import check_python
-from aflow_tune.doctor.versions import check_versions, different, read_pins, tested_versions
+from aflow_tune.doctor.versions import check_versions, read_pins, tested_versions
 from aflow_tune.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
@@ -76,23 +74,17 @@ def test_the_tested_sets_pass() -> None:
 @pytest.mark.parametrize(
     ("name", "version"),
     [
-        ("trinity-rft", "0.5.2"),
         ("trinity-rft", "0.6.1"),
-        ("vllm", "0.19.1"),
         ("vllm", "0.22.0"),
         ("verl", "0.9.0"),
-        ("verl", "0.9.0.dev0"),
         ("verl", "0.7.1"),
         ("agentscope", "2.0.11"),
-        ("agentscope", "2.0.0a1"),
         ("agentscope", "1.0.18"),
         ("pyarrow", "26.0.1"),
         ("mcp", "2.3.0"),
         ("SQLAlchemy", "2.1.9"),
         ("omegaconf", "2.4.0"),
-        ("omegaconf", "2.4.0.dev3"),
         ("transformers", "5.12.0"),
-        ("transformers", "4.57.1"),
     ],
 )
 def test_a_version_that_breaks_is_found(name: str, version: str) -> None:
@@ -108,44 +100,28 @@ def test_a_version_that_breaks_is_found(name: str, version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "version"),
+    ("changes", "broken"),
     [
-        ("vllm", "0.22.1"),
-        ("verl", "0.8.3"),
-        ("agentscope", "1.0.19"),
-        ("mcp", "1.99"),
-        ("omegaconf", "2.3.9"),
-        ("transformers", "5.12.1"),
-        ("trinity-rft", "0.6.0+local"),
+        ({"vllm": "0.22.1"}, []),
+        ({"verl": "0.8.3"}, []),
+        ({"agentscope": "1.0.19"}, []),
+        ({"mcp": "1.99"}, []),
+        ({"trinity-rft": "0.6.0+local"}, []),
+        ({"vllm": "dev"}, []),  # cannot be read, so it is not judged
+        ({"SQLAlchemy": "2.1.9"}, ["SQLAlchemy"]),
+        ({"SQLAlchemy": "2.1.9", "greenlet": "3.5.6"}, []),
+        ({"pyarrow": "26.0.1"}, ["pyarrow"]),  # beside numpy 1
+        ({"pyarrow": "26.0.1", "numpy": "2.0.0"}, []),
     ],
 )
-def test_its_neighbour_is_not(name: str, version: str) -> None:
-    assert _names({**TESTED, name: version}) == []
-
-
-def test_sqlalchemy_breaks_only_without_greenlet() -> None:
-    versions = {**TESTED, "SQLAlchemy": "2.1.9"}
-    assert _names(versions) == ["SQLAlchemy"]
-    assert _names({**versions, "greenlet": "3.5.6"}) == []
-
-
-def test_pyarrow_breaks_only_beside_an_old_numpy() -> None:
-    versions = {**TESTED, "pyarrow": "26.0.1"}
-    (found,) = known_clashes(versions)
-    assert found[1] == "pyarrow 26.0.1 beside numpy 1.26.4"
-    assert _names({**versions, "numpy": "2.0.0"}) == []
-    del versions["numpy"]
-    assert _names(versions) == []
+def test_its_neighbour_is_not(changes: dict[str, str], broken: list[str]) -> None:
+    assert _names(TESTED | changes) == broken
 
 
 def test_what_is_only_untested_is_not_refused() -> None:
     versions = {**TESTED, "openai": "3.0.0", "transformers": "6.0.0rc1", "vllm": "0.24.0"}
     assert _names(versions) == []
     assert {clash.name for clash, _ in doubtful(versions)} == {"openai", "transformers", "vllm"}
-
-
-def test_a_version_that_cannot_be_read_is_not_judged() -> None:
-    assert _names({**TESTED, "vllm": "dev"}) == []
 
 
 def test_metadata_that_cannot_be_read_is_refused_with_its_folder(
@@ -171,19 +147,11 @@ def test_metadata_that_cannot_be_read_is_refused_with_its_folder(
     assert ended.value.code == 0
 
 
-def test_every_line_of_the_table_has_reason_and_cure() -> None:
-    for clash in (*CLASHES, *DOUBTS):
-        assert clash.reason
-        assert clash.cure
-
-
 @pytest.mark.parametrize(
     ("torch", "vision", "requires", "breaks"),
     [
         ("2.13.0+cpu", "0.29.2", "torch>=2.14.0", True),  # as the index gives it today
-        ("2.13.0+cpu", "0.28.0", "torch==2.13.0", True),  # a CUDA build beside a CPU one
         ("2.13.0+cpu", "0.28.0+cpu", "torch==2.13.0", False),
-        ("2.11.0", "0.26.0", "torch==2.11.0", False),
         ("2.11.0+cu130", "0.26.0+cu130", "torch==2.11.0", False),
         ("2.12.0", "0.26.0", "torch==2.11.0", True),
     ],
@@ -203,25 +171,6 @@ def test_torchvision_of_another_build(
     if breaks:
         assert found[0][1] == f"torchvision {vision} beside torch {torch}"
         assert cure_of(found[0][0]) == "python -m pip uninstall -y torchvision"
-
-
-def test_the_refusal_names_every_clash_with_its_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
-) -> None:
-    monkeypatch.syspath_prepend(install(tmp_path, vllm="0.20.0", mcp="2.3.0"))
-    with pytest.raises(BadInput) as refused:
-        refuse_clashes()
-    text = str(refused.value)
-    assert "vllm 0.20.0" in text
-    assert "pack_tensors" in text
-    assert "python -m pip install 'vllm>=0.22.1,<=0.23.0'" in text
-    assert "mcp 2.3.0" in text
-    assert "python -m pip install 'mcp>=1.13,<2'" in text
-    assert len(refused.value.faults) == 2
-
-
-def test_this_environment_is_not_refused(fresh: None) -> None:
-    refuse_clashes()
 
 
 def test_a_clash_that_breaks_the_import_gives_our_sentence(tmp_path: Path) -> None:
@@ -245,25 +194,6 @@ def test_a_clash_that_breaks_the_import_gives_our_sentence(tmp_path: Path) -> No
         assert "torn down" not in result.stderr
 
 
-def test_what_is_not_installed_is_told_before_it_is_imported(tmp_path: Path) -> None:
-    """An interpreter whose path holds nothing but the standard library, packaging and us."""
-    import packaging
-
-    (tmp_path / "packaging").symlink_to(Path(packaging.__file__).parent)
-    install(tmp_path, aflow_tune="0.1.0")
-    code = (
-        f"import sys; sys.path += [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
-        "from aflow_tune.cli import main; sys.exit(main(['validate', 'config.yaml']))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert result.returncode == 2, result.stderr
-    for name in ("torch", "ray", "trinity-rft", "transformers"):
-        assert f"the package {name}" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_the_doctor_sorts_clashes_ranges_and_differences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,11 +212,6 @@ def test_the_doctor_sorts_clashes_ranges_and_differences(
     assert "yarl 0.1 (tested 1.25.1)" in notes
     assert "verl 0.9.0 (tested 0.8.0)" in notes
     assert all(line.cure for line in lines if line.state is not State.OK)
-
-
-def test_a_builds_label_is_no_difference() -> None:
-    assert different({"torch": "2.13.0"}) == {}
-    assert different({"torch": "2.12.0"})["torch"][1] == "2.12.0"
 
 
 def test_the_shipped_versions_are_those_of_the_constraints() -> None:
@@ -323,27 +248,7 @@ def test_metadata_without_modules_is_refused(
     assert [fault.cure for fault in refused.value.faults] == [cure]
 
 
-def test_what_needed_packages_need_is_missed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy, which only others declare; and torch, in a checkout that is not installed."""
-    version = importlib.metadata.version
-
-    def without(name: str) -> str:
-        if name in ("numpy", "torch"):
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr("importlib.metadata.version", without)
-    found = [line for line in check_versions("not-installed") if line.state is State.FAULT]
-    assert {line.found.split(",")[0] for line in found} == {"torch", "numpy"}
-    assert {line.cure for line in found} == {
-        "python -m pip install 'torch'",
-        "python -m pip install 'numpy'",
-    }
-
-
-@pytest.mark.parametrize(
-    "code", ["raise OSError('lib.so: not there')", "import (", "import no_such_thing_at_all"]
-)
+@pytest.mark.parametrize("code", ["raise OSError('lib.so: not there')", "import no_such_thing"])
 def test_a_damaged_package_is_told_with_its_cure(
     code: str,
     tmp_path: Path,

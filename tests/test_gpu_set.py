@@ -75,32 +75,12 @@ def test_the_set_holds_what_its_main_packages_ask_for(
     assert unmet(asked, environment) == []
 
 
-def test_without_the_override_there_is_no_such_set() -> None:
-    """numpy is what uv has to be told, and the reason that pip cannot install this."""
-    numpy = next(item for item in map(Requirement, requires("verl") or []) if item.name == "numpy")
-    assert not numpy.specifier.contains(pinned()["numpy"])
-    assert list(overridden()) == ["numpy"]
-
-
 def test_it_names_versions_and_nothing_else() -> None:
     for path in (*FOLDER.glob("*.txt"), *FOLDER.glob("*.in")):
         for line in lines(path):
             assert re.fullmatch(r"[A-Za-z0-9._\-]+(\[[a-z]+\])?[<>=!~]=?[\w.,<>=]+", line), line
     names = [line.partition("==")[0].lower() for line in lines(SET)]
     assert names == sorted(set(names))
-
-
-def test_the_docs_and_the_image_install_it_by_one_command() -> None:
-    command = "uv pip install -r requirements/gpu.txt --override requirements/gpu-overrides.txt"
-    assert command in (ROOT / "docs/engines.md").read_text()
-    image = (ROOT / "Dockerfile").read_text()
-    assert command in image
-    steps = re.findall(r"^(FROM|USER|COPY|RUN|ENTRYPOINT) (.*)", image, re.M)
-    users = [argument for step, argument in steps if step == "USER"]
-    assert users == ["1000:1000"]
-    copied = [argument for step, argument in steps if step == "COPY"]
-    assert "requirements/gpu.txt" in copied[0]
-    assert copied[1].endswith(" . .")
 
 
 ONLY_FOR_GPUS = re.compile(

@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import sysconfig
 import threading
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 from user_packages import ENVIRONMENT, LOAD, SPECS, run_driver, write_files
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune import shipping
 from aflow_tune.cluster.ray_for_run import code_of
 from aflow_tune.cluster.sent_function import pack, user_modules
 from aflow_tune.config.load import load_config
@@ -84,26 +82,15 @@ def test_what_is_needed_there_is_named_with_its_place(
     }
 
 
-def test_a_compiled_module_is_refused_unless_the_code_does_without(
+def test_a_compiled_module_travels_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"_speed{EXTENSION_SUFFIXES[0]}"
-    for package, faults in (("ship_native", 1), ("ship_able", 0)):
-        text = f"from {package} import _speed\n"
-        text = text if faults else f"try:\n    {text}except ImportError:\n    pass\n"
-        folder = tmp_path / "user" / package
-        folder.mkdir(parents=True)
-        (folder / name).write_bytes(b"\x7fELF")
-        files = {f"{package}/flows.py": text, f"{package}/__init__.py": ""}
-        _, code = gathered(tmp_path, monkeypatch, f"{package}.flows", files)
-        assert len(code.faults) == faults
-        assert folder / name not in code.files
-        if faults:
-            assert code.faults[0].where == f"{folder}/flows.py:1"
-            assert "runtime_env: {pip:" in code.faults[0].cure
-            sent = gather([f"{package}.flows"], include=[folder / name])
-            assert not sent.faults
-            assert folder / name in sent.files
+    name = f"ship_native/_speed{EXTENSION_SUFFIXES[0]}"
+    files = {"ship_native/flows.py": "from ship_native import _speed\n", name: "ELF"}
+    files["ship_native/__init__.py"] = ""
+    user, code = gathered(tmp_path, monkeypatch, "ship_native.flows", files)
+    assert user / name in code.files
+    assert not code.faults
 
 
 def test_keys_hidden_and_large_files_stay_at_home(
@@ -251,19 +238,3 @@ def test_what_an_object_becomes_when_it_is_sent_travels(
     content, modules = pack([functools.partial(plain, box=Hidden())])
     assert {"ship_hidden", "test_shipping"} <= modules
     assert pickle.loads(content)[0].func is plain
-
-
-def test_the_standard_library_is_installed_by_whichever_link_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, link = Path(sysconfig.get_path("stdlib")), tmp_path / "python"
-    link.symlink_to(real)
-    monkeypatch.setattr(shipping.sysconfig, "get_path", lambda name: str(link))
-    shipping._installed_folders.cache_clear()
-    try:
-        assert shipping.is_installed(link / "json" / "__init__.py")
-        assert shipping.is_installed(real.resolve() / "json" / "__init__.py")
-        assert not shipping.is_installed(tmp_path / "mine.py")
-        assert shipping.is_installed(Path(shipping.__file__))
-    finally:
-        shipping._installed_folders.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -24,12 +23,9 @@ from rollout_simulation import (
 )
 from simulated_cluster import (
     Plan,
-    by_formula,
     calibrate,
-    from_file,
     limit,
     predict,
-    show_predictions,
 )
 
 SERVER = StepTimes(((1, 0.2),))
@@ -72,18 +68,6 @@ def test_rates(expected: float, runners: int, costs: Costs, more: dict[str, Any]
     assert rate(runners, costs, **more) == pytest.approx(expected, rel=close)
 
 
-def test_engines_that_are_full_are_a_line_each() -> None:
-    # Two engines with room for one call of 200 ms each: 10 calls a second for 4 runners.
-    one = StepTimes(((1, 0.2),), limit=1)
-    found = simulate(Cluster(2, 4, one, cores=8), Work(1), Costs(), 40)
-    assert found.runs_per_second == pytest.approx(10.0)
-    assert found.engines == pytest.approx(1.0)
-    # With room for two calls that take no longer: twice as many.
-    two = StepTimes(((1, 0.2),), limit=2)
-    found = simulate(Cluster(2, 8, two, cores=8), Work(1), Costs(), 80)
-    assert found.runs_per_second == pytest.approx(20.0)
-
-
 def test_a_group_runs_side_by_side_and_waits_for_its_last() -> None:
     cluster = Cluster(1, 1, SERVER, cores=8)
     found = simulate(cluster, Work(1, group=4), Costs(), 5)
@@ -102,30 +86,6 @@ def test_a_batch_waits_for_its_last_run_and_for_the_weights() -> None:
     # A fifth task of a batch is a third wave, in which the second runner has none.
     found = simulate(Cluster(1, 2, SERVER, cores=8), Work(1), Costs(), 10, Sync(5, 0.6))
     assert found.runs_per_second == pytest.approx(5 / 1.2)
-
-
-def test_shares_say_what_was_busy() -> None:
-    times = StepTimes(((1, 0.01), (4, 0.02)), limit=4)
-    assert times.best_rate() == pytest.approx(200.0)
-    costs = Costs(scheduler=0.1, runner=0.4)
-    # A task: 100 ms scheduler, 2 x 200 ms of its own, 50 tokens alone at 10 ms: 1 s.
-    found = simulate(Cluster(1, 1, times, cores=2), Work(1, tokens=50), costs, 10)
-    assert found.runs_per_second == pytest.approx(1.0)
-    assert found.scheduler == pytest.approx(0.1)
-    assert found.process == pytest.approx(0.4)
-    assert found.cores == pytest.approx(0.5 / 2)
-    assert found.engines == pytest.approx(50 / 200)
-    assert found.slots == pytest.approx(1.0)
-
-
-def test_step_times_lie_on_straight_lines() -> None:
-    times = StepTimes(((2, 0.010), (4, 0.020), (8, 0.060)), limit=8)
-    assert [times.seconds(batch) for batch in (1, 2, 3, 4, 6, 8, 9)] == pytest.approx(
-        [0.010, 0.010, 0.015, 0.020, 0.040, 0.060, 0.060]
-    )
-    assert times.best_rate() == pytest.approx(200.0)  # 2 at 10 ms, 4 at 20 ms
-    assert SERVER.seconds(1000) == 0.2
-    assert SERVER.best_rate() is None
 
 
 def ends(arrivals: list[tuple[float, float]], times: StepTimes, pause: Any = None) -> list[float]:
@@ -210,35 +170,6 @@ def test_calibration_finds_the_costs_of_a_machine_that_never_waits() -> None:
     assert found.background == pytest.approx(0.0, abs=1e-9)
     assert predict(told(true), found, 1) == pytest.approx(1 / 0.6325, rel=0.005)
     assert predict(told(true), found, 8) == pytest.approx(8 / 0.6325, rel=0.03)
-
-
-def test_predictions_are_judged_on_8_and_16(capsys: pytest.CaptureFixture[str]) -> None:
-    true = Costs(scheduler=0.001, runner=0.005, delay=0.030)
-    good = told(true)
-    assert show_predictions(good, calibrate(good))
-    slow = told(true)
-    slow["measured"][4]["runs_per_second"] *= 0.8  # 16 runners: 25% less than predicted
-    assert not show_predictions(slow, calibrate(slow))
-    text = capsys.readouterr().out
-    assert "met" in text
-    assert "missed" in text
-
-
-def test_the_formula_reads_weights_once_and_the_cache_of_each_sequence() -> None:
-    times = by_formula(weights=1e9, token=1e3, context=1e3, bandwidth=1e12, most=100)
-    assert times.seconds(1) == pytest.approx((1e9 + 1e6) / 1e12)
-    assert times.seconds(100) == pytest.approx((1e9 + 1e8) / 1e12)
-    assert times.limit == 100
-
-
-def test_measured_step_times_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "engine.json"
-    path.write_text(json.dumps({"source": "a GPU", "step_seconds": {"8": 0.02, "1": 0.01}}))
-    assert from_file(path) == (StepTimes(((1, 0.01), (8, 0.02)), 8), "a GPU")
-    for wrong in ("[]", "{", '{"source": "a"}', '{"source": "a", "step_seconds": {"1": 0.01}}'):
-        path.write_text(wrong)
-        with pytest.raises(SystemExit, match=r"engine\.json"):
-            from_file(path)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Looks at a Ray cluster from a process of its own, which `ray_check.py` starts and may kill.
 
-Run as `python -m aflow_tune.cluster._ray_probe FD`, with a JSON object on stdin:
-`address` ('' or 'auto': the one that is found), `seconds`, `names` (distributions whose versions
-are asked of every node), `folder` (a shared folder to try from every node, or null). Writes one
-JSON object to the file descriptor FD; `ending` in it says how it went:
+Reads a JSON object from stdin: `address` ('' or 'auto': the one that is found), `seconds`, `names`
+(distributions whose versions are asked of every node) and `mark` (a file that every node should
+see, or null). The last line that it prints is one, too; its `ending` is
 
 - `none`: no cluster was named and none is running here
 - `unreachable`, `refused`: with `reason`
@@ -26,74 +25,61 @@ from typing import Any
 def main() -> None:
     """Read the question, write the answer."""
     question = json.load(sys.stdin)
-    answer = look(question)
-    with open(int(sys.argv[1]), "w", encoding="utf-8") as out:
-        json.dump(answer, out)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    deadline = time.monotonic() + question["seconds"]
+    known: dict[str, Any] = {}
+    try:
+        answer = _look(question, deadline, known)
+    except Exception as error:
+        absent = isinstance(error, ConnectionError) and not known
+        answer = {**known, "ending": "none" if absent else "refused", "reason": _told(error)}
+    print(f"\n{json.dumps(answer)}", flush=True)
     os._exit(0)  # Ray's own way out waits for a cluster that may be gone
 
 
-def look(question: dict[str, Any]) -> dict[str, Any]:
-    """The answer."""
-    deadline = time.monotonic() + question["seconds"]
-    given = question["address"]
-    try:
-        address = _address(given)
-    except ConnectionError as error:
-        return {"ending": "none", "reason": str(error)}
-    except ValueError as error:
-        return {"ending": "unreachable", "address": given, "reason": str(error)}
-    if address is None:
-        return {"ending": "none", "reason": "no cluster is running here"}
-    known: dict[str, Any] = {"address": address}
+def _look(question: dict[str, Any], deadline: float, known: dict[str, Any]) -> dict[str, Any]:
+    """`known`: takes the address, also where it goes wrong afterwards."""
     import ray
+    from ray._private import services
 
     from aflow_tune.cluster.ray_for_run import open_here
-    from aflow_tune.errors import BadInput
-    from aflow_tune.find_ray import FoundRay, greet
+    from aflow_tune.find_ray import FoundRay, greet, running_here
 
-    try:
-        greet(FoundRay(address, "probed"))
-        known["open"] = [(told.where, told.found, told.cure) for told in open_here(address)[0]]
-        ray.init(
-            address=address,
-            namespace="aflow-tune-doctor",
-            logging_level="ERROR",
-            log_to_driver=False,
-            configure_logging=True,
-        )
-    except BadInput as error:
-        return {**known, "ending": "refused", "reason": error.faults[0].found}
-    except Exception as error:
-        return {**known, "ending": "refused", "reason": _told(error)}
+    address = question["address"]
+    if address in ("", "auto"):
+        address = running_here()
+    elif not address.startswith("ray://"):
+        address = services.canonicalize_bootstrap_address(address)
+    if address is None:
+        raise ConnectionError("no cluster is running here")
+    known["address"] = address
+    greet(FoundRay(address, "probed"))
+    faults = [(told.where, told.found, told.cure) for told in open_here(address)[0]]
+    ray.init(
+        address=address,
+        namespace="aflow-tune-doctor",
+        logging_level="ERROR",
+        log_to_driver=False,
+        configure_logging=True,
+    )
     return {
         **known,
         "ending": "connected",
+        "open": faults,
         "resources": ray.cluster_resources(),
         "available": ray.available_resources(),
         "nodes": _ask_nodes(question, deadline),
     }
 
 
-def _address(given: str) -> str | None:
-    """host:port of the cluster meant; None: none is running. ConnectionError: the same."""
-    if given.startswith("ray://"):
-        return given
-    from ray._private import services
-
-    from aflow_tune.find_ray import running_here
-
-    if given in ("", "auto"):
-        return running_here()
-    return services.canonicalize_bootstrap_address(given)
-
-
 def _told(error: BaseException) -> str:
     """The messages of an exception and of what caused it, in one text."""
+    from aflow_tune.errors import BadInput
+
     texts: list[str] = []
     at: BaseException | None = error
     while at is not None and len(texts) < 5:
+        if isinstance(at, BadInput):  # what caused it may hold the values of an environment
+            return " <- ".join([*texts, at.faults[0].found])
         texts.append(f"{type(at).__name__}: {at}")
         at = at.__cause__ or at.__context__
     return " <- ".join(texts)[:4000]
@@ -104,29 +90,22 @@ def _ask_nodes(question: dict[str, Any], deadline: float) -> list[dict[str, Any]
 
     from aflow_tune.cluster.ray_for_run import on_nodes
 
-    about = (question["names"], question["folder"], question.get("nonce", ""))
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    asked = {number: (*about, number) for number in nodes}
+    asked = dict.fromkeys(nodes, (question["names"], question["mark"]))
     answers = on_nodes(_on_node, asked, max(deadline - time.monotonic(), 0.1))
-    found = []
-    for number, node in nodes.items():
-        known = {
-            "id": number,
+    return [
+        {
             "host": node["NodeManagerHostname"],
             "ip": node["NodeManagerAddress"],
             "resources": node["Resources"],
+            **(told if isinstance(told := answers[number], dict) else {"failed": _told(told)}),
         }
-        told = answers[number]
-        if isinstance(told, TimeoutError):
-            told = {"failed": "its worker gave no answer in time"}
-        elif isinstance(told, Exception):
-            told = {"failed": _told(told)}
-        found.append({**known, **told})
-    return found
+        for number, node in nodes.items()
+    ]
 
 
-def _on_node(names: list[str], folder: str | None, nonce: str, node: str) -> dict[str, Any]:
-    """Runs on a node: what is installed there, and whether the shared folder is the same one."""
+def _on_node(names: list[str], mark: str | None) -> dict[str, Any]:
+    """Runs on a node: what is installed there, and whether it sees a file."""
     import importlib.metadata
     import os
     import platform
@@ -138,20 +117,9 @@ def _on_node(names: list[str], folder: str | None, nonce: str, node: str) -> dic
         except importlib.metadata.PackageNotFoundError:
             continue
         except (OSError, UnicodeDecodeError):
-            versions[name] = "unreadable"  # the word of doctor/clashes.py, which nodes may lack
-    answer: dict[str, Any] = {"python": platform.python_version(), "versions": versions}
-    if folder is not None:
-        try:
-            with open(os.path.join(folder, "driver"), encoding="utf-8") as file:
-                answer["sees"] = file.read() == nonce
-            path = os.path.join(folder, node)
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(nonce)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            answer["folder"] = f"{error.strerror or error}: {error.filename}"
-    return answer
+            versions[name] = "unreadable"  # the word of clashes.py, which nodes may lack
+    sees = mark is None or os.path.exists(mark)
+    return {"python": platform.python_version(), "versions": versions, "sees": sees}
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 from aflow_tune.find_ray import answers, running_here, use_token
 from aflow_tune.models.redaction import masked
 from aflow_tune.operators import load_operators
-from aflow_tune.shipping import MOST_FILE_BYTES, LeftOut, arrive, files_below, holds_keys, too_much
+from aflow_tune.shipping import MOST_FILE_BYTES, LeftOut, arrive, files_below, holds_keys
 
 Function = Callable[..., Any]
 ENDED = "aflow-tune: ended with exit code "
@@ -63,8 +63,6 @@ _ASKED_SECONDS = 900.0
 """How long the job may take until it asks for keys: `runtime_env.pip` is installed before."""
 _KEYS_SECONDS, _AWAY_SECONDS, _ANSWER_SECONDS = 120.0, 120.0, 15.0
 _POLL_SECONDS = 0.5
-_HEAD = re.compile(r"[^/\s]+:\d+")
-"""An address of a cluster, where its dashboard is asked for."""
 
 
 # -- what is sent ------------------------------------------------------------------------------
@@ -106,8 +104,7 @@ def prepare_submission(config_path: Path, overrides: Sequence[str], folder: Path
                 f"{file} does not travel ({size / 2**20:.0f} MiB): the cluster is taken to have it "
                 "at the same place"
             )
-    faults = [*(code.faults or too_much(code.files)), *_not_everywhere(config), *_in_clear(config)]
-    if faults:
+    if faults := [*code.faults, *_not_everywhere(config), *_in_clear(config)]:
         raise BadInput("This run cannot be submitted.", faults)
     names = keys.names_of_keys(config, code)
     config.positions.file = os.path.relpath(config_path)
@@ -126,19 +123,14 @@ def prepare_submission(config_path: Path, overrides: Sequence[str], folder: Path
 
 def _not_everywhere(config: AflowConfig) -> Iterator[Fault]:
     """Settings that mean another thing on another machine."""
-    where = config.positions.where
-    root = config.checkpoint_root_dir
+    where, root = config.positions.where, config.checkpoint_root_dir
     if not root or not os.path.isabs(root):
-        yield Fault(
-            where("checkpoint_root_dir"),
-            "an absolute path that every node of the cluster sees",
-            repr(root) if root else "nothing",
-            "checkpoint_root_dir: /shared/runs",
-        )
+        expected = "an absolute path that every node of the cluster sees"
+        cure = "checkpoint_root_dir: /shared/runs"
+        yield Fault(where("checkpoint_root_dir"), expected, repr(root), cure)
     if config.cluster.ray_address == "local":
-        expected = "a run on the cluster that it is submitted to"
-        found, cure = "local: a Ray of its own, inside the job", "cluster.ray_address=auto"
-        yield Fault(where("cluster.ray_address"), expected, found, f"take it out, or {cure}")
+        expected, cure = "a run on the cluster that it is submitted to", "take it out"
+        yield Fault(where("cluster.ray_address"), expected, "local: a Ray of its own", cure)
     models: dict[str, str] = {}
     for _, part in parts_of(config)[0]:
         named = {"model.model_path": part.model.model_path}
@@ -250,16 +242,20 @@ class Jobs:
         address = address or given or running_here()
         if address is None:
             raise _no_server("--address", "no Ray runs on this machine")
-        if _HEAD.fullmatch(address) and not answers(address):  # Ray's client tries for long
+        if re.fullmatch(r"[^/\s]+:\d+", address) and not answers(address):  # Ray tries for long
             raise _no_server(address, "no Ray answers there")
+        # Ray lets RAY_ADDRESS win over the address that it is given.
+        names = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
+        held = {name: os.environ.pop(name) for name in names if name in os.environ}
         try:
             if address.startswith(("http://", "https://")):
                 # Ray's client waits without end for what has the port and is silent.
                 requests.get(f"{address.rstrip('/')}/api/version", timeout=_ANSWER_SECONDS)
-            with _only(address):
-                self.client = JobSubmissionClient(address)
+            self.client = JobSubmissionClient(address)
         except Exception as error:  # Ray's AuthenticationError has no base of its own
             raise _no_server(address, " ".join(str(error).split())[:400]) from error
+        finally:
+            os.environ.update(held)
 
     def submit(
         self, config_path: Path, overrides: Sequence[str], say: Callable[[str], None] = print
@@ -289,8 +285,11 @@ class Jobs:
                     runtime_env=run.environment,
                     metadata={"aflow_tune_run": run.run_dir},
                 )
-            except (OSError, RuntimeError) as error:
-                raise _not_taken(error) from error
+            except (OSError, RuntimeError, ValueError) as error:
+                text = " ".join(str(error).split())[-600:]
+                if "No available agent" in text:
+                    text += " (if that stays, start the head with --dashboard-agent-listen-port=P)"
+                raise RunFailed(f"the cluster did not take the job: {text}") from error
         say(f"submitted {job}; run folder {run.run_dir}")
         if run.names:
             self._hand_over(job, run.names)
@@ -305,17 +304,26 @@ class Jobs:
         """
         self.status(job)
         shown, heard = 0, time.monotonic()
+
+        async def tail() -> None:
+            nonlocal shown
+            seen = 0
+            async for text in self.client.tail_job_logs(job):
+                new, seen = text[max(0, shown - seen) :], seen + len(text)
+                if new:
+                    show(new)
+                    shown = max(shown, seen)
+
         while True:
             try:
-                shown = asyncio.run(self._tail(job, shown, show))
+                asyncio.run(tail())
                 if self.client.get_job_status(job).is_terminal():
                     break
                 heard = time.monotonic()
             except (OSError, RuntimeError, aiohttp.ClientError) as error:
                 if time.monotonic() - heard > _AWAY_SECONDS:
-                    raise RunFailed(
-                        f"the job server is away; job {job} goes on: {error}"
-                    ) from error
+                    text = f"the job server is away; job {job} goes on: {error}"
+                    raise RunFailed(text) from error
             time.sleep(_POLL_SECONDS)
         text = self.client.get_job_logs(job)
         if len(text) > shown:
@@ -341,48 +349,33 @@ class Jobs:
             return self.client.get_job_status(job)
         except RuntimeError as error:
             there = ", ".join(row["job"] for row in self.listed()[-3:]) or "none"
-            fault = Fault(job, "the id of a job", f"unknown; our latest: {there}", "--list")
-            raise BadInput("There is no such job.", [fault]) from error
+            found = f"unknown; our latest: {there}"
+            title = "There is no such job."
+            raise BadInput.of(title, job, "the id of a job", found, "--list") from error
 
     def listed(self) -> list[dict[str, Any]]:
         """Our jobs, the latest last: id, status, run folder, seconds since the start."""
         rows = []
         for info in self.client.list_jobs():
             run = (info.metadata or {}).get("aflow_tune_run")
-            if run is None or info.submission_id is None:
-                continue
-            end = info.end_time or time.time() * 1000
-            rows.append(
-                {
-                    "job": info.submission_id,
-                    "status": info.status.value,
-                    "run": run,
-                    "seconds": round((end - (info.start_time or end)) / 1000, 1),
-                    "start": info.start_time or 0,
-                }
-            )
+            if run is not None and info.submission_id is not None:
+                end = info.end_time or time.time() * 1000
+                row = {"job": info.submission_id, "status": info.status.value, "run": run}
+                row["seconds"] = round((end - (info.start_time or end)) / 1000, 1)
+                rows.append({**row, "start": info.start_time or 0})
         return sorted(rows, key=lambda row: row["start"])
-
-    async def _tail(self, job: str, shown: int, show: Callable[[str], None]) -> int:
-        seen = 0
-        async for text in self.client.tail_job_logs(job):
-            new = text[max(0, shown - seen) :]
-            seen += len(text)
-            if new:
-                show(new)
-                shown = max(shown, seen)
-        return shown
 
     def _hand_over(self, job: str, names: Sequence[str]) -> None:
         """Wait until the job asks for keys, and upload them sealed."""
-        deadline = time.monotonic() + _ASKED_SECONDS
-        while True:
-            asked = re.search(rf"^{_WANTED}([0-9a-f]{{64}})$", self._logs(job), re.MULTILINE)
-            if asked:
-                break
-            if self.status(job).is_terminal() or time.monotonic() > deadline:
-                log = self._logs(job)[-2000:]
-                raise RunFailed(f"job {job} did not get as far as asking for its keys:\n{log}")
+        deadline, asked = time.monotonic() + _ASKED_SECONDS, None
+        while asked is None:
+            log = ""
+            with contextlib.suppress(RuntimeError):
+                log = str(self.client.get_job_logs(job))
+            asked = re.search(rf"^{_WANTED}([0-9a-f]{{64}})$", log, re.MULTILINE)
+            if asked is None and (self.status(job).is_terminal() or time.monotonic() > deadline):
+                told = f"job {job} did not get as far as asking for its keys:\n{log[-2000:]}"
+                raise RunFailed(told)
             time.sleep(_POLL_SECONDS)
         sealed = keys.seal({name: os.environ[name] for name in names}, asked[1])
         protocol, name = _package_of(asked[1])
@@ -390,41 +383,12 @@ class Jobs:
         if answer.status_code != requests.codes.ok:
             raise RunFailed(f"the cluster did not take the keys: {answer.text[:400]}")
 
-    def _logs(self, job: str) -> str:
-        with contextlib.suppress(RuntimeError):
-            return str(self.client.get_job_logs(job))
-        return ""
-
-
-@contextlib.contextmanager
-def _only(address: str) -> Iterator[None]:
-    """Ray lets RAY_ADDRESS win over the address that it is given."""
-    names = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-    held = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(held)
-
-
-def _not_taken(error: Exception) -> RunFailed:
-    text = " ".join(str(error).split())[-600:]
-    if "No available agent" in text:
-        text += (
-            " The agent of the head node is still starting, or another Ray of that machine "
-            "has its port: then start the head with --dashboard-agent-listen-port=PORT."
-        )
-    return RunFailed(f"the cluster did not take the job: {text}")
-
 
 def _no_server(address: str, found: str) -> BadInput:
     cure = (
         "start one with `aflow-tune cluster up`, or give the dashboard: --address http://HOST:8265"
     )
     if re.search("oken|nauthorized|orbidden", found):
-        cure = (
-            "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=... (on the head "
-            "node `ray get-auth-token` prints it)"
-        )
-    fault = Fault(address, "a Ray job server that takes us", found, cure)
-    return BadInput("No job can be submitted.", [fault])
+        cure = "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=..."
+    expected = "a Ray job server that takes us"
+    return BadInput.of("No job can be submitted.", address, expected, found, cure)

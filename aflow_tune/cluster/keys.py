@@ -100,8 +100,7 @@ def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
 
 def secrets_of(config: AflowConfig, code: Code) -> dict[str, str]:
     """Those of `names_of_keys` that are secrets, with their values: what must be in nothing that
-    is sent. The user's code reads other variables too: of these, what is called a key and has a
-    digit in it, as keys have. Texts too short to be one do not count."""
+    is sent. Of what only the user's code names: what is called a key and has a digit in it."""
     named = _named_as_keys(config)
     values = {name: os.environ[name] for name in names_of_keys(config, code)}
     return {

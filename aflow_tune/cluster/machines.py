@@ -26,13 +26,12 @@ from aflow_tune import find_ray
 from aflow_tune.cluster._watchdog import alive, end_session, session_processes
 from aflow_tune.cluster.local_ray import did_not_start
 from aflow_tune.engines.local.models import cache_dir
-from aflow_tune.errors import BadInput, Fault, RunFailed
+from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.find_ray import check_own, ray_base, running_here, use_token
 
 PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"
 """Environment variable of a node: the interpreter of jobs, where `python` is another one."""
-GCS_PORT, DASHBOARD_PORT, AGENT_PORT = 6379, 8265, 52365
-_SESSION = "AFLOW_TUNE_RAY_SESSION"
+GCS_PORT = 6379
 _TOKEN = "~/.ray/auth_token"
 
 
@@ -59,9 +58,10 @@ class Machines:
             return cls(**json.loads(_note().read_text(encoding="utf-8")))
         return None
 
-    def keep(self) -> None:
+    def keep(self) -> Machines:
         _note().parent.mkdir(parents=True, exist_ok=True)
         _note().write_text(json.dumps(asdict(self)), encoding="utf-8")
+        return self
 
 
 def up_here(options: Sequence[str] = ()) -> Machines:
@@ -77,17 +77,16 @@ def up_here(options: Sequence[str] = ()) -> Machines:
     running = running_here()
     if running is not None:
         cure = "use it (`aflow-tune cluster status`), or end it first: `aflow-tune cluster down`"
-        fault = Fault(running, "no running Ray", "one that answers", cure)
-        raise BadInput("A Ray runs on this machine already.", [fault])
-    faults = list(check_own())
-    if faults:
+        title = "A Ray runs on this machine already."
+        raise BadInput.of(title, running, "no running Ray", "one that answers", cure)
+    if faults := list(check_own()):
         raise BadInput("A Ray cannot be started here.", faults)
     base, _ = ray_base()
     make_token()
     session = f"cluster-{os.getpid()}-{time.time_ns()}"
     environment = {
         **os.environ,
-        _SESSION: session,
+        "AFLOW_TUNE_RAY_SESSION": session,
         "RAY_TMPDIR": str(base),
         PYTHON_VARIABLE: sys.executable,
         # Off, the node's address is loopback, and Ray's servers listen there alone.
@@ -95,21 +94,19 @@ def up_here(options: Sequence[str] = ()) -> Machines:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    dashboard = _free_port(DASHBOARD_PORT)
+    dashboard = _free_port(8265)
     command = ["start", "--head", f"--port={_free_port(GCS_PORT)}", "--dashboard-host=127.0.0.1"]
     command += [f"--dashboard-port={dashboard}", "--include-dashboard=true"]
-    command += [f"--dashboard-agent-listen-port={_free_port(AGENT_PORT)}", *options]
+    command += [f"--dashboard-agent-listen-port={_free_port(52365)}", *options]
     started = subprocess.run(
-        ray_command(command), env=environment, capture_output=True, text=True, check=False
+        _ray(*command), env=environment, capture_output=True, text=True, check=False
     )
     address = running_here()
     if started.returncode != 0 or address is None:
         end_session(session)
         silent = "it started, but does not answer" if started.returncode == 0 else ""
         raise did_not_start(silent or started.stderr or started.stdout, base)
-    machines = Machines("here", address, f"http://127.0.0.1:{dashboard}", session)
-    machines.keep()
-    return machines
+    return Machines("here", address, f"http://127.0.0.1:{dashboard}", session).keep()
 
 
 def up_several(
@@ -127,13 +124,11 @@ def up_several(
     told = read_cluster_yaml(config)
     make_token()
     say(f"ray up {config}")
-    _run(["up", "-y", "--no-config-cache", str(config)], "Ray's cluster launcher failed")
+    _run(["up", "-y", "--no-config-cache", str(config)])
     provider = told.get("provider") or {}
     address = f"{provider['head_ip']}:{GCS_PORT}" if "head_ip" in provider else ""
     prefix = _prefix(environment) if config == _hosts_file() else ""
-    machines = Machines("several", address, config=str(config.absolute()), prefix=prefix)
-    machines.keep()
-    return machines
+    return Machines("several", address, config=str(config.absolute()), prefix=prefix).keep()
 
 
 def hosts_yaml(
@@ -152,8 +147,9 @@ def hosts_yaml(
     Raises:
         BadInput: a host is named twice, or the token is in no file.
     """
-    if twice := ", ".join(sorted({host for host in hosts if list(hosts).count(host) > 1})):
-        raise BadInput("A host is named twice.", [Fault(twice, "each host once", twice, "once")])
+    if len(set(hosts)) < len(hosts):
+        title, given = "A host is named twice.", " ".join(hosts)
+        raise BadInput.of(title, given, "each host once", given, "name each once")
     token = _token_file()
     path = _path(environment)
     # A worker would take the path of the head's folder, which may be another user's there.
@@ -191,25 +187,22 @@ def status(config: Path | None = None) -> str:
         BadInput: no Ray runs here, and no other cluster is known.
         RunFailed: it does not answer.
     """
-    known = Machines.known()
-    if config is None and running_here() is None and known is not None and known.kind == "several":
+    known, address = Machines.known(), running_here()
+    if config is None and address is None and known is not None and known.kind == "several":
         config = Path(known.config)
     if config is not None:
         read_cluster_yaml(config)
-        last = known if known is not None and known.config == str(config.absolute()) else None
-        command = f"{last.prefix if last else ''}ray status"
-        return _run(["exec", str(config), command], "the cluster does not answer", shown=False)
-    address = running_here()
+        last = known is not None and known.config == str(config.absolute())
+        prefix = known.prefix if known is not None and last else ""
+        return _run(["exec", str(config), f"{prefix}ray status"], shown=False)
     if address is None:
         cure = "aflow-tune cluster up, or name the YAML of a cluster elsewhere"
-        fault = Fault("this machine", "a Ray that answers", "none", cure)
-        raise BadInput("There is no cluster.", [fault])
-    with_token = use_token()
-    told = _run(["status", f"--address={address}"], "Ray does not answer", shown=False)
-    lines = [f"address:   {address}", f"token:     {'used' if with_token else 'none'}"]
+        title = "There is no cluster."
+        raise BadInput.of(title, "this machine", "a Ray that answers", "none", cure)
+    lines = [f"address:   {address}", f"token:     {'used' if use_token() else 'none'}"]
     if known is not None and known.address == address:
         lines.append(f"dashboard: {known.dashboard}")
-    return "\n".join([*lines, told.strip()])
+    return "\n".join([*lines, _run(["status", f"--address={address}"], shown=False).strip()])
 
 
 def down(config: Path | None = None) -> str:
@@ -220,23 +213,23 @@ def down(config: Path | None = None) -> str:
         RunFailed: `ray down` failed.
     """
     known = Machines.known()
-    if config is not None or (known is not None and known.kind == "several"):
-        file = config or Path(known.config if known else "")
-        read_cluster_yaml(file)
-        _run(["down", "-y", str(file)], "Ray's cluster launcher failed")
+    if config is None and known is not None and known.kind == "several":
+        config = Path(known.config)
+    if config is not None:
+        read_cluster_yaml(config)
+        _run(["down", "-y", str(config)])
         _note().unlink(missing_ok=True)
-        return f"ended the cluster of {file}"
+        return f"ended the cluster of {config}"
     if known is None:
         running = running_here()
         found = f"the Ray at {running}, which something else started" if running else "none"
+        expected = "a Ray that `aflow-tune cluster up` started"
         cure = "`ray stop` ends every Ray of yours on this machine" if running else "nothing to do"
-        fault = Fault("this machine", "a Ray that `aflow-tune cluster up` started", found, cure)
-        raise BadInput("There is no cluster to end.", [fault])
+        raise BadInput.of("There is no cluster to end.", "this machine", expected, found, cure)
     processes = session_processes(known.session)
     end_session(known.session, processes)
     _note().unlink(missing_ok=True)
-    left = alive(processes)
-    if left:
+    if left := alive(processes):
         raise RunFailed(f"processes of the Ray at {known.address} are still there: {left}")
     return f"ended the Ray at {known.address}: {len(processes)} processes"
 
@@ -248,9 +241,8 @@ def make_token() -> None:
     """
     if _auth_mode() != "token":
         return
-    told = subprocess.run(
-        ray_command(["get-auth-token", "--generate"]), capture_output=True, text=True, check=False
-    )  # prints the token: what it says is never shown
+    # It prints the token: what it says is never shown.
+    told = subprocess.run(_ray("get-auth-token", "--generate"), capture_output=True, check=False)
     if told.returncode != 0:
         raise RunFailed("Ray could not make a token; try `ray get-auth-token --generate`")
     os.environ["RAY_AUTH_MODE"] = "token"
@@ -279,13 +271,11 @@ def _token_file() -> str | None:
     if _auth_mode() != "token":
         return None
     if os.environ.get("RAY_AUTH_TOKEN"):
-        cure = (
-            "unset RAY_AUTH_TOKEN, and one in ~/.ray/auth_token is used, or made; or put yours "
-            "into a file and name that with RAY_AUTH_TOKEN_PATH"
-        )
         expected = "a token in a file, which is copied to the hosts by ssh"
-        fault = Fault("RAY_AUTH_TOKEN", expected, "a token in the environment", cure)
-        raise BadInput("The hosts cannot be given the token.", [fault])
+        cure = "unset it, and one in ~/.ray/auth_token is used or made; or name a file of yours "
+        cure += "with RAY_AUTH_TOKEN_PATH"
+        title, found = "The hosts cannot be given the token.", "a token in the environment"
+        raise BadInput.of(title, "RAY_AUTH_TOKEN", expected, found, cure)
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     return os.path.abspath(named) if named else _TOKEN
 
@@ -305,20 +295,19 @@ def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
         found = " ".join(str(error).split())[:300]
     expected = "a Ray cluster YAML, with `cluster_name` and `provider`"
     cure = "see Ray's cluster YAML reference; `aflow-tune cluster up HOST HOST` writes one"
-    raise BadInput("The cluster cannot be read.", [Fault(str(path), expected, found, cure)])
+    raise BadInput.of("The cluster cannot be read.", str(path), expected, found, cure)
 
 
-def ray_command(arguments: Sequence[str]) -> list[str]:
+def _ray(*arguments: str) -> list[str]:
     """Ray's command line in this interpreter, whatever `ray` is on the path."""
     return [sys.executable, "-m", "ray.scripts.scripts", *arguments]
 
 
-def _run(arguments: list[str], failed: str, shown: bool = True) -> str:
-    ran = subprocess.run(
-        ray_command(arguments), stdout=None if shown else subprocess.PIPE, text=True, check=False
-    )
+def _run(arguments: list[str], shown: bool = True) -> str:
+    output = None if shown else subprocess.PIPE
+    ran = subprocess.run(_ray(*arguments), stdout=output, text=True, check=False)
     if ran.returncode != 0:
-        raise RunFailed(f"{failed}: `ray {' '.join(arguments)}` ended with {ran.returncode}")
+        raise RunFailed(f"`ray {' '.join(arguments)}` failed with {ran.returncode}")
     return ran.stdout or ""
 
 

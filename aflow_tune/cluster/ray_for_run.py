@@ -17,7 +17,6 @@ import re
 import socket
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +54,7 @@ _LEAVE_SECONDS = 15.0
 """How long the actors of a command that was just killed may take to go."""
 _ASK_SECONDS = 300.0
 """For the first workers of all nodes: `runtime_env.pip` is installed then."""
+_OPEN = "Other users could change the code of this run."
 _JOINING = (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError)
 """What `ray.init` raises where a Ray cannot be joined."""
 
@@ -78,8 +78,8 @@ def ray_for_run(
             "take `ray.init()` out and name the cluster with `cluster.ray_address` or "
             "RAY_ADDRESS; or call `ray.shutdown()` before tune()"
         )
-        fault = Fault("ray.init()", expected, "it was called before tune()", cure)
-        raise BadInput("This process is on a Ray already.", [fault])
+        title = "This process is on a Ray already."
+        raise BadInput.of(title, "ray.init()", expected, "it was called before tune()", cure)
     code, content = code_of(config, functions)
     found = find_ray(config)
     if found is not None:
@@ -145,8 +145,7 @@ def refuse_secrets(content: bytes, secrets: Mapping[str, str], where: str, cure:
     Raises:
         BadInput: it does; the variables are named.
     """
-    faults = list(shipping.secrets_in(content, secrets, where, cure))
-    if faults:
+    if faults := list(shipping.secrets_in(content, secrets, where, cure)):
         raise BadInput("A key would travel in clear.", faults)
 
 
@@ -282,22 +281,13 @@ def on_nodes(
     return told
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return (lines[-1].strip() if lines else type(error).__name__)[:600]
-
-
 def _ask_nodes(config: AflowConfig, code: Code) -> None:
     folder = Path(config.checkpoint_job_dir)
-    mark = folder / f".seen-{uuid.uuid4().hex[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
-    mark.touch()
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    asked = dict.fromkeys(nodes, (sorted(code.needs), str(mark)))
-    try:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:
+        asked = dict.fromkeys(nodes, (sorted(code.needs), mark.name))
         told = on_nodes(worker.tell, asked, _ASK_SECONDS)
-    finally:
-        mark.unlink(missing_ok=True)
     faults: list[Fault] = []
     for node, address in nodes.items():
         faults += _lacking(f"node {address} ({node[:8]})", told[node], config, code)
@@ -307,13 +297,9 @@ def _ask_nodes(config: AflowConfig, code: Code) -> None:
 
 def _lacking(name: str, told: Any, config: AflowConfig, code: Code) -> Iterator[Fault]:
     if isinstance(told, Exception):
-        cure = "install aflow-tune there, in the Python that Ray runs with; see its logs"
-        if isinstance(told, TimeoutError):
-            cure = (
-                "look at that node in `ray status`; if `runtime_env.pip` takes longer there, "
-                "install it before"
-            )
-        yield Fault(name, "a worker that starts with our code", _last_line(told), cure)
+        cure = "install aflow-tune there, in the Python that Ray runs with; see `ray status`"
+        last = (str(told).strip() or type(told).__name__).splitlines()[-1][:600]
+        yield Fault(name, "a worker that starts with our code", last, cure)
         return
     here = importlib.metadata.version("aflow-tune")
     if told["version"] != here:
@@ -326,12 +312,10 @@ def _lacking(name: str, told: Any, config: AflowConfig, code: Code) -> Iterator[
         cure = f"`runtime_env: {{pip: [{_requirement(missing)}]}}`, or install it there"
         yield Fault(f"{name}: {code.needs[missing]}", f"`{missing}`", "not installed there", cure)
     if not told["sees"]:
-        yield Fault(
-            f"{name}: {config.positions.where('checkpoint_root_dir')}",
-            "a folder that every node sees",
-            f"{config.checkpoint_job_dir} is not there",
-            "give a path on a shared disk: `checkpoint_root_dir: /shared/runs`",
-        )
+        where = f"{name}: {config.positions.where('checkpoint_root_dir')}"
+        cure = "give a path on a shared disk: `checkpoint_root_dir: /shared/runs`"
+        found = f"{config.checkpoint_job_dir} is not there"
+        yield Fault(where, "a folder that every node sees", found, cure)
 
 
 def _requirement(module: str) -> str:
@@ -351,13 +335,13 @@ def _take_namespace(config: AflowConfig) -> None:
     deadline = time.monotonic() + _LEAVE_SECONDS
     while working := _actors_in(config.ray_namespace) - {_LASTING}:
         if time.monotonic() > deadline:
-            fault = Fault(
+            raise BadInput.of(
+                "A run of this name is working on the cluster.",
                 config.positions.where("name"),
                 f"a name that is free: {config.ray_namespace!r} has actors",
                 ", ".join(sorted(working)),
                 "give another `name=`, or stop the other run first",
             )
-            raise BadInput("A run of this name is working on the cluster.", [fault])
         time.sleep(0.5)
     _end_actors(config.ray_namespace)
 
@@ -393,11 +377,11 @@ def _refuse_open_sessions(found: FoundRay) -> None:
             finally:
                 ray.shutdown()
         for node, reason in told.items():
-            if isinstance(reason, Exception):
-                reason = f"the node cannot tell: {_last_line(reason)}"
             if reason:
-                faults.append(_open(nodes[node].node_manager_address, nodes[node].temp_dir, reason))
-    _refuse_open(faults)
+                address, temp_dir = nodes[node].node_manager_address, nodes[node].temp_dir
+                faults.append(_open(address, temp_dir, " ".join(str(reason).split())[-600:]))
+    if faults:
+        raise BadInput(_OPEN, faults)
 
 
 def open_here(address: str) -> tuple[list[Fault], list[Any]]:
@@ -426,36 +410,24 @@ def refuse_open_server(nodes: Iterable[dict[str, Any]]) -> None:
         BadInput: on one of them others could change the code of a job.
     """
     faults = []
-    for node in nodes:
-        raylet = node.get("raylet", {})
+    for raylet in (node.get("raylet", {}) for node in nodes):
         address, socket_file = raylet.get("nodeManagerAddress"), raylet.get("rayletSocketName")
         if address and socket_file and raylet.get("state") == "ALIVE":
             session = Path(socket_file).parents[1]
             if _is_here(address, str(session)) and (reason := open_to_others(session.parent)):
                 faults.append(_open(address, str(session.parent), reason))
-    _refuse_open(faults)
-
-
-def _refuse_open(faults: list[Fault]) -> None:
     if faults:
-        raise BadInput("Other users could change the code of this run.", faults)
+        raise BadInput(_OPEN, faults)
 
 
 def _open(address: str, temp_dir: str, reason: str) -> Fault:
-    above = Path(temp_dir).parent
-    cure = (
-        "end it and start it below a folder of yours: `ray stop`, then `aflow-tune cluster up`, or "
-        "`mkdir -m 700 DIR && ray start --temp-dir=DIR/ray ...`"
-    )
-    with contextlib.suppress(OSError):  # as root it might be one that the system needs open
-        if os.getuid() and os.stat(above).st_uid == os.getuid():
-            cure = f"chmod 700 {above}"
     return Fault(
         f"node {address}: {temp_dir}",
         "a temporary folder of Ray below one that only its user may enter",
         reason,
-        f"{cure}; or `runtime_env.trust_users=true`, where you trust every user of the nodes, such "
-        "as in a container of your own",
+        f"`chmod 700 {Path(temp_dir).parent}` if that is yours, or start that Ray anew with "
+        "`aflow-tune cluster up`, or `mkdir -m 700 DIR && ray start --temp-dir=DIR/ray ...`; or "
+        "`runtime_env.trust_users=true`, where you trust every user of the nodes",
     )
 
 

@@ -16,7 +16,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,8 +45,8 @@ class _Pickler(cloudpickle.CloudPickler):
             self.modules.add(given.__name__)
         elif isinstance(home, str):
             self.modules.add(home)
-        if isinstance(given, PurePath):
-            return (path_here, (str(given),)) if isinstance(given, Path) else NotImplemented
+        if isinstance(given, Path):
+            return path_here, (str(given),)
         by_value = home == MAIN or "<locals>" in getattr(given, "__qualname__", "")
         if isinstance(given, functools._lru_cache_wrapper) and by_value:
             kept = given.cache_parameters()
@@ -55,7 +55,10 @@ class _Pickler(cloudpickle.CloudPickler):
         if reduced is NotImplemented and home == MAIN and type(given) not in self.dispatch_table:
             reduced = given.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if isinstance(reduced, str):
-                raise BadInput(_CANNOT_BE_SENT, [_only_by_name(given, reduced)])
+                where = getattr(sys.modules[MAIN], "__file__", None) or MAIN
+                found = "sent by its name only, in a script that workers do not have"
+                cure = f"move `{reduced}` into a module that the script imports"
+                raise BadInput.of(_CANNOT_BE_SENT, where, f"`{reduced}` by value", found, cure)
         return reduced
 
 
@@ -75,6 +78,9 @@ def _dumped(given: Any) -> tuple[bytes, set[str]]:
     return file.getvalue(), pickler.modules
 
 
+_CANNOT_BE_SENT = "A function cannot be sent to the workers."
+
+
 def pack(functions: Iterable[Function | None]) -> tuple[bytes, set[str]]:
     """The functions as bytes, and the modules that these refer to.
 
@@ -88,47 +94,24 @@ def pack(functions: Iterable[Function | None]) -> tuple[bytes, set[str]]:
     except BadInput:
         raise
     except Exception as error:  # whatever the objects' own __reduce__ raises
-        faults = [_culprit(function) or _unpicklable(function, error) for function in given]
+        faults = [_culprit(function, error) for function in given]
         raise BadInput(_CANNOT_BE_SENT, faults) from error
 
 
-_CANNOT_BE_SENT = "A function cannot be sent to the workers."
-
-
-def _culprit(function: Function) -> Fault | None:
-    """The name of the function's module that holds what cannot be pickled."""
+def _culprit(function: Function, error: Exception) -> Fault:
+    """Names the global that cannot be pickled, if it is one."""
     plain = getattr(function, "func", function)
     scope, code = getattr(plain, "__globals__", {}), getattr(plain, "__code__", None)
-    for name in code.co_names if code else ():
+    where = f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+    name = "what it holds"
+    for used in code.co_names if code else ():
         try:
-            cloudpickle.dumps(scope.get(name))
-        except Exception as error:  # as above
-            return Fault(
-                f"{code.co_filename}:{code.co_firstlineno}" if code else str(function),
-                f"`{name}` in a form that can be sent to another process",
-                f"{type(scope[name]).__name__}: {error}",
-                f"make `{name}` inside the function, or in a module that the function imports",
-            )
-    return None
-
-
-def _only_by_name(given: Any, name: str) -> Fault:
-    return Fault(
-        getattr(sys.modules[MAIN], "__file__", None) or MAIN,
-        f"`{name}` in a form that can be sent to another process",
-        f"a {type(given).__name__} that is sent by its name only, in a script that workers do not "
-        "have",
-        f"move `{name}` into a module that the script imports",
-    )
-
-
-def _unpicklable(function: Function, error: Exception) -> Fault:
-    return Fault(
-        getattr(function, "__qualname__", type(function).__name__),
-        "a function that can be sent to another process",
-        f"{type(error).__name__}: {error}",
-        "make files, clients and locks inside the function instead of around it",
-    )
+            cloudpickle.dumps(scope.get(used))
+        except Exception as cause:  # as above
+            name, error = f"`{used}`", cause
+    expected = f"{name} in a form that can be sent to another process"
+    cure = f"make {name} (a file, a client, a lock) inside the function, or in a module of yours"
+    return Fault(where, expected, f"{type(error).__name__}: {error}", cure)
 
 
 class SentFunction:

@@ -64,9 +64,8 @@ def ray_starter(
     """
     if config.engine not in ("local", "trinity"):
         expected = "local or trinity: what `auto` finds may differ from node to node"
-        cure = "engine=local, or engine=trinity"
-        fault = Fault(config.positions.where("engine"), expected, config.engine, cure)
-        raise BadInput("Through Ray the configuration must say more.", [fault])
+        title, where = "Through Ray the engine must be named.", config.positions.where("engine")
+        raise BadInput.of(title, where, expected, config.engine, "engine=local, or engine=trinity")
     found_code, _ = code_of(config, functions_of(config))
     # What the code imports has to be there; its own files are seen in their places.
     code = Code(needs=found_code.needs, variables=found_code.variables)
@@ -113,17 +112,13 @@ def no_room(
             expected = f"{parallel} runs of {each} GPUs at once"
             return [Fault("--parallel", expected, f"{there} GPUs in the cluster", cure)]
         return []
-    fits = any(
-        node.get("CPU", 0) >= needs["num_cpus"] and node.get("GPU", 0) >= needs["num_gpus"]
-        for node in nodes
-    )
-    if fits:
+    wanted = {"CPU": needs["num_cpus"], "GPU": needs["num_gpus"]}
+    if any(all(node.get(k, 0) >= v for k, v in wanted.items()) for node in nodes):
         return []
-    wanted = f"{needs['num_cpus']:g} CPUs and {needs['num_gpus']:g} GPUs"
-    largest = max((node.get("CPU", 0) for node in nodes), default=0)
-    gpus = max((node.get("GPU", 0) for node in nodes), default=0)
-    found = f"at most {largest:g} CPUs and {gpus:g} GPUs on one node"
-    return [Fault("ray", f"a node with {wanted}", found, "local.threads=1, local.device=cpu")]
+    largest = {k: max((node.get(k, 0) for node in nodes), default=0) for k in wanted}
+    expected, found = (" and ".join(f"{v:g} {k}s" for k, v in m.items()) for m in (wanted, largest))
+    cure = "local.threads=1, local.device=cpu"
+    return [Fault("ray", f"a node with {expected}", f"at most {found} on one node", cure)]
 
 
 class RayStarter:

@@ -63,15 +63,15 @@ class RunOnNode:
         from aflow_tune.runs.process import RunProcess, own_program
 
         here = f"on node {ray.util.get_node_ip_address()}"
-        if not os.path.isdir(cwd):
-            return f"{here} there is no folder {cwd}: all nodes must see it"
-        if not os.path.isfile(os.path.join(cwd, arguments[0])):
-            return f"{here} there is no file {arguments[0]}: all nodes must see it"
-        command = [*own_program(), *arguments]
-        environment = of_a_run(os.environ)
+        config = os.path.join(cwd, arguments[0])
+        if not os.path.isfile(config):
+            return f"{here} there is no file {config}: all nodes must see it"
         try:
             self._process = RunProcess(
-                command, Path(output), cwd=Path(cwd), environment=environment
+                [*own_program(), *arguments],
+                Path(output),
+                cwd=Path(cwd),
+                environment=of_a_run(os.environ),
             )
         except OSError as error:
             return f"{here}: {error}"

@@ -32,6 +32,7 @@ FREE_SHARE = 0.03
 GPU's memory as used while nothing runs."""
 
 _EXAMPLE = "physical_gpus: auto, or a list such as [0, 1]"
+_REFUSED = "There are no GPUs for this run; nothing was started."
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,8 @@ def wanted(value: Any) -> str | tuple[str, ...]:
         word = str(entry).strip()
         gpu, colon, instance = word.partition(":")
         numbered = gpu.isdigit() and (not colon or instance.isdigit())
-        if isinstance(entry, (bool, float)) or not (
-            numbered or word.upper().startswith(("GPU-", "MIG-"))
-        ):
+        by_uuid = word.upper().startswith(("GPU-", "MIG-"))
+        if isinstance(entry, (bool, float)) or not (numbered or by_uuid):
             raise ValueError(repr(entry))
         words.append(word)
     if len(set(words)) < len(words):
@@ -74,10 +74,9 @@ def wanted(value: Any) -> str | tuple[str, ...]:
 
 def wanted_faults(value: Any, where: str) -> list[Fault]:
     """What is wrong with the setting by itself."""
-    if value is None:
-        return []
     try:
-        wanted(value)
+        if value is not None:
+            wanted(value)
     except ValueError as error:
         expected = "auto, or GPUs by number, by UUID, or as GPU:INSTANCE"
         return [Fault(where, expected, str(error), _EXAMPLE)]
@@ -88,32 +87,23 @@ def visible(now: Snapshot, environ: Mapping[str, str]) -> list[Device]:
     """What CUDA would be given in this environment, in its order.
 
     Raises:
-        BadInput: `CUDA_VISIBLE_DEVICES` holds numbers whose order nobody can tell.
+        BadInput: `CUDA_VISIBLE_DEVICES` numbers GPUs of several kinds in an unknown order.
     """
-    units = now.units()
-    text = environ.get("CUDA_VISIBLE_DEVICES")
+    units, text = now.units(), environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return units
     words = [word.strip() for word in text.split(",")]
     by_bus = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not by_bus and len({d.name for d in now.devices}) > 1 and any(w.isdigit() for w in words):
-        raise BadInput(
-            "The GPUs of this environment cannot be told apart.",
-            [
-                Fault(
-                    "CUDA_VISIBLE_DEVICES",
-                    "UUIDs, or numbers in the order of the bus, as there are GPUs of several kinds",
-                    f"{text!r} without CUDA_DEVICE_ORDER=PCI_BUS_ID",
-                    "export CUDA_DEVICE_ORDER=PCI_BUS_ID, or unset CUDA_VISIBLE_DEVICES",
-                )
-            ],
-        )
+        expected = "UUIDs, or CUDA_DEVICE_ORDER=PCI_BUS_ID, as there are GPUs of several kinds"
+        fix = "export CUDA_DEVICE_ORDER=PCI_BUS_ID, or unset CUDA_VISIBLE_DEVICES"
+        raise BadInput.of(_REFUSED, "CUDA_VISIBLE_DEVICES", expected, repr(text), fix)
     found: list[Device] = []
     for word in words:
         device = now.find(word)
         if device is not None and device.divided:  # CUDA gives the first instance
-            device = device.instances[0] if device.instances else None
-        if device is None or device not in units or device in found:
+            device = next(iter(device.instances), None)
+        if device not in units or device in found:
             break  # as CUDA does: what follows the first unknown one does not count
         found.append(device)
     return found
@@ -125,26 +115,21 @@ def taken(device: Device, *, named: bool = False) -> str | None:
     Args:
         named: whether the user named it: then what only draws on it does not count.
     """
-    holder = holder_of(device.uuid) if device.uuid else None
-    if holder is not None:
+    if device.uuid is None:
+        return "the driver does not tell its UUID"
+    if (holder := holder_of(device.uuid)) is not None:
         return f"claimed by {holder.words()}"
-    others = [
-        process
-        for process in device.processes or ()
-        if process.pid != os.getpid() and (not named or "compute" in process.kinds)
-    ]
-    if others:
-        first = others[0]
-        who = f" of {first.seen.user}" if first.seen is not None else ""
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        return f"used by process {first.pid}{who}{more}"
-    drawn = {p.pid for p in device.processes or ()}
-    if device.memory_used is None and device.processes is None:
-        return "the driver tells neither its processes nor its memory"
-    if device.memory_used is not None and not (named and drawn):
-        bound = max(FREE_BYTES, FREE_SHARE * (device.memory_total or 0))
-        if device.memory_used > bound:
-            return f"{device.memory_used / 2**30:.1f} GiB of it are used by processes unseen"
+    listed = [each for each in device.processes or () if each.pid != os.getpid()]
+    for process in listed:
+        if not named or "compute" in process.kinds:
+            who = f" of {process.seen.user}" if process.seen is not None else ""
+            return f"used by process {process.pid}{who}"
+    if device.memory_used is None:
+        unknown = "the driver tells neither its processes nor its memory"
+        return unknown if device.processes is None else None
+    least = max(FREE_BYTES, FREE_SHARE * (device.memory_total or 0))
+    if device.memory_used > least and not (named and device.processes):
+        return f"{device.memory_used / 2**30:.1f} GiB of it are used by processes unseen"
     return None
 
 
@@ -163,19 +148,18 @@ def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> 
     try:
         with in_turn():
             now = snapshot()
-            reachable = visible(now, os.environ)
-            asked = wanted(value)
+            reachable, asked = visible(now, os.environ), wanted(value)
             if asked == AUTO:
                 got = _auto(now, reachable, count, claims, where)
             else:
                 got = _named(now, reachable, asked, count, claims, where)
             return Chosen(got, any(device.divided for device in now.devices))
     except NvmlUnavailable as error:
-        cure = f"{error.cure}; or remove physical_gpus to run without a GPU"
-        raise _refused([Fault(where, "NVIDIA GPUs", error.reason, cure)]) from None
+        fix = f"{error.cure}; or remove physical_gpus to run without a GPU"
+        raise BadInput.of(_REFUSED, where, "NVIDIA GPUs", error.reason, fix) from None
     except (OSError, TimeoutError) as error:
-        cure = "look who owns this file, and remove it"
-        raise _refused([Fault(where, "lock files to claim GPUs with", str(error), cure)]) from None
+        expected, fix = "lock files to claim GPUs with", "look who owns this file, and remove it"
+        raise BadInput.of(_REFUSED, where, expected, str(error), fix) from None
 
 
 def obstacles(value: Any, count: int | None, where: str) -> list[Fault]:
@@ -190,10 +174,11 @@ def obstacles(value: Any, count: int | None, where: str) -> list[Fault]:
 def _auto(
     now: Snapshot, reachable: list[Device], count: int | None, claims: Claims | None, where: str
 ) -> list[Device]:
+    # One process gets one instance, so instances never serve a run that needs several devices.
+    whole = [device for device in reachable if device.mig is None]
+    usable = reachable if count == 1 and not whole else whole
     got: list[Device] = []
     reasons = []
-    # One process gets one instance, so instances never serve a run that needs several devices.
-    usable = [d for d in reachable if d.mig is None or (count == 1 and not _whole(reachable))]
     for device in usable:
         if count is not None and len(got) == count:
             break
@@ -202,89 +187,76 @@ def _auto(
             got.append(device)
         else:
             reasons.append(f"GPU {device.label}: {why}")
-    if not got or (count is not None and len(got) < count):
+    if len(got) < (count or 1):
         if len(usable) < len(reachable):
             reasons.append("instances of divided GPUs cannot serve this run")
         if len(reachable) < len(now.units()):
             reasons.append("CUDA_VISIBLE_DEVICES hides others")
-        if not now.devices:
-            reasons.append("this machine has none")
-        needed = "a free GPU" if (count or 1) == 1 else f"{count} free GPUs"
-        found = f"{len(got)} free; " + "; ".join(reasons)
-        cure = (
+        found = "; ".join([f"{len(got)} free", *reasons])
+        fix = (
             "wait for one, `aflow-tune gpus free DEVICE` ends processes of yours, or name devices: "
             "physical_gpus: [0]"
         )
-        raise _refused([Fault(where, needed, found, cure)])
+        raise BadInput.of(_REFUSED, where, f"{count or 1} free GPUs", found, fix)
     return got
-
-
-def _whole(devices: Sequence[Device]) -> list[Device]:
-    return [device for device in devices if device.mig is None]
 
 
 def _named(
     now: Snapshot,
     reachable: list[Device],
-    words: str | tuple[str, ...],
+    words: Sequence[str],
     count: int | None,
     claims: Claims | None,
     where: str,
 ) -> list[Device]:
-    faults: list[Fault] = []
     got: list[Device] = []
-    there = ", ".join(device.label for device in now.units()) or "none"
+    faults: list[Fault] = []
     for word in words:
         device = now.find(word)
-        expected, cure = f"a GPU of this machine: {there}", _EXAMPLE
-        if device is None:
-            why: str | None = f"{word}, which is none"
-        elif device.divided:
-            parts = ", ".join(part.label for part in device.instances) or "none yet"
-            expected, why = "a whole GPU, or an instance of it", f"GPU {word} is divided (MIG)"
-            cure = f"name an instance: {parts}"
-        elif device.problem is not None:
-            expected, why = "a GPU that works", f"GPU {word}: {device.problem}"
-        elif device not in reachable:
-            expected = "a GPU that CUDA_VISIBLE_DEVICES shows"
-            why, cure = f"GPU {word}, hidden by it", "unset CUDA_VISIBLE_DEVICES, or name another"
-        elif device in got:
-            expected, why = "each device once", f"GPU {device.label} twice"
-        else:
-            expected, why = "a free GPU", taken(device, named=True) or _claim(device, claims)
-            cure = (
+        why, fix = _unusable(device, word, reachable, got)
+        if device is not None and why is None:
+            why = taken(device, named=True) or _claim(device, claims)
+            fix = (
                 f"wait, `aflow-tune gpus free {device.label}` if the processes are yours, or name "
                 "another; to share it, leave physical_gpus out and set CUDA_VISIBLE_DEVICES"
             )
-            if why is None:
-                got.append(device)
-            else:
-                why = f"GPU {word}: {why}"
-        if why is not None:
-            faults.append(Fault(where, expected, why, cure))
+        if device is not None and why is None:
+            got.append(device)
+        else:
+            there = ", ".join(each.label for each in now.units()) or "none"
+            expected = f"a free GPU of this machine ({there})"
+            faults.append(Fault(where, expected, f"GPU {word}: {why}", fix))
     if not faults and len(got) > 1 and any(device.mig is not None for device in got):
         expected = "one instance (MIG) alone, or whole GPUs: CUDA gives a process one instance"
         faults.append(Fault(where, expected, ", ".join(words), "name one of them"))
     if not faults and count is not None and len(got) != count:
-        cure = "name as many, or set cluster.gpu_per_node to the number named"
-        faults.append(Fault(where, f"{count} of this machine", str(len(got)), cure))
+        fix = "name as many, or set cluster.gpu_per_node to the number named"
+        faults.append(Fault(where, f"{count} of this machine", str(len(got)), fix))
     if faults:
-        raise _refused(faults)
+        raise BadInput(_REFUSED, faults)
     return got
+
+
+def _unusable(
+    device: Device | None, word: str, reachable: list[Device], got: list[Device]
+) -> tuple[str | None, str]:
+    """Why a named device cannot be used, whoever is on it, and what to do."""
+    if device is None:
+        return "not there", _EXAMPLE
+    if device.divided:
+        parts = ", ".join(part.label for part in device.instances) or "none yet"
+        return "divided (MIG): CUDA computes on instances only", f"name an instance: {parts}"
+    if device.problem is not None:
+        return device.problem, _EXAMPLE
+    if device not in reachable:
+        return "CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES, or name another"
+    return ("named twice", "name it once") if device in got else (None, "")
 
 
 def _claim(device: Device, claims: Claims | None) -> str | None:
     """Take the lock; why it could not be had, or None."""
-    if device.uuid is None:
-        return "the driver does not tell its UUID"
-    if claims is None or claims.take(device.uuid):
-        return None
-    holder = holder_of(device.uuid)
-    return f"claimed by {holder.words() if holder is not None else 'another run'}"
-
-
-def _refused(faults: list[Fault]) -> BadInput:
-    return BadInput("There are no GPUs for this run; nothing was started.", faults)
+    free = claims is None or claims.take(str(device.uuid))
+    return None if free else "claimed by another run"
 
 
 @contextlib.contextmanager
@@ -302,26 +274,26 @@ def isolated(
         BadInput: not to be had, or too late: CUDA is in use in this process.
     """
     if _cuda_is_in_use():
-        raise BadInput(
-            "GPUs cannot be chosen any more.",
-            [
-                Fault(
-                    where,
-                    "a process that has not used CUDA yet",
-                    "CUDA was used in this process before",
-                    "start Python anew (a notebook: restart its kernel), and call tune() first",
-                )
-            ],
-        )
+        fix = "start Python anew (a notebook: restart its kernel), and call tune() first"
+        expected = "a process that has not used CUDA yet"
+        raise BadInput.of(_REFUSED, where, expected, "CUDA was used in this process before", fix)
     claims = Claims(run, protected)
+    before = dict[str, str | None]()
     try:
         chosen = choose(value, count, claims, where)
-        with _environment(visible_to_cuda(chosen)):
-            yield chosen
+        values = visible_to_cuda(chosen)
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        yield chosen
     finally:
         # What this process itself holds on a device stays there until it ends, and so do claims.
         if not _cuda_is_in_use():
             claims.release()
+            for name, text in before.items():
+                if text is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = text
 
 
 def visible_to_cuda(chosen: Chosen) -> dict[str, str]:
@@ -341,21 +313,6 @@ def mapping_lines(devices: Sequence[Device]) -> list[str]:
         f"GPU {device.label} ({device.name}, {device.uuid}) is cuda:{number} of this run"
         for number, device in enumerate(devices)
     ]
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        if not _cuda_is_in_use():
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def _cuda_is_in_use() -> bool:

@@ -1,8 +1,8 @@
 """Which devices a run has claimed: a lock file for each, that ends with the run.
 
-The lock is the kernel's (`flock`): whatever ends the process, even a power cut, ends the claim. A
-file stays behind; only a held lock counts. Files lie in one folder for all users of the machine
-and say who holds them, which is shown and otherwise not trusted.
+The lock is the kernel's (`flock`), so whatever ends the process ends the claim; a file stays
+behind, but only a held lock counts. The files lie in one folder for all users of the machine and
+say who holds them, which is shown and otherwise not trusted. (`filelock` would empty them.)
 
 Not covered: containers with folders of their own, and other machines that see the same GPU. There
 only the driver's list of processes and its memory tell that a device is taken.
@@ -16,7 +16,6 @@ import json
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -27,12 +26,10 @@ from aflow_tune.gpus.processes import printable, user_name
 FOLDER = Path("/tmp")
 """Where every user may make files and none may remove another's."""
 
-_ATTEMPTS = 5
 _PAUSE_SECONDS = 0.05
+_TAKE_SECONDS = 0.2
 """Who only looks at a lock holds it for a moment."""
 _TURN_SECONDS = 30.0
-_FRESH_SECONDS = 6 * 3600.0
-"""How often a held file gets a new date: those who clean the folder go by it."""
 _LONGEST = 1 << 16
 
 
@@ -56,9 +53,7 @@ class Claims:
 
     def __init__(self, run: str, protected: Iterable[int] = ()) -> None:
         self._holder = Holder(os.getpid(), os.getuid(), run, time.time(), sorted(protected))
-        self._descriptors: dict[str, int] = {}
-        self._released = threading.Event()
-        threading.Thread(target=self._keep_fresh, name="gpu-claims", daemon=True).start()
+        self._descriptors: list[int] = []
 
     def take(self, uuid: str) -> bool:
         """Claim a device; False if another run holds it.
@@ -66,55 +61,22 @@ class Claims:
         Raises:
             OSError: the lock file cannot be used.
         """
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                time.sleep(_PAUSE_SECONDS)
-            descriptor = _open(_path(uuid), create=True)
-            if descriptor is None:
-                continue
-            if _lock(descriptor) and _is_still(_path(uuid), descriptor):
-                try:
-                    self._tell(descriptor)
-                except OSError:
-                    os.close(descriptor)
-                    raise
-                self._descriptors[uuid] = descriptor
-                return True
-            os.close(descriptor)
-        return False
-
-    def _tell(self, descriptor: int) -> None:
-        """Say who holds it. On a full disk the lock is what counts, unless others would not learn
-        what they must leave alone."""
-        text = json.dumps(asdict(self._holder)).encode()
-        if len(text) > _LONGEST:
-            raise OSError(f"protected_pids: more than a lock file holds ({_LONGEST} bytes)")
+        descriptor = _locked(_path(uuid), _TAKE_SECONDS)
+        if descriptor is None:
+            return False
+        self._descriptors.append(descriptor)
         try:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text, 0)
-        except OSError:
+            os.pwrite(descriptor, json.dumps(asdict(self._holder)).encode(), 0)
+        except OSError:  # on a full disk the lock counts, if nobody needs to read what is protected
             if self._holder.protected:
                 raise
-
-    def give_back(self, uuid: str) -> None:
-        """Let go of one device."""
-        descriptor = self._descriptors.pop(uuid, None)
-        if descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
-            os.close(descriptor)
+        return True
 
     def release(self) -> None:
         """Let go of all."""
-        self._released.set()
-        for uuid in list(self._descriptors):
-            self.give_back(uuid)
-
-    def _keep_fresh(self) -> None:
-        while not self._released.wait(_FRESH_SECONDS):
-            for descriptor in list(self._descriptors.values()):
-                with contextlib.suppress(OSError):
-                    os.utime(descriptor)
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 @contextlib.contextmanager
@@ -124,19 +86,10 @@ def in_turn() -> Iterator[None]:
     Raises:
         TimeoutError: another one has been choosing for 30 s.
     """
-    deadline = time.monotonic() + _TURN_SECONDS
-    while True:
-        descriptor = _open(_path("choosing"), create=True)
-        if descriptor is not None:
-            if _lock(descriptor) and _is_still(_path("choosing"), descriptor):
-                break
-            os.close(descriptor)
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"another run has been choosing GPUs for {_TURN_SECONDS:.0f} s: "
-                f"the lock on {_path('choosing')} is held"
-            )
-        time.sleep(_PAUSE_SECONDS)
+    path = _path("choosing")
+    descriptor = _locked(path, _TURN_SECONDS)
+    if descriptor is None:
+        raise TimeoutError(f"another run has held {path} for {_TURN_SECONDS:.0f} s")
     try:
         yield
     finally:
@@ -148,31 +101,6 @@ def holder_of(uuid: str) -> Holder | None:
     return _holder(_path(uuid))
 
 
-def _holder(path: Path) -> Holder | None:
-    try:
-        descriptor = _open(path, create=False)
-    except OSError:
-        return None
-    if descriptor is None:
-        return None
-    try:
-        if _lock(descriptor, shared=True):
-            return None
-        raw = json.loads(os.pread(descriptor, _LONGEST, 0))
-        return Holder(
-            int(raw["pid"]),
-            int(raw["uid"]),
-            str(raw["run"]),
-            float(raw["since"]),
-            [int(pid) for pid in raw["protected"]],
-        )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        # Anybody may write it: also Infinity, or brackets without end.
-        return Holder(0, os.stat(descriptor).st_uid, "unknown", 0.0)
-    finally:
-        os.close(descriptor)
-
-
 def protected_by_runs() -> set[int]:
     """Processes that those who hold devices want left alone: also devices that the driver does
     not name any more, as when one has fallen off the bus."""
@@ -180,8 +108,42 @@ def protected_by_runs() -> set[int]:
     return {pid for holder in holders if holder is not None for pid in holder.protected}
 
 
+def _holder(path: Path) -> Holder | None:
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = _open(path, create=False)
+    if descriptor is None:
+        return None
+    try:
+        if _flock(descriptor, fcntl.LOCK_SH):
+            return None
+        raw = json.loads(os.pread(descriptor, _LONGEST, 0))
+        protected = [int(pid) for pid in raw["protected"]]
+        since = float(raw["since"])
+        return Holder(int(raw["pid"]), int(raw["uid"]), str(raw["run"]), since, protected)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        # Anybody may write it: also Infinity, or brackets without end.
+        return Holder(0, os.stat(descriptor).st_uid, "unknown", 0.0)
+    finally:
+        os.close(descriptor)
+
+
 def _path(uuid: str) -> Path:
     return FOLDER / f"aflow-tune-gpu-{re.sub(r'[^A-Za-z0-9-]', '_', uuid)}.lock"
+
+
+def _locked(path: Path, seconds: float) -> int | None:
+    """A descriptor with the lock on the file of this name; None: somebody else holds it so long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        descriptor = _open(path, create=True)
+        if descriptor is not None:
+            if _flock(descriptor, fcntl.LOCK_EX) and _is_still(path, descriptor):
+                return descriptor
+            os.close(descriptor)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _open(path: Path, *, create: bool) -> int | None:
@@ -207,8 +169,7 @@ def _open(path: Path, *, create: bool) -> int | None:
     return descriptor
 
 
-def _lock(descriptor: int, shared: bool = False) -> bool:
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+def _flock(descriptor: int, kind: int) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -219,8 +180,6 @@ def _lock(descriptor: int, shared: bool = False) -> bool:
 def _is_still(path: Path, descriptor: int) -> bool:
     """Whether the locked file is the one under this name: it may have been removed meanwhile."""
     try:
-        there = os.stat(path, follow_symlinks=False)
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-    mine = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)

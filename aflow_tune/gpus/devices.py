@@ -20,34 +20,30 @@ from aflow_tune.errors import AflowTuneError
 from aflow_tune.gpus.claims import holder_of
 from aflow_tune.gpus.processes import Seen, look, printable
 
-_LIBRARY_NOT_FOUND = 12
-_DRIVER_NOT_LOADED = 9
-_NO_PERMISSION = 4
-_VERSION_MISMATCH = 18
-_NOT_SUPPORTED = 3
-_NO_SUCH_FUNCTION = 13
-_NOT_FOUND = 6
-# nvmlReturn_t in nvml.h
-
-_CURES = {
-    _LIBRARY_NOT_FOUND: (
+_CHECK = "check with `nvidia-smi`"
+_FIXES = {  # by nvmlReturn_t in nvml.h
+    4: ("this user may not talk to the NVIDIA driver", "check `ls -l /dev/nvidia*`, `nvidia-smi`"),
+    9: ("the NVIDIA driver is installed but not loaded", "`modprobe nvidia`; " + _CHECK),
+    12: (
         "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found)",
         "on a machine with an NVIDIA GPU install its driver and check it with `nvidia-smi`; in a "
         "container, start it with the GPUs (`docker run --gpus all`)",
     ),
-    _DRIVER_NOT_LOADED: (
-        "the NVIDIA driver is installed but not loaded",
-        "check it with `nvidia-smi` and `lsmod | grep nvidia`; load it with `modprobe nvidia`",
-    ),
-    _NO_PERMISSION: (
-        "this user may not talk to the NVIDIA driver",
-        "check the rights of /dev/nvidiactl with `ls -l /dev/nvidia*`, and `nvidia-smi`",
-    ),
-    _VERSION_MISMATCH: (
+    18: (
         "the NVIDIA driver was updated while its older kernel module is loaded",
-        "restart the machine (in a container: start the container anew); check with `nvidia-smi`",
+        "restart the machine (in a container: start the container anew); " + _CHECK,
     ),
 }
+_ABSENT = (None, 3, 6, 13)
+"""Not supported, not found, no such function; without a number it is the bindings' own."""
+_NOT_AVAILABLE = 2**63
+"""The driver's 'unknown' is the largest number of 64 bits."""
+_SENSOR_OF_GPU = 0
+_LISTS = (
+    ("compute", "nvmlDeviceGetComputeRunningProcesses"),
+    ("compute", "nvmlDeviceGetMPSComputeRunningProcesses"),
+    ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
+)
 
 
 class NvmlUnavailable(AflowTuneError):
@@ -62,63 +58,47 @@ class NvmlUnavailable(AflowTuneError):
         return f"no NVIDIA GPU can be seen: {self.reason}\n    do: {self.cure}"
 
 
-class Nvml:
-    """An initialised library."""
+class _Nvml:
+    """The initialised bindings."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
-        names = ("NVMLError", "NVMLLibraryMismatchError")
-        self.errors: tuple[type[BaseException], ...] = tuple(
-            kind for name in names if isinstance(kind := getattr(library, name, None), type)
-        )
-        self.errors += (UnicodeDecodeError,)  # a name that is no text
+        mismatch = getattr(library, "NVMLLibraryMismatchError", library.NVMLError)
+        self.errors = (library.NVMLError, mismatch, UnicodeDecodeError)  # a name that is no text
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """The answer of a function; None where it is missing, unsupported or forbidden."""
         return self.ask_or_why(name, *arguments)[0]
 
-    def ask_or_why(self, name: str, *arguments: Any) -> tuple[Any, str | None]:
-        """The answer and None, or None and why there is none."""
-        function = getattr(self._library, name, None)
-        if function is None:
-            return None, "not offered by this version of pynvml"
+    def ask_or_why(self, name: str, *arguments: Any) -> tuple[Any, str]:
+        """The answer; or None and why: '' where there is nothing that this asks for."""
         try:
-            answer = function(*arguments)
+            return getattr(self._library, name)(*arguments), ""
+        except AttributeError:
+            return None, ""
         except self.errors as error:
-            return None, str(error) or type(error).__name__
-        return (answer.decode(errors="replace") if isinstance(answer, bytes) else answer), None
-
-    def lacks(self, name: str, *arguments: Any) -> bool:
-        """Whether there is nothing that this asks for; not, that it is kept from us."""
-        function = getattr(self._library, name, None)
-        try:
-            return function is None or function(*arguments) is None
-        except self.errors as error:
-            # Without a number it is the bindings' own: a library older than they are.
-            absent = (None, _NOT_SUPPORTED, _NO_SUCH_FUNCTION, _NOT_FOUND)
-            return getattr(error, "value", None) in absent
+            absent = getattr(error, "value", None) in _ABSENT
+            return None, "" if absent else str(error) or type(error).__name__
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Nvml]:
-    """The library for the block. May be nested and used from several threads: NVML counts.
+def opened() -> Iterator[_Nvml]:
+    """The bindings for the block. May be nested and used from several threads: NVML counts.
 
     Raises:
         NvmlUnavailable: no bindings, no driver, or a driver that refuses.
     """
     try:
-        library = importlib.import_module("pynvml")
+        pynvml = importlib.import_module("pynvml")  # has no types
     except ImportError:
-        raise NvmlUnavailable(
-            "the package nvidia-ml-py is not installed", "pip install nvidia-ml-py"
-        ) from None
-    nvml = Nvml(library)
+        reason, fix = "the package nvidia-ml-py is not installed", "pip install nvidia-ml-py"
+        raise NvmlUnavailable(reason, fix) from None
+    nvml = _Nvml(pynvml)
     try:
-        library.nvmlInit()
+        pynvml.nvmlInit()
     except nvml.errors as error:
-        known = _CURES.get(getattr(error, "value", -1))
-        reason, cure = known or (str(error) or type(error).__name__, "check with `nvidia-smi`")
-        raise NvmlUnavailable(reason, cure) from None
+        known = _FIXES.get(getattr(error, "value", -1))
+        raise NvmlUnavailable(*(known or (str(error), _CHECK))) from None
     try:
         yield nvml
     finally:
@@ -145,13 +125,13 @@ class GpuProcess:
             "kinds": list(self.kinds),
             "memory": self.memory,
             "visible": seen is not None,
-            "user": None if seen is None else seen.user,
-            "uid": None if seen is None else seen.uids[0],
+            "user": seen and seen.user,
+            "uid": seen and seen.uids[0],
             "own": seen is not None and owner is not None and set(seen.uids) == {owner},
-            "program": None if seen is None else seen.program,
-            "command": None if seen is None else seen.command,
-            "since": None if seen is None else seen.since,
-            "container": None if seen is None else seen.in_container,
+            "program": seen and seen.program,
+            "command": seen and seen.command,
+            "since": seen and seen.since,
+            "container": seen and seen.in_container,
         }
 
 
@@ -169,14 +149,12 @@ class Device:
     memory_used: int | None = None
     use: float | None = None
     """Share of the driver's last sample (1/6 s to 1 s) in which any kernel ran."""
-    temperature: int | None = None
-    """Degrees Celsius."""
-    power: float | None = None
-    power_limit: float | None = None
-    """Watts."""
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
     """None where the driver does not say."""
-    unknown_why: str | None = None
+    processes_unknown: str | None = None
     """Why `processes` is None."""
     divided: bool = False
     """Whether the GPU is in MIG mode: then only its `instances` can compute."""
@@ -193,24 +171,12 @@ class Device:
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
         """Plain JSON values; instances nested."""
-        processes = self.processes
-        return {
-            "device": self.label,
-            "name": self.name,
-            "uuid": self.uuid,
-            "memory_total": self.memory_total,
-            "memory_used": self.memory_used,
-            "use": self.use,
-            "temperature_c": self.temperature,
-            "power_w": self.power,
-            "power_limit_w": self.power_limit,
-            "divided": self.divided,
-            "processes": None if processes is None else [p.to_json(owner) for p in processes],
-            "processes_unknown": self.unknown_why,
-            "instances": [instance.to_json(owner) for instance in self.instances],
-            "problem": self.problem,
-            "claimed": self.claimed,
-        }
+        told = {"device": self.label, **vars(self)}
+        del told["index"], told["mig"]
+        if self.processes is not None:
+            told["processes"] = [process.to_json(owner) for process in self.processes]
+        told["instances"] = [instance.to_json(owner) for instance in self.instances]
+        return told
 
 
 @dataclass(frozen=True)
@@ -228,17 +194,11 @@ class Snapshot:
     def all(self) -> Iterator[Device]:
         """Every GPU, each followed by its instances."""
         for device in self.devices:
-            yield device
-            yield from device.instances
+            yield from (device, *device.instances)
 
     def units(self) -> list[Device]:
         """What CUDA can be given: whole GPUs, and the instances of divided ones."""
-        return [
-            unit
-            for device in self.devices
-            for unit in (device.instances if device.divided else (device,))
-            if unit.problem is None
-        ]
+        return [each for each in self.all() if not each.divided and each.problem is None]
 
     def find(self, word: str) -> Device | None:
         """A device by its label, its UUID or the beginning of it; None if there is not one."""
@@ -249,32 +209,8 @@ class Snapshot:
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "time": self.time,
-            "host": self.host,
-            "driver": self.driver,
-            "cuda": self.cuda,
-            "devices": [device.to_json(owner) for device in self.devices],
-        }
-
-
-_NOT_AVAILABLE = 2**63
-"""The driver's 'unknown' is the largest number of 64 bits."""
-_SENSOR_OF_GPU = 0
-"""NVML_TEMPERATURE_GPU."""
-_LISTS = (
-    (
-        "compute",
-        ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetComputeRunningProcesses_v2"),
-    ),
-    ("compute", ("nvmlDeviceGetMPSComputeRunningProcesses",)),
-    (
-        "graphics",
-        ("nvmlDeviceGetGraphicsRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
-    ),
-)
-"""The first function of each that answers counts: older drivers have only the second version.
-Clients of NVIDIA's MPS stand on a list of their own."""
+        devices = [device.to_json(owner) for device in self.devices]
+        return {**vars(self), "devices": devices}
 
 
 def snapshot() -> Snapshot:
@@ -286,12 +222,13 @@ def snapshot() -> Snapshot:
     with opened() as nvml:
         count, why = nvml.ask_or_why("nvmlDeviceGetCount")
         if count is None:  # unknown is not none
-            raise NvmlUnavailable(f"the driver does not tell how many ({why})", "`nvidia-smi`")
+            raise NvmlUnavailable(f"the driver does not tell how many ({why})", _CHECK)
+        cuda = nvml.ask("nvmlSystemGetCudaDriverVersion")
         return Snapshot(
             time=time.time(),
             host=socket.gethostname(),
             driver=_text(nvml.ask("nvmlSystemGetDriverVersion")),
-            cuda=_cuda(nvml.ask("nvmlSystemGetCudaDriverVersion")),
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
             devices=tuple(_gpu(nvml, index) for index in range(count)),
         )
 
@@ -308,61 +245,51 @@ def use_and_memory(uuids: list[str]) -> dict[str, tuple[float | None, int | None
     with opened() as nvml:
         for uuid in uuids:
             handle = nvml.ask("nvmlDeviceGetHandleByUUID", uuid)
-            if handle is None:
-                handle = _by_index(nvml, uuid)
             if handle is not None:
                 memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
                 found[uuid] = (_use(nvml, handle), _bytes(getattr(memory, "used", None)))
     return found
 
 
-def _by_index(nvml: Nvml, uuid: str) -> Any:
-    for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
-        handle = nvml.ask("nvmlDeviceGetHandleByIndex", index)
-        if handle is not None and nvml.ask("nvmlDeviceGetUUID", handle) == uuid:
-            return handle
-    return None
-
-
-def _gpu(nvml: Nvml, index: int) -> Device:
+def _gpu(nvml: _Nvml, index: int) -> Device:
     handle, why = nvml.ask_or_why("nvmlDeviceGetHandleByIndex", index)
     if handle is None:
-        return Device(index, "unknown", None, problem=why)
+        return Device(index, "unknown", None, problem=why or "the driver does not know it")
     mode = nvml.ask("nvmlDeviceGetMigMode", handle)
-    divided = bool(mode) and mode[0] == 1
+    if not mode or mode[0] != 1:
+        return _device(nvml, handle, index)
+    most, hidden = nvml.ask_or_why("nvmlDeviceGetMaxMigDeviceCount", handle)
     instances: list[Device] = []
-    if divided:
-        most, why = nvml.ask_or_why("nvmlDeviceGetMaxMigDeviceCount", handle)
-        for number in range(most or 0):
-            question = ("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
-            part, problem = nvml.ask_or_why(*question)
-            if part is not None:
-                instances.append(_device(nvml, part, index, number, False, ()))
-            elif not nvml.lacks(*question):
-                instances.append(
-                    Device(index, "unknown", None, number, unknown_why=problem, problem=problem)
-                )
-    return _device(nvml, handle, index, None, divided, tuple(instances), why if divided else None)
+    for number in range(most or 0):
+        part, why = nvml.ask_or_why("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+        if part is not None:
+            instances.append(_device(nvml, part, index, number))
+        elif why:
+            lost = Device(index, "unknown", None, number, processes_unknown=why, problem=why)
+            instances.append(lost)
+    known = [part.processes for part in instances if part.processes is not None]
+    told: dict[str, Any] = {"divided": True, "instances": tuple(instances)}
+    if len(known) == len(instances) and not hidden:  # only root may ask the whole GPU
+        told["processes"] = tuple(process for part in known for process in part)
+    return _device(nvml, handle, index, **told)
 
 
 def _device(
-    nvml: Nvml,
+    nvml: _Nvml,
     handle: Any,
     index: int,
-    mig: int | None,
-    divided: bool,
-    instances: tuple[Device, ...],
-    hidden: str | None = None,
+    mig: int | None = None,
+    processes: tuple[GpuProcess, ...] | None = None,
+    **more: Any,
 ) -> Device:
-    """`hidden`: why nobody can tell how many instances there are."""
+    """`processes`: those of its instances, where the driver does not list its own."""
     memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
-    processes, why = _processes(nvml, handle)
-    if divided and processes is None:  # only root may ask the whole GPU
-        known = [part.processes for part in instances if part.processes is not None]
-        if len(known) == len(instances) and hidden is None:
-            processes = tuple(process for part in known for process in part)
-            why = None
+    power = nvml.ask("nvmlDeviceGetPowerUsage", handle)
+    limit = nvml.ask("nvmlDeviceGetEnforcedPowerLimit", handle)
+    listed, why = _processes(nvml, handle)
+    listed = processes if listed is None else listed
     uuid = _text(nvml.ask("nvmlDeviceGetUUID", handle))
+    holder = holder_of(uuid) if uuid else None
     return Device(
         index=index,
         mig=mig,
@@ -371,67 +298,40 @@ def _device(
         memory_total=_bytes(getattr(memory, "total", None)),
         memory_used=_bytes(getattr(memory, "used", None)),
         use=_use(nvml, handle),
-        temperature=_temperature(nvml, handle),
-        power=_watts(nvml.ask("nvmlDeviceGetPowerUsage", handle)),
-        power_limit=_watts(nvml.ask("nvmlDeviceGetEnforcedPowerLimit", handle)),
-        processes=processes,
-        unknown_why=why,
-        divided=divided,
-        instances=instances,
-        claimed=_claimed(uuid),
+        temperature_c=nvml.ask("nvmlDeviceGetTemperature", handle, _SENSOR_OF_GPU),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
+        processes=listed,
+        processes_unknown=why if listed is None else None,
+        claimed=None if holder is None else holder.words(),
+        **more,
     )
 
 
-def _processes(nvml: Nvml, handle: Any) -> tuple[tuple[GpuProcess, ...] | None, str | None]:
+def _processes(nvml: _Nvml, handle: Any) -> tuple[tuple[GpuProcess, ...] | None, str | None]:
     """Processes by number, and why there is no list."""
-    kinds: dict[int, list[str]] = {}
+    kinds: dict[int, dict[str, None]] = {}
     memory: dict[int, int | None] = {}
-    for number, (kind, names) in enumerate(_LISTS):
-        listed, why = None, None
-        for name in names:
-            if listed is None:
-                listed, problem = nvml.ask_or_why(name, handle)
-                why = why or problem
-        if listed is None and (number == 0 or not nvml.lacks(names[0], handle)):
-            return None, why
+    for kind, name in _LISTS:
+        listed, why = nvml.ask_or_why(name, handle)
+        if listed is None and (why or name == _LISTS[0][1]):
+            return None, why or "not supported"
         for entry in listed or ():
             pid = int(entry.pid or 0)  # somebody, whoever it is
-            if kind not in kinds.setdefault(pid, []):
-                kinds[pid].append(kind)
-            used = _bytes(getattr(entry, "usedGpuMemory", None))
-            memory[pid] = used if memory.get(pid) is None else memory[pid]
+            kinds.setdefault(pid, {})[kind] = None
+            memory[pid] = memory.get(pid) or _bytes(getattr(entry, "usedGpuMemory", None))
     return tuple(GpuProcess(p, tuple(kinds[p]), memory[p], look(p)) for p in sorted(kinds)), None
 
 
-def _use(nvml: Nvml, handle: Any) -> float | None:
+def _use(nvml: _Nvml, handle: Any) -> float | None:
     rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
     return None if rates is None else rates.gpu / 100
-
-
-def _temperature(nvml: Nvml, handle: Any) -> int | None:
-    for name in ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"):  # before, from CUDA 14
-        degrees = nvml.ask(name, handle, _SENSOR_OF_GPU)
-        if degrees is not None:
-            return int(degrees)
-    return None
 
 
 def _bytes(value: Any) -> int | None:
     return None if value is None or value >= _NOT_AVAILABLE else int(value)
 
 
-def _watts(milliwatts: Any) -> float | None:
-    return None if milliwatts is None else milliwatts / 1000
-
-
 def _text(value: Any) -> str | None:
-    return None if value is None else printable(str(value))
-
-
-def _cuda(version: Any) -> str | None:
-    return None if not version else f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _claimed(uuid: str | None) -> str | None:
-    holder = holder_of(uuid) if uuid else None
-    return None if holder is None else holder.words()
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return None if text is None else printable(str(text))

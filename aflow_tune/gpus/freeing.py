@@ -17,7 +17,7 @@ import psutil
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.gpus.claims import protected_by_runs
-from aflow_tune.gpus.devices import Device, GpuProcess, NvmlUnavailable, Snapshot, snapshot
+from aflow_tune.gpus.devices import Device, GpuProcess, Snapshot, snapshot
 from aflow_tune.gpus.processes import Guard, Seen, invoking_user, look, with_rights_of
 from aflow_tune.gpus.showing import process_line
 
@@ -30,19 +30,12 @@ _POLL_SECONDS = 0.05
 class Freed:
     """What became of a request."""
 
-    confirmed: bool
     outcomes: dict[int, str]
     """Process id to 'ended', 'killed', 'left alone: WHY' or 'still there: WHY'."""
     spared: dict[int, str]
     """Processes on a named device that were not touched, and why."""
-    unknown: tuple[str, ...] = ()
-    """Labels of the named devices whose processes the driver does not tell."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether all that was named is gone, and every named device is free of processes."""
-        gone = all(outcome in ("ended", "killed") for outcome in self.outcomes.values())
-        return self.confirmed and gone and not self.spared and not self.unknown
+    whole: bool
+    """Whether all that was named is gone, and every named device is free of processes."""
 
 
 def free(
@@ -70,43 +63,36 @@ def free(
         NvmlUnavailable: there is no driver to ask.
     """
     now = snapshot()
-    named = _named_devices(now, devices)
-    listed = _listed(named or list(now.all()))
-    protected = frozenset(protect)
-    guard = Guard(invoking_user(), protected | protected_by_runs())
+    named = _named(now, devices)
+    listed = _listed(named or now.all())
+    protected, owner = frozenset(protect), invoking_user()
     asked = list(dict.fromkeys(pids or listed))
-    seen = {pid: look(pid) for pid in asked}
-    refused = guard.refusals(seen.items())
+    refused = Guard(owner, protected | protected_by_runs()).refusals((p, look(p)) for p in asked)
     if pids:
         _refuse(asked, listed, refused, devices)
-    beside = [pid for pid in _listed(named) if pid not in asked]
-    spared = dict.fromkeys(beside, "it was not named") if pids else refused
-    unknown = tuple(device.label for device in named if device.processes is None)
-    # Listed, not refused and another one now: it has ended since the driver was asked.
-    chosen = [
-        found
-        for pid, found in seen.items()
-        if pid not in refused and found is not None and found == listed[pid].seen
-    ]
-    here = {found.pid for found in chosen if not found.ended}
-    outcomes = {pid: "ended" for pid in asked if pid not in refused and pid not in here}
-    chosen = [found for found in chosen if found.pid in here]
-    _show(named, listed, chosen, spared, say)
-    if not chosen:
-        say("there is no process of yours to end" if not outcomes else "already ended")
-        return Freed(True, outcomes, spared, unknown)
-    if not confirm(len(chosen)):
+    chosen = {pid: listed[pid].seen for pid in asked if pid not in refused}
+    alive = [seen for seen in chosen.values() if seen is not None and _is_there(seen)]
+    outcomes = {pid: "ended" for pid in chosen}
+    spared = {p: refused.get(p, "it was not named") for p in _listed(named) if p not in chosen}
+    for device in named:
+        say(f"GPU {device.label} {device.name}" + (f", {device.claimed}" if device.claimed else ""))
+        if device.processes is None:
+            say(f"  its processes are unknown: {device.processes_unknown}")
+    for seen in alive:
+        say(f"to be ended: {process_line(listed[seen.pid])}")
+    for pid, why in spared.items():
+        say(f"left alone:  {process_line(listed[pid])}\n    {why}")
+    if not alive:
+        say("already ended" if outcomes else "there is no process of yours to end")
+    elif not confirm(len(alive)):
         say("nothing was signalled")
-        return Freed(False, {}, spared, unknown)
-    # A run may have begun while the question stood.
-    guard = Guard(guard.owner, protected | protected_by_runs())
-    outcomes |= end(chosen, guard, grace, say)
-    for pid, outcome in outcomes.items():
-        say(f"{pid}: {outcome}")
-    came, lost = _meanwhile(named, {*asked, *beside})
-    for pid, why in came.items():
-        say(f"{pid}: left alone: {why}")
-    return Freed(True, outcomes, spared | came, (*unknown, *lost))
+        return Freed({}, spared, False)
+    else:  # a run may have begun while the question stood: what runs protect is asked again
+        outcomes |= end(alive, Guard(owner, protected | protected_by_runs()), grace, say)
+        for pid, outcome in outcomes.items():
+            say(f"{pid}: {outcome}")
+    gone = {pid for pid, outcome in outcomes.items() if outcome in ("ended", "killed")}
+    return Freed(outcomes, spared, gone == {*outcomes} and _are_free(named, gone, say))
 
 
 def end(
@@ -120,17 +106,13 @@ def end(
     outcome: dict[int, str] = {}
     asked = _signal(processes, guard, signal.SIGTERM, outcome)
     if asked:
-        say(f"SIGTERM sent to {_numbers(asked)}; waiting up to {grace:g} s")
+        say(f"SIGTERM sent; waiting up to {grace:g} s")
     stubborn = _wait(asked, grace)
     outcome.update({each.pid: "ended" for each in asked if each not in stubborn})
     killed = _signal(stubborn, guard, signal.SIGKILL, outcome)
-    if killed:
-        say(f"SIGKILL sent to {_numbers(killed)}")
-    left = _wait(killed, KILL_SECONDS)
-    for each in killed:
-        outcome[each.pid] = "killed"
-        if each in left:
-            outcome[each.pid] = f"still there: {KILL_SECONDS:g} s after SIGKILL"
+    outcome.update({each.pid: "killed" for each in killed})
+    for each in _wait(killed, KILL_SECONDS):
+        outcome[each.pid] = f"still there: {KILL_SECONDS:g} s after SIGKILL"
     return outcome
 
 
@@ -144,7 +126,10 @@ def pid_faults(pids: Iterable[int], where: str) -> list[Fault]:
 
 
 def _signal(
-    processes: Iterable[Seen], guard: Guard, number: signal.Signals, outcome: dict[int, str]
+    processes: Iterable[Seen],
+    guard: Guard,
+    number: signal.Signals,
+    outcome: dict[int, str],
 ) -> list[Seen]:
     """Signal what still may be; returns those that were."""
     sent = []
@@ -154,37 +139,35 @@ def _signal(
             outcome[each.pid] = "ended"
             continue
         why = guard.refusals([(each.pid, now)]).get(each.pid)
-        if why is None:
-            try:
+        try:
+            if why is None:
                 with with_rights_of(guard.owner):
                     each.process.send_signal(number)  # to this process, not to its number
-            except psutil.NoSuchProcess:
-                outcome[each.pid] = "ended"
+                sent.append(each)
                 continue
-            except (psutil.AccessDenied, PermissionError):
-                why = "the kernel refuses"
-        if why is None:
-            sent.append(each)
-        else:
-            outcome[each.pid] = f"left alone: {why}"
+        except psutil.NoSuchProcess:
+            outcome[each.pid] = "ended"
+            continue
+        except (psutil.AccessDenied, PermissionError):
+            why = "the kernel refuses"
+        outcome[each.pid] = f"left alone: {why}"
     return sent
 
 
 def _wait(processes: list[Seen], seconds: float) -> list[Seen]:
-    """Those that have not ended after this time. Takes no child's exit code from its parent."""
+    """Those that have not ended after this time; unlike `psutil.wait_procs` it reaps no child."""
     deadline = time.monotonic() + seconds
-    while True:
-        left = [each for each in processes if (now := look(each.pid)) == each and not now.ended]
-        if not left or time.monotonic() >= deadline:
-            return left
+    while (left := [each for each in processes if _is_there(each)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+    return left
 
 
-def _numbers(processes: list[Seen]) -> str:
-    return ", ".join(str(each.pid) for each in processes)
+def _is_there(seen: Seen) -> bool:
+    now = look(seen.pid)
+    return now == seen and not now.ended
 
 
-def _named_devices(now: Snapshot, words: Sequence[str]) -> list[Device]:
+def _named(now: Snapshot, words: Sequence[str]) -> list[Device]:
     found = {word: now.find(word) for word in words}
     there = ", ".join(device.label for device in now.all()) or "none"
     faults = [
@@ -197,18 +180,14 @@ def _named_devices(now: Snapshot, words: Sequence[str]) -> list[Device]:
     return [device for device in found.values() if device is not None]
 
 
-def _meanwhile(named: Sequence[Device], known: set[int]) -> tuple[dict[int, str], list[str]]:
-    """Processes that came onto the named devices since they were shown, such as one that is
-    started again whenever it ends; and the devices that do not tell any more."""
-    try:
-        now = snapshot()
-    except NvmlUnavailable:
-        return {}, [device.label for device in named]
-    again = [now.find(device.label) for device in named]
-    here = [device for device in again if device is not None and device.processes is not None]
-    came = {pid: "it came meanwhile" for pid in _listed(here) if pid not in known}
-    told = {device.label for device in here}
-    return came, [device.label for device in named if device.label not in told]
+def _are_free(named: Sequence[Device], gone: set[int], say: Callable[[str], None]) -> bool:
+    """Whether these devices have no process any more: one may be started again when it ends."""
+    now = snapshot()
+    devices = [now.find(device.label) for device in named]
+    left = set(_listed(device for device in devices if device)) - gone
+    if left:
+        say(f"still on these GPUs: {', '.join(map(str, sorted(left)))}")
+    return not left and all(device and device.processes is not None for device in devices)
 
 
 def _listed(devices: Iterable[Device]) -> dict[int, GpuProcess]:
@@ -225,37 +204,11 @@ def _refuse(
     refused: dict[int, str],
     devices: Sequence[str],
 ) -> None:
-    """BadInput if any of the named processes may not be ended or is on no GPU."""
     place = f"on GPU {', '.join(devices)}" if devices else "on a GPU"
-    faults = []
-    for pid in pids:
-        if pid not in listed:
-            found, fix = "the driver does not list it there", "look at `aflow-tune gpus`"
-        elif pid in refused:
-            found, fix = refused[pid], "leave it out, or ask its owner"
-        else:
-            continue
-        faults.append(Fault(f"--pid {pid}", f"a process of yours {place}", found, fix))
+    why = {pid: "the driver does not list it there" for pid in pids if pid not in listed}
+    faults = [
+        Fault(f"--pid {pid}", f"a process of yours {place}", found, "look at `aflow-tune gpus`")
+        for pid, found in (refused | why).items()
+    ]
     if faults:
         raise BadInput("These processes are not ended; nothing was signalled.", faults)
-
-
-def _show(
-    devices: Sequence[Device],
-    listed: dict[int, GpuProcess],
-    chosen: Sequence[Seen],
-    spared: dict[int, str],
-    say: Callable[[str], None],
-) -> None:
-    for device in devices:
-        say(f"GPU {device.label} {device.name}" + (f", {device.claimed}" if device.claimed else ""))
-        if device.processes is None:
-            say(f"  its processes are unknown: {device.unknown_why}")
-    if chosen:
-        say("to be ended:")
-        for each in chosen:
-            say("  " + process_line(listed[each.pid]))
-    if spared:
-        say("left alone:")
-        for pid, why in spared.items():
-            say(f"  {process_line(listed[pid])}\n    {why}")

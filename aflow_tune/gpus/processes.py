@@ -1,8 +1,7 @@
 """The processes on GPUs: what they are, whose they are, and which of them may be ended.
 
-What a process is comes from psutil, which knows one by its number and its start: the number alone
-may belong to another process by now. What cannot be read, because the process is gone, hidden
-(`hidepid`) or in a container that cannot be seen from here, is None.
+What a process is comes from psutil, which knows one by its number and its start. What cannot be
+read, because the process is gone, hidden (`hidepid`) or in another container, is None.
 
 One's own are those of the user who typed the command, also under `sudo`, where the kernel would let
 everything pass. What could be somebody else's in a way that cannot be seen from here is refused: a
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 _CONTROL_NODE = Path("/dev/nvidiactl")
 _LONGEST_COMMAND = 1000
@@ -35,7 +34,8 @@ class Seen:
     """When it started, in seconds since the epoch: with `pid` its identity."""
     uids: tuple[int, int, int] = field(compare=False)
     """Real, effective and saved user id."""
-    state: str = field(compare=False)
+    ended: bool = field(compare=False)
+    """Whether it is only waiting for its parent to take notice."""
     program: str = field(compare=False)
     """The program, and the script or module of an interpreter; no other argument."""
     command: str = field(compare=False)
@@ -49,11 +49,6 @@ class Seen:
         """The name of its real user, or the number where there is no name."""
         return user_name(self.uids[0])
 
-    @property
-    def ended(self) -> bool:
-        """Whether it is only waiting for its parent to take notice."""
-        return self.state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-
 
 def look(pid: int) -> Seen | None:
     """A process; None where there is none of this number, or only a thread."""
@@ -62,16 +57,15 @@ def look(pid: int) -> Seen | None:
     try:
         process = psutil.Process(pid)
         with process.oneshot():
-            try:
+            arguments: list[str] = []
+            with contextlib.suppress(psutil.ZombieProcess):
                 arguments = [word for word in process.cmdline() if word]
-            except psutil.ZombieProcess:
-                arguments = []
             name = process.name()
             return Seen(
                 pid=pid,
                 since=process.create_time(),
                 uids=tuple(process.uids()),
-                state=process.status(),
+                ended=process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD),
                 program=printable(_program(arguments) or name),
                 command=printable(" ".join(arguments) or f"[{name}]")[:_LONGEST_COMMAND],
                 in_container=_in_container(pid),
@@ -79,11 +73,6 @@ def look(pid: int) -> Seen | None:
             )
     except (psutil.Error, OSError, OverflowError):
         return None
-
-
-def parents() -> dict[int, int]:
-    """Process number to that of its parent, for all processes that can be seen."""
-    return {each.pid: each.info["ppid"] or 0 for each in psutil.process_iter(["ppid"])}
 
 
 def user_name(uid: int) -> str:
@@ -103,25 +92,21 @@ def invoking_user() -> int:
     """The id of the user who typed the command.
 
     Raises:
-        BadInput: `SUDO_UID` is set to what is no user id, so that nobody can tell.
+        BadInput: `SUDO_UID` is no user id, so that nobody can tell.
     """
-    if os.geteuid() != 0 or os.getuid() != 0:
-        return os.getuid()
     text = os.environ.get("SUDO_UID")
-    if text is None:
-        return 0
+    if os.geteuid() != 0 or os.getuid() != 0 or text is None:
+        return os.getuid()
     if not (text.isascii() and text.isdigit()):
-        raise BadInput(
-            "Nobody can tell whose processes are yours.",
-            [Fault("SUDO_UID", "a user id, as sudo sets it", repr(text), "unset SUDO_UID")],
-        )
+        title = "It cannot be told whose processes are yours."
+        raise BadInput.of(title, "SUDO_UID", "a user id", repr(text), "unset SUDO_UID")
     return int(text)
 
 
 @contextlib.contextmanager
 def with_rights_of(uid: int) -> Iterator[None]:
     """As root: for the block with no more rights than this user, so that the kernel too refuses
-    to signal anybody else's process. For others there is nothing to lay down."""
+    to signal anybody else's process."""
     if os.geteuid() != 0 or uid == 0:
         yield
         return
@@ -139,26 +124,24 @@ class Guard:
 
     Args:
         owner: the user whose processes may be.
-        protected: processes that may not, nor what descends from them, nor what they descend
-            from: its end could be theirs.
+        protected: processes that may not, nor their descendants, nor their ancestors.
     """
 
     owner: int
-    protected: frozenset[int] = field(default_factory=frozenset)
+    protected: frozenset[int] = frozenset()
 
     def refusals(self, processes: Iterable[tuple[int, Seen | None]]) -> dict[int, str]:
         """Process id to why it may not be ended; those that may be are left out."""
-        tree = parents()
-        protected = {_process_of(pid) for pid in self.protected}
-        above = {each for pid in protected for each in _ancestors(pid, tree)}
-        mine = {os.getpid(), *_ancestors(os.getpid(), tree)}
+        parent = {each.pid: each.info["ppid"] or 0 for each in psutil.process_iter(["ppid"])}
+        above = {each for pid in self.protected for each in _ancestors(pid, parent)}
+        mine = {os.getpid(), *_ancestors(os.getpid(), parent)}
         found: dict[int, str] = {}
         for pid, seen in processes:
             if pid in mine or pid <= 1:
                 found[pid] = "it is this command, or runs it"
-            elif pid in protected:
+            elif pid in self.protected:
                 found[pid] = "it is protected"
-            elif _ancestors(pid, tree) & protected:
+            elif _ancestors(pid, parent) & self.protected:
                 found[pid] = "it descends from a protected process"
             elif pid in above:
                 found[pid] = "a protected process descends from it"
@@ -172,37 +155,22 @@ class Guard:
         others = [uid for uid in seen.uids if uid != self.owner]
         if others:
             return f"it is of user {user_name(others[0])}, not of {user_name(self.owner)}"
-        if self.owner == _nobody() and not _sees_all_users():
-            return "many users have this id here: users of other containers cannot be told apart"
         if self.owner == 0 and seen.in_container is not False:
             return "root in another container may be anybody"
         if not seen.ended and _holds_gpu(seen.pid) is False:
-            return (
-                "it has no GPU open: the driver means another process of this number, in a "
-                "container or the host"
-            )
+            return "it has no GPU open: the driver means a process of this number elsewhere"
         return None
 
 
-def _ancestors(pid: int, parent_of: dict[int, int]) -> set[int]:
-    """Parent, grandparent and so on, without the process itself."""
+def _ancestors(pid: int, parent: dict[int, int]) -> set[int]:
     found: set[int] = set()
-    while (pid := parent_of.get(pid, 0)) and pid not in found:
+    while (pid := parent.get(pid, 0)) and pid not in found:
         found.add(pid)
     return found
 
 
-def _process_of(number: int) -> int:
-    """The process of a thread, whose number `htop` shows among those of processes."""
-    try:
-        status = Path(f"/proc/{number}/status").read_text(errors="replace")
-        return int(status.partition("Tgid:")[2].split()[0])
-    except (OSError, IndexError, ValueError):
-        return number
-
-
 def _holds_gpu(pid: int) -> bool | None:
-    """Whether the process has a device file of the driver open; None where nobody can tell.
+    """Whether the process has a device file of the driver open; None where it cannot be told.
 
     In a container the driver may give the numbers of the host, under which quite other processes
     run here: whatever computes on a GPU has one of these files open.
@@ -222,18 +190,15 @@ def _holds_gpu(pid: int) -> bool | None:
 
 def _program(arguments: list[str]) -> str:
     """`python train.py`, `python -m package.module`, `ray::Trainer.train`."""
-    if not arguments:
-        return ""
-    name = os.path.basename(arguments[0]) if arguments[0].startswith("/") else arguments[0]
-    name = name.split()[0] if name.split() else name
+    first = (arguments or [""])[0]
+    words = (os.path.basename(first) if first.startswith("/") else first).split()
+    name = words[0] if words else ""
     if not os.path.basename(name).startswith("python"):
         return name
     for position, word in enumerate(arguments[1:], 1):
-        if word == "-m" and position + 1 < len(arguments):
-            return f"{name} -m {arguments[position + 1]}"
-        if word == "-c":
-            return f"{name} -c"
-        if not word.startswith("-"):
+        if word == "-m":
+            return " ".join([name, *arguments[position : position + 2]])
+        if word == "-c" or not word.startswith("-"):
             return f"{name} {os.path.basename(word)}"
     return name
 
@@ -243,18 +208,3 @@ def _in_container(pid: int) -> bool | None:
         return os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
-
-
-def _nobody() -> int:
-    """The id that users without one in this container are shown as."""
-    try:
-        return int(Path("/proc/sys/kernel/overflowuid").read_text())
-    except (OSError, ValueError):
-        return 65534
-
-
-def _sees_all_users() -> bool:
-    try:
-        return Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
-    except OSError:
-        return False

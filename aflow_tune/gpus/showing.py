@@ -42,7 +42,8 @@ def process_line(process: GpuProcess) -> str:
         user, since = "?", "?"
         command = "not visible from here: the host's or another container's, hidden, or gone"
     else:
-        user, since = seen.user, _since(seen.since)
+        user = seen.user
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen.since))
         state = " (ended, not yet taken notice of)" if seen.ended else ""
         command = ("[container] " if seen.in_container else "") + seen.command + state
     line = f"{process.pid:>8}  {user:<12} {kind:<16} {memory:>9}  {since:<16} {command}"
@@ -65,7 +66,7 @@ def _device_lines(device: Device, indent: str = "") -> list[str]:
         outside = [p for p in device.processes or () if p.pid not in within]
         return lines + [f"{indent}  {process_line(process)}" for process in outside]
     if device.processes is None:
-        lines.append(f"{indent}  processes: unknown ({device.unknown_why})")
+        lines.append(f"{indent}  processes: unknown ({device.processes_unknown})")
     elif not device.processes:
         lines.append(f"{indent}  no process")
     lines += [f"{indent}  {process_line(process)}" for process in device.processes or ()]
@@ -79,21 +80,12 @@ def _facts(device: Device) -> list[str]:
     if device.memory_used is not None and device.memory_total is not None:
         used, total = device.memory_used / _GIB, device.memory_total / _GIB
         facts.append(f"memory {used:.1f} of {total:.1f} GiB")
-    if device.temperature is not None:
-        facts.append(f"{device.temperature} °C")
-    if device.power is not None:
-        limit = f" of {device.power_limit:.0f}" if device.power_limit is not None else ""
-        facts.append(f"{device.power:.0f}{limit} W")
+    if device.temperature_c is not None:
+        facts.append(f"{device.temperature_c} °C")
+    if device.power_w is not None:
+        limit = f" of {device.power_limit_w:.0f}" if device.power_limit_w is not None else ""
+        facts.append(f"{device.power_w:.0f}{limit} W")
     return facts
-
-
-def _since(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def _print(text: str) -> None:
-    """At once, also where the reader is a pipe, for which Python would gather some kilobytes."""
-    print(text, flush=True)
 
 
 def watch(
@@ -102,7 +94,6 @@ def watch(
     owner: int,
     log: Path | None = None,
     as_json: bool = False,
-    say: Callable[[str], None] = _print,
 ) -> None:
     """Show the GPUs every `interval` seconds, until KeyboardInterrupt ends it (it returns).
 
@@ -115,7 +106,7 @@ def watch(
         NvmlUnavailable: there is no driver to ask, or not any more.
         OSError: the file cannot be written.
     """
-    with contextlib.suppress(KeyboardInterrupt), _shown(as_json, say) as show:
+    with contextlib.suppress(KeyboardInterrupt), _shown(as_json) as show:
         due = time.monotonic()
         while True:
             now = snapshot()
@@ -128,7 +119,13 @@ def watch(
 
 def logged(now: Snapshot, owner: int) -> str:
     """A snapshot as one line of JSON, without the arguments of commands."""
-    return json.dumps(_without_commands(now.to_json(owner)), ensure_ascii=False)
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: without(v) for k, v in value.items() if k != "command"}
+        return [without(item) for item in value] if isinstance(value, list) else value
+
+    return json.dumps(without(now.to_json(owner)), ensure_ascii=False)
 
 
 def append(path: Path, now: Snapshot, owner: int) -> None:
@@ -136,28 +133,25 @@ def append(path: Path, now: Snapshot, owner: int) -> None:
     append_line(path, logged(now, owner).encode() + b"\n")
 
 
-def _without_commands(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_commands(v) for k, v in value.items() if k != "command"}
-    return [_without_commands(item) for item in value] if isinstance(value, list) else value
-
-
 @contextlib.contextmanager
-def _shown(as_json: bool, say: Callable[[str], None]) -> Iterator[Callable[[Any], None]]:
+def _shown(as_json: bool) -> Iterator[Callable[[Any], None]]:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     console = Console()
-    if as_json:
-        yield say
-    elif not console.is_terminal or console.is_dumb_terminal:
-        yield lambda now: say(f"{time.strftime('%H:%M:%S')}  {render(now)}\n")
-    else:
-        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
 
-            def show(now: Snapshot) -> None:
-                text = f"{time.strftime('%H:%M:%S')}  {render(now, console.width)}\n\nCtrl-C ends"
-                live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+    def show(now: Any) -> None:  # flushed: the reader may be a pipe
+        text = now if as_json else f"{time.strftime('%H:%M:%S')}  {render(now)}\n"
+        print(text, flush=True)
 
-            yield show
+    if as_json or not console.is_terminal or console.is_dumb_terminal:
+        yield show
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+
+        def redraw(now: Snapshot) -> None:
+            text = f"{time.strftime('%H:%M:%S')}  {render(now, console.width)}\n\nCtrl-C ends"
+            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+        yield redraw

@@ -1,7 +1,7 @@
 """How much a run uses its GPUs: a thread that asks the driver once a second and keeps means.
 
-What it writes, and how a step is known, is the caller's matter. Nothing that goes wrong here may
-harm the run: what cannot be asked or written is said once, and the thread ends.
+Nothing that goes wrong here may harm the run: what cannot be asked or written is said once, and the
+thread ends.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from aflow_tune.gpus.devices import Device, NvmlUnavailable, use_and_memory
 
@@ -28,11 +28,21 @@ Write = Callable[[int, dict[str, float]], None]
 
 @dataclass
 class _Sum:
-    """Of one device since the last record."""
+    """Of one device since the last record, or since the start."""
 
     share_seconds: float = 0.0
     seconds: float = 0.0
     peak: int = 0
+
+    def add(self, share: float | None, seconds: float, used: int | None) -> None:
+        self.peak = max(self.peak, used or 0)
+        if share is not None:
+            self.share_seconds += share * seconds
+            self.seconds += seconds
+
+    @property
+    def mean(self) -> float:
+        return self.share_seconds / self.seconds
 
 
 class UseLog:
@@ -60,14 +70,10 @@ class UseLog:
         most: int | None = None,
     ) -> None:
         self._labels = {device.uuid: device.label for device in devices if device.uuid}
-        self._step = step
-        self._write = write
-        self._warn = warn
+        self._step, self._write, self._warn = step, write, warn
         self._interval = INTERVAL_SECONDS if interval is None else interval
         self._most = most
-        self._sums = {label: _Sum() for label in self._labels.values()}
-        self._totals = {label: _Sum() for label in self._labels.values()}
-        self._judged = False
+        self._sums, self._totals = defaultdict[str, _Sum](_Sum), defaultdict[str, _Sum](_Sum)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-use", daemon=True)
 
@@ -77,12 +83,7 @@ class UseLog:
                 self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=5)
@@ -96,63 +97,45 @@ class UseLog:
             self._warn(f"GPU use cannot be written: {error}")
 
     def _follow(self) -> None:
-        at, last, written = self._step(), time.monotonic(), time.monotonic()
-        while True:
+        at, last, judged, stopped = self._step(), time.monotonic(), False, False
+        written = last
+        while not stopped:
             stopped = self._stop.wait(self._interval)
             now = time.monotonic()
-            self._add(now - last)
+            for uuid, (share, used) in use_and_memory(list(self._labels)).items():
+                for sums in (self._sums, self._totals):
+                    sums[self._labels[uuid]].add(share, now - last, used)
             last = now
+            mean, seconds = self._mean(self._totals)
+            if seconds >= _WARN_AFTER_SECONDS and not judged:
+                judged = True
+                if mean < LOW_USE:
+                    after = f"{_WARN_AFTER_SECONDS / 60:.0f} minutes"
+                    self._warn(f"the GPUs of this run were in use {mean:.0%} of its first {after}")
             step = self._step()
             if step != at or stopped or now - written >= _AT_LEAST_SECONDS:
                 at, written = step, now
                 self._record(step)
-            if stopped:
-                return
-
-    def _add(self, seconds: float) -> None:
-        for uuid, (share, used) in use_and_memory(list(self._labels)).items():
-            label = self._labels[uuid]
-            own = self._sums[label]
-            own.peak = max(own.peak, used or 0)
-            if share is not None:
-                for each in (own, self._totals[label]):
-                    each.share_seconds += share * seconds
-                    each.seconds += seconds
-        measured = self._used(self._totals)
-        mean = _mean(measured)
-        enough = sum(t.seconds for t in measured) >= _WARN_AFTER_SECONDS * len(measured) > 0
-        if enough and not self._judged:
-            self._judged = True
-            if mean is not None and mean < LOW_USE:
-                self._warn(
-                    f"the GPUs of this run were in use {mean:.0%} of its first "
-                    f"{_WARN_AFTER_SECONDS / 60:.0f} minutes"
-                )
 
     def _record(self, step: int) -> None:
         found: dict[str, float] = {}
-        measured = self._used(self._sums)
-        mean = _mean(measured)
-        if mean is not None:
-            found["gpu/use"] = mean
-            found["gpu/seconds"] = sum(each.seconds for each in measured) / len(measured)
+        mean, seconds = self._mean(self._sums)
+        if seconds:
+            found = {"gpu/use": mean, "gpu/seconds": seconds}
         for label, each in self._sums.items():
-            mean = _mean([each])
-            if mean is not None:
-                found[f"gpu/{label}/use"] = mean
+            if each.seconds:
+                found[f"gpu/{label}/use"] = each.mean
             if each.peak:
                 found[f"gpu/{label}/memory_gib"] = each.peak / 2**30
-        self._sums = {label: _Sum() for label in self._sums}
+        self._sums.clear()
         if found:
             self._write(step, found)
 
-    def _used(self, sums: Mapping[str, _Sum]) -> list[_Sum]:
-        """Those that the run is taken to use, of what could be measured."""
+    def _mean(self, sums: Mapping[str, _Sum]) -> tuple[float, float]:
+        """Mean share over those that the run is taken to use, and the mean time it is over in
+        seconds; 0 where nothing was measured."""
         measured = [each for each in sums.values() if each.seconds > 0]
-        measured.sort(key=lambda each: each.share_seconds / each.seconds, reverse=True)
-        return measured[: self._most]
-
-
-def _mean(sums: Sequence[_Sum]) -> float | None:
-    seconds = sum(each.seconds for each in sums)
-    return sum(each.share_seconds for each in sums) / seconds if seconds > 0 else None
+        used = sorted(measured, key=lambda each: each.mean, reverse=True)[: self._most]
+        seconds = sum(each.seconds for each in used)
+        share = sum(each.share_seconds for each in used)
+        return (share / seconds, seconds / len(used)) if used else (0.0, 0.0)
