@@ -394,14 +394,6 @@ def test_a_run_whose_folder_was_deleted_counts_anew_in_the_same_process(tmp_path
         assert Spend(path=path).spent().calls == 2
 
 
-def test_it_travels_by_its_path(tmp_path: Path) -> None:
-    spend = Spend(BudgetSection(calls=3), tmp_path / "account.sqlite")
-    together(spend, scripted(), 1)
-    assert pickle.loads(pickle.dumps(spend)).spent().calls == 1
-    with pytest.raises(TypeError, match="give it a file"):
-        pickle.dumps(Spend())
-
-
 def test_without_a_limit_nothing_is_written(tmp_path: Path) -> None:
     spend = Spend(path=tmp_path / "account.sqlite")
     together(spend, scripted(Usage(1, 1)), 3)

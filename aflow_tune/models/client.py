@@ -43,14 +43,9 @@ class BaseClient:
         schema: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Reply:
-        """One answer; see `types.ModelClient`.
-
-        Raises:
-            ModelError: no answer after all retries.
-            BudgetReached: the run's budget does not allow the call.
-            BadInput: the messages are malformed, this client cannot pass an argument on, or the
-                price is not known where the budget limits money.
-        """
+        """One answer; see `types.ModelClient`. Raises as that, and BadInput: the messages are
+        malformed, this client cannot pass an argument on, or the price is not known where the
+        budget limits money."""
         ask = self._with_defaults(
             Ask(
                 messages=messages,
@@ -115,13 +110,8 @@ Scripted = str | Reply | BaseException
 class ScriptedModel(BaseClient):
     """A `ModelClient` that answers from a list, in order, or from a function of the messages.
 
-    Its replies cost what they say: a plain text has no usage.
-
-    Args:
-        replies: the list; or a function, plain or async, that returns one for the messages.
-        price: turns the usage of whole replies into money.
-
-    `asked` holds every question, in the order in which they came.
+    `replies`: the list, or a function, plain or async, of the messages. They cost what they say: a
+    plain text has no usage. `asked` holds every question, in the order in which they came.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ recognised by their shape, so that this module imports no SDK.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from aflow_tune.models.redaction import short
 from aflow_tune.models.types import ModelError, ModelFailure
@@ -42,7 +42,9 @@ def failure_of(error: BaseException) -> tuple[ModelFailure, str] | None:
     status, response = getattr(error, "status_code", None), getattr(error, "response", None)
     if isinstance(status, int) and response is not None:
         return _by_status(status, getattr(response, "content", b""))
-    chain = _chain(error)
+    chain = [error]  # the exception and its causes
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) and inner not in chain:
+        chain.append(inner)
     for cause in chain:
         if isinstance(cause, BadReply):
             return ModelFailure.BAD_REPLY, str(cause)
@@ -61,34 +63,14 @@ def failure_of(error: BaseException) -> tuple[ModelFailure, str] | None:
 
 
 def _by_status(status: int, body: bytes) -> tuple[ModelFailure, str]:
-    reason, code = _told(body)
-    message = f"HTTP {status}: {reason or 'no reason given'}"
-    failure = _BY_STATUS.get(status, ModelFailure.SERVER if status >= 500 else None)
+    """By the status and an error's body in OpenAI's and Anthropic's form, or any other."""
+    reason, code = body.decode(errors="replace"), None
+    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        told = json.loads(body)["error"]
+        reason, code = str(told["message"]), told.get("code")
     if 300 <= status < 400:
-        message = f"HTTP {status}: it redirects elsewhere; keys follow no redirect"
+        reason = "it redirects elsewhere; keys follow no redirect"
+    failure = _BY_STATUS.get(status, ModelFailure.SERVER if status >= 500 else None)
     if failure is None or code == "insufficient_quota":
-        return ModelFailure.REFUSED, message
-    return failure, message
-
-
-def _told(body: bytes) -> tuple[str, Any]:
-    """Reason and code of an error's body: OpenAI's and Anthropic's form, or the text itself."""
-    try:
-        content: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        return body.decode(errors="replace"), None
-    error = content.get("error", content) if isinstance(content, Mapping) else content
-    if isinstance(error, Mapping) and isinstance(error.get("message"), str):
-        return error["message"], error.get("code")
-    return json.dumps(error), None
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """The exception and its causes."""
-    chain = [error]
-    while len(chain) < 10:
-        inner = chain[-1].__cause__ or chain[-1].__context__
-        if inner is None or inner in chain:
-            break
-        chain.append(inner)
-    return chain
+        failure = ModelFailure.REFUSED
+    return failure, f"HTTP {status}: {reason or 'no reason given'}"

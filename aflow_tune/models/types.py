@@ -118,18 +118,16 @@ class Ask:
 
     def check(self) -> None:
         """Raises BadInput where the messages are no conversation."""
-        faults = []
+        fix, faults = "pass [{'role': 'user', 'content': TEXT}]", []
         if not self.messages or isinstance(self.messages, str | Mapping):
             found = f"{self.messages!r:.80}"
-            fix = "pass [{'role': 'user', 'content': TEXT}]"
             faults.append(Fault("messages", "a list of messages", found, fix))
         else:
-            for number, message in enumerate(self.messages):
-                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                    fix = "give each message `role` and `content`"
-                    found = f"{message!r:.80}"
-                    where = f"messages[{number}]"
-                    faults.append(Fault(where, "a message with a role", found, fix))
+            faults = [
+                Fault(f"messages[{number}]", "a message with a role", f"{message!r:.80}", fix)
+                for number, message in enumerate(self.messages)
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str)
+            ]
         if isinstance(self.stop, str):
             faults.append(Fault("stop", "a list of texts", repr(self.stop), "pass [TEXT]"))
         if faults:
@@ -151,12 +149,6 @@ class Ask:
         content["tools"] = [dict(tool) for tool in self.tools]
         content["stop"] = list(self.stop)
         return json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr)
-
-
-def function_tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI's form."""
-    function = {"name": name, "description": description, "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
 
 
 def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
@@ -186,13 +178,9 @@ def answer_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A tool whose arguments follow `schema`, which is wrapped if it is no object's."""
     if schema.get("type") != "object":
         schema = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
-    return function_tool(ANSWER_TOOL, "Give your answer by calling this tool, once.", schema)
-
-
-def answer_text(schema: Mapping[str, Any], arguments: Any) -> str:
-    """The JSON text of an answer that was given through `answer_tool`."""
-    wrapped = schema.get("type") != "object" and isinstance(arguments, Mapping)
-    return json.dumps(arguments.get("value") if wrapped else arguments, ensure_ascii=False)
+    told = "Give your answer by calling this tool, once."
+    function = {"name": ANSWER_TOOL, "description": told, "parameters": dict(schema)}
+    return {"type": "function", "function": function}
 
 
 def read_blocks(
@@ -212,7 +200,9 @@ def read_blocks(
         elif block["type"] == "tool_use":
             given = block.get("input") or {}
             if schema is not None and block["name"] == ANSWER_TOOL:
-                return answer_text(schema, given), ()
+                wrapped = schema.get("type") != "object" and isinstance(given, Mapping)
+                given = given.get("value") if wrapped else given
+                return json.dumps(given, ensure_ascii=False), ()
             told = json.dumps(given, ensure_ascii=False)
             identifier = str(block.get("id") or f"call_{len(calls)}")
             calls.append(tool_call(identifier, str(block["name"]), told))
