@@ -288,9 +288,7 @@ def _with_stop(work: Callable[[Stop], T]) -> T:
         quiet()
         return work(asked.is_set)
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:
         with _signals(asked):
             return quietly()
     with ThreadPoolExecutor(1, "aflow-tune") as pool:

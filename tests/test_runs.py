@@ -39,11 +39,10 @@ def test_the_best_are_kept_beside_the_newest() -> None:
     scores = {2: {"a": 0.5}, 4: {"a": 0.9}, 6: {"a": 0.7}, 8: {"a": 0.1}}
     steps = [2, 4, 6, 8, 10]
     found = kept(steps, scores, keep_last=2, keep_best=1)
-    assert found.reasons == {4: "best", 8: "newest", 10: "newest"}
-    assert found.doomed(steps) == [2, 6]
-    assert kept(steps, scores, keep_last=1, keep_best=2).doomed(steps) == [2, 8]
-    assert kept(steps, scores, keep_last=1, keep_best=0).doomed(steps) == [2, 4, 6, 8]
-    assert kept(steps, scores, keep_last=0, keep_best=1).doomed(steps) == []
+    assert found == {4: "best", 8: "newest", 10: "newest"}
+    assert sorted(kept(steps, scores, keep_last=1, keep_best=2)) == [4, 6, 10]
+    assert sorted(kept(steps, scores, keep_last=1, keep_best=0)) == [10]
+    assert sorted(kept(steps, scores, keep_last=0, keep_best=1)) == steps
 
 
 def test_several_task_sets_count_the_same_and_the_earlier_of_equals_wins() -> None:
@@ -59,24 +58,24 @@ def test_a_checkpoint_waits_for_the_evaluation_that_is_still_to_come(tmp_path: P
         write_evaluation(tmp_path, step, [1.0] * right + [0.0] * (10 - right))
     steps = [1, 2, 3, 4, 5]
     found = kept_in_run(tmp_path, steps, keep_last=1, keep_best=1, eval_interval=2)
-    assert found.reasons == {2: "best", 4: "waits for its evaluation", 5: "newest"}
+    assert found == {2: "best", 4: "waits for its evaluation", 5: "newest"}
     write_evaluation(tmp_path, 4, [1.0] * 10)
     found = kept_in_run(tmp_path, steps, keep_last=1, keep_best=1, eval_interval=2)
-    assert found.reasons == {4: "best", 5: "newest"}
+    assert found == {4: "best", 5: "newest"}
 
 
 def test_evaluations_without_a_score_do_not_keep_everything(tmp_path: Path) -> None:
     for step in (0, 2, 4):
         write_evaluation(tmp_path, step, [None] * 4)
     found = kept_in_run(tmp_path, [2, 4, 5], keep_last=1, keep_best=1, eval_interval=2)
-    assert found.reasons == {5: "newest"}
+    assert found == {5: "newest"}
 
 
 def test_records_that_cannot_be_read_keep_everything(tmp_path: Path) -> None:
     write_evaluation(tmp_path, 2, [1.0] * 3)
     path = tmp_path / "evaluations" / "held_out" / "step_2.jsonl"
     path.write_text("{\n" + path.read_text())
-    assert kept_in_run(tmp_path, [1, 2, 3], keep_last=1, keep_best=1).doomed([1, 2, 3]) == []
+    assert sorted(kept_in_run(tmp_path, [1, 2, 3], keep_last=1, keep_best=1)) == [1, 2, 3]
 
 
 # -- what is listed ------------------------------------------------------------------------

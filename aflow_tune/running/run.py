@@ -1,7 +1,4 @@
-"""One run from a loaded configuration to a proven result.
-
-Prepares the configuration for the chosen engine, injects the user's functions, claims the run
-folder, runs on the engine, and calls the result a success only if the trainer reached its
+"""One run from a loaded configuration to a proven result: a success only if the trainer reached its
 target and the last checkpoint loads. `Run` trains on rollouts; what other modes do instead is in
 `run_modes.py`.
 """
@@ -77,17 +74,13 @@ class Run:
         """The stage that began from this run's result, which therefore must stay as it is."""
 
     def prepare(self) -> None:
-        """Check the functions, settle the engine and every setting.
-
-        Raises:
-            BadInput: with every fault of the functions, of the settings or of the data.
-        """
+        """Check the functions, settle the engine and every setting. BadInput: with every fault of
+        the functions, of the settings or of the data."""
         if self.workflow_func is not None and needs_workflow(self.config):
             check_functions(self.workflow_func, self.judge_func)
         check_run_prompts(self.config)
         self.engine = choose_engine(self.config)
-        unreachable = list(check_address(self.config, self.engine[0]))
-        if unreachable:
+        if unreachable := list(check_address(self.config, self.engine[0])):
             raise BadInput("There is no Ray for this run.", unreachable)
         self.changes = prepare(self.config, workflow=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
@@ -98,8 +91,7 @@ class Run:
 
     def announce(self) -> None:
         """Print the engine and why, what is doubtful, and what was changed."""
-        engine, reason = self.engine
-        print(f"engine: {engine} ({reason})", flush=True)
+        print(f"engine: {self.engine[0]} ({self.engine[1]})", flush=True)
         for warning in self.warnings:
             print(f"warning: {warning}", flush=True)
         print(render_changes(self.changes), flush=True)
@@ -186,9 +178,13 @@ class Run:
             self._write_end("interrupted", "stopped at once, by a second Ctrl-C or SIGTERM")
             raise
         except BaseException as error:
-            reason = _reason(error)
+            reason, problem = None, disk_fault(error)
+            if problem is not None:
+                reason = f"a file of the run could not be written: {problem}. Make room."
+            elif isinstance(error, AflowTuneError) and error.exit_code is ExitCode.FAILED:
+                reason = str(error)
             self._write_end("failed", reason or f"{type(error).__name__}: {error}")
-            if reason is None:
+            if reason is None:  # told otherwise, or a defect
                 raise
             raise RunFailed(f"{reason}\n{self._left()}") from error
         self._write_end("finished")
@@ -201,10 +197,9 @@ class Run:
         )
 
     def _report(self) -> Path | None:
-        """Write the report; the run is proven by now, and a full disk does not unmake it."""
         try:
             report = write_report(self.run_dir, config=self.config.flatten(), changes=self.changes)
-        except OSError as error:
+        except OSError as error:  # a full disk does not unmake a run that is proven
             print(f"warning: the report could not be written: {error}", flush=True)
             return None
         print(summary_text(self.run_dir, report))
@@ -218,15 +213,12 @@ class Run:
 
             return run_cluster(self.config, functions, self.target, phase)
         if self.config.inline:
-            return self._inline(phase, stop)
+            from aflow_tune.engines.trinity.inline import InlineRun
+
+            return asyncio.run(InlineRun(self.config, self.target, phase, stop).run())
         from aflow_tune.engines.trinity.launcher import run_split
 
         return run_split(self.config, functions, self.target, phase, stop)
-
-    def _inline(self, phase: Phase, stop: Stop) -> int:
-        from aflow_tune.engines.trinity.inline import InlineRun
-
-        return asyncio.run(InlineRun(self.config, self.target, phase, stop).run())
 
     def _inject(self) -> None:
         """Give the adapter the functions and what it needs to know about the run."""
@@ -255,27 +247,21 @@ class Run:
         return rows, self.config.buffer.batch_size, "buffer.batch_size"
 
     def _target(self) -> int:
-        """The step at which the run is done.
-
-        Raises:
-            BadInput: the data set is smaller than one batch.
-        """
-        config, size, key = self.config, 0, ""
-        bounds = [config.trainer.total_steps] if config.trainer.total_steps else []
-        if config.buffer.total_steps:
-            bounds.append(config.buffer.total_steps)
-        else:
-            rows, size, key = self._rows()
-            bounds.append(rows * config.buffer.total_epochs // size)
-        if min(bounds) < 1:
+        """The step at which the run is done. BadInput: the data is smaller than one batch."""
+        buffer, most = self.config.buffer, self.config.trainer.total_steps
+        if buffer.total_steps:
+            return min(buffer.total_steps, most or buffer.total_steps)
+        rows, size, key = self._rows()
+        steps = rows * buffer.total_epochs // size
+        if steps < 1:
             raise BadInput.of(
                 "This run would not train a single step.",
-                config.positions.where(key),
+                self.config.positions.where(key),
                 "at least one full batch in the data",
                 f"{size} rows a batch",
                 f"lower {key}, add rows, or raise buffer.total_epochs",
             )
-        return min(bounds)
+        return min(steps, most or steps)
 
     def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
         saved = checkpoints(self.run_dir) if self.config.engine == "local" else []
@@ -295,29 +281,22 @@ class Run:
         )
 
     def _ended_early(self, stopped: bool, rest: str) -> Interrupted | BudgetReached:
-        """The error of a run that somebody stopped, or whose budget is spent."""
         if stopped:
             return Interrupted(f"stopped{rest}")
         return BudgetReached(f"{self.books.reached() or 'budget.wall_seconds reached'}{rest}")
 
     def _left(self) -> str:
         """What the run folder holds, and what the same command would do with it."""
-        saved = checkpoints(self.run_dir)
-        if self.target == 0:
-            return f"What was finished is kept in {self.run_dir}; the same command goes on there."
-        if not saved:
+        saved, kept = checkpoints(self.run_dir), "What was finished is kept"
+        if self.target and not saved:
             return f"No step was saved in {self.run_dir}; the same command begins again."
-        return (
-            f"The state of step {saved[-1].step} of {self.target} is saved in {self.run_dir}; the "
-            "same command resumes from there."
-        )
+        if self.target:
+            kept = f"The state of step {saved[-1].step} of {self.target} is saved"
+        return f"{kept} in {self.run_dir}; the same command resumes from there."
 
     def _write_end(self, status: str, error: str | None = None) -> None:
-        """Write down how the run ended.
-
-        Raises:
-            RunFailed: it could not be written, and the run would have been called finished.
-        """
+        """Write down how the run ended. RunFailed: it could not be written, and the run would have
+        been called finished."""
         saved = checkpoints(self.run_dir)
         if error is not None and len(error) > MAX_ERROR:  # its first line says what, its last why
             error = f"{error[: MAX_ERROR // 2]}\n...\n{error[-MAX_ERROR // 2 :]}"
@@ -335,15 +314,6 @@ class Run:
                     "room; the same command then finishes it."
                 ) from problem
             print(f"warning: how the run ended could not be written: {problem}", flush=True)
-
-
-def _reason(error: BaseException) -> str | None:
-    """Why a run failed, in words for the user; None for what is told otherwise, or is a defect."""
-    problem = disk_fault(error)
-    if problem is not None:
-        return f"a file of the run could not be written: {problem}. Make room."
-    foreseen = isinstance(error, AflowTuneError) and error.exit_code is ExitCode.FAILED
-    return str(error) if foreseen else None
 
 
 def last_metrics(run_dir: Path) -> dict[str, float]:

@@ -1,13 +1,11 @@
-"""What a run does by its `mode`, in one table: `MODES`.
-
-Each kind is a `Run` (`run.py`): it is prepared, takes its folder, works, is proven and reported.
-`make_run` gives the kind for a configuration, whether it stands alone or is a stage of a chain.
-"""
+"""What a run does by its `mode`, in one table: `MODES`. Each kind is a `Run` (`run.py`): it is
+prepared, takes its folder, works, is proven and reported."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,8 +38,7 @@ class DataRun(Run):
     def _target(self) -> int:
         materialise_experiences(self.config)
         self.reader = open_experiences(self.config)
-        warning = left_out_warning(self.reader, self.config)
-        if warning:
+        if warning := left_out_warning(self.reader, self.config):
             print(f"warning: {warning}", flush=True)
         rows, size, key = self._rows()
         if size > rows:
@@ -107,35 +104,26 @@ class ServeRun(_Stepless):
     _rewind = Run._rewind
 
 
-_MEASURED_BY = (
+_MEASURED_BY: tuple[str, ...] = (
     "buffer.explorer_input.eval_tasksets.",
     "explorer.auxiliary_models.",
     "graph.",
-    "judge",
-    "model.",
-    "operators.",
-    "prompts.",
-    "rewards.",
-    "rollout.system_prompt",
-    "seed",
-    "workflow",
-    "writer.",
 )
+_MEASURED_BY += ("judge", "model.", "operators.", "prompts.", "rewards.", "rollout.system_prompt")
+_MEASURED_BY += ("seed", "workflow", "writer.")
 """Settings that a guest has in common with the run whose folder it is: they decide scores."""
 
 
 class BenchRun(_Stepless):
     """`mode: bench`: evaluates a model on held-out tasks, trains nothing.
 
-    Which weights, is Trinity's rule: the model of `model.model_path`, and every checkpoint of the
+    Which weights is Trinity's rule: the model of `model.model_path`, and every checkpoint of the
     run folder; with `explorer.eval_on_startup: false` the checkpoints only, with
-    `explorer.bench_on_latest_checkpoint: true` the newest one only. A stage of a chain has no
-    checkpoints of its own: its model is what the stages before it trained.
+    `explorer.bench_on_latest_checkpoint: true` the newest one only. On `engine: trinity` Trinity's
+    own benchmark runs.
 
-    Records lie where a training run's do, so the report is the same; an evaluation that was broken
-    off goes on from its last record. In the folder of a training run the bench is a guest: it adds
-    what that run did not evaluate and leaves the run's own state alone. On `engine: trinity`
-    Trinity's own benchmark runs.
+    An evaluation that was broken off goes on from its last record. In the folder of a training run
+    the bench is a guest: it adds what that run did not evaluate and leaves its state alone.
     """
 
     guest = False
@@ -167,11 +155,8 @@ class BenchRun(_Stepless):
             yield
 
     def execute(self, stop: Stop) -> TuneResult:
-        """Evaluate what has no record yet, and report.
-
-        Raises:
-            AlreadyFinished: a guest found everything evaluated.
-        """
+        """Evaluate what has no record yet, and report. AlreadyFinished: a guest found everything
+        evaluated."""
         if not self._weights():
             raise BadInput.of(
                 "There is nothing to evaluate.",
@@ -193,13 +178,9 @@ class BenchRun(_Stepless):
     def _engine(self, phase: Phase, stop: Stop) -> int:
         if self.config.engine == "trinity":
             return super()._engine(phase, stop)
-        return asyncio.run(self._evaluate(phase, stop))
-
-    async def _evaluate(self, phase: Phase, stop: Stop) -> int:
         with contextlib.suppress(asyncio.CancelledError, BudgetReached):
-            await until_stopped(
-                self._all(phase), stop, lambda: phase("stopping: the finished rollouts are kept")
-            )
+            told = functools.partial(phase, "stopping: the finished rollouts are kept")
+            asyncio.run(until_stopped(self._all(phase), stop, told))
         return 0
 
     async def _all(self, phase: Phase) -> None:
@@ -217,9 +198,8 @@ class BenchRun(_Stepless):
         """Evaluate the weights of one step; returns how many rollouts that took."""
         config, made, folder = self.config, 0, self.run_dir / FOLDER
         assert self.workflow_func is not None
-        arguments = adapter_arguments(
-            config, self.workflow_func, self.judge_func, self.books, folder
-        )
+        functions = self.workflow_func, self.judge_func
+        arguments = adapter_arguments(config, *functions, self.books, folder)
         for taskset in config.buffer.explorer_input.eval_tasksets:
             of_set, samples = {taskset.name: tasks[taskset.name]}, taskset.repeat_times
             batch = Batch(None, [], arguments, folder, step)
@@ -233,21 +213,17 @@ class BenchRun(_Stepless):
                 made += len(left)
             if not batch.rollouts_left(of_set, samples, again=False):
                 self._done.add((taskset.name, step))
-        if made:
-            self._log(step)
+        if made:  # panel and report know by these metrics that the evaluation is whole
+            from aflow_tune.engines.trinity.inline import make_monitor
+
+            metrics: dict[str, float] = {}
+            for name, steps in load_evaluations(self.run_dir).items():
+                if step in steps:
+                    metrics |= _means(name, steps[step])
+            monitor = make_monitor(config, config.explorer.name)
+            monitor.log(metrics, step)
+            monitor.close()
         return made
-
-    def _log(self, step: int) -> None:
-        """Close the evaluation in the metrics: panel and report know by this that it is whole."""
-        from aflow_tune.engines.trinity.inline import make_monitor
-
-        metrics: dict[str, float] = {}
-        for name, steps in load_evaluations(self.run_dir).items():
-            if step in steps:
-                metrics |= _means(name, steps[step])
-        monitor = make_monitor(self.config, self.config.explorer.name)
-        monitor.log(metrics, step)
-        monitor.close()
 
     def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
         """Every held-out task of every task set has its records, and not all of them failed."""
@@ -260,11 +236,8 @@ class BenchRun(_Stepless):
             f"{name} at step {step}" for name, step in wanted if (name, step) not in self._done
         ]
         if missing and (stopped or spent):
-            raise self._ended_early(
-                stopped,
-                f"; every finished rollout is kept in {self.run_dir}. The same command goes on "
-                "from there.",
-            )
+            rest = f"; every finished rollout is kept in {self.run_dir}. The same command goes on."
+            raise self._ended_early(stopped, rest)
         if missing:
             raise RunFailed(f"not evaluated to the end: {', '.join(missing)}")
         for name, step in wanted:

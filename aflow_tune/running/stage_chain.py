@@ -80,7 +80,11 @@ class _Chain:
     def __init__(
         self, config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
     ) -> None:
-        _settle_name(config)
+        folder = chain_folder(config)
+        if not config.continue_from_checkpoint and folder.is_dir() and any(folder.iterdir()):
+            config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
+            print(f"the folder {folder} is in use: this chain is named {config.name}", flush=True)
+        config.continue_from_checkpoint = True  # one name for the whole chain
         self.config = config
         self.functions = (workflow_func, judge_func)
         self.folder = chain_folder(config)
@@ -94,9 +98,8 @@ class _Chain:
             found = check_part(part, *self.functions)
             known = {fault.where for fault in faults}
             faults += [fault for fault in found.faults if fault.where not in known]
-            if found.faults:
-                continue
-            print(f"stage {name}: {part.mode}, checked", flush=True)
+            if not found.faults:
+                print(f"stage {name}: {part.mode}, checked", flush=True)
         if faults:
             raise BadInput("These stages cannot run.", faults)
 
@@ -121,7 +124,10 @@ class _Chain:
             folder = self.folder / name
             if part.mode in TRAINING:
                 model = trained_model(part, folder)
-                result = found or _finished_result(folder)
+                if found is None and (state := read_state(folder)) is not None:
+                    saved = tuple(checkpoints(folder))
+                    found = TuneResult(folder, state.step, last_metrics(folder), saved)
+                result = found
             gc.collect()
         if done == len(parts):
             raise AlreadyFinished(
@@ -172,11 +178,9 @@ class _Chain:
             raise
         except BadInput as error:
             # A changed setting is named by its key alone; in a chain, with its stage and place.
-            keys = part.flatten()
+            keys, where = part.flatten(), part.positions.where
             faults = [
-                replace(fault, where=part.positions.where(fault.where))
-                if fault.where in keys
-                else fault
+                replace(fault, where=where(fault.where) if fault.where in keys else fault.where)
                 for fault in error.faults
             ]
             raise BadInput(f"Stage {state.name!r}: {error.title}", faults) from error
@@ -205,11 +209,8 @@ class _Chain:
             return None
 
     def _read_states(self, names: list[str], modes: list[str]) -> list[StageState]:
-        """What is known of the stages. Those that were started must be the first ones, as named.
-
-        Raises:
-            BadInput: the folder is that of a single run, or of a chain of other stages.
-        """
+        """What is known of the stages. BadInput: the folder is that of a single run, or of a chain
+        whose started stages are not the first ones here."""
         if (self.folder / RUN_FILE).exists():
             raise BadInput.of(
                 "This folder belongs to a configuration without `stages`.",
@@ -254,11 +255,7 @@ class _Chain:
 
 
 def trained_model(config: AflowConfig, folder: Path) -> str:
-    """The model that a finished training stage left for the next one.
-
-    Raises:
-        RunFailed: it is not there any more.
-    """
+    """The model that a finished training stage left for the next one. RunFailed: it is gone."""
     if config.engine == "trinity":
         from trinity.trainer.trainer import get_latest_hf_checkpoint_path
 
@@ -274,20 +271,3 @@ def trained_model(config: AflowConfig, folder: Path) -> str:
             "give the chain another `name=`."
         )
     return str(merged)
-
-
-def _finished_result(folder: Path) -> TuneResult | None:
-    state = read_state(folder)
-    if state is None:
-        return None
-    saved = tuple(checkpoints(folder))
-    return TuneResult(folder, state.step, last_metrics(folder), saved)
-
-
-def _settle_name(config: AflowConfig) -> None:
-    """`continue_from_checkpoint: false` on a used folder: one new name for the whole chain."""
-    folder = chain_folder(config)
-    if not config.continue_from_checkpoint and folder.is_dir() and any(folder.iterdir()):
-        config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
-        print(f"the folder {folder} is in use: this chain is named {config.name}", flush=True)
-    config.continue_from_checkpoint = True

@@ -2,31 +2,18 @@
 
 `trainer.max_checkpoints_to_keep` counts the newest (0: all stay), `checkpoints.keep_best` the
 best by held-out score on top of them. A checkpoint whose evaluation is still to come waits for
-it: with Ray the trainer is a step ahead of the evaluation. The newest always stays, since it is
-what a resume begins from; what a later stage of a chain begins from is `export/merged`, which is
-never taken away.
+it: with Ray the trainer is a step ahead of the evaluation. The newest always stays, since a resume
+begins from it; what a later stage of a chain begins from is `export/merged`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from aflow_tune.report.evaluation import Scores, ranked, scores_of
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Steps whose checkpoints stay, with the reason."""
-
-    reasons: dict[int, str]
-
-    def doomed(self, steps: Sequence[int]) -> list[int]:
-        """Those of `steps` that do not stay, oldest first."""
-        return sorted(step for step in steps if step not in self.reasons)
 
 
 def kept(
@@ -36,8 +23,8 @@ def kept(
     keep_last: int,
     keep_best: int,
     awaiting: Collection[int] = (),
-) -> Kept:
-    """What stays of the checkpoints of `steps`.
+) -> dict[int, str]:
+    """The steps whose checkpoints stay, each with the reason.
 
     Args:
         scores: of the run's whole evaluations so far.
@@ -46,7 +33,7 @@ def kept(
         awaiting: steps whose evaluation is still to come; they stay if any best one does.
     """
     if keep_last <= 0:
-        return Kept(dict.fromkeys(steps, "all are kept"))
+        return dict.fromkeys(steps, "all are kept")
     reasons = dict.fromkeys(sorted(steps)[-keep_last:], "newest")
     if keep_best > 0:
         for step, _ in ranked(scores, steps)[:keep_best]:
@@ -54,7 +41,7 @@ def kept(
         for step in steps:
             if step in awaiting:
                 reasons.setdefault(step, "waits for its evaluation")
-    return Kept(reasons)
+    return reasons
 
 
 def kept_in_run(
@@ -64,10 +51,9 @@ def kept_in_run(
     keep_last: int,
     keep_best: int,
     eval_interval: int | None = None,
-) -> Kept:
-    """`kept`, by the records of a run folder.
-
-    Records that cannot be read say nothing about what is best: then nothing is taken away.
+) -> dict[int, str]:
+    """`kept`, by the records of a run folder. Records that cannot be read say nothing about what is
+    best: then all stay.
 
     Args:
         eval_interval: of a run that goes on and evaluates every so many steps, some time after
@@ -79,7 +65,7 @@ def kept_in_run(
         scores = scores_of(run_dir)
         lines = read_metrics(run_dir) if eval_interval else []
     except (OSError, ValueError):
-        return Kept(dict.fromkeys(steps, "its evaluations cannot be read"))
+        return dict.fromkeys(steps, "its evaluations cannot be read")
     awaiting: set[int] = set()
     if eval_interval:
         # Evaluations come in the order of their steps: what they passed over has none to come.

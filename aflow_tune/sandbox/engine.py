@@ -1,15 +1,12 @@
 """One thread a process that starts sandboxes, keeps a few ready and runs programs in them.
 
 The thread has an event loop of its own, so a workflow that computes for seconds on its loop
-delays no limit, and all loops and threads of the process share the sandboxes that wait. It also
-lives as long as the process: the kernel ends a sandbox with the thread that started it, and a
-sandbox that is not reached by that ends when its socket closes.
+delays no limit. It lives as long as the process: the kernel ends a sandbox with the thread that
+started it, and one that is not reached by that ends when its socket closes.
 
 Each sandbox is used once. From the second program on, some are kept ready in advance, of each
 kind that was wanted; when none was wanted for a while they end. A process that was forked starts
 an engine of its own.
-
-Left to others: what a backend is (`backends.py`), one sandbox's life (`process.py`).
 """
 
 from __future__ import annotations
@@ -66,12 +63,9 @@ class Engine:
         self.running = asyncio.Semaphore(4 * cores)
         """Programs that run at once; held by `run_program`, not by channels."""
         self._starting = asyncio.Semaphore(2 * cores)
-        self._thread = threading.Thread(target=self._work, name="aflow-tune-sandbox", daemon=True)
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="aflow-tune-sandbox", daemon=True)
         self._thread.start()
-
-    def _work(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run on the engine's loop, from any thread."""
@@ -88,9 +82,14 @@ class Engine:
             SandboxUnavailable: no backend that the policy accepts can be built.
         """
         backend, packages = parts(policy)
-        level = await self._choose(backend)
+        found = await self.detect(backend)
+        if found.level is None:
+            raise SandboxUnavailable(unavailable(backend, found))
+        if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
+            self._warned = True
+            print(unsafe_warning(), file=sys.stderr, flush=True)
         # Code that is loaded in advance is a graph's, which imports nothing of the kind.
-        sandbox = await self._take((level, disk_mb, preload, () if preload else packages))
+        sandbox = await self._take((found.level, disk_mb, preload, () if preload else packages))
         try:
             yield sandbox
         finally:
@@ -107,17 +106,10 @@ class Engine:
                 self._found[policy] = await self._detect(policy)
             return self._found[policy]
 
-    async def _choose(self, policy: str) -> Level:
-        found = await self.detect(policy)
-        if found.level is None:
-            raise SandboxUnavailable(unavailable(policy, found))
-        if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
-            self._warned = True
-            print(unsafe_warning(), file=sys.stderr, flush=True)
-        return found.level
-
     async def _detect(self, policy: str) -> Detection:
         reasons: dict[str, str] = {}
+        if sys.platform != "linux":
+            return Detection(None, {policy: "needs Linux"})
         if policy == Level.UNSAFE_SUBPROCESS:
             return Detection(Level.UNSAFE_SUBPROCESS, {policy: "asked for; it confines nothing"})
         order = (Level.BUBBLEWRAP, Level.LANDLOCK) if policy == "auto" else (Level(policy),)
@@ -162,14 +154,12 @@ class Engine:
 
     async def _take(self, kind: _Kind) -> Sandbox:
         self._served += 1
-        waiting = self._waiting[kind]
-        found = None
-        while waiting and found is None:
-            found = waiting.pop()
-            if not found.alive:
+        waiting, found = self._waiting[kind], None
+        while waiting and (found is None or not found.alive):
+            if found is not None:
                 await _discard(found)
-                found = None
-        if found is None:
+            found = waiting.pop()
+        if found is None or not found.alive:
             try:
                 found = await self.start(*kind)
             except BackendFailed as error:

@@ -3,10 +3,9 @@
 The engine does the work on its own thread; here its result comes back to the caller's loop or
 thread, and into the caller's trace.
 
-A conversation is JSON values, one a line, over a private socket. The program finds its end as the
-module `aflow_channel` (`_channel_inside.py`). Here nothing it says is trusted: a line that is no
-JSON, null, or longer than the program's output limit ends it, and nothing is read ahead, so a
-program that talks more than is listened to has to wait.
+A conversation is JSON values, one a line, over a private socket, for the program the module
+`aflow_channel` (`_channel_inside.py`). Nothing it says is trusted: a line that is no JSON, null, or
+longer than the program's output limit ends it, and nothing is read ahead.
 """
 
 from __future__ import annotations
@@ -109,27 +108,22 @@ async def run_in(sandbox: Sandbox, job: Job) -> Execution:
 
 async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
     """Await work of the engine's loop. A cancelled caller goes on when the work has ended."""
-    home = engine()
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
-
-    def tell() -> None:
-        if not ended.done():
-            ended.set_result(None)
+    home, loop, ended = engine(), asyncio.get_running_loop(), asyncio.Event()
 
     async def tracked() -> T:
         try:
             return await work(home)
         finally:
             with contextlib.suppress(RuntimeError):  # the caller did not wait: its loop is closed
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(ended.set)
 
     future = home.submit(tracked())
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         future.cancel()
-        await asyncio.wait([ended], timeout=15)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 15)
         raise
 
 
@@ -151,28 +145,21 @@ def checked_job(
 ) -> Job:
     """A job whose limits and names make sense. BadInput: all that does not."""
     faults = []
-    for name in Limits.__dataclass_fields__:
-        value = getattr(limits, name)
-        if name == "cpu_seconds" and value is None:
-            continue
+    for name, value in vars(limits).items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number and 0 < value < 1 << 30):
-            faults.append(
-                Fault(f"limits.{name}", "a number above 0", repr(value), "give a positive number")
-            )
+        unset = name == "cpu_seconds" and value is None
+        if not unset and not (number and 0 < value < 1 << 30):
+            where, fix = f"limits.{name}", "give a positive number"
+            faults.append(Fault(where, "a number above 0", repr(value), fix))
     for name in files:
         plain = name and not name.startswith("/") and "\0" not in name and name != "main.py"
         if not plain or posixpath.normpath(name) != name or name.split("/")[0] in ("..", "."):
-            faults.append(
-                Fault(f"files[{name!r}]", "a relative path, not main.py", repr(name), "rename it")
-            )
+            where, fix = f"files[{name!r}]", "rename it"
+            faults.append(Fault(where, "a relative path, not main.py", repr(name), fix))
     size = sum(len(text) for text in (source, *files.values())) / (1 << 20)
     if not faults and size > limits.disk_mb:
-        faults.append(
-            Fault(
-                "files", f"at most limits.disk_mb ({limits.disk_mb})", f"{size:.1f} MB", "shorten"
-            )
-        )
+        most = f"at most limits.disk_mb ({limits.disk_mb})"
+        faults.append(Fault("files", most, f"{size:.1f} MB", "shorten"))
     if faults:
         raise BadInput("a program cannot be run like that", faults)
     return Job(source, stdin, limits, dict(files), channel)
@@ -217,15 +204,13 @@ class Channel:
         async with self._receiving:
             line = await self._line()
         if line is None:
-            await self._wait()
+            await asyncio.wait([self._running])
             return None
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
-        if message is None:
-            await self._give_up("")
-        return message
+        return await self._give_up("") if message is None else message
 
     def execution(self) -> Execution:
         """How the program ended. RuntimeError: `receive` has not returned None yet."""
@@ -238,33 +223,25 @@ class Channel:
         while (end := self._received.find(b"\n", self._seen)) < 0:
             self._seen = len(self._received)
             if self._seen > self._bound:
-                await self._give_up("output_kb")
-                return None
-            try:
+                return await self._give_up("output_kb")
+            piece = b""
+            with contextlib.suppress(ConnectionResetError):
                 piece = await loop.sock_recv(self._socket, 1 << 16)
-            except ConnectionResetError:
-                piece = b""
             if not piece:
                 return None
             self._received += piece
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         self._seen = 0
-        if len(line) > self._bound:
-            await self._give_up("output_kb")
-            return None
-        return line
+        return await self._give_up("output_kb") if len(line) > self._bound else line
 
-    async def _give_up(self, limit: str) -> None:
+    async def _give_up(self, limit: str) -> Any:
         self._received.clear()
 
         async def stop(_: Engine) -> None:
             self._sandbox.stop(limit)
 
         await elsewhere(stop)
-        await self._wait()
-
-    async def _wait(self) -> None:
         await asyncio.wait([self._running])
 
 
@@ -295,7 +272,7 @@ async def open_channel(
 
     async def run(home: Engine) -> Execution:
         async with home.sandbox(policy, limits.disk_mb, preload) as sandbox:
-            loop.call_soon_threadsafe(_tell, taken, sandbox)
+            loop.call_soon_threadsafe(taken.set_result, sandbox)
             return await run_in(sandbox, job)
 
     started = time.monotonic()
@@ -316,8 +293,3 @@ async def open_channel(
             taken.result().channel.close()
         if not running.cancelled() and running.exception() is None:
             note_run(running.result(), started)
-
-
-def _tell(future: asyncio.Future[Sandbox], sandbox: Sandbox) -> None:
-    if not future.done():
-        future.set_result(sandbox)

@@ -170,7 +170,7 @@ class LocalTrainEngine(TrainEngineWrapper):
             keep_best=config.checkpoints.keep_best,
             eval_interval=config.explorer.eval_interval if evaluates else None,
         )
-        for step in staying.doomed(saved):
+        for step in sorted(set(saved) - set(staying)):
             with contextlib.suppress(OSError):  # one that stays costs room, never the run
                 remove_checkpoint(checkpoint_path(self.run_dir, step))
 
