@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -154,40 +152,6 @@ def _child_named(process: subprocess.Popen, name: str, seconds: float = 600) -> 
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"no process {name}"
         time.sleep(0.1)
-
-
-PRINTING = """
-from aflow_tune.tuning import _with_stop
-
-def work(stopping):
-    while not stopping():
-        print("x" * 1000, flush=True)
-    print("ended")
-
-_with_stop(work)
-"""
-
-
-def test_a_signal_in_the_middle_of_a_print_asks_to_stop() -> None:
-    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    words = [sys.executable, "-c", PRINTING]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, env=buffered)
-    assert process.stdout is not None
-    waiting = bytearray(4)
-    deadline = time.monotonic() + 60
-    while int.from_bytes(waiting, sys.byteorder) < 60_000:  # of a pipe's 65,536: it is filling
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-        fcntl.ioctl(process.stdout, termios.FIONREAD, waiting)
-    while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert b"stopping after the step under way" in output
-    assert output.endswith(b"ended\n")
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_a_limit_on_calls_is_kept_to_the_call(
 ) -> None:
     config = write_project(tmp_path, tiny_model_dir, workflow=workflow)
     limit = FIRST_EVALUATION + STEP + 5
-    with pytest.raises(BudgetReached, match=rf"calls: {limit} were made.*step 1 of 2.*saved"):
+    with pytest.raises(BudgetReached, match=rf"calls: {limit} of {limit}.*step 1 of 2.*saved"):
         run_config(config, [f"budget.calls={limit}"], inline=inline)
     assert _spend(tmp_path).spent().calls == limit
     assert _spend(tmp_path).spent("policy").calls == limit
@@ -62,10 +62,11 @@ def test_an_evaluation_in_which_the_budget_ends_is_made_again(
     assert [json.loads(record)["failure"] for record in records] == [None] * 4
 
 
-def test_models_and_limits_are_checked_before_anything_starts(
+def test_models_limits_and_prices_are_checked_before_anything_starts(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    monkeypatch.setenv("SOME_KEY", "sk-0")
     config = write_project(tmp_path, tiny_model_dir)
     wrong = ["budget.tokens=-1", "models.judge.model=m", "models.judge.api_key_env=NO_SUCH_KEY"]
     with pytest.raises(BadInput) as caught:
@@ -74,14 +75,6 @@ def test_models_and_limits_are_checked_before_anything_starts(
         "command line: budget.tokens=-1",
         "command line: models.judge.api_key_env=NO_SUCH_KEY",
     }
-    assert not (run_dir(tmp_path) / "run.json").exists()
-
-
-def test_a_limit_on_money_asks_for_every_price_before_anything_starts(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SOME_KEY", "sk-0")
-    config = write_project(tmp_path, tiny_model_dir)
     judges = [
         "models.listed.model=gpt-4o-mini",
         "models.listed.api_key_env=SOME_KEY",

@@ -18,7 +18,7 @@ from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import Programmer
 from aflow_tune.operators.programs import use_libraries
-from aflow_tune.sandbox import Ending, Limits, backends, engine, run_program_sync, use_policy
+from aflow_tune.sandbox import Ending, backends, run_program_sync, use_policy
 from aflow_tune.sandbox.types import Level
 
 USES = """
@@ -61,15 +61,6 @@ attempt(open, os.path.join(os.path.dirname(numpy.__file__), "mine.py"), "w")
 print(found)
 """.replace("(ImportError, OSError)", "(ImportError, OSError, ZeroDivisionError)")
     assert run_program_sync(program, policy=f"{backend}+numpy").stdout == "[]\n"
-
-
-def test_limits_hold_for_what_packages_do(backend: str) -> None:
-    greedy = "import numpy\nnumpy.ones(400_000_000)"
-    execution = run_program_sync(greedy, policy=f"{backend}+numpy", limits=Limits(memory_mb=300))
-    assert execution.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED)
-    slow = "import numpy\nwhile True:\n    numpy.linalg.svd(numpy.random.rand(300, 300))"
-    execution = run_program_sync(slow, policy=f"{backend}+numpy", limits=Limits(seconds=3))
-    assert execution.ending is Ending.TIMED_OUT
 
 
 def test_root_may_keep_packages_in_a_folder_that_others_may_not_enter(
@@ -192,31 +183,3 @@ def test_the_command_runs_one_program(tmp_path: Path, capsys: pytest.CaptureFixt
     program.write_text(USES)
     assert main([*command, "--package", "numpy", "--package", "sympy"]) == 0
     assert main([*command, "--package", "numpy"]) == 1
-
-
-def test_bad_input_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing, binary = tmp_path / "missing.py", tmp_path / "binary"
-    binary.write_bytes(b"\xff\xfe\x00")
-    assert main(["sandbox", "run", str(missing), "--stdin", str(binary)]) == 2
-    said = capsys.readouterr().err
-    assert "missing.py" in said
-    assert "binary" in said
-    program = tmp_path / "program.py"
-    program.write_text("print(1)")
-    assert main(["sandbox", "run", str(program), "--time", "0"]) == 2
-    assert main(["sandbox", "run", str(program), "--package", "no_such_package"]) == 2
-    assert "no_such_package" in capsys.readouterr().err
-
-
-def test_no_sandbox_is_said_and_is_no_failure_of_the_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("print(1)")
-    monkeypatch.setattr(backends, "find_tool", lambda name: None)
-    monkeypatch.setattr(engine, "_engine", None)
-    for words in (["run", str(program), "--policy", "bubblewrap"], ["--policy", "bubblewrap"]):
-        assert main(["sandbox", *words]) == 1
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert "sudo apt-get install -y bubblewrap" in captured.err

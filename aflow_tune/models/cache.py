@@ -3,8 +3,8 @@
 An entry is a file of its own, named by a digest of everything that can change the answer:
 who answers, messages, sampling arguments, schema, tools, seed, which sample of the evaluation
 it is, and how often the same question was asked before in that sample (an ensemble asks one
-question several times and must get different answers). A file that cannot be read, or whose check
-sum is wrong, counts as absent and is replaced. Entries hold answers, never requests or keys.
+question several times and must get different answers). A file that cannot be read counts as absent
+and is replaced. Entries hold answers, never requests or keys.
 
 Clients use the cache that is active in their context; training activates none. Models whose
 answers change under one name are not cached: those being tuned, AgentScope's, and servers of
@@ -89,7 +89,7 @@ class CacheEntry:
         try:
             content = json.loads(self.path.read_bytes())
             body = content["reply"]
-            if content["key"] != self.key or content["check"] != _check_sum(self.key, body):
+            if content["key"] != self.key:
                 return None
             usage = None if body["usage"] is None else Usage(**body["usage"])
             return Reply(**{**body, "usage": usage, "tool_calls": tuple(body["tool_calls"])})
@@ -109,7 +109,7 @@ class CacheEntry:
         text = json.dumps(body, ensure_ascii=True)
         if scrub(text) != text:  # a server repeated a key in its answer
             return
-        content = {"key": self.key, "check": _check_sum(self.key, body), "reply": body}
+        content = {"key": self.key, "reply": body}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
@@ -134,8 +134,3 @@ def is_local(base_url: str | None) -> bool:
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
     return address.is_loopback or address.is_unspecified
-
-
-def _check_sum(key: str, body: Any) -> str:
-    text = key + json.dumps(body, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()

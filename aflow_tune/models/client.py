@@ -15,7 +15,7 @@ from typing import Any
 
 from aflow_tune.models.cache import current_cache
 from aflow_tune.models.prices import Price
-from aflow_tune.models.spend import UNTIMED_SECONDS, Call, current_spend
+from aflow_tune.models.spend import Call, current_spend
 from aflow_tune.models.types import Ask, Message, ModelError, ModelFailure, Reply
 
 
@@ -66,7 +66,6 @@ class BaseClient:
             self.price,
             ask.most_prompt_tokens,
             self._most_tokens(ask),
-            self._lifetime(),
         )
         cache, endpoint = current_cache(), self._endpoint()
         entry = None if cache is None or endpoint is None else cache.entry(endpoint, ask)
@@ -92,10 +91,6 @@ class BaseClient:
     def _most_tokens(self, ask: Ask) -> int | None:
         """The most tokens of the answer; None where there is no bound."""
         return ask.max_tokens
-
-    def _lifetime(self) -> float:
-        """Seconds after which a call is surely over."""
-        return UNTIMED_SECONDS
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
         """Ask the model inside of `async with call`, and settle that as soon as a reply is there;

@@ -60,10 +60,6 @@ T = TypeVar("T")
 
 LONGEST_BACKOFF = 30.0
 """Seconds between two attempts, unless the server asks for more."""
-CONNECTIONS_A_POOL = 16
-"""About so many: the HTTP library looks at every connection of its pool for every request."""
-LONGEST_ADVICE = 120.0
-"""Seconds that the SDKs wait for a server at most."""
 MOST_TOKENS = 10**9
 """A reply that claims to have used more is not believed: no model has such a context."""
 
@@ -90,9 +86,7 @@ class HttpClient(BaseClient):
         self._key, self._headers = credentials(settings, role)
         price = price_of(settings.provider, settings.base_url, str(settings.model), settings.prices)
         super().__init__(role, str(settings.model), price)
-        self._sdks: dict[int, Any] = {}
-        """The vendor's clients, each with a pool of its own, by their number."""
-        self._busy = 0
+        self._sdk: Any = None
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -105,10 +99,9 @@ class HttpClient(BaseClient):
 
     async def close(self) -> None:
         """Close the connections. The next call opens new ones."""
-        sdks, self._sdks = list(self._sdks.values()), {}
-        if self._loop is _http_loop():
-            for sdk in sdks:
-                await _in_http_loop(sdk.close)
+        sdk, self._sdk = self._sdk, None
+        if sdk is not None and self._loop is _http_loop():
+            await _in_http_loop(sdk.close)
 
     async def list_models(self, seconds: float) -> Listing:
         """Ask once, for at most `seconds`, which models there are: that proves address and key, and
@@ -165,9 +158,6 @@ class HttpClient(BaseClient):
     def _endpoint(self) -> Mapping[str, Any]:
         base_url = (self.settings.base_url or self.address).rstrip("/")
         return {"provider": self.settings.provider, "base_url": base_url, "model": self.model}
-
-    def _lifetime(self) -> float:
-        return (self.settings.retries + 1) * (self.settings.timeout + LONGEST_ADVICE)
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
         body = self._body(ask)
@@ -226,28 +216,21 @@ class HttpClient(BaseClient):
         if self._loop is not loop:  # the first call, in this process
             files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             files = sys.maxsize if files == resource.RLIM_INFINITY else files
-            self._loop, self._sdks, self._busy = loop, {}, 0
+            self._loop, self._sdk = loop, None
             self._slots = asyncio.Semaphore(min(self.settings.max_concurrency, files // 2))
         assert self._slots is not None
         async with self._slots:
-            number = self._busy // CONNECTIONS_A_POOL
-            self._busy += 1
-            try:
-                yield self._sdks.get(number) or self._new_sdk(number)
-            finally:
-                self._busy -= 1
-
-    def _new_sdk(self, number: int) -> Any:
-        sdk = self._sdks[number] = self._make_sdk(
-            api_key=self._key or "none",
-            base_url=self.settings.base_url or self.address,
-            max_retries=self.settings.retries,
-            timeout=None,  # `_TimedClient` bounds all of an attempt
-            default_headers=self._headers,
-            http_client=_http(self.settings.timeout),
-        )
-        weakref.finalize(self, _close_later, asyncio.get_running_loop(), sdk).atexit = False
-        return sdk
+            if self._sdk is None:
+                sdk = self._sdk = self._make_sdk(
+                    api_key=self._key or "none",
+                    base_url=self.settings.base_url or self.address,
+                    max_retries=self.settings.retries,
+                    timeout=None,  # `_TimedClient` bounds all of an attempt
+                    default_headers=self._headers,
+                    http_client=_http(self.settings.timeout),
+                )
+                weakref.finalize(self, _close_later, loop, sdk).atexit = False
+            yield self._sdk
 
 
 class _TimedClient(httpx2.AsyncClient):
@@ -267,7 +250,7 @@ class _TimedClient(httpx2.AsyncClient):
 
 def _http(seconds: float) -> httpx2.AsyncClient:
     try:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=CONNECTIONS_A_POOL)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         return _TimedClient(seconds, verify=_ssl_context(), limits=limits)
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
         # No address was asked: proxies and certificates are those of the environment.

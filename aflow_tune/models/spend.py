@@ -47,8 +47,8 @@ from aflow_tune.trace import ModelCall, note
 
 PICO = 10**12
 """Picodollars in a dollar."""
-UNTIMED_SECONDS = 3600.0
-"""How long a reservation without a time-out lives."""
+_ABANDONED_SECONDS = 86400.0
+"""After so long a reservation is dropped, should its process neither settle it nor end."""
 _BUSY_SECONDS = 60.0
 _LONGEST_PAUSE = 0.1
 _SCHEMA = """
@@ -168,54 +168,47 @@ class Spend:
             self._connection = None
 
     def reserve(
-        self, role: str, model: str, worst: Spent, bounded: bool, seconds: float, wait: bool
+        self, role: str, model: str, worst: Spent, bounded: bool, wait: bool
     ) -> int | str | None:
         """Count a call and put its worst case aside, in one transaction.
 
         Args:
             worst: its tokens and money. They are the worst case if `bounded`, else a part of it.
-            seconds: after which the reservation is dropped, should nobody settle it.
             wait: False for a call that cannot wait for others.
 
         Returns:
             The number of the reservation; or the limit that does not allow the call; or None if it
             would not fit now but may fit when calls under way have ended.
         """
-        limits = self.limits
+        limits, full = self.limits, False
         most_pico = None if limits.usd is None else _pico(limits.usd)
         with self._transaction() as connection:
             spent = _spent(connection)
-            sums = "COUNT(*), COALESCE(SUM(pico), 0), COALESCE(SUM(tokens), 0)"
-            calls, *waiting = connection.execute(f"SELECT {sums} FROM held").fetchone()
-            reason, full = "", False
-            if limits.calls is not None and spent.calls >= limits.calls:
-                those = f", {calls} of them under way" if calls else ""
-                reason = f"calls: {limits.calls} were made{those}"
+            sums = "SELECT COALESCE(SUM(pico), 0), COALESCE(SUM(tokens), 0) FROM held"
+            pico, tokens = connection.execute(sums).fetchone()
             for name, unit, most, used, wanted, others in (
-                ("usd", PICO, most_pico, spent.pico, worst.pico, waiting[0]),
-                ("tokens", 1, limits.tokens, spent.tokens, worst.tokens, waiting[1]),
+                ("calls", 1, limits.calls, spent.calls, 1, 0),
+                ("usd", PICO, most_pico, spent.pico, worst.pico, pico),
+                ("tokens", 1, limits.tokens, spent.tokens, worst.tokens, tokens),
             ):
-                if most is None or reason:
+                if most is None:
                     continue
                 over = used + wanted > most if bounded else used >= most
-                crowded = bool(others) and used + others + wanted > most
+                crowded = others > 0 and used + others + wanted > most
                 full = full or crowded
                 if over or (crowded and not wait):
-                    held = f", {calls} under way may use {others / unit:.6g} more" if calls else ""
-                    reason = f"{name}: {used / unit:.6g} of {most / unit:.6g} are used{held}"
-                    reason += ", and the next call might exceed it"
-            if reason:
-                reason = f"budget.{reason}"
-                first = "INSERT INTO reached SELECT ? WHERE NOT EXISTS (SELECT 1 FROM reached)"
-                connection.execute(first, (reason,))
-                return reason
+                    reason = f"budget.{name}: {used / unit:.6g} of {most / unit:.6g} are used"
+                    reason += "" if used >= most else ", and the next call might exceed it"
+                    first = "INSERT INTO reached SELECT ? WHERE NOT EXISTS (SELECT 1 FROM reached)"
+                    connection.execute(first, (reason,))
+                    return reason
             if full:
                 _drop_abandoned(connection)
                 return None
             _add(connection, role, model, Spent(calls=1))
             return connection.execute(
                 "INSERT INTO held (pid, pico, tokens, expires) VALUES (?, ?, ?, ?)",
-                (os.getpid(), worst.pico, worst.tokens, time.time() + seconds),
+                (os.getpid(), worst.pico, worst.tokens, time.time() + _ABANDONED_SECONDS),
             ).lastrowid
 
     def settle(self, number: int, role: str, model: str, used: Spent | None) -> None:
@@ -267,8 +260,6 @@ class Call:
     """Gives the most that the prompt may have; asked under a limit only."""
     max_tokens: int | None
     """Of the answer. None: there is no bound."""
-    life: float = UNTIMED_SECONDS
-    """After so many seconds the reservation is dropped, should nobody settle it."""
     usage: Usage | None = field(default=None, init=False)
     """None where the reply told none."""
     cost: float | None = field(default=0.0, init=False)
@@ -314,7 +305,7 @@ class Call:
         while True:
             # One that is made inside of another would wait for itself.
             number = self.spend.reserve(
-                self.role, self.model, self._worst, bounded, self.life, wait=not in_call()
+                self.role, self.model, self._worst, bounded, wait=not in_call()
             )
             if isinstance(number, str):
                 raise BudgetReached(f"A limit was reached. {number}.")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trinity.buffer import get_buffer_reader
 
@@ -52,9 +52,23 @@ from aflow_tune.runs.folder import MAX_ERROR, checkpoints, locked, new_state, wr
 from aflow_tune.runs.listing import summarise
 from aflow_tune.types import TuneResult
 
+T = TypeVar("T")
 Function = Callable[..., Any]
 Phase = Callable[[str], None]
 Stop = Callable[[], bool]
+
+
+async def until_stopped(work: Coroutine[Any, Any, T], stop: Stop, tell: Callable[[], None]) -> T:
+    """The result of `work`, which is cancelled once `stop()` is true, after one call of `tell`.
+    Raises asyncio.CancelledError: it was, and had not ended by then."""
+    task, told = asyncio.ensure_future(work), False
+    while not task.done():
+        await asyncio.wait([task], timeout=0.2)
+        if not told and not task.done() and stop():
+            told = True
+            tell()
+            task.cancel()
+    return await task
 
 
 class Run:

@@ -25,8 +25,7 @@ from aflow_tune.engines.trinity.training.run_state import changed_keys, refuse_c
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, RunFailed
 from aflow_tune.evaluation.evaluating import Batch, LocalModels, TaskSets, read_tasks
 from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
-from aflow_tune.running.run import Function, Phase, Run, Stop
-from aflow_tune.running.stopping import until_stopped
+from aflow_tune.running.run import Function, Phase, Run, Stop, until_stopped
 from aflow_tune.runs.folder import checkpoints, locked, read_state
 from aflow_tune.types import TuneResult
 
