@@ -26,7 +26,7 @@ class Step:
     `kind`: 'answer'; 'cut' closes before the head, 'cut_body' in the middle of the body; 'drip'
     sends a byte each 20 ms; 'hang' sends nothing.
     `body` replaces the good reply: bytes as they are, anything else as JSON. `seconds` is a wait
-    before the reply, `until` what is waited for before that.
+    before the reply.
     """
 
     kind: str = "answer"
@@ -36,7 +36,6 @@ class Step:
     text: str = "fine"
     usage: tuple[int, int] | None = USAGE
     seconds: float = 0.0
-    until: Callable[[], bool] | None = None
 
 
 @dataclass
@@ -121,8 +120,6 @@ class FaultyServer:
                     await task
 
     async def _play(self, step: Step, request: Request, writer: asyncio.StreamWriter) -> bool:
-        while step.until is not None and not step.until():
-            await asyncio.sleep(0.005)
         await asyncio.sleep(step.seconds)
         if step.kind == "hang":
             await asyncio.Event().wait()

@@ -10,7 +10,7 @@ import pytest
 from project import WORKFLOW, run_dir, write_project
 
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, RunFailed
-from aflow_tune.tuning import run_config, validate_config
+from aflow_tune.tuning import run_config
 
 
 def _records(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -86,13 +86,3 @@ def test_a_bench_in_which_everything_fails_is_no_success(
     config = write_project(tmp_path, tiny_model_dir, workflow=broken)
     with pytest.raises(RunFailed, match="held_out at step 0 failed"):
         run_config(config, ["mode=bench"])
-
-
-def test_a_bench_needs_held_out_tasks_and_nothing_of_training(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    config = write_project(tmp_path, tiny_model_dir)
-    bench = ["mode=bench", "algorithm.repeat_times=1", "buffer.explorer_input.taskset=null"]
-    assert not validate_config(config, bench).faults
-    (fault,) = validate_config(config, [*bench, "buffer.explorer_input.eval_tasksets=[]"]).faults
-    assert "held-out task set" in fault.expected

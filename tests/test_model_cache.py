@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -141,25 +140,3 @@ def test_failures_and_answers_with_keys_are_not_kept(
         assert answer(cache, client) == "fine"
     (file,) = tmp_path.rglob("*.json")
     assert b"sk-cache" not in file.read_bytes()
-
-
-def write_often(folder: Path, worker: int) -> None:
-    with ResponseCache(folder).activate() as use:
-        entry = use.entry(ENDPOINT, Ask(**BASE))
-    assert entry is not None
-    for number in range(200):
-        entry.write(Reply(text=f"{worker}-{number} " + "x" * 5000, model="m"))
-        read = entry.read()
-        assert read is not None
-        assert read.text.endswith("x" * 5000)
-
-
-def test_writers_in_many_processes_never_leave_half_an_entry(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=write_often, args=(tmp_path, n)) for n in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0] * 4
-    assert len(list(tmp_path.rglob("*.*"))) == 1

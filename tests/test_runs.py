@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from aflow_tune.report.evaluation import ranked
 from aflow_tune.report.metrics import append_metrics
 from aflow_tune.runs.clean import carry_out, kept, kept_in_run, plan
 from aflow_tune.runs.folder import locked, read_state, write_json
-from aflow_tune.runs.listing import State, describe, find_runs, summarise
+from aflow_tune.runs.listing import State, describe, find_runs
 from aflow_tune.runs.resume import command_of
 
 
@@ -96,17 +94,6 @@ def test_every_state_is_told(tmp_path: Path) -> None:
     assert (found["gone"].step, found["gone"].saved) == (3, 2)
     assert found["broken"].error == "every run failed\n  why\nX: no"
     assert one_line(found["broken"].error) == "every run failed X: no"
-
-
-def test_the_summary_is_used_until_the_evaluations_change(tmp_path: Path) -> None:
-    run = tmp_path / "n"
-    state = write_run(run, saved=[4], shares={4: 0.9}, trained=4)
-    known = summarise(run, 8)
-    state.summary = {**known, "scores": {"4": {"held_out": 0.25}}}
-    write_json(run / "run.json", vars(state))
-    assert describe(run).best == (4, 0.25)  # as it was summed up, not read again
-    write_evaluation(run, 6, [1.0] * 10)
-    assert describe(run).best == (6, 1.0)
 
 
 def test_the_cost_is_that_of_the_books_or_of_the_steps(tmp_path: Path) -> None:
@@ -197,19 +184,6 @@ def test_a_state_file_in_no_form_of_ours_costs_only_its_own_line(
     assert steps_in(tmp_path / "a") == [4]
 
 
-def test_the_list_needs_neither_torch_nor_trinity(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", saved=[4], shares={4: 0.3})
-    code = (
-        "import sys; from aflow_tune.cli import main\n"
-        f"assert main(['runs', {str(tmp_path)!r}]) == 0\n"
-        f"assert main(['runs', 'clean', {str(tmp_path)!r}, '--dry-run']) == 0\n"
-        "heavy = {'torch', 'ray', 'trinity', 'transformers', 'safetensors'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
 # -- what is taken away --------------------------------------------------------------------
 
 
@@ -262,14 +236,6 @@ def test_clean_never_touches_a_run_that_goes_on(tmp_path: Path) -> None:
     write_run(tmp_path / "far", "running", saved=[2, 4], host="another-machine")
     (told,) = plan(tmp_path / "far")
     assert told.doomed == ()
-
-
-def test_what_became_needed_since_the_plan_stays(tmp_path: Path) -> None:
-    run = many(tmp_path)
-    (made,) = plan(run)
-    write_evaluation(run, 6, [1.0] * 10)  # evaluated again: now the best
-    carry_out([made])
-    assert steps_in(run) == [4, 6, 8]
 
 
 def test_clean_keeps_what_a_damaged_newest_would_go_back_to(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import tempfile
@@ -15,11 +14,7 @@ from sandbox_outside import BACKENDS, need
 from aflow_tune.cli import main
 from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
-from aflow_tune.models import ScriptedModel
-from aflow_tune.operators import Programmer
-from aflow_tune.operators.programs import use_libraries
-from aflow_tune.sandbox import Ending, backends, run_program_sync, use_policy
-from aflow_tune.sandbox.types import Level
+from aflow_tune.sandbox import Ending, run_program_sync
 
 USES = """
 import numpy, sympy
@@ -120,39 +115,7 @@ def test_what_the_yaml_may_say(tmp_path: Path, text: str, policy: str | None) ->
     assert load_config(None, [f"sandbox={policy}"]).sandbox == policy
 
 
-CODE = "```python\nimport sympy\ndef solve():\n    return sympy.factorint(91)\n```"
-
-
-def test_programmer_imports_what_the_run_or_its_benchmark_gives() -> None:
-    def ask() -> tuple[str, str]:
-        model = ScriptedModel([CODE] * 3)
-        output = asyncio.run(Programmer(model)("p"))["output"]
-        return output, str(model.asked[0].messages[0]["content"])
-
-    need("auto")
-    assert "Error" in ask()[0]
-    with use_policy("auto+sympy"):
-        output, prompt = ask()
-    assert (output, "sympy" in prompt) == ("{7: 1, 13: 1}", True)
-    with use_libraries(("sympy", "not_there_at_all")):
-        output, prompt = ask()
-    assert (output, "not_there_at_all" in prompt) == ("{7: 1, 13: 1}", False)
-
-
 # The command
-
-
-def test_the_command_shows_what_is_covered(
-    backend: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sandbox", "--policy", backend]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"level: {backend}\n")
-    assert set(backends.COVERS) == set(backends.DOES_NOT_COVER) == set(Level)
-    for line in (*backends.COVERS[Level(backend)], *backends.DOES_NOT_COVER[Level(backend)]):
-        assert f"  - {line}\n" in shown
-    assert main(["sandbox", "--json", "--policy", backend]) == 0
-    assert json.loads(capsys.readouterr().out)["level"] == backend
 
 
 def test_the_command_runs_one_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from aflow_tune.engines.local.checkpoint import verify_checkpoint
 from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.runs.folder import read_state
 from aflow_tune.runs.listing import State, describe
-from aflow_tune.tuning import run_config, validate_config
+from aflow_tune.tuning import run_config
 
 QUIET = ["explorer.eval_on_startup=false", "buffer.explorer_input.eval_tasksets=[]"]
 ONE_STEP = [*QUIET, "explorer.eval_interval=1"]  # no more than a run has steps
@@ -132,24 +132,6 @@ def test_best_and_newest_stay_and_runs_resume_goes_on(
     assert state.command is not None
     assert state.command["cwd"] == str(tmp_path)
     assert state.summary["scores"]["2"] == {"held_out": pytest.approx(0.9)}
-
-
-@pytest.mark.parametrize(
-    ("words", "warned"),
-    [
-        (["trainer.save_interval=2", "explorer.eval_interval=4"], False),
-        (["trainer.save_interval=3", "explorer.eval_interval=4"], True),
-    ],
-)
-def test_a_best_checkpoint_that_may_never_be_saved_is_warned_of(
-    tmp_path: Path, tiny_model_dir: Path, words: list[str], warned: bool
-) -> None:
-    config = write_project(tmp_path, tiny_model_dir, steps=8)
-    report = validate_config(config, [*words, "checkpoints.keep_best=2"])
-    assert not report.faults
-    assert any("both saved and evaluated" in text for text in report.warnings) is warned
-    (fault,) = validate_config(config, ["checkpoints.keep_best=-1"]).faults
-    assert "checkpoints.keep_best" in fault.where
 
 
 # -- what others do ------------------------------------------------------------------------

@@ -20,9 +20,7 @@ import functools
 import json
 import os
 import random
-import resource
 import ssl
-import sys
 import threading
 import urllib.parse
 import weakref
@@ -210,14 +208,11 @@ class HttpClient(BaseClient):
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[Any]:
-        """The vendor's client, for one of `max_concurrency` requests at once; for fewer where this
-        process may not open so many connections."""
+        """The vendor's client, for one of `max_concurrency` requests at once."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first call, in this process
-            files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            files = sys.maxsize if files == resource.RLIM_INFINITY else files
             self._loop, self._sdk = loop, None
-            self._slots = asyncio.Semaphore(min(self.settings.max_concurrency, files // 2))
+            self._slots = asyncio.Semaphore(self.settings.max_concurrency)
         assert self._slots is not None
         async with self._slots:
             if self._sdk is None:

@@ -1,7 +1,7 @@
 """One sandbox, seen from outside: start it, see that it holds, run one program, end it.
 
 A sandbox is an interpreter that waits, confined, for its one program (`_inside.py`). Every method
-runs on the event loop of `engine.py`'s thread. What comes out of a sandbox is data of unknown
+runs on the event loop of `running.py`'s thread. What comes out of a sandbox is data of unknown
 honesty: output is cut at its limit, reports are parsed strictly and win nothing by lying, and time
 is kept here as well.
 """
@@ -112,7 +112,7 @@ _STUB = (
 )
 ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """Our ends of all sockets. A fork of this process has to close them: a sandbox whose parent was
-killed notices that by their end (`engine.py`)."""
+killed notices that by their end (`running.py`)."""
 _NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
 
 
