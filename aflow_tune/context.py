@@ -136,10 +136,10 @@ class _Block:
 
     _token: Token[_Place] | None = None
 
-    def _inside(self, place: _Place) -> _Place:
-        raise NotImplementedError
+    def __init__(self, name: str) -> None:
+        self.name = _text(f"{type(self).__name__}()", name)
 
-    def _again(self) -> _Block:
+    def _inside(self, place: _Place) -> _Place:
         raise NotImplementedError
 
     def __enter__(self) -> None:
@@ -165,14 +165,14 @@ class _Block:
 
             @functools.wraps(function)
             async def in_block(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with self._again():
+                with type(self)(self.name):
                     return await function(*args, **kwargs)
 
             return cast(Callable[P, R], in_block)
 
         @functools.wraps(function)
         def in_sync_block(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self._again():
+            with type(self)(self.name):
                 return function(*args, **kwargs)
 
         return in_sync_block
@@ -187,17 +187,11 @@ class caller(_Block):
         ValueError: the name is not a text, or is empty.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = _text("a caller's name", name)
-
     def _inside(self, place: _Place) -> _Place:
         path = self.name if place.caller == DEFAULT_CALLER else f"{place.caller}/{self.name}"
         outer = place.scope
         scope = None if outer is None else _Scope(_current_task(), outer, outer.latest)
         return replace(place, caller=path, scope=scope)
-
-    def _again(self) -> caller:
-        return caller(self.name)
 
 
 class state_key(_Block):
@@ -212,18 +206,15 @@ class state_key(_Block):
     """
 
     def __init__(self, key: str) -> None:
-        self.key = _text("a state key", key)
+        super().__init__(key)
         place = _place.get()
-        self._next = _NextKey(self.key, _pending_key(place))
+        self._next = _NextKey(key, _pending_key(place))
         if place.rollout is not None:
             _place.set(replace(place, next_key=self._next))
 
     def _inside(self, place: _Place) -> _Place:
         self._next.taken = True
-        return replace(place, block_key=self.key)
-
-    def _again(self) -> state_key:
-        return state_key(self.key)
+        return replace(place, block_key=self.name)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         self._next.taken = True

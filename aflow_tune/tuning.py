@@ -143,16 +143,8 @@ def dry_run_config(
 ) -> DryRunResult:
     """Play one step of a configuration by a script on a tiny random model; nothing is kept.
 
-    Args:
-        answers: a file of what a good and a bad policy would say (`dry_run/script.py`).
-        call_apis: whether models behind an API are called; else plain words stand in for them.
-        tasks: tasks to play; None: those of a step, as long as that is short.
-        stage: of a chain, the stage to play; None: the first that trains on rollouts.
-        inline: one process without Ray, whatever the configuration says.
-        phase: told what is going on; None: printed.
-
-    Raises:
-        BadInput: configuration, function, data or answers were refused; nothing was started.
+    Arguments as the fields of `DryRunOptions`; `phase` is told what is going on. BadInput:
+    configuration, function, data or answers were refused; nothing was started.
     """
     tell = phase or (lambda text: print(f"dry run: {text} ...", flush=True))
 
@@ -230,16 +222,8 @@ def harvest_config(
 def sweep_config(request: Request, *, ray: str | None = None, phase: Phase = print) -> Ended:
     """Try a configuration with other settings; returns the table of the trials.
 
-    Args:
-        ray: the address of the Ray that runs are started through, in place of the
-            configuration's, or `none`: processes of this machine.
-        phase: told what is going on.
-
-    Raises:
-        BadInput: the space or the configuration was refused, or the folder holds another sweep.
-        AlreadyFinished: all trials have ended before.
-        BudgetReached: the same call goes on.
-        RunFailed: the first three trials failed, or none has a score.
+    `ray`: the address of the Ray that runs are started through, in place of the configuration's, or
+    `none`: processes of this machine. Raises as `run_sweep`.
     """
 
     def work(stop: Stop) -> Ended:
