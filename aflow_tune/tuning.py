@@ -242,7 +242,7 @@ def _execute(
     stop: Stop,
 ) -> TuneResult:
     from aflow_tune.config.engine import own_devices
-    from aflow_tune.running.run_modes import make_run
+    from aflow_tune.running.run import make_run
     from aflow_tune.running.stage_chain import run_chain
 
     if inline is not None:

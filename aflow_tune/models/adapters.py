@@ -20,16 +20,17 @@ from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.client import BaseClient
-from aflow_tune.models.failures import BadReply, model_error
 from aflow_tune.models.prices import Price
 from aflow_tune.models.spend import Call
 from aflow_tune.models.types import (
     ANSWER_TOOL,
     Ask,
+    BadReply,
     ModelClient,
     Reply,
     Usage,
     answer_tool,
+    model_error,
     read_blocks,
     response_format,
     text_of,

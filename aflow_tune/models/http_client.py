@@ -33,7 +33,6 @@ import httpx2
 
 from aflow_tune.errors import BadInput
 from aflow_tune.models.client import BaseClient
-from aflow_tune.models.failures import BadReply, failure_of, model_error
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.redaction import masked, short
 from aflow_tune.models.settings import credentials
@@ -41,12 +40,15 @@ from aflow_tune.models.spend import Call
 from aflow_tune.models.types import (
     ANSWER_TOOL,
     Ask,
+    BadReply,
     Message,
     ModelError,
     ModelFailure,
     Reply,
     Usage,
     answer_tool,
+    failure_of,
+    model_error,
     read_blocks,
     response_format,
     text_of,

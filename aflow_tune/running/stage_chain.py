@@ -6,7 +6,7 @@
       account.sqlite                 what all stages spent together
       <stage_name>/                  a run folder like any other (`run_state.py`)
 
-Every stage is a whole run (`run_modes.MODES`). It begins with the model that the last training
+Every stage is a whole run (`run.MODES`). It begins with the model that the last training
 stage before it exported; auxiliary models keep their own paths, so a frozen executor stays
 frozen. All stages are checked before the first one starts. The same command goes on in whichever
 stage was under way and passes over the finished ones. On `engine: trinity` the order and the
@@ -30,8 +30,7 @@ from aflow_tune.config.validate import check_part
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
 from aflow_tune.files import write_json
 from aflow_tune.report.html import chain_summary, write_chain_report
-from aflow_tune.running.run import Function, last_metrics
-from aflow_tune.running.run_modes import make_run
+from aflow_tune.running.run import Function, last_metrics, make_run
 from aflow_tune.runs.folder import CHAIN_FILE, RUN_FILE, checkpoints, locked, read_state
 from aflow_tune.types import TuneResult
 
