@@ -272,7 +272,10 @@ def _with_stop(work: Callable[[Stop], T]) -> T:
         quiet()
         return work(asked.is_set)
 
-    if asyncio._get_running_loop() is None:
+    in_loop = False
+    with contextlib.suppress(RuntimeError):
+        in_loop = bool(asyncio.get_running_loop())
+    if not in_loop:
         with _signals(asked):
             return quietly()
     with ThreadPoolExecutor(1, "aflow-tune") as pool:

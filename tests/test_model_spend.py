@@ -22,7 +22,6 @@ from aflow_tune.models import (
     ScriptedModel,
     Spend,
     Usage,
-    current_spend,
     make_client,
 )
 from aflow_tune.models.clients import RunSpend
@@ -354,18 +353,6 @@ def test_a_run_goes_on_where_an_earlier_command_stopped(tmp_path: Path) -> None:
     assert calls_until_reached(Spend(run.limits, path), scripted(Usage(1, 1))) == 2
     spent = Spend(path=path).spent()
     assert (spent.calls, spent.tokens, spent.pico) == (5, 40, 42)
-
-
-def test_a_run_whose_folder_was_deleted_counts_anew_in_the_same_process(tmp_path: Path) -> None:
-    path = tmp_path / "account.sqlite"
-    run = RunSpend(str(path), BudgetSection(calls=2))
-    for _ in range(2):
-        path.unlink(missing_ok=True)
-        run.start()
-        with run.open():
-            spend = current_spend()
-        assert calls_until_reached(spend, scripted()) == 2
-        assert Spend(path=path).spent().calls == 2
 
 
 def test_without_a_limit_nothing_is_written(tmp_path: Path) -> None:
