@@ -18,20 +18,12 @@ if TYPE_CHECKING:
     from aflow_tune.types import JudgeOutput, TuneResult, WorkflowOutput
 
 _HOME = {
-    "tune": "aflow_tune.tuning",
-    "workflow": "aflow_tune.contract.plugins",
-    "caller": "aflow_tune.context",
-    "client_for": "aflow_tune.models.clients",
-    "record_metrics": "aflow_tune.context",
-    "step_reward": "aflow_tune.context",
-    "state_key": "aflow_tune.context",
-    "WorkflowOutput": "aflow_tune.types",
-    "JudgeOutput": "aflow_tune.types",
-    "TuneResult": "aflow_tune.types",
-    "AflowTuneError": "aflow_tune.errors",
-    "BadInput": "aflow_tune.errors",
-    "RunFailed": "aflow_tune.errors",
-    "ExitCode": "aflow_tune.errors",
+    "context": ("caller", "record_metrics", "state_key", "step_reward"),
+    "contract.plugins": ("workflow",),
+    "errors": ("AflowTuneError", "BadInput", "ExitCode", "RunFailed"),
+    "models.clients": ("client_for",),
+    "tuning": ("tune",),
+    "types": ("JudgeOutput", "TuneResult", "WorkflowOutput"),
 }
 
 __all__ = [
@@ -53,9 +45,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'aflow_tune' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"aflow_tune.{module}"), name)
+    raise AttributeError(f"module 'aflow_tune' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,15 +1,13 @@
 """What a workflow may say about its rollout: who calls, what to measure, rewards of single steps.
 
-One `RolloutContext` exists for each execution of a workflow. It travels in a context variable, so
-it follows the workflow through `await`, `asyncio.gather`, tasks and `asyncio.to_thread`, and two
-rollouts never see each other; a thread pool of the user's own starts without it. Outside of a
-rollout every function here checks its arguments and does nothing else, so that a workflow can be
-called from a plain unit test.
+One `RolloutContext` exists for each execution of a workflow, in a context variable: it follows the
+workflow through `await`, tasks and `asyncio.to_thread`, and two rollouts never see each other; a
+thread pool of the user's own starts without it. Outside of a rollout every function here checks its
+arguments and does nothing else, so that a workflow can be called from a plain unit test.
 
-Which call is the latest is kept in scopes: one for the rollout, one for each `caller` block and
-one for each task that calls a model. A call is the latest of its own scope and of those around it,
-so parallel branches do not mix, and `asyncio.wait_for`, which runs its argument in a task of its
-own, hides nothing.
+Which call is the latest is kept in scopes: one for the rollout, one for each `caller` block and one
+for each task that calls a model. A call is the latest of its own scope and of those around it, so
+parallel branches do not mix, and `asyncio.wait_for`, which starts a task, hides nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +26,24 @@ DEFAULT_CALLER = "workflow"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def within(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Set a context variable for the block and everything it starts."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        _go_back(variable, token)
+
+
+def _go_back(variable: ContextVar[Any], token: Token[Any]) -> None:
+    """Undo a change, unless a rollout that was given up is closed by the garbage collector, which
+    happens in whatever context is current."""
+    with contextlib.suppress(ValueError):
+        variable.reset(token)
 
 
 @dataclass
@@ -66,8 +82,7 @@ class _Place:
     blocks: tuple[_Block, ...] = ()
 
 
-_NOWHERE = _Place()
-_place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_NOWHERE)
+_place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_Place())  # noqa: B039
 
 
 @dataclass
@@ -84,15 +99,16 @@ class RolloutContext:
     @contextlib.contextmanager
     def activate(self) -> Iterator[RolloutContext]:
         """Make this the rollout of the current context and of everything it starts."""
-        token = _place.set(_Place(self, scope=_Scope(_current_task())))
-        try:
+        with within(_place, _Place(self, scope=_Scope(_current_task()))):
             yield self
-        finally:
-            _go_back(token)
 
     def note_call(self) -> CallNote:
         place = _place.get()
-        note = CallNote(len(self.calls), place.caller, _take_state_key(place))
+        pending = _pending_key(place)
+        if pending is not None:
+            pending.taken = True
+        key = place.block_key if pending is None else pending.key
+        note = CallNote(len(self.calls), place.caller, key)
         self.calls.append(note)
         scope, task = place.scope, _current_task()
         if scope is None or scope.task is not task:
@@ -115,19 +131,15 @@ def current_caller() -> str:
 
 
 class _Block:
-    """A `with` block that also decorates functions, coroutine functions among them.
-
-    A decorated function opens a block of its own for each call, so calls may overlap. A block may
-    also be left by the garbage collector, when a rollout was given up in the middle: that happens
-    in whatever context is current, which must not change.
-    """
+    """A `with` block that also decorates functions, coroutine functions among them; a decorated
+    function opens a block of its own for each call, so calls may overlap."""
 
     _token: Token[_Place] | None = None
 
-    def _inside(self, place: _Place) -> _Place:
-        raise NotImplementedError
+    def __init__(self, name: str) -> None:
+        self.name = _text(f"{type(self).__name__}()", name)
 
-    def _again(self) -> _Block:
+    def _inside(self, place: _Place) -> _Place:
         raise NotImplementedError
 
     def __enter__(self) -> None:
@@ -140,7 +152,7 @@ class _Block:
     def __exit__(self, *error: object) -> None:
         token, self._token = self._token, None
         if token is not None and any(block is self for block in _place.get().blocks):
-            _go_back(token)
+            _go_back(_place, token)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         # The wrappers travel to workers by value: they may refer to nothing but `self`.
@@ -153,14 +165,14 @@ class _Block:
 
             @functools.wraps(function)
             async def in_block(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with self._again():
+                with type(self)(self.name):
                     return await function(*args, **kwargs)
 
             return cast(Callable[P, R], in_block)
 
         @functools.wraps(function)
         def in_sync_block(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self._again():
+            with type(self)(self.name):
                 return function(*args, **kwargs)
 
         return in_sync_block
@@ -175,17 +187,11 @@ class caller(_Block):
         ValueError: the name is not a text, or is empty.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = _text("a caller's name", name)
-
     def _inside(self, place: _Place) -> _Place:
         path = self.name if place.caller == DEFAULT_CALLER else f"{place.caller}/{self.name}"
         outer = place.scope
         scope = None if outer is None else _Scope(_current_task(), outer, outer.latest)
         return replace(place, caller=path, scope=scope)
-
-    def _again(self) -> caller:
-        return caller(self.name)
 
 
 class state_key(_Block):
@@ -200,18 +206,15 @@ class state_key(_Block):
     """
 
     def __init__(self, key: str) -> None:
-        self.key = _text("a state key", key)
+        super().__init__(key)
         place = _place.get()
-        self._next = _NextKey(self.key, _pending_key(place))
+        self._next = _NextKey(key, _pending_key(place))
         if place.rollout is not None:
             _place.set(replace(place, next_key=self._next))
 
     def _inside(self, place: _Place) -> _Place:
         self._next.taken = True
-        return replace(place, block_key=self.key)
-
-    def _again(self) -> state_key:
-        return state_key(self.key)
+        return replace(place, block_key=self.name)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         self._next.taken = True
@@ -219,10 +222,8 @@ class state_key(_Block):
 
 
 def step_reward(value: float) -> None:
-    """Give the latest model call a reward of its own.
-
-    The latest is the one that started last in the current task or `caller` block, or in a task
-    that was started from it.
+    """Give the latest model call a reward of its own: the one that started last in the current task
+    or `caller` block, or in a task that was started from it.
 
     Raises:
         ValueError: the value is not a finite number.
@@ -238,16 +239,10 @@ def step_reward(value: float) -> None:
 
 
 def record_metrics(**metrics: float) -> None:
-    """Record numbers about this rollout; they appear in training and evaluation curves.
-
-    A name recorded twice keeps its last value.
-
-    Raises:
-        ValueError: a value is not a finite number.
-    """
+    """Record numbers about this rollout; they appear in training and evaluation curves. A name
+    recorded twice keeps its last value. ValueError: a value is not a finite number."""
     numbers = {name: _number(name, value) for name, value in metrics.items()}
-    rollout = current_rollout()
-    if rollout is not None:
+    if (rollout := current_rollout()) is not None:
         rollout.metrics.update(numbers)
 
 
@@ -255,21 +250,11 @@ def keep(name: str, value: Any) -> None:
     """Keep plain data (texts, numbers, lists, objects) about this rollout beside its reward.
 
     It stands under `kept` in the rollout's record: in `rollouts/` for training, in `evaluations/`
-    for held-out tasks. A name kept twice keeps its last value.
-
-    Raises:
-        ValueError: the name is not a text, or is empty.
+    for held-out tasks. A name kept twice keeps its last value. ValueError: the name is empty.
     """
     _text("a name to keep something under", name)
-    rollout = current_rollout()
-    if rollout is not None:
+    if (rollout := current_rollout()) is not None:
         rollout.kept[name] = value
-
-
-def _go_back(token: Token[_Place]) -> None:
-    """Undo a change, unless this is another context than the one that was changed."""
-    with contextlib.suppress(ValueError):
-        _place.reset(token)
 
 
 def _current_task() -> asyncio.Task[Any] | None:
@@ -286,14 +271,6 @@ def _pending_key(place: _Place) -> _NextKey | None:
     return pending
 
 
-def _take_state_key(place: _Place) -> str | None:
-    pending = _pending_key(place)
-    if pending is None:
-        return place.block_key
-    pending.taken = True
-    return pending.key
-
-
 def _text(what: str, value: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{what} must be a text that is not empty, not {value!r}")
@@ -302,11 +279,9 @@ def _text(what: str, value: str) -> str:
 
 def _number(name: str, value: float) -> float:
     try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        number = float(value)
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, not {value!r:.80}") from None
+        number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
+        raise ValueError(f"{name} must be a finite number, not {value!r:.80}")
     return number

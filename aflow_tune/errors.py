@@ -34,10 +34,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with an input.
-
-    `where` is `file:line`, a configuration key path, or both.
-    """
+    """One thing that is wrong with an input. `where`: `file:line`, a key path, or both."""
 
     where: str
     expected: str
@@ -102,9 +99,8 @@ class AlreadyFinished(AflowTuneError):
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_RUST = ("safetensors", "tokenizers")
-_NATIVE = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")
-"""How libraries written in Rust, such as safetensors, tell the number of an error."""
+_RUST = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")
+"""How libraries written in Rust tell the number of an error."""
 
 
 def disk_fault(error: BaseException) -> str | None:
@@ -113,10 +109,10 @@ def disk_fault(error: BaseException) -> str | None:
     if isinstance(error, sqlite3.OperationalError):
         code = getattr(error, "sqlite_errorcode", 0)
         full = code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
-        return f"{error} (the run's books)" if full else None
-    native = _NATIVE.search(str(error)) if number is None else None
-    if native is not None and type(error).__module__.startswith(_RUST):
-        number = int(native[1] or native[2])
+        return f"{error} (the run's record of spend)" if full else None
+    if type(error).__module__.startswith(("safetensors", "tokenizers")):
+        told = _RUST.search(str(error))
+        number = number if told is None else int(told[1] or told[2])
     if number not in _NO_ROOM:
         return None
     place = getattr(error, "filename", None)

@@ -1,7 +1,6 @@
 """Files that a killed process leaves whole: replaced in one move, or grown line by line.
 
-Several writers may add lines to one file; only one process at a time replaces it. What the
-files hold is the matter of those who call.
+Several writers may add lines to one file; only one process at a time replaces it.
 """
 
 from __future__ import annotations
@@ -45,11 +44,8 @@ def as_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append in one write, so that concurrent writers never mix; makes the folder.
-
-    Raises:
-        OSError: the line could not be written whole.
-    """
+    """Append in one write, so that concurrent writers never mix; makes the folder. OSError: the
+    line could not be written whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:

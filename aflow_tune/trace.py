@@ -1,11 +1,9 @@
 """What happened inside one rollout: model calls, operators, programs run in the sandbox.
 
-One `Trace` exists per traced rollout and travels with it in a context variable. Whoever does
-something worth telling notes an event; outside of a traced rollout `note` does nothing. Events hold
-names, counts and outcomes, never keys, and no text but the reason of a failure.
-
-An event's `caller` is the path that `context.caller` had opened; operators open one block
-`Operator.instance` each, so that events, experiences and graph drawings share one name.
+One `Trace` exists per traced rollout and travels with it in a context variable; outside of one
+`note` does nothing. Events hold names, counts and outcomes, never keys, and no text but the reason
+of a failure. An event's `caller` is the path that `context.caller` had opened; operators open one
+block `Operator.instance` each, so that events, experiences and graph drawings share one name.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from aflow_tune.context import current_caller
+from aflow_tune.context import current_caller, within
 
 POLICY = "policy"
 """The role of the model that is tuned."""
@@ -36,11 +34,8 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCall(Event):
-    """One call of a model, retries included.
-
-    `cost` is in US dollars and None where the price is not known. `failure` is None where an
-    answer came, else a word such as 'rate_limited'.
-    """
+    """One call of a model, retries included. `cost` is in US dollars, None where the price is not
+    known. `failure` is None where an answer came, else a word such as 'rate_limited'."""
 
     role: str
     model: str
@@ -79,34 +74,26 @@ class Trace:
     @contextlib.contextmanager
     def activate(self) -> Iterator[Trace]:
         """Make this the trace of the current context and of everything it starts."""
-        token = _trace.set(self)
-        try:
+        with within(_trace, self):
             yield self
-        finally:
-            # A rollout that was given up may be closed by the collector, in another context.
-            with contextlib.suppress(ValueError):
-                _trace.reset(token)
 
     def of(self, kind: type[T]) -> list[T]:
         return [event for event in self.events if isinstance(event, kind)]
 
     def metrics(self) -> dict[str, float]:
         """Counts for a rollout's metrics: operator outcomes, program outcomes, cost by role."""
-        counts: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()
         for use in self.of(OperatorCall):
-            counts[f"operator/{use.operator}/{use.outcome}"] += 1
+            numbers[f"operator/{use.operator}/{use.outcome}"] += 1
         for program in self.of(ProgramRun):
-            counts[f"sandbox/{program.outcome}"] += 1
-        numbers = {name: float(count) for name, count in counts.items()}
+            numbers[f"sandbox/{program.outcome}"] += 1
+        costs: dict[str, float] = {}
         for call in self.of(ModelCall):
-            if call.cost is None:
-                if call.role == POLICY:  # every rollout calls it; whether it has a price is no news
-                    continue
-                name, amount = f"unpriced_calls/{call.role}", 1.0
-            else:
-                name, amount = f"cost/{call.role}", call.cost
-            numbers[name] = numbers.get(name, 0.0) + amount
-        return numbers
+            name = f"unpriced_calls/{call.role}" if call.cost is None else f"cost/{call.role}"
+            # Every rollout calls the policy; that it has no price is no news.
+            if call.cost is not None or call.role != POLICY:
+                costs[name] = costs.get(name, 0.0) + (1.0 if call.cost is None else call.cost)
+        return {name: float(count) for name, count in numbers.items()} | costs
 
 
 _trace: ContextVar[Trace | None] = ContextVar("aflow_tune_trace", default=None)
@@ -118,6 +105,5 @@ def current_trace() -> Trace | None:
 
 
 def note(event: Event) -> None:
-    trace = current_trace()
-    if trace is not None:
+    if (trace := current_trace()) is not None:
         trace.events.append(event)

@@ -1,8 +1,9 @@
-"""`tune()`: wiring, from a function and a YAML to a trained model that was evaluated.
+"""`tune()` and its sisters: wiring, from a function and a YAML to a model that was evaluated.
 
-The order of things: load and check the configuration, check the functions, choose the engine
-and say why, take the run folder, run, prove that the target was reached, report. What each
-step does lives in its own room; this module decides only what follows what.
+Load and check the configuration, check the functions, choose the engine and say why, take the run
+folder, run, prove that the target was reached, report: what each step does lives in its own room.
+Everything here stops in order at the first Ctrl-C or SIGTERM, which raises Interrupted where there
+is something to resume.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
     from aflow_tune.sweeps.sweep import Ended
 
 T = TypeVar("T")
+Function = Callable[..., Any]
 Stop = Callable[[], bool]
+Phase = Callable[[str], None]
 
 
 def tune(
-    workflow_func: Callable[..., Any],
+    workflow_func: Function,
     config_path: str | Path | None = None,
     *,
-    judge_func: Callable[..., Any] | None = None,
+    judge_func: Function | None = None,
     train_dataset: Any = None,
     eval_dataset: Any = None,
     model: Any = None,
@@ -69,25 +72,25 @@ def tune(
         BadInput: function, configuration or data were refused; nothing was started.
         AlreadyFinished: the run folder holds this very run, finished.
         RunFailed: training stopped before its target.
-        Interrupted: asked to stop; the state is saved and the same call resumes.
+        Interrupted, BudgetReached: the state is saved and the same call resumes.
     """
-    agentscope_arguments = {
-        "judge_func": judge_func,
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
-        "model": model,
-        "auxiliary_models": auxiliary_models,
-        "algorithm": algorithm,
-        "project_name": project_name,
-        "experiment_name": experiment_name,
-        "monitor_type": monitor_type,
-    }
 
     def work(stop: Stop) -> TuneResult:
         from aflow_tune.config.load import apply_agentscope_args, load_config
 
         config = load_config(config_path, overrides)
-        apply_agentscope_args(config, **agentscope_arguments)
+        apply_agentscope_args(
+            config,
+            judge_func=judge_func,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            model=model,
+            auxiliary_models=auxiliary_models,
+            algorithm=algorithm,
+            project_name=project_name,
+            experiment_name=experiment_name,
+            monitor_type=monitor_type,
+        )
         return _execute(config, workflow_func, judge_func, inline, stop)
 
     return _with_stop(work)
@@ -104,20 +107,14 @@ def run_config(
 
         config = load_config(config_path, overrides)
         config.note_command(config_path, overrides, inline)
-        workflow_func, judge_func = functions_of(config)
-        return _execute(config, workflow_func, judge_func, inline, stop)
+        return _execute(config, *functions_of(config), inline, stop)
 
     return _with_stop(work)
 
 
 def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
-    """Run the command once more that began the run in `folder`, with `overrides` added to it.
-
-    A stage's folder means its chain. Raises as `tune()`, and:
-
-    Raises:
-        BadInput: the folder holds no run, or one that no command began.
-    """
+    """Run the command once more that began the run in `folder`, with `overrides` added to it; a
+    stage's folder means its chain. Raises as `tune()`; BadInput: no command began a run there."""
     from aflow_tune.runs.resume import command_of
 
     found = command_of(folder, overrides)
@@ -126,9 +123,7 @@ def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
 
 
 def run_loaded(
-    config: AflowConfig,
-    workflow_func: Callable[..., Any] | None,
-    judge_func: Callable[..., Any] | None,
+    config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
 ) -> TuneResult:
     """Tune with a configuration that was read elsewhere, as a submitted job does. Raises as
     `tune()`."""
@@ -144,21 +139,12 @@ def dry_run_config(
     tasks: int | None = None,
     stage: str | None = None,
     inline: bool = False,
-    phase: Callable[[str], None] | None = None,
+    phase: Phase | None = None,
 ) -> DryRunResult:
     """Play one step of a configuration by a script on a tiny random model; nothing is kept.
 
-    Args:
-        answers: a file of what a good and a bad policy would say (`dry_run/script.py`).
-        call_apis: whether models behind an API are called; else plain words stand in for them.
-        tasks: tasks to play; None: those of a step, as long as that is short.
-        stage: of a chain, the stage to play; None: the first that trains on rollouts.
-        inline: one process without Ray, whatever the configuration says.
-        phase: told what is going on; None: printed.
-
-    Raises:
-        BadInput: configuration, function, data or answers were refused; nothing was started.
-        Interrupted: asked to stop.
+    Arguments as the fields of `DryRunOptions`; `phase` is told what is going on. BadInput:
+    configuration, function, data or answers were refused; nothing was started.
     """
     tell = phase or (lambda text: print(f"dry run: {text} ...", flush=True))
 
@@ -189,7 +175,7 @@ def harvest_config(
     runs: Sequence[Path] = (),
     limit: int | None = None,
     out: Path | None = None,
-    phase: Callable[[str], None] = print,
+    phase: Phase = print,
 ) -> HarvestSummary:
     """Collect pairs of a problem and a graph that solves it, with the writer of a YAML.
 
@@ -201,7 +187,7 @@ def harvest_config(
 
     Raises:
         BadInput: the configuration, rows or models were refused.
-        Interrupted, BudgetReached: stopped; the same call goes on.
+        BudgetReached: the same call goes on.
         RunFailed: no graph solved a problem.
     """
 
@@ -233,21 +219,11 @@ def harvest_config(
     return _with_stop(work)
 
 
-def sweep_config(
-    request: Request, *, ray: str | None = None, phase: Callable[[str], None] = print
-) -> Ended:
+def sweep_config(request: Request, *, ray: str | None = None, phase: Phase = print) -> Ended:
     """Try a configuration with other settings; returns the table of the trials.
 
-    Args:
-        ray: the address of the Ray that runs are started through, in place of the
-            configuration's, or `none`: processes of this machine.
-        phase: told what is going on.
-
-    Raises:
-        BadInput: the space or the configuration was refused, or the folder holds another sweep.
-        AlreadyFinished: all trials have ended before.
-        Interrupted, BudgetReached: stopped; the same call goes on.
-        RunFailed: the first three trials failed, or none has a score.
+    `ray`: the address of the Ray that runs are started through, in place of the configuration's, or
+    `none`: processes of this machine. Raises as `run_sweep`.
     """
 
     def work(stop: Stop) -> Ended:
@@ -260,13 +236,13 @@ def sweep_config(
 
 def _execute(
     config: AflowConfig,
-    workflow_func: Callable[..., Any] | None,
-    judge_func: Callable[..., Any] | None,
+    workflow_func: Function | None,
+    judge_func: Function | None,
     inline: bool | None,
     stop: Stop,
 ) -> TuneResult:
     from aflow_tune.config.engine import own_devices
-    from aflow_tune.running.run_modes import make_run
+    from aflow_tune.running.run import make_run
     from aflow_tune.running.stage_chain import run_chain
 
     if inline is not None:
@@ -296,30 +272,20 @@ def _with_stop(work: Callable[[Stop], T]) -> T:
         quiet()
         return work(asked.is_set)
 
-    try:
-        asyncio.get_running_loop()
-        in_loop = True
-    except RuntimeError:
-        in_loop = False
+    in_loop = False
+    with contextlib.suppress(RuntimeError):
+        in_loop = bool(asyncio.get_running_loop())
     if not in_loop:
         with _signals(asked):
             return quietly()
-    outcome: Future[T] = Future()
-
-    def target() -> None:
-        try:
-            outcome.set_result(quietly())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=target, name="aflow-tune")
-    thread.start()
-    while thread.is_alive():
-        try:
-            thread.join(0.5)
-        except KeyboardInterrupt:
-            asked.set()
-    return outcome.result()
+    with ThreadPoolExecutor(1, "aflow-tune") as pool:
+        future = pool.submit(quietly)
+        while not future.done():
+            try:
+                wait([future], timeout=0.5)
+            except KeyboardInterrupt:
+                asked.set()
+        return future.result()
 
 
 @contextlib.contextmanager
@@ -338,9 +304,7 @@ def _signals(asked: threading.Event) -> Iterator[None]:
         except RuntimeError:  # this thread is in the middle of a print: its buffer is taken
             os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in previous:
-        signal.signal(number, handle)
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

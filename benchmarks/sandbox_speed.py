@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.sandbox import detect, run_program, run_program_sync
-from aflow_tune.sandbox.engine import engine
 from aflow_tune.sandbox.process import Job
+from aflow_tune.sandbox.running import engine
 from aflow_tune.sandbox.types import Level, Limits
 
 TARGET_PER_SECOND = 30.0

@@ -65,7 +65,7 @@ import trinity.explorer.explorer, trinity.trainer.trainer
 from trinity.cli.launcher import run_stage
 from aflow_tune.config.load import load_config
 from aflow_tune.engines.trinity.rollout.explorer import LocalExplorer
-from aflow_tune.running.run_modes import make_run
+from aflow_tune.running.run import make_run
 from aflow_tune.engines.trinity.training.trainer import LocalTrainActor
 from flow import flow
 

@@ -24,9 +24,9 @@ class Step:
     """How one request is answered.
 
     `kind`: 'answer'; 'cut' closes before the head, 'cut_body' in the middle of the body; 'drip'
-    sends a byte each 20 ms; 'hang' sends nothing; 'huge' sends a body without end.
+    sends a byte each 20 ms; 'hang' sends nothing.
     `body` replaces the good reply: bytes as they are, anything else as JSON. `seconds` is a wait
-    before the reply, `until` what is waited for before that.
+    before the reply.
     """
 
     kind: str = "answer"
@@ -36,7 +36,6 @@ class Step:
     text: str = "fine"
     usage: tuple[int, int] | None = USAGE
     seconds: float = 0.0
-    until: Callable[[], bool] | None = None
 
 
 @dataclass
@@ -50,15 +49,13 @@ Script = Sequence[Step] | Callable[[int, Request], Step]
 
 
 class FaultyServer:
-    """Context manager; `url` is its address. `abandoned` counts requests whose client left."""
+    """Context manager; `url` is its address."""
 
     def __init__(self, steps: Script = ()) -> None:
         self.steps = steps
         self.requests: list[Request] = []
         self.under_way = 0
         self.most_under_way = 0
-        self.abandoned = 0
-        self.answered = 0
         self.url = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -114,11 +111,7 @@ class FaultyServer:
         gone = asyncio.ensure_future(reader.read(1))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self.abandoned += 1
-                return False
-            self.answered += step.kind == "answer" and step.status == 200
-            return work.result()
+            return work.done() and work.result()
         finally:
             self.under_way -= 1
             for task in (work, gone):
@@ -127,16 +120,13 @@ class FaultyServer:
                     await task
 
     async def _play(self, step: Step, request: Request, writer: asyncio.StreamWriter) -> bool:
-        while step.until is not None and not step.until():
-            await asyncio.sleep(0.005)
         await asyncio.sleep(step.seconds)
         if step.kind == "hang":
             await asyncio.Event().wait()
         if step.kind == "cut":
             return False
         body = _body(step, request)
-        length = len(body) if step.kind != "huge" else 1 << 40
-        head = [f"HTTP/1.1 {step.status} Scripted", f"content-length: {length}"]
+        head = [f"HTTP/1.1 {step.status} Scripted", f"content-length: {len(body)}"]
         head += [f"{name}: {value}" for name, value in step.headers.items()]
         if not any(name.lower() == "content-type" for name in step.headers):
             head.append("content-type: application/json")
@@ -145,10 +135,6 @@ class FaultyServer:
             writer.write(body[: len(body) // 2])
             await writer.drain()
             return False
-        if step.kind == "huge":
-            while True:
-                writer.write(b" " * (1 << 20))
-                await writer.drain()
         if step.kind == "drip":
             for at in range(len(body)):
                 writer.write(body[at : at + 1])
@@ -183,26 +169,13 @@ def _body(step: Step, request: Request) -> bytes:
 
 
 def openai_reply(text: str | None, usage: tuple[int, int] | None = USAGE, **message: Any) -> Any:
-    reply: dict[str, Any] = {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "scripted-1",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": "stop",
-                "message": {"role": "assistant", "content": text, **message},
-            }
-        ],
-    }
+    said = {"role": "assistant", "content": text, **message}
+    reply: dict[str, Any] = {"id": "x", "object": "chat.completion", "created": 0}
+    reply["model"] = "scripted-1"
+    reply["choices"] = [{"index": 0, "finish_reason": "stop", "message": said}]
     if usage is not None:
-        prompt, completion = usage
-        reply["usage"] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        reply["usage"] = dict(zip(names, (*usage, sum(usage)), strict=True))
     return reply
 
 
@@ -210,15 +183,9 @@ def anthropic_reply(
     text: str | None, usage: tuple[int, int] | None = USAGE, *blocks: Any, reason: str = "end_turn"
 ) -> Any:
     content = [] if text is None else [{"type": "text", "text": text}]
-    reply: dict[str, Any] = {
-        "id": "x",
-        "type": "message",
-        "role": "assistant",
-        "model": "scripted-1",
-        "content": [*content, *blocks],
-        "stop_reason": reason,
-        "stop_sequence": None,
-    }
+    reply: dict[str, Any] = {"id": "x", "type": "message", "role": "assistant"}
+    reply |= {"model": "scripted-1", "content": [*content, *blocks]}
+    reply |= {"stop_reason": reason, "stop_sequence": None}
     if usage is not None:
         reply["usage"] = {"input_tokens": usage[0], "output_tokens": usage[1]}
     return reply

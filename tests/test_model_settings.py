@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import pickle
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
-from faulty_server import FaultyServer, Step, openai_reply
+from faulty_server import USAGE, FaultyServer, Step, openai_reply
 
-from aflow_tune.config.load import load_config, read_config
 from aflow_tune.errors import BadInput
-from aflow_tune.models import ModelError, ResponseCache, Spend, make_client
+from aflow_tune.models import ModelError, Reply, ResponseCache, Spend, Usage, make_client
 from aflow_tune.models.clients import RunSpend, client_for
 from aflow_tune.models.redaction import HIDDEN, scrub, short
 from aflow_tune.models.settings import check_models
+from aflow_tune.models.types import Ask
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
-from aflow_tune.trace import Trace
+from aflow_tune.trace import ModelCall, Trace
 
 HELLO = [{"role": "user", "content": "hello"}]
 KEY = 'sk-live+/0123456789"ü'[:19]
@@ -29,35 +31,6 @@ HEADER = "org-secret-0123456789"
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
-
-
-def test_the_section_is_read_from_yaml_and_command_line(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "models:\n"
-        "  judge: {model: gpt-4o-mini, temperature: 0.2, max_concurrency: 4}\n"
-        "  policy: {prices: {input: 0, output: 0}}\n"
-        "budget: {usd: 2.5, tokens: 1000, calls: 10}\n"
-    )
-    config = load_config(path, ["models.judge.temperature=0.7", "models.critic.model=m"])
-    assert config.models["judge"].temperature == 0.7
-    assert config.models["judge"].max_concurrency == 4
-    assert config.models["critic"].model == "m"
-    assert config.models["policy"].prices == PriceSettings(input=0.0, output=0.0)
-    assert config.budget == BudgetSection(None, 2.5, 1000, 10)
-
-
-def test_faults_of_the_section_have_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("models:\n  judge:\n    modle: x\n    provider: opnai\n")
-    _, faults = read_config(path, ["models.judge.top_k=3", "models.judge.api_key=sk-1234567890"])
-    told = [str(fault) for fault in faults]
-    assert "run.yaml:3: models.judge.modle" in told[0]
-    assert "did you mean `models.judge.model`?" in told[0]
-    assert "run.yaml:4: models.judge.provider" in told[1]
-    assert any("models.judge.top_k" in fault for fault in told[2:])
-    assert any("did you mean `models.judge.api_key_env`?" in fault for fault in told[2:])
-    assert not any("1234567890" in fault for fault in told)
 
 
 @pytest.mark.usefixtures("no_keys")
@@ -72,21 +45,11 @@ def test_all_faults_at_once_and_missing_keys_by_name() -> None:
         "policy": ModelSettings(prices=PriceSettings(input=1.0)),
     }
     found = {fault.where: fault for fault in check_models(models)}
-    assert set(found) == {
-        "models.judge.api_key_env",
-        "models.critic.api_key_env",
-        "models.odd.model",
-        "models.odd.base_url",
-        "models.odd.temperature",
-        "models.odd.timeout",
-        "models.odd.max_concurrency",
-        "models.odd.retries",
-        "models.policy.prices.output",
-    }
-    assert found["models.judge.api_key_env"].cure == "export OPENAI_API_KEY=..."
-    assert found["models.critic.api_key_env"].expected == (
-        "the environment variable ANTHROPIC_API_KEY"
-    )
+    odd = {"model", "base_url", "temperature", "timeout", "max_concurrency", "retries"}
+    keys = {"judge.api_key_env", "critic.api_key_env", "policy.prices.output"}
+    assert set(found) == {f"models.{key}" for key in keys | {f"odd.{name}" for name in odd}}
+    assert "OPENAI_API_KEY" in found["models.judge.api_key_env"].cure
+    assert "ANTHROPIC_API_KEY" in found["models.critic.api_key_env"].expected
 
 
 @pytest.mark.usefixtures("no_keys")
@@ -163,15 +126,12 @@ FAILURES: dict[str, Step] = {
     "401 that repeats the key": Step(
         status=401, body={"error": {"message": f"Incorrect API key provided: {KEY}."}}
     ),
-    "400 in plain text": Step(status=400, body=f"bad header Bearer {KEY} {HEADER}".encode()),
     "403 in JSON": Step(status=403, body={"told": [KEY, {"deep": HEADER}]}),
     "429 with the key in a header": Step(status=429, headers={"x-debug": KEY}),
-    "500 with the key": Step(status=500, body=KEY.encode() * 50),
     "a reply with the key and no choices": Step(body={"key": KEY, "header": HEADER}),
     "a reply with the key that is no JSON": Step(body=f"{{{KEY} {HEADER}".encode()),
     "content of a wrong type with the key": Step(body=openai_reply({"x": KEY})),  # type: ignore[arg-type]
     "cut": Step(kind="cut"),
-    "hang": Step(kind="hang"),
 }
 
 
@@ -208,7 +168,6 @@ def test_no_key_in_errors_logs_traces_or_files(
             headers_env={"x-org": "MY_HEADER"},
             retries=1,
             backoff=0.001,
-            timeout=2.0 if step.kind == "hang" else 60.0,  # a request has to be there
         )
         client = make_client(settings)
         with pytest.raises(ModelError) as caught:
@@ -229,3 +188,131 @@ def test_no_key_in_errors_logs_traces_or_files(
     for secret in (KEY, HEADER):
         assert secret not in told
         assert secret.encode() not in files
+
+
+# The cache of answers
+
+BASE: dict[str, Any] = {"messages": HELLO, "temperature": 0.5, "seed": 1}
+OLD_KEY = "3f67b4c72af8ad628589a5ca3ce3ffa68dc65506dfe809ed519af89d131a544c"
+ENDPOINT = {"provider": "openai", "base_url": "https://api.example.com/v1", "model": "m"}
+
+
+def numbered(number: int, _: Any) -> Step:
+    return Step(text=f"answer {number}")
+
+
+def client_of(server: FaultyServer, **settings: Any) -> Any:
+    prices = PriceSettings(input=1.0, output=10.0)
+    return make_client(
+        ModelSettings(model="m", base_url=server.openai_url, prices=prices, **settings)
+    )
+
+
+def test_the_same_question_is_asked_once_for_each_sample(tmp_path: Path) -> None:
+    async def sample(number: int) -> list[str]:
+        with cache.activate(sample=number, weights="w"):
+            return [(await client.complete(HELLO)).text for _ in range(2)]
+
+    cache = ResponseCache(tmp_path)
+    with FaultyServer(numbered) as server:
+        client = client_of(server)
+        first = [asyncio.run(sample(0)), asyncio.run(sample(1))]
+        again = [asyncio.run(sample(0)), asyncio.run(sample(1))]
+    # Within a sample the second asking is a question of its own: ensembles need other answers.
+    assert first == again == [["answer 0", "answer 1"], ["answer 2", "answer 3"]]
+    assert len(server.requests) == 4
+
+
+def test_an_answer_from_the_cache_is_free_but_keeps_what_it_had_cost(tmp_path: Path) -> None:
+    async def evaluate() -> Reply:
+        with ResponseCache(tmp_path).activate(weights="w"), spend.activate(), trace.activate():
+            return await client.complete(HELLO)
+
+    spend, trace = Spend(BudgetSection(calls=1, usd=1.0)), Trace()
+    with FaultyServer() as server:
+        client = client_of(server)
+        paid, cached = asyncio.run(evaluate()), asyncio.run(evaluate())
+    assert (paid.from_cache, cached.from_cache) == (False, True)
+    assert (cached.text, cached.model, cached.usage) == ("fine", "scripted-1", Usage(*USAGE))
+    assert cached.cost == paid.cost == pytest.approx(0.0002)
+    first, second = trace.of(ModelCall)
+    assert (first.from_cache, second.from_cache, second.cost) == (False, True, cached.cost)
+    assert (spend.spent().calls, spend.spent().tokens) == (1, 110)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "text": {"messages": [{"role": "user", "content": "hello!"}]},
+    "role": {"messages": [{"role": "system", "content": "hello"}]},
+    "order": {"messages": [*HELLO, {"role": "user", "content": "x"}]},
+    "temperature": {"temperature": 0.6},
+    "no temperature": {"temperature": None},
+    "top_p": {"top_p": 0.5},
+    "max_tokens": {"max_tokens": 5},
+    "stop": {"stop": ["x"]},
+    "seed": {"seed": 2},
+    "schema": {"schema": {"type": "object"}},
+    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+}
+
+
+def key(ask: dict[str, Any], endpoint: Any = ENDPOINT, sample: Any = 0, weights: str = "") -> str:
+    with ResponseCache("nowhere").activate(sample, weights) as use:
+        entry = use.entry(endpoint, Ask(**ask))
+    assert entry is not None
+    return entry.key
+
+
+def test_whatever_changes_the_answer_changes_the_key() -> None:
+    changed = [key({**BASE, **change}) for change in CHANGES.values()]
+    changed += [key(BASE, {**ENDPOINT, name: "other"}) for name in ENDPOINT]
+    changed += [key(dict(BASE)), key(BASE, sample=1), key(BASE, weights="w")]
+    assert len(set(changed)) == len(changed)
+    # The key of a cache that an earlier version wrote.
+    old = key({"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5})
+    assert old == OLD_KEY
+
+
+def answer(cache: ResponseCache, client: Any) -> str:
+    async def ask() -> str:
+        with cache.activate(weights="w"):
+            return str((await client.complete(HELLO)).text)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"\xff\xfe" + raw,
+        lambda raw: b"[]",
+        lambda raw: json.dumps({**json.loads(raw), "key": "0" * 64}).encode(),
+    ],
+)
+def test_a_broken_entry_is_asked_again_and_replaced(tmp_path: Path, damage: Any) -> None:
+    cache = ResponseCache(tmp_path)
+    with FaultyServer(numbered) as server:
+        client = client_of(server)
+        assert answer(cache, client) == "answer 0"
+        (file,) = tmp_path.rglob("*.json")
+        file.write_bytes(damage(file.read_bytes()))
+        assert answer(cache, client) == "answer 1"
+        assert answer(cache, client) == "answer 1"
+    assert len(server.requests) == 2
+    assert [path.suffix for path in tmp_path.rglob("*.*")] == [".json"]
+
+
+def test_failures_and_answers_with_keys_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHE_API_KEY", "sk-cache-0123456789")
+    cache = ResponseCache(tmp_path)
+    steps = [Step(status=400), Step(body=openai_reply("your key is sk-cache-0123456789"))]
+    with FaultyServer(steps) as server:
+        client = client_of(server, api_key_env="CACHE_API_KEY")
+        with pytest.raises(RuntimeError):
+            answer(cache, client)
+        assert "your key" in answer(cache, client)
+        assert answer(cache, client) == "fine"
+    (file,) = tmp_path.rglob("*.json")
+    assert b"sk-cache" not in file.read_bytes()

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import sqlite3
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,26 +22,16 @@ from aflow_tune.models import (
     ScriptedModel,
     Spend,
     Usage,
-    current_spend,
     make_client,
 )
 from aflow_tune.models.clients import RunSpend
 from aflow_tune.models.prices import FixedPrice, price_of, stands_in
 from aflow_tune.models.settings import check_models
-from aflow_tune.models.types import Ask
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
-from aflow_tune.trace import ModelCall, Trace
 
 HELLO = [{"role": "user", "content": "hello"}]
 PRICES = PriceSettings(input=1.0, output=10.0)
 """A good reply of the server, (100, 10) tokens, costs 0.0002 dollars."""
-
-
-def test_the_bound_of_a_prompt_is_its_bytes_and_a_margin() -> None:
-    """[[{"role": "user", "content": "hello"}], null, []] is 50 bytes; 64 + 16 for the template."""
-    assert Ask(messages=HELLO).most_prompt_tokens() == 50 + 64 + 16
-    umlauts = Ask(messages=[{"role": "user", "content": "ü" * 10}])
-    assert umlauts.most_prompt_tokens() == 50 - 5 + 20 + 64 + 16
 
 
 # Prices
@@ -162,7 +151,7 @@ def together(spend: Spend, client: Any, count: int, **options: Any) -> list[Any]
 def test_calls_are_limited_exactly_one_after_the_other_and_at_once() -> None:
     spend, client = limited(calls=7), scripted()
     assert calls_until_reached(spend, client) == len(client.asked) == spend.spent().calls == 7
-    assert spend.reached() == "budget.calls: 7 were made"
+    assert spend.reached() == "budget.calls: 7 of 7 are used"
     spend, client = limited(calls=50), scripted()
     outcomes = together(spend, client, 200)
     assert len(client.asked) == 50
@@ -218,7 +207,7 @@ def test_a_call_inside_of_another_does_not_wait_for_it() -> None:
         with limited(tokens=300).activate():
             await ScriptedModel(outer).complete(HELLO)
 
-    with pytest.raises(BudgetReached, match="1 under way may use 130 more"):
+    with pytest.raises(BudgetReached, match="next call might exceed"):
         asyncio.run(asyncio.wait_for(nested(), 60))
 
 
@@ -245,12 +234,6 @@ def test_a_model_without_a_price_is_refused_under_a_limit_on_money() -> None:
     with pytest.raises(BadInput, match=r"models\.critic\.prices") as caught:
         asyncio.run(call(spend, "critic"))
     assert "budget.tokens" in caught.value.faults[0].cure
-
-
-@pytest.mark.parametrize("name", ["usd", "tokens", "calls", "wall_seconds"])
-def test_a_budget_below_zero_is_refused(name: str) -> None:
-    with pytest.raises(BadInput, match=f"budget.{name}"):
-        limited(**{name: -1})
 
 
 def test_a_paid_reply_counts_although_nobody_waits_for_it() -> None:
@@ -372,48 +355,7 @@ def test_a_run_goes_on_where_an_earlier_command_stopped(tmp_path: Path) -> None:
     assert (spent.calls, spent.tokens, spent.pico) == (5, 40, 42)
 
 
-def test_a_file_that_another_process_is_just_making_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "account.sqlite"
-    making = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    making.execute("BEGIN IMMEDIATE")
-    made = threading.Timer(0.3, making.execute, ["COMMIT"])
-    made.start()
-    assert Spend(path=path).spent().calls == 0
-    made.join()
-
-
-def test_a_run_whose_folder_was_deleted_counts_anew_in_the_same_process(tmp_path: Path) -> None:
-    path = tmp_path / "account.sqlite"
-    run = RunSpend(str(path), BudgetSection(calls=2))
-    for _ in range(2):
-        path.unlink(missing_ok=True)
-        run.start()
-        with run.open():
-            spend = current_spend()
-        assert calls_until_reached(spend, scripted()) == 2
-        assert Spend(path=path).spent().calls == 2
-
-
-def test_it_travels_by_its_path(tmp_path: Path) -> None:
-    spend = Spend(BudgetSection(calls=3), tmp_path / "account.sqlite")
-    together(spend, scripted(), 1)
-    assert pickle.loads(pickle.dumps(spend)).spent().calls == 1
-    with pytest.raises(TypeError, match="give it a file"):
-        pickle.dumps(Spend())
-
-
 def test_without_a_limit_nothing_is_written(tmp_path: Path) -> None:
     spend = Spend(path=tmp_path / "account.sqlite")
     together(spend, scripted(Usage(1, 1)), 3)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_call_is_noted_with_its_word() -> None:
-    async def call() -> None:
-        with trace.activate(), pytest.raises(ModelError, match="has 0 replies"):
-            await ScriptedModel([]).complete(HELLO)
-
-    trace = Trace()
-    asyncio.run(call())
-    (event,) = trace.of(ModelCall)
-    assert (event.failure, event.cost, event.retries) == ("refused", 0.0, 0)

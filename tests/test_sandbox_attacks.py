@@ -69,9 +69,7 @@ def test_it_reads_no_file_of_ours(backend: str, outside: Path) -> None:
     token = secrets.token_hex(16)
     (outside / "secret").write_text(token)
     os.environ["AFLOW_TUNE_TEST_TOKEN"] = token
-    program = (
-        TRY
-        + """
+    program = """
 import glob, subprocess
 places = sys.stdin.read().split("\\n")
 places += ["/etc/shadow", "/etc/passwd", "/etc/ssh/sshd_config", "/proc/1/environ"]
@@ -93,10 +91,9 @@ print(os.environ)
 print(attempt(os.listdir, "/root"), attempt(os.listdir, "/home"), attempt(os.listdir, places[1]))
 print("end")
 """
-    )
     try:
         told = [str(outside / "secret"), str(PROJECT), str(PROJECT / "pyproject.toml")]
-        ended = run(backend, program, "\n".join([*told, f"/proc/{os.getpid()}/environ"]))
+        ended = run(backend, TRY + program, "\n".join([*told, f"/proc/{os.getpid()}/environ"]))
     finally:
         del os.environ["AFLOW_TUNE_TEST_TOKEN"]
     assert ended.stdout.endswith("end\n"), ended.stderr
@@ -111,9 +108,7 @@ def test_it_changes_nothing_outside(backend: str, outside: Path) -> None:
     kept.write_text("as it was")
     kept.chmod(0o666)
     before = kept.stat()
-    program = (
-        TRY
-        + """
+    program = """
 outside = sys.stdin.read()
 kept = outside + "/kept"
 attempt(lambda: open(kept, "w").write("changed"))
@@ -141,10 +136,9 @@ for name in ("core_pattern", "hostname"):
     attempt(lambda: open("/proc/sys/kernel/" + name, "w").write("planted"))
 attempt(lambda: open("/proc/sysrq-trigger", "w").write("h"))
 """
-    )
     hostname = socket.gethostname()
     pattern = Path("/proc/sys/kernel/core_pattern").read_text()
-    assert run(backend, program, str(outside)).ok
+    assert run(backend, TRY + program, str(outside)).ok
     after = kept.stat()
     assert kept.read_text() == "as it was"
     assert os.listdir(outside) == ["kept"]
@@ -188,9 +182,7 @@ def test_it_reaches_no_socket(backend: str, outside: Path) -> None:
     threads = [threading.Thread(target=wait, args=pair) for pair in listeners]
     for thread in threads:
         thread.start()
-    program = (
-        TRY
-        + """
+    program = """
 import socket, subprocess, struct
 tcp, udp, path, abstract = sys.stdin.read().split("\\n")
 def send(family, kind, address):
@@ -222,9 +214,8 @@ print(type(attempt(socket.getaddrinfo, "example.com", 80)))
 attempt(subprocess.run, ["bash", "-c", f"echo hello > /dev/tcp/127.0.0.1/{tcp}"])
 print("end")
 """
-    )
     ports = [str(listener.getsockname()[1]) for _, listener in listeners[:2]]
-    ended = run(backend, program, "\n".join([*ports, str(outside / "socket"), abstract[1:]]))
+    ended = run(backend, TRY + program, "\n".join([*ports, str(outside / "socket"), abstract[1:]]))
     time.sleep(0.3)
     stop.set()
     for thread in threads:
@@ -435,9 +426,7 @@ def test_it_neither_traces_nor_signals_others(
         number: signal.signal(number, lambda n, _: received.append(n))
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGIO)
     }
-    program = (
-        TRY
-        + """
+    program = """
 import fcntl, resource, signal
 targets = [int(word) for word in sys.stdin.read().split()] + [os.getppid()]
 for pid in targets:
@@ -468,12 +457,11 @@ for pid in targets:
 attempt(os.kill, -1, signal.SIGTERM)
 attempt(os.kill, -1, signal.SIGKILL)
 """
-    )
     nice = psutil.Process().nice()
     affinity = psutil.Process(victim.pid).cpu_affinity()
     files = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
     try:
-        run(backend, program, f"{os.getpid()} {victim.pid}")
+        run(backend, TRY + program, f"{os.getpid()} {victim.pid}")
         time.sleep(0.1)
     finally:
         for number, handler in old.items():
@@ -549,9 +537,7 @@ def test_nothing_outlives_its_time(backend: str) -> None:
 
 def test_no_namespaces_no_mounts_no_rights(backend: str) -> None:
     mark = secrets.token_hex(6)
-    program = (
-        TRY
-        + """
+    program = """
 import time
 libc.prctl(15, sys.stdin.read().encode(), 0, 0, 0)  # PR_SET_NAME
 NEW = 0x10000000 | 0x00020000 | 0x40000000 | 0x20000000
@@ -568,7 +554,6 @@ attempt(os.setgid, 0)
 attempt(os.seteuid, 0)
 time.sleep(5)
 """
-    )
     names = ("user", "mnt", "net", "pid", "ipc", "uts")
     mine = {name: os.readlink(f"/proc/self/ns/{name}") for name in names}
     spaces: set[tuple[str, ...]] = set()
@@ -596,7 +581,7 @@ time.sleep(5)
 
     watching = threading.Thread(target=look)
     watching.start()
-    run(backend, program, mark)
+    run(backend, TRY + program, mark)
     done.set()
     watching.join()
     assert rights == {"0" * 16}
@@ -654,9 +639,7 @@ def test_how_it_ended_is_what_it_did(
 
 def test_the_supervisor_cannot_be_reached(backend: str) -> None:
     """Through /proc or by a signal a program could forge its report, or outlive its time."""
-    program = (
-        TRY
-        + """
+    program = """
 import resource, signal
 pid = os.getppid()
 for name in ("mem", "environ", "maps", "fd/0", "exe"):
@@ -670,8 +653,7 @@ attempt(resource.prlimit, pid, resource.RLIMIT_CPU, (1, 1))
 while True:
     pass
 """
-    )
-    ended = run(backend, program, seconds=2)
+    ended = run(backend, TRY + program, seconds=2)
     assert ended.ending is Ending.TIMED_OUT
     assert "read" not in ended.stdout
 

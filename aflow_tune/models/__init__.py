@@ -11,36 +11,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aflow_tune.models.adapters import as_client as as_client
-    from aflow_tune.models.cache import ResponseCache as ResponseCache
-    from aflow_tune.models.client import ScriptedModel as ScriptedModel
-    from aflow_tune.models.clients import make_client as make_client
-    from aflow_tune.models.settings import ModelSettings as ModelSettings
-    from aflow_tune.models.spend import Spend as Spend
-    from aflow_tune.models.spend import current_spend as current_spend
-    from aflow_tune.models.types import ModelClient as ModelClient
-    from aflow_tune.models.types import ModelError as ModelError
-    from aflow_tune.models.types import ModelFailure as ModelFailure
-    from aflow_tune.models.types import Reply as Reply
-    from aflow_tune.models.types import Usage as Usage
+    from aflow_tune.models.adapters import as_client
+    from aflow_tune.models.cache import ResponseCache
+    from aflow_tune.models.client import ScriptedModel
+    from aflow_tune.models.clients import make_client
+    from aflow_tune.models.spend import Spend, current_spend
+    from aflow_tune.models.types import ModelClient, ModelError, ModelFailure, Reply, Usage
+    from aflow_tune.sections import ModelSettings
+
+__all__ = ["ModelClient", "ModelError", "ModelFailure", "ModelSettings", "Reply", "ResponseCache"]
+__all__ += ["ScriptedModel", "Spend", "Usage", "as_client", "current_spend", "make_client"]
 
 _HOME = {
-    "ModelClient": "types",
-    "ModelError": "types",
-    "ModelFailure": "types",
-    "ModelSettings": "settings",
-    "Reply": "types",
-    "ResponseCache": "cache",
-    "ScriptedModel": "client",
-    "Spend": "spend",
-    "Usage": "types",
-    "as_client": "adapters",
-    "current_spend": "spend",
-    "make_client": "clients",
+    "adapters": ("as_client",),
+    "cache": ("ResponseCache",),
+    "client": ("ScriptedModel",),
+    "clients": ("make_client",),
+    "settings": ("ModelSettings",),
+    "spend": ("Spend", "current_spend"),
+    "types": ("ModelClient", "ModelError", "ModelFailure", "Reply", "Usage"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'aflow_tune.models' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"aflow_tune.models.{_HOME[name]}"), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"aflow_tune.models.{module}"), name)
+    raise AttributeError(f"module 'aflow_tune.models' has no attribute {name!r}")

@@ -1,11 +1,10 @@
 """Whatever a workflow was given as its model, as a client: `as_client`.
 
 AgentScope's chat models, above all the one that a tuned workflow is given: calls go through the
-model itself, so what records, counts or traces there goes on doing so. The model being tuned is
-trained only on calls that are sampled as configured: arguments that are None are therefore not
-passed at all. A JSON schema travels as `response_format` where the model speaks OpenAI's API, which
-records such a call like any other, and as a tool elsewhere. Retries, time-outs and concurrency are
-the model's own. Its answers are not cached: its weights change under one name.
+model itself, so what records, counts or traces there goes on doing so, and retries, time-outs and
+concurrency are its own. The model being tuned is trained only on calls that are sampled as
+configured: arguments that are None are therefore not passed at all. Its answers are not cached: its
+weights change under one name.
 
 An AFlow-style llm takes no arguments and tells no usage, so sampling arguments and tools are
 refused rather than dropped; a JSON schema is written into the prompt. `seed`, which promises
@@ -17,22 +16,21 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.client import BaseClient
-from aflow_tune.models.failures import BadReply, model_error
 from aflow_tune.models.prices import Price
 from aflow_tune.models.spend import Call
 from aflow_tune.models.types import (
     ANSWER_TOOL,
     Ask,
-    Message,
+    BadReply,
     ModelClient,
     Reply,
     Usage,
     answer_tool,
+    model_error,
     read_blocks,
     response_format,
     text_of,
@@ -55,28 +53,39 @@ def as_client(model: Any, role: str = "policy", price: Price | None = None) -> M
     if inspect.iscoroutinefunction(getattr(model, "complete", None)) and hasattr(model, "role"):
         client: ModelClient = model
         return client
-    if is_agentscope_model(model):
+    agentscope = sys.modules.get("agentscope.model._model_base")  # imports nothing by itself
+    if agentscope is not None and isinstance(model, agentscope.ChatModelBase):
         return AgentScopeClient(model, role, price)
-    if _is_async_callable(model):
+    call = model if inspect.isroutine(model) else getattr(type(model), "__call__", None)  # noqa: B004
+    if not isinstance(model, type) and inspect.iscoroutinefunction(call):
         return AflowLlmClient(model, role, price)
-    raise BadInput(
+    raise BadInput.of(
         "This cannot be used as a model.",
-        [
-            Fault(
-                "model",
-                "a client of aflow_tune.models, an AgentScope chat model, or an async llm(prompt)",
-                f"{type(model).__module__}.{type(model).__qualname__}",
-                "pass `make_client(ModelSettings(model=...))`, or the model your workflow gets",
-            )
-        ],
+        "model",
+        "a client of aflow_tune.models, an AgentScope chat model, or an async llm(prompt)",
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        "pass `make_client(ModelSettings(model=...))`, or the model your workflow gets",
     )
 
 
-def _is_async_callable(model: Any) -> bool:
-    if isinstance(model, type) or not callable(model):
-        return False
-    call = model if inspect.isroutine(model) else type(model).__call__
-    return inspect.iscoroutinefunction(call)
+class _Adapter(BaseClient):
+    """A client over `inner`, whose exceptions become ours."""
+
+    inner: Any
+    key = ""
+
+    async def _ask(self, ask: Ask, call: Call) -> Reply:
+        raise NotImplementedError
+
+    async def _answer(self, ask: Ask, call: Call) -> Reply:
+        try:
+            return await self._ask(ask, call)
+        except Exception as error:
+            failure = model_error(error, self.model, [self.key])
+            if failure is None:
+                raise
+        # Outside of the handler: an SDK's exception holds the whole request.
+        raise failure
 
 
 _NAMES: dict[str, dict[str, str | None]] = {
@@ -88,7 +97,7 @@ _NAMES: dict[str, dict[str, str | None]] = {
 """What a class calls our arguments; None: it has no such thing, and the argument may be lost."""
 
 
-class AgentScopeClient(BaseClient):
+class AgentScopeClient(_Adapter):
     """A `ModelClient` over an AgentScope chat model."""
 
     def __init__(self, model: Any, role: str = "policy", price: Price | None = None) -> None:
@@ -96,55 +105,51 @@ class AgentScopeClient(BaseClient):
         self.inner = model
         kinds = [kind.__name__ for kind in type(model).__mro__]
         self._kind = next((name for name in kinds if name in _NAMES), kinds[0])
+        key = getattr(getattr(model, "client", None), "api_key", "")
+        self.key = key if isinstance(key, str) and len(key) > 6 else ""
 
-    async def _answer(self, ask: Ask, call: Call) -> Reply:
+    async def _ask(self, ask: Ask, call: Call) -> Reply:
         options = self._options(ask)
         messages = [{"content": None, **message} for message in ask.messages]
         async with call:
-            try:
-                response = await self.inner(messages, **options)
-                if hasattr(type(response), "__aiter__"):
-                    response = await _last(response)
-                call.settle(_usage(getattr(response, "usage", None)))
-                return self._reply(ask, response)
-            except Exception as error:
-                failure = model_error(error, self.model, [self._key()])
-                if failure is None:
-                    raise
-        # Outside of the handler: an SDK's exception holds the whole request.
-        raise failure
+            response = await self.inner(messages, **options)
+            if hasattr(type(response), "__aiter__"):
+                parts = [part async for part in response]
+                response = parts[-1] if parts else None  # each holds all that was said so far
+            told = getattr(response, "usage", None)
+            used = getattr(told, "input_tokens", None), getattr(told, "output_tokens", None)
+            known = all(isinstance(count, int) for count in used)
+            call.settle(Usage(*used) if known else None)  # type: ignore[arg-type]
+            blocks = getattr(response, "content", None)
+            if not isinstance(blocks, list | tuple):
+                raise BadReply(f"the model returned no blocks but {response!r:.200}")
+            text, calls = read_blocks(blocks, ask.schema)
+            reason = "tool_calls" if calls else "stop"
+            return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
 
     def _options(self, ask: Ask) -> dict[str, Any]:
         """The arguments of the call; only those that were asked for. Raises BadInput: this class of
         AgentScope's cannot pass one of them on."""
-        given = {
-            "temperature": ask.temperature,
-            "top_p": ask.top_p,
-            "max_tokens": ask.max_tokens,
-            "stop": list(ask.stop) or None,
-            "seed": ask.seed,
-        }
+        given = {**_sampling(ask), "seed": ask.seed}
         asked = {name: value for name, value in given.items() if value is not None}
         names = _NAMES.get(self._kind)
         if asked and names is None:
-            where = f"{self._kind}: {', '.join(asked)}"
-            fix = "set them when the model is built (generate_kwargs or options)"
-            fault = Fault(where, "arguments that this class takes", "sampling arguments", fix)
-            raise BadInput("This model cannot be asked so.", [fault])
+            raise BadInput.of(
+                "This model cannot be asked so.",
+                f"{self._kind}: {', '.join(asked)}",
+                "arguments that this class takes",
+                "sampling arguments",
+                "set them when the model is built (generate_kwargs or options)",
+            )
         renamed = {(names or {}).get(name, name): value for name, value in asked.items()}
-        options: dict[str, Any] = {
-            name: value for name, value in renamed.items() if name is not None
-        }
+        options: dict[str, Any] = {name: value for name, value in renamed.items() if name}
         tools = [dict(tool) for tool in ask.tools]
-        if ask.schema is not None:
-            if self._kind == "OpenAIChatModel":
-                options["response_format"] = response_format(ask.schema)
-            else:
-                tools.append(answer_tool(ask.schema))
-                options["tool_choice"] = ANSWER_TOOL if len(tools) == 1 else "required"
-        if tools:
-            options["tools"] = tools
-        return options
+        if ask.schema is not None and self._kind == "OpenAIChatModel":
+            options["response_format"] = response_format(ask.schema)
+        elif ask.schema is not None:
+            tools.append(answer_tool(ask.schema))
+            options["tool_choice"] = ANSWER_TOOL if len(tools) == 1 else "required"
+        return {**options, "tools": tools} if tools else options
 
     def _most_tokens(self, ask: Ask) -> int | None:
         if ask.max_tokens is not None:
@@ -153,43 +158,8 @@ class AgentScopeClient(BaseClient):
         limit = configured.get("max_completion_tokens", configured.get("max_tokens"))
         return limit if isinstance(limit, int) else getattr(self.inner, "max_tokens", None)
 
-    def _reply(self, ask: Ask, response: Any) -> Reply:
-        blocks = getattr(response, "content", None)
-        if not isinstance(blocks, list | tuple):
-            raise BadReply(f"the model returned no blocks but {response!r:.200}")
-        text, calls = read_blocks(blocks, ask.schema)
-        reason = "tool_calls" if calls else "stop"
-        return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
 
-    def _key(self) -> str:
-        key = getattr(getattr(self.inner, "client", None), "api_key", "")
-        return key if isinstance(key, str) and len(key) > 6 else ""
-
-
-def is_agentscope_model(model: Any) -> bool:
-    """Whether this is one of AgentScope's chat models. Imports nothing."""
-    base = sys.modules.get("agentscope.model._model_base")
-    return base is not None and isinstance(model, base.ChatModelBase)
-
-
-async def _last(stream: Any) -> Any:
-    """The last part of a stream: each holds all that was said so far."""
-    last = None
-    async for part in stream:
-        last = part
-    if last is None:
-        raise BadReply("the model's stream was empty")
-    return last
-
-
-def _usage(told: Any) -> Usage | None:
-    prompt, completion = getattr(told, "input_tokens", None), getattr(told, "output_tokens", None)
-    if not isinstance(prompt, int) or not isinstance(completion, int):
-        return None
-    return Usage(prompt, completion)
-
-
-class AflowLlmClient(BaseClient):
+class AflowLlmClient(_Adapter):
     """A `ModelClient` over `await llm(prompt) -> str`."""
 
     def __init__(self, llm: Any, role: str = "executor", price: Price | None = None) -> None:
@@ -200,46 +170,33 @@ class AflowLlmClient(BaseClient):
     def _most_tokens(self, ask: Ask) -> int | None:
         return None
 
-    async def _answer(self, ask: Ask, call: Call) -> Reply:
-        prompt = _prompt(ask)
+    async def _ask(self, ask: Ask, call: Call) -> Reply:
+        given = {**_sampling(ask), "tools": list(ask.tools) or None}
+        faults = [
+            Fault(name, "nothing: this llm takes only a prompt", f"{value!r:.80}", "leave it out")
+            for name, value in given.items()
+            if value is not None
+        ]
+        if faults:
+            raise BadInput("An AFlow llm cannot be asked this.", faults)
+        parts = [f"{m['role']}: {text_of(m.get('content'))}" for m in ask.messages]
+        if len(parts) == 1:
+            parts = [text_of(ask.messages[0].get("content"))]
+        if ask.schema is not None:
+            schema = json.dumps(dict(ask.schema), ensure_ascii=False)
+            parts.append(f"Answer with JSON that follows this schema, and nothing else:\n{schema}")
         async with call:
-            try:
-                text = await self.inner(prompt)
-                call.settle(None)
-                if not isinstance(text, str):
-                    raise BadReply(f"the llm returned no text but {text!r:.200}")
-                return Reply(text=text, model=self.model)
-            except Exception as error:
-                failure = model_error(error, self.model)
-                if failure is None:
-                    raise
-        raise failure
+            text = await self.inner("\n\n".join(parts))
+            call.settle(None)
+            if not isinstance(text, str):
+                raise BadReply(f"the llm returned no text but {text!r:.200}")
+            return Reply(text=text, model=self.model)
 
 
-def _prompt(ask: Ask) -> str:
-    asked = {
+def _sampling(ask: Ask) -> dict[str, Any]:
+    return {
         "temperature": ask.temperature,
         "top_p": ask.top_p,
         "max_tokens": ask.max_tokens,
         "stop": list(ask.stop) or None,
-        "tools": list(ask.tools) or None,
     }
-    faults = [
-        Fault(name, "nothing: an AFlow llm takes a prompt only", f"{value!r:.80}", "leave it out")
-        for name, value in asked.items()
-        if value is not None
-    ]
-    if faults:
-        raise BadInput("An AFlow llm cannot be asked this.", faults)
-    prompt = joined(ask.messages)
-    if ask.schema is None:
-        return prompt
-    schema = json.dumps(dict(ask.schema), ensure_ascii=False)
-    return f"{prompt}\n\nAnswer with JSON that follows this schema, and nothing else:\n{schema}"
-
-
-def joined(messages: Sequence[Message]) -> str:
-    """A conversation as one prompt; a single message is its text alone."""
-    if len(messages) == 1:
-        return text_of(messages[0].get("content"))
-    return "\n\n".join(f"{m['role']}: {text_of(m.get('content'))}" for m in messages)

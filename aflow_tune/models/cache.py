@@ -3,9 +3,8 @@
 An entry is a file of its own, named by a digest of everything that can change the answer:
 who answers, messages, sampling arguments, schema, tools, seed, which sample of the evaluation
 it is, and how often the same question was asked before in that sample (an ensemble asks one
-question several times and must get different answers). Files are written whole and renamed, so
-writers in any number of processes do not conflict; a file that cannot be read, or whose check sum
-is wrong, counts as absent and is replaced. Entries hold answers, never requests or keys.
+question several times and must get different answers). A file that cannot be read counts as absent
+and is replaced. Entries hold answers, never requests or keys.
 
 Clients use the cache that is active in their context; training activates none. Models whose
 answers change under one name are not cached: those being tuned, AgentScope's, and servers of
@@ -29,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.context import within
 from aflow_tune.models.redaction import scrub
 from aflow_tune.models.types import Ask, Reply, Usage
 
@@ -50,14 +50,8 @@ class ResponseCache:
             sample: which repetition of the evaluation this is; each has answers of its own.
             weights: a digest of the weights that local servers answer with.
         """
-        use = CacheUse(self, str(sample), weights)
-        token = _current.set(use)
-        try:
+        with within(_current, CacheUse(self, str(sample), weights)) as use:
             yield use
-        finally:
-            # A run that was given up may be closed by the collector, in another context.
-            with contextlib.suppress(ValueError):
-                _current.reset(token)
 
 
 @dataclass
@@ -95,16 +89,10 @@ class CacheEntry:
         try:
             content = json.loads(self.path.read_bytes())
             body = content["reply"]
-            if content["key"] != self.key or content["check"] != _check_sum(self.key, body):
+            if content["key"] != self.key:
                 return None
             usage = None if body["usage"] is None else Usage(**body["usage"])
-            return Reply(
-                text=body["text"],
-                model=body["model"],
-                usage=usage,
-                finish_reason=body["finish_reason"],
-                tool_calls=tuple(body["tool_calls"]),
-            )
+            return Reply(**{**body, "usage": usage, "tool_calls": tuple(body["tool_calls"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -121,17 +109,13 @@ class CacheEntry:
         text = json.dumps(body, ensure_ascii=True)
         if scrub(text) != text:  # a server repeated a key in its answer
             return
-        content = {"key": self.key, "check": _check_sum(self.key, body), "reply": body}
+        content = {"key": self.key, "reply": body}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(content, file, ensure_ascii=True)
-                os.replace(name, self.path)
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, ensure_ascii=True)
+            os.replace(name, self.path)
 
 
 _current: ContextVar[CacheUse | None] = ContextVar("aflow_tune_response_cache", default=None)
@@ -144,18 +128,9 @@ def current_cache() -> CacheUse | None:
 
 def is_local(base_url: str | None) -> bool:
     """Whether an address is this machine's, where the same name may serve other weights."""
-    host = urllib.parse.urlsplit(base_url or "").hostname
-    if host is None:
-        return False
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
+    host = urllib.parse.urlsplit(base_url or "").hostname or ""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return host == "localhost" or host.endswith(".localhost")
     return address.is_loopback or address.is_unspecified
-
-
-def _check_sum(key: str, body: Any) -> str:
-    text = key + json.dumps(body, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,7 @@ from typing import Any
 
 from aflow_tune.models.cache import current_cache
 from aflow_tune.models.prices import Price
-from aflow_tune.models.spend import UNTIMED_SECONDS, Call, current_spend
+from aflow_tune.models.spend import Call, current_spend
 from aflow_tune.models.types import Ask, Message, ModelError, ModelFailure, Reply
 
 
@@ -43,14 +43,9 @@ class BaseClient:
         schema: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Reply:
-        """One answer; see `types.ModelClient`.
-
-        Raises:
-            ModelError: no answer after all retries.
-            BudgetReached: the run's budget does not allow the call.
-            BadInput: the messages are malformed, this client cannot pass an argument on, or the
-                price is not known where the budget limits money.
-        """
+        """One answer; see `types.ModelClient`. Raises as that, and BadInput: the messages are
+        malformed, this client cannot pass an argument on, or the price is not known where the
+        budget limits money."""
         ask = self._with_defaults(
             Ask(
                 messages=messages,
@@ -71,7 +66,6 @@ class BaseClient:
             self.price,
             ask.most_prompt_tokens,
             self._most_tokens(ask),
-            self._lifetime(),
         )
         cache, endpoint = current_cache(), self._endpoint()
         entry = None if cache is None or endpoint is None else cache.entry(endpoint, ask)
@@ -98,10 +92,6 @@ class BaseClient:
         """The most tokens of the answer; None where there is no bound."""
         return ask.max_tokens
 
-    def _lifetime(self) -> float:
-        """Seconds after which a call is surely over."""
-        return UNTIMED_SECONDS
-
     async def _answer(self, ask: Ask, call: Call) -> Reply:
         """Ask the model inside of `async with call`, and settle that as soon as a reply is there;
         usage, cost and seconds of the reply are filled in by the caller."""
@@ -115,13 +105,8 @@ Scripted = str | Reply | BaseException
 class ScriptedModel(BaseClient):
     """A `ModelClient` that answers from a list, in order, or from a function of the messages.
 
-    Its replies cost what they say: a plain text has no usage.
-
-    Args:
-        replies: the list; or a function, plain or async, that returns one for the messages.
-        price: turns the usage of whole replies into money.
-
-    `asked` holds every question, in the order in which they came.
+    `replies`: the list, or a function, plain or async, of the messages. They cost what they say: a
+    plain text has no usage. `asked` holds every question, in the order in which they came.
     """
 
     def __init__(

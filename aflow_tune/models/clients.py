@@ -15,7 +15,8 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.context import within
+from aflow_tune.errors import BadInput
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.spend import Spend
 from aflow_tune.models.types import ModelClient
@@ -25,9 +26,7 @@ from aflow_tune.trace import POLICY
 if TYPE_CHECKING:
     from aflow_tune.models.http_client import HttpClient
 
-_clients: ContextVar[Mapping[str, ModelClient] | None] = ContextVar(
-    "aflow_tune_clients", default=None
-)
+_clients: ContextVar[Mapping[str, ModelClient]] = ContextVar("aflow_tune_clients")
 
 
 def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
@@ -42,27 +41,22 @@ def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
 @contextlib.contextmanager
 def use_clients(clients: Mapping[str, ModelClient]) -> Iterator[None]:
     """Let `client_for` answer from `clients` in this context and in everything it starts."""
-    token = _clients.set(clients)
-    try:
+    with within(_clients, clients):
         yield
-    finally:
-        # A run that was given up may be closed by the collector, in another context.
-        with contextlib.suppress(ValueError):
-            _clients.reset(token)
 
 
 def client_for(role: str) -> ModelClient:
     """The model that the configuration names `role` under `models:`. Raises BadInput: there is none
     of that name here."""
-    clients = _clients.get() or {}
+    clients = _clients.get({})
     if role not in clients:
-        fault = Fault(
+        raise BadInput.of(
+            "A workflow asked for a model that is not configured.",
             f"models.{role}",
             f"a model under the role {role!r}",
             f"models for: {', '.join(clients) or 'no role at all'}",
             f"add `models: {{{role}: {{model: NAME, base_url: ADDRESS}}}}`",
         )
-        raise BadInput("A workflow asked for a model that is not configured.", [fault])
     return clients[role]
 
 
@@ -85,13 +79,8 @@ class RunSpend:
 
     def reached(self) -> str | None:
         """The limit that some process of the run met first, or None."""
-        spend = Spend(self.limits, self.account)
-        if not spend.limited:
-            return None
-        try:
-            return spend.reached()
-        finally:
-            spend.close()
+        with contextlib.closing(Spend(self.limits, self.account)) as spend:
+            return spend.reached() if spend.limited else None
 
     def start(self) -> None:
         """Forget what a killed command had under way, and what this process knows of an earlier
@@ -99,32 +88,27 @@ class RunSpend:
         with _lock:
             for key in [key for key in _made if key[0] == self.account]:
                 del _made[key]
-        spend = Spend(self.limits, self.account)
-        if spend.limited:
-            spend.forget_calls()
-            spend.close()
+        with contextlib.closing(Spend(self.limits, self.account)) as spend:
+            if spend.limited:
+                spend.forget_calls()
 
     def _shared(self) -> tuple[Spend, Mapping[str, ModelClient]]:
         models = {name: asdict(settings) for name, settings in self.models.items()}
         key = self.account, repr((asdict(self.limits), models))
         with _lock:
             if key not in _made:
-                _made[key] = self._make()
+                policy = self.models.get(POLICY, ModelSettings())
+                price = price_of(
+                    policy.provider, policy.base_url, policy.model or "", policy.prices
+                )
+                clients = {
+                    name: make_client(settings, settings.role or name)
+                    for name, settings in self.models.items()
+                    if settings.model is not None and name != POLICY
+                }
+                prices = {} if price is None else {POLICY: price}
+                _made[key] = Spend(self.limits, self.account, prices), clients
             return _made[key]
-
-    def _make(self) -> tuple[Spend, Mapping[str, ModelClient]]:
-        prices = {}
-        policy = self.models.get(POLICY)
-        if policy is not None:
-            price = price_of(policy.provider, policy.base_url, policy.model or "", policy.prices)
-            if price is not None:
-                prices[POLICY] = price
-        clients = {
-            name: make_client(settings, settings.role or name)
-            for name, settings in self.models.items()
-            if settings.model is not None and name != POLICY
-        }
-        return Spend(self.limits, self.account, prices), clients
 
 
 _lock = threading.Lock()

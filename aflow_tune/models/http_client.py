@@ -5,10 +5,9 @@ server asks for (`Retry-After`), else after `backoff` seconds, doubled each time
 read here from its bytes, because the SDKs accept replies of any shape; a reply that cannot be read
 is not asked for again. A reply with a usage in it is settled before anything else can fail.
 
-Connections belong to the event loop that opened them, and every episode has a thread and a loop of
-its own. So all HTTP of a process runs in one loop in a thread, where episodes share connections and
-the limits on concurrency; a client may be used from anywhere. `benchmarks/client_overhead.py`
-measures what the hand-over costs.
+Connections belong to the event loop that opened them, and every episode has a loop of its own. So
+all HTTP of a process runs in one loop in a thread, where episodes share connections and the limits
+on concurrency (`benchmarks/client_overhead.py` measures the hand-over).
 
 Not covered: streaming. Keys follow no redirect. Proxies are those of the environment.
 """
@@ -21,9 +20,7 @@ import functools
 import json
 import os
 import random
-import resource
 import ssl
-import sys
 import threading
 import urllib.parse
 import weakref
@@ -34,9 +31,8 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 from aflow_tune.models.client import BaseClient
-from aflow_tune.models.failures import BadReply, failure_of, model_error
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.redaction import masked, short
 from aflow_tune.models.settings import credentials
@@ -44,12 +40,15 @@ from aflow_tune.models.spend import Call
 from aflow_tune.models.types import (
     ANSWER_TOOL,
     Ask,
+    BadReply,
     Message,
     ModelError,
     ModelFailure,
     Reply,
     Usage,
     answer_tool,
+    failure_of,
+    model_error,
     read_blocks,
     response_format,
     text_of,
@@ -61,13 +60,8 @@ T = TypeVar("T")
 
 LONGEST_BACKOFF = 30.0
 """Seconds between two attempts, unless the server asks for more."""
-CONNECTIONS_A_POOL = 16
-"""About so many: the HTTP library looks at every connection of its pool for every request."""
-LONGEST_ADVICE = 120.0
-"""Seconds that the SDKs wait for a server at most."""
 MOST_TOKENS = 10**9
 """A reply that claims to have used more is not believed: no model has such a context."""
-_READ_BY_CLIENTS = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 class HttpClient(BaseClient):
@@ -82,11 +76,9 @@ class HttpClient(BaseClient):
     """
 
     address = ""
-    """The vendor's own address."""
+    """The vendor's own address; below it, where requests go, and the list of models."""
     path = ""
-    """Where requests go, below the address."""
     models_path = ""
-    """Where the list of models is."""
 
     def __init__(self, settings: ModelSettings, role: str = "executor") -> None:
         role = settings.role or role
@@ -94,9 +86,7 @@ class HttpClient(BaseClient):
         self._key, self._headers = credentials(settings, role)
         price = price_of(settings.provider, settings.base_url, str(settings.model), settings.prices)
         super().__init__(role, str(settings.model), price)
-        self._sdks: dict[int, Any] = {}
-        """The vendor's clients, each with a pool of its own, by their number."""
-        self._busy = 0
+        self._sdk: Any = None
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -109,10 +99,9 @@ class HttpClient(BaseClient):
 
     async def close(self) -> None:
         """Close the connections. The next call opens new ones."""
-        sdks, self._sdks = list(self._sdks.values()), {}
-        if self._loop is _http_loop():
-            for sdk in sdks:
-                await _in_http_loop(sdk.close)
+        sdk, self._sdk = self._sdk, None
+        if sdk is not None and self._loop is _http_loop():
+            await _in_http_loop(sdk.close)
 
     async def list_models(self, seconds: float) -> Listing:
         """Ask once, for at most `seconds`, which models there are: that proves address and key, and
@@ -122,18 +111,29 @@ class HttpClient(BaseClient):
             async with self._slot() as sdk:
                 try:
                     async with asyncio.timeout(seconds):
+                        options = {"max_retries": 0}
                         response = await sdk.get(
-                            self.models_path,
-                            cast_to=httpx2.Response,
-                            options={"max_retries": 0},
+                            self.models_path, cast_to=httpx2.Response, options=options
                         )
-                    return _listing(json.loads(response.content))
+                    rows = json.loads(response.content)["data"]
+                    return Listing(Access.GRANTED, frozenset(str(row["id"]) for row in rows))
+                except (LookupError, TypeError):
+                    return Listing(Access.UNKNOWN, reason="its list of models cannot be read")
                 except Exception as error:
                     kind, told = failure_of(error) or (ModelFailure.REFUSED, "it cannot be asked")
                     status = getattr(error, "status_code", None)
-                    return _no_listing(kind, short(told, self._secrets()), status)
+                    if status in (404, 405, 501):
+                        return Listing(Access.UNKNOWN, reason="it offers no list of models")
+                    access = Access.REFUSED if status in (401, 403) else Access.UNKNOWN
+                    if status is None and kind in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT):
+                        access = Access.UNREACHABLE
+                    return Listing(access, reason=short(told, self._secrets()))
 
         return await _in_http_loop(ask)
+
+    def _make_sdk(self, **options: Any) -> Any:
+        """The vendor's client."""
+        raise NotImplementedError
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         """The JSON of a request. Raises BadInput where this API cannot be asked that."""
@@ -147,10 +147,6 @@ class HttpClient(BaseClient):
         """The usage in a reply's JSON; None where it has none that can be read."""
         raise NotImplementedError
 
-    def _make_sdk(self, **options: Any) -> Any:
-        """The vendor's client."""
-        raise NotImplementedError
-
     def _with_defaults(self, ask: Ask) -> Ask:
         configured = {
             name: getattr(self.settings, name)
@@ -160,15 +156,8 @@ class HttpClient(BaseClient):
         return replace(ask, **configured)
 
     def _endpoint(self) -> Mapping[str, Any]:
-        base_url = self.settings.base_url or self.address
-        return {
-            "provider": self.settings.provider,
-            "base_url": base_url.rstrip("/"),
-            "model": self.model,
-        }
-
-    def _lifetime(self) -> float:
-        return (self.settings.retries + 1) * (self.settings.timeout + LONGEST_ADVICE)
+        base_url = (self.settings.base_url or self.address).rstrip("/")
+        return {"provider": self.settings.provider, "base_url": base_url, "model": self.model}
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
         body = self._body(ask)
@@ -211,45 +200,34 @@ class HttpClient(BaseClient):
             failure = self._error(BadReply(f"{why}: {told[:10_000]}"), call.retries)
         raise failure
 
-    def _error(self, error: Exception, retries: int = 0) -> ModelError:
+    def _error(self, error: Exception, retries: int) -> ModelError:
         unsendable = f"{self.model}: the request could not be made ({type(error).__name__})"
-        return model_error(error, self.model, self._secrets(), retries) or ModelError(
-            ModelFailure.REFUSED, unsendable
-        )
+        found = model_error(error, self.model, self._secrets(), retries)
+        return found or ModelError(ModelFailure.REFUSED, unsendable)
 
     def _secrets(self) -> list[str]:
         return [self._key or "", *self._headers.values()]
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[Any]:
-        """The vendor's client, for one of `max_concurrency` requests at once; for fewer where this
-        process may not open so many connections."""
+        """The vendor's client, for one of `max_concurrency` requests at once."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first call, in this process
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            files = sys.maxsize if soft == resource.RLIM_INFINITY else soft
-            self._loop, self._sdks, self._busy = loop, {}, 0
-            self._slots = asyncio.Semaphore(min(self.settings.max_concurrency, files // 2))
+            self._loop, self._sdk = loop, None
+            self._slots = asyncio.Semaphore(self.settings.max_concurrency)
         assert self._slots is not None
         async with self._slots:
-            number = self._busy // CONNECTIONS_A_POOL
-            self._busy += 1
-            try:
-                yield self._sdks.get(number) or self._new_sdk(number)
-            finally:
-                self._busy -= 1
-
-    def _new_sdk(self, number: int) -> Any:
-        sdk = self._sdks[number] = self._make_sdk(
-            api_key=self._key or "none",
-            base_url=self.settings.base_url or self.address,
-            max_retries=self.settings.retries,
-            timeout=None,  # `_TimedClient` bounds all of an attempt
-            default_headers=self._headers,
-            http_client=_http(self.settings.timeout),
-        )
-        weakref.finalize(self, _close_later, asyncio.get_running_loop(), sdk).atexit = False
-        return sdk
+            if self._sdk is None:
+                sdk = self._sdk = self._make_sdk(
+                    api_key=self._key or "none",
+                    base_url=self.settings.base_url or self.address,
+                    max_retries=self.settings.retries,
+                    timeout=None,  # `_TimedClient` bounds all of an attempt
+                    default_headers=self._headers,
+                    http_client=_http(self.settings.timeout),
+                )
+                weakref.finalize(self, _close_later, loop, sdk).atexit = False
+            yield self._sdk
 
 
 class _TimedClient(httpx2.AsyncClient):
@@ -269,11 +247,17 @@ class _TimedClient(httpx2.AsyncClient):
 
 def _http(seconds: float) -> httpx2.AsyncClient:
     try:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=CONNECTIONS_A_POOL)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         return _TimedClient(seconds, verify=_ssl_context(), limits=limits)
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
         # No address was asked: proxies and certificates are those of the environment.
-        raise _unusable_environment(error) from None
+        raise BadInput.of(
+            "No model behind an API can be asked.",
+            "SSL_CERT_FILE, SSL_CERT_DIR, HTTP_PROXY, HTTPS_PROXY, ALL_PROXY",
+            "certificates and proxies that can be used",
+            f"{type(error).__name__}: {short(masked('', str(error)))}",
+            "correct or unset these; a SOCKS proxy needs `pip install 'httpx2[socks]'`",
+        ) from None
 
 
 def _patient(kind: type[Any], backoff: float) -> type[Any]:
@@ -298,20 +282,6 @@ def _retries(request: httpx2.Request | None) -> int:
     """How many attempts the SDK made before this request."""
     told = "0" if request is None else request.headers.get("x-stainless-retry-count", "0")
     return int(told) if told.isdigit() else 0
-
-
-def _unusable_environment(error: Exception) -> BadInput:
-    """Certificates or proxies of the environment that no client can be made with."""
-    names = [
-        name for name in _READ_BY_CLIENTS for name in (name, name.lower()) if name in os.environ
-    ]
-    named = ", ".join(names) or "the environment"
-    found = f"{type(error).__name__}: {short(masked('', str(error)))}"
-    fix = f"unset {' '.join(names)}, or correct them" if names else "correct what is named there"
-    if isinstance(error, ImportError):
-        fix = f"python -m pip install 'httpx2[socks]', or {fix}"
-    fault = Fault(named, "certificates and proxies that can be used", found, fix)
-    return BadInput("No model behind an API can be asked.", [fault])
 
 
 @functools.cache
@@ -367,7 +337,6 @@ class Access(StrEnum):
 
     GRANTED = "granted"
     REFUSED = "refused"
-    """The key, or that there is none, was refused."""
     UNREACHABLE = "unreachable"
     UNKNOWN = "unknown"
     """The server answered something that says nothing about the key."""
@@ -380,23 +349,6 @@ class Listing:
     access: Access
     models: frozenset[str] | None = None
     reason: str = ""
-
-
-def _listing(content: Any) -> Listing:
-    rows = content.get("data") if isinstance(content, Mapping) else None
-    if not isinstance(rows, list):
-        return Listing(Access.UNKNOWN, reason="its list of models cannot be read")
-    names = [row.get("id") for row in rows if isinstance(row, Mapping)]
-    return Listing(Access.GRANTED, frozenset(name for name in names if isinstance(name, str)))
-
-
-def _no_listing(failure: ModelFailure, reason: str, status: int | None) -> Listing:
-    if status in (401, 403):
-        return Listing(Access.REFUSED, reason=reason)
-    if status in (404, 405, 501):
-        return Listing(Access.UNKNOWN, reason="it offers no list of models")
-    failed = status is None and failure in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT)
-    return Listing(Access.UNREACHABLE if failed else Access.UNKNOWN, reason=reason)
 
 
 _NO_TEXT = ("length", "content_filter")
@@ -417,25 +369,22 @@ class OpenAIClient(HttpClient):
         return _patient(openai.AsyncOpenAI, self.settings.backoff)(**options)
 
     def _body(self, ask: Ask) -> dict[str, Any]:
+        # OpenAI's newer models refuse the old name; other servers may not know the new one.
+        host = urllib.parse.urlsplit(self.settings.base_url or self.address).hostname or ""
+        limit = "max_completion_tokens" if f".{host}".endswith(".openai.com") else "max_tokens"
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [dict(message) for message in ask.messages],
             "temperature": ask.temperature,
             "top_p": ask.top_p,
             "seed": ask.seed,
-            self._limit_name(): ask.max_tokens,
+            limit: ask.max_tokens,
             "stop": list(ask.stop) or None,
             "tools": [dict(tool) for tool in ask.tools] or None,
         }
         if ask.schema is not None:
             body["response_format"] = response_format(ask.schema)
         return {name: value for name, value in body.items() if value is not None}
-
-    def _limit_name(self) -> str:
-        """OpenAI's newer models refuse the old name; other servers may not know the new one."""
-        host = urllib.parse.urlsplit(self.settings.base_url or self.address).hostname or ""
-        own = host == "openai.com" or host.endswith(".openai.com")
-        return "max_completion_tokens" if own else "max_tokens"
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
         choice = content["choices"][0]
@@ -483,12 +432,9 @@ _REASONS = {
 
 
 class AnthropicClient(HttpClient):
-    """A `ModelClient` for Anthropic's messages API.
-
-    System messages become the system prompt, tool calls and results content blocks, and a JSON
-    schema a tool that the model must call. That API has no seed, and wants a limit on the answer:
-    `DEFAULT_MAX_TOKENS` where none is given.
-    """
+    """A `ModelClient` for Anthropic's messages API: system messages become the system prompt, tool
+    calls and results content blocks, a JSON schema a tool that the model must call. That API has no
+    seed, and wants a limit on the answer: `DEFAULT_MAX_TOKENS` where none is given."""
 
     address = "https://api.anthropic.com"
     path = "/v1/messages"
@@ -580,7 +526,7 @@ def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
     if content is None or isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
+        content = [{"type": "text", "text": content}]
     blocks = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -588,17 +534,14 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
             if part["text"]:
                 blocks.append({"type": "text", "text": part["text"]})
         elif kind == "image_url":
-            blocks.append({"type": "image", "source": _image(part["image_url"]["url"])})
+            source = {"type": "url", "url": (url := part["image_url"]["url"])}
+            if url.startswith("data:"):
+                media, _, data = url.removeprefix("data:").partition(";base64,")
+                source = {"type": "base64", "media_type": media, "data": data}
+            blocks.append({"type": "image", "source": source})
         else:
             raise _untranslatable(f"{where}.content", f"{part!r:.80}", "text, image_url")
     return blocks
-
-
-def _image(url: str) -> dict[str, str]:
-    if url.startswith("data:"):
-        kind, _, data = url.removeprefix("data:").partition(";base64,")
-        return {"type": "base64", "media_type": kind, "data": data}
-    return {"type": "url", "url": url}
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -623,6 +566,10 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _untranslatable(where: str, found: str, expected: str) -> BadInput:
-    fix = "leave it out, or use an OpenAI-compatible endpoint"
-    title = "Anthropic's API cannot be asked this."
-    return BadInput(title, [Fault(where, f"one of {expected}", found, fix)])
+    return BadInput.of(
+        "Anthropic's API cannot be asked this.",
+        where,
+        f"one of {expected}",
+        found,
+        "leave it out, or use an OpenAI-compatible endpoint",
+    )

@@ -1,11 +1,9 @@
 """What tokens cost: the maintained list of the package genai-prices, with YAML prices on top.
 
-The list is data that the package brings along; nothing is fetched. Whose prices apply is
-decided by the address that is called. An address that the list does not know is taken for a proxy
-of the vendor whose model has that name, which `stands_in` says for a warning, unless it is of this
-machine or a private network: the same name behind somebody's own server has no listed price. A
-price that is not known is None, never 0; a model costs nothing only where the configuration says
-so.
+Nothing is fetched. Whose prices apply is decided by the address that is called. An address that the
+list does not know is taken for a proxy of the vendor whose model has that name, which `stands_in`
+says for a warning, unless it is of this machine or a private network. A price that is not known is
+None, never 0; a model costs nothing only where the configuration says so.
 
 Not covered: batch discounts, service tiers, images and audio, and what an account has agreed
 on with its vendor (write that under `prices:`).
@@ -15,13 +13,14 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from aflow_tune.models.types import Usage
 from aflow_tune.sections import ModelSettings, PriceSettings
+
+_PRIVATE_ENDINGS = (".localhost", ".local", ".internal", ".lan", ".home", ".corp", ".intranet")
 
 
 class Price(Protocol):
@@ -60,8 +59,8 @@ class ListedPrice:
     model: str
 
     def cost(self, usage: Usage) -> float:
-        """US dollars. Raises LookupError: the list does not know the model; `listed_price` has
-        checked that."""
+        """US dollars. Raises LookupError: the list does not know the model; `price_of` has checked
+        that."""
         from genai_prices import Usage as ListUsage
 
         provider, model = _find(self.provider, self.address, self.model)
@@ -86,7 +85,7 @@ def price_of(
     if given is not None and given.input is not None and given.output is not None:
         return FixedPrice(given.input, given.output, given.cached_input)
     if given is not None and given.listed is not None:
-        candidates = [*_by_name(given.listed)]
+        candidates = _by_name(given.listed)
     elif base_url is None:
         candidates = [ListedPrice(provider, None, model)]
     else:
@@ -112,24 +111,19 @@ def stands_in(model: ModelSettings) -> str | None:
     return f"{vendor.id}/{found.id}, ${million[0]:g} in and ${million[1]:g} out a million tokens"
 
 
-def _by_name(model: str) -> Iterator[ListedPrice]:
+def _by_name(model: str) -> list[ListedPrice]:
     """The list's model of this name; proxies put the vendor's in front, as openai/gpt-4o-mini."""
     vendor, _, name = model.partition("/")
-    if name:
-        yield ListedPrice(vendor, None, name)
-    yield ListedPrice(None, None, model)
+    return [*([ListedPrice(vendor, None, name)] if name else []), ListedPrice(None, None, model)]
 
 
 def _is_own(base_url: str) -> bool:
-    """Whether an address is of this machine, or of a network that is not everybody's."""
+    """Whether an address is of this machine, or of a private network."""
     host = urlsplit(base_url).hostname or ""
     try:
         return not ipaddress.ip_address(host).is_global
     except ValueError:
         return "." not in host or host.endswith(_PRIVATE_ENDINGS)
-
-
-_PRIVATE_ENDINGS = (".localhost", ".local", ".internal", ".lan", ".home", ".corp", ".intranet")
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,10 +1,8 @@
 """Keeping keys out of everything that is printed, logged, traced or saved.
 
 A server may repeat the key it was sent in the text of its refusal, and an exception of an SDK
-holds the whole request. So no text of a server and no exception of an SDK leaves this room as
-it is: texts pass `scrub`, exceptions are replaced by ours.
-
-Not covered: what other code logs by itself, and secrets that stand in prompts.
+holds the whole request: texts pass `scrub`, exceptions are replaced by ours. Not covered: what
+other code logs by itself, and secrets that stand in prompts.
 """
 
 from __future__ import annotations

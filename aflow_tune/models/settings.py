@@ -22,7 +22,6 @@ from aflow_tune.trace import POLICY
 __all__ = ["ModelSettings", "PriceSettings", "check_models", "credentials", "key_variable"]
 
 _KEY_VARIABLES = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
@@ -71,59 +70,48 @@ def _faults(settings: ModelSettings, where: str) -> list[Fault]:
     def add(name: str, expected: str, found: str, fix: str) -> None:
         faults.append(Fault(f"{where}.{name}", expected, found, fix))
 
+    def check_variable(variable: str, name: str) -> None:
+        value = os.environ.get(variable, "").strip()
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", variable):
+            found = "something else, not shown since it may be a key"
+            fix = "export the value under a name such as MY_API_KEY, and write that name here"
+            add(name, "the name of an environment variable", found, fix)
+        elif not (value and value.isascii() and value.isprintable()):
+            found = "it holds characters that a header cannot carry" if value else "not set"
+            add(name, f"the environment variable {variable}", found, f"export {variable}=...")
+
     if settings.provider not in _KEY_VARIABLES:
         add("provider", "openai or anthropic", repr(settings.provider), "provider: openai")
         return faults
     if not settings.model:
         add("model", "the model's name at the provider", "nothing", "model: NAME")
-    if settings.base_url is not None:
-        faults += _address_faults(settings.base_url, f"{where}.base_url")
+    if settings.base_url is not None and not _is_address(settings.base_url):
+        expected = "an address such as https://host/v1, without user, password or query"
+        found = "something else, not shown since it may hold a key"
+        add("base_url", expected, found, "give keys by api_key_env or headers_env")
     for name, (low, high) in _RANGES.items():
         value: Any = getattr(settings, name)
         if value is not None and not low <= value <= high:
-            limits = f"from {low:g}" + ("" if high == math.inf else f" to {high:g}")
-            add(name, f"a number {limits}", str(value), f"give `{name}` such a number")
-    variable = key_variable(settings)
-    if variable is not None:
-        faults += _variable_faults(variable, f"{where}.api_key_env", "the key")
+            expected = f"a number from {low:g}" + ("" if high == math.inf else f" to {high:g}")
+            add(name, expected, str(value), f"give `{name}` such a number")
+    if (variable := key_variable(settings)) is not None:
+        check_variable(variable, "api_key_env")
     for header, source in settings.headers_env.items():
-        if not re.fullmatch(r"[A-Za-z0-9-]+", header):
+        if re.fullmatch(r"[A-Za-z0-9-]+", header):
+            check_variable(source, f"headers_env.{header}")
+        else:
             add("headers_env", "names of HTTP headers", "another name", "letters, digits, `-`")
-            continue
-        faults += _variable_faults(source, f"{where}.headers_env.{header}", "the header")
     return faults + _price_faults(settings.prices, f"{where}.prices")
 
 
-def _variable_faults(variable: str, where: str, what: str) -> list[Fault]:
-    if not _VARIABLE.fullmatch(variable):
-        fix = f"export {what} under a name such as MY_API_KEY, and write that name here"
-        found = "something else, not shown since it may be a key"
-        return [Fault(where, "the name of an environment variable", found, fix)]
-    value = os.environ.get(variable, "").strip()
-    if not value:
-        found = "not set" if variable not in os.environ else "empty"
-        return [
-            Fault(where, f"the environment variable {variable}", found, f"export {variable}=...")
-        ]
-    if not (value.isascii() and value.isprintable()):
-        found = f"characters in {variable} that a header cannot carry"
-        return [Fault(where, "plain text on one line", found, f"export {variable} again")]
-    return []
-
-
-def _address_faults(address: str, where: str) -> list[Fault]:
+def _is_address(address: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(address)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname)
-        secret = "@" in parts.netloc or bool(parts.query) or bool(parts.fragment)
         _ = parts.port
     except ValueError:
-        good, secret = False, False
-    if good and not secret:
-        return []
-    expected = "an address such as https://host/v1, without user, password or query"
-    found = "more than that, not shown since it may hold a key" if secret else repr(address)
-    return [Fault(where, expected, found, "give keys by api_key_env or headers_env")]
+        return False
+    secret = "@" in parts.netloc or parts.query or parts.fragment
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not secret
 
 
 def _price_faults(prices: PriceSettings | None, where: str) -> list[Fault]:
@@ -138,7 +126,6 @@ def _price_faults(prices: PriceSettings | None, where: str) -> list[Fault]:
         value = getattr(prices, name)
         missing = value is None and name != "cached_input" and prices.listed is None
         if missing or (value is not None and not 0 <= value < math.inf):
-            found = "nothing" if missing else str(value)
             expected = "US dollars for a million tokens, from 0"
-            faults.append(Fault(f"{where}.{name}", expected, found, f"{name}: NUMBER"))
+            faults.append(Fault(f"{where}.{name}", expected, str(value), f"{name}: NUMBER"))
     return faults

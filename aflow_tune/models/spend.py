@@ -33,11 +33,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.context import within
 from aflow_tune.errors import BadInput, BudgetReached, Fault
 from aflow_tune.models.prices import Price
 from aflow_tune.models.types import ModelError, Usage
@@ -46,11 +47,8 @@ from aflow_tune.trace import ModelCall, note
 
 PICO = 10**12
 """Picodollars in a dollar."""
-BUDGET_REACHED, CANCELLED, RAISED = "budget_reached", "cancelled", "raised"
-"""Words for calls that failed, beside those of `ModelFailure`: a limit, a caller that went away,
-somebody else's exception."""
-UNTIMED_SECONDS = 3600.0
-"""How long a reservation without a time-out lives."""
+_ABANDONED_SECONDS = 86400.0
+"""After so long a reservation is dropped, should its process neither settle it nor end."""
 _BUSY_SECONDS = 60.0
 _LONGEST_PAUSE = 0.1
 _SCHEMA = """
@@ -65,6 +63,17 @@ CREATE TABLE IF NOT EXISTS held (
 );
 CREATE TABLE IF NOT EXISTS reached (reason TEXT);
 """
+
+
+def check_budget(limits: BudgetSection) -> list[Fault]:
+    """What is wrong with the section `budget`."""
+    faults = []
+    for name in ("wall_seconds", "usd", "tokens", "calls"):
+        value: Any = getattr(limits, name)
+        if value is not None and not 0 <= value < float("inf"):
+            fix = f"give `budget.{name}` a number from 0, or null for no limit"
+            faults.append(Fault(f"budget.{name}", "a number from 0", str(value), fix))
+    return faults
 
 
 @dataclass(frozen=True)
@@ -121,31 +130,17 @@ class Spend:
         self._connection: sqlite3.Connection | None = None
         self._pid = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.path is None:
-            raise TypeError("what is counted in memory cannot travel: give it a file")
-        return {"limits": self.limits, "path": self.path, "prices": self.prices}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
-
     @property
     def limited(self) -> bool:
         """Whether there is a limit on money, tokens or calls."""
-        return any(
-            most is not None for most in (self.limits.usd, self.limits.tokens, self.limits.calls)
-        )
+        limits = (self.limits.usd, self.limits.tokens, self.limits.calls)
+        return any(most is not None for most in limits)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[Spend]:
         """Count the calls of this context, and of everything it starts, here."""
-        token = _current.set(self)
-        try:
+        with within(_current, self):
             yield self
-        finally:
-            # A run that was given up may be closed by the collector, in another context.
-            with contextlib.suppress(ValueError):
-                _current.reset(token)
 
     def spent(self, role: str | None = None) -> Spent:
         """What was spent so far, by everybody or under one role."""
@@ -173,7 +168,7 @@ class Spend:
             self._connection = None
 
     def reserve(
-        self, role: str, model: str, worst: Spent, bounded: bool, seconds: float, wait: bool
+        self, role: str, model: str, worst: Spent, bounded: bool, wait: bool
     ) -> int | str | None:
         """Count a call and put its worst case aside, in one transaction.
 
@@ -185,44 +180,36 @@ class Spend:
             The number of the reservation; or the limit that does not allow the call; or None if it
             would not fit now but may fit when calls under way have ended.
         """
-        limits = self.limits
+        limits, full = self.limits, False
         most_pico = None if limits.usd is None else _pico(limits.usd)
         with self._transaction() as connection:
             spent = _spent(connection)
-            sums = "COUNT(*), COALESCE(SUM(pico), 0), COALESCE(SUM(tokens), 0)"
-            calls, *waiting = connection.execute(f"SELECT {sums} FROM held").fetchone()
-            reason, full = "", False
-            if limits.calls is not None and spent.calls >= limits.calls:
-                those = f", {calls} of them under way" if calls else ""
-                reason = f"calls: {limits.calls} were made{those}"
+            sums = "SELECT COALESCE(SUM(pico), 0), COALESCE(SUM(tokens), 0) FROM held"
+            pico, tokens = connection.execute(sums).fetchone()
             for name, unit, most, used, wanted, others in (
-                ("usd", PICO, most_pico, spent.pico, worst.pico, waiting[0]),
-                ("tokens", 1, limits.tokens, spent.tokens, worst.tokens, waiting[1]),
+                ("calls", 1, limits.calls, spent.calls, 1, 0),
+                ("usd", PICO, most_pico, spent.pico, worst.pico, pico),
+                ("tokens", 1, limits.tokens, spent.tokens, worst.tokens, tokens),
             ):
-                if most is None or reason:
+                if most is None:
                     continue
                 over = used + wanted > most if bounded else used >= most
-                crowded = bool(others) and used + others + wanted > most
+                crowded = others > 0 and used + others + wanted > most
                 full = full or crowded
                 if over or (crowded and not wait):
-                    held = f", {calls} under way may use {others / unit:.6g} more" if calls else ""
-                    reason = f"{name}: {used / unit:.6g} of {most / unit:.6g} are used{held}"
-                    reason += ", and the next call might exceed it"
-            if reason:
-                reason = f"budget.{reason}"
-                first = "INSERT INTO reached SELECT ? WHERE NOT EXISTS (SELECT 1 FROM reached)"
-                connection.execute(first, (reason,))
-                return reason
+                    reason = f"budget.{name}: {used / unit:.6g} of {most / unit:.6g} are used"
+                    reason += "" if used >= most else ", and the next call might exceed it"
+                    first = "INSERT INTO reached SELECT ? WHERE NOT EXISTS (SELECT 1 FROM reached)"
+                    connection.execute(first, (reason,))
+                    return reason
             if full:
                 _drop_abandoned(connection)
                 return None
             _add(connection, role, model, Spent(calls=1))
-            number = connection.execute(
+            return connection.execute(
                 "INSERT INTO held (pid, pico, tokens, expires) VALUES (?, ?, ?, ?)",
-                (os.getpid(), worst.pico, worst.tokens, time.time() + seconds),
+                (os.getpid(), worst.pico, worst.tokens, time.time() + _ABANDONED_SECONDS),
             ).lastrowid
-            assert number is not None
-            return number
 
     def settle(self, number: int, role: str, model: str, used: Spent | None) -> None:
         """Replace a reservation by what the reply used. None: no reply came."""
@@ -273,21 +260,18 @@ class Call:
     """Gives the most that the prompt may have; asked under a limit only."""
     max_tokens: int | None
     """Of the answer. None: there is no bound."""
-    life: float = UNTIMED_SECONDS
-    """After so many seconds the reservation is dropped, should nobody settle it."""
-    usage: Usage | None = None
+    usage: Usage | None = field(default=None, init=False)
     """None where the reply told none."""
-    cost: float | None = 0.0
+    cost: float | None = field(default=0.0, init=False)
     """US dollars; None where it is not known."""
-    retries: int = 0
-    _worst: Spent = Spent()
-    _number: int | None = None
-    _started: float | None = None
-    _replied: bool = False
-    _token: Token[bool] | None = None
+    retries: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.price = self.spend.prices.get(self.role) if self.price is None else self.price
+        self._worst, self._replied = Spent(), False
+        self._number: int | None = None
+        self._started: float | None = None
+        self._within = contextlib.ExitStack()
 
     @property
     def seconds(self) -> float:
@@ -300,13 +284,11 @@ class Call:
         if self.spend.limited:
             self._number = await self._reserve()
         self._started = time.monotonic()
-        self._token = _in_call.set(True)
+        self._within.enter_context(within(_in_call, True))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._token is not None:
-            with contextlib.suppress(ValueError):  # closed by the collector, in another context
-                _in_call.reset(self._token)
+        self._within.close()
         if self._number is not None and not self._replied:
             self.spend.settle(self._number, self.role, self.model, None)
 
@@ -319,16 +301,11 @@ class Call:
             estimated_tokens=worst.prompt_tokens + worst.completion_tokens,
             pico=0 if self.price is None else _pico(self.price.cost(worst)),
         )
-        pause = 0.005
+        bounded, pause = self.max_tokens is not None, 0.005
         while True:
+            # One that is made inside of another would wait for itself.
             number = self.spend.reserve(
-                self.role,
-                self.model,
-                self._worst,
-                bounded=self.max_tokens is not None,
-                seconds=self.life,
-                # One that is made inside of another would wait for itself.
-                wait=not in_call(),
+                self.role, self.model, self._worst, bounded, wait=not in_call()
             )
             if isinstance(number, str):
                 raise BudgetReached(f"A limit was reached. {number}.")
@@ -342,22 +319,24 @@ class Call:
         if self._replied:
             return
         self._replied = True
-        self.usage, self.cost = usage, self.cost_of(usage)
+        self.usage, self.cost = usage, self._cost_of(usage)
         if self._number is None:
             return
         pico = _pico(self.cost or 0.0)
-        counted = {"replies": 1, "unpriced": int(self.cost is None), "pico": pico}
-        if usage is None:
-            pico = self._worst.pico if self.cost is None else pico
-            worst = {"estimated_tokens": self._worst.tokens, "pico": pico, "unreported": 1}
-            used = Spent(**{**counted, **worst})
-        else:
-            tokens = (usage.prompt_tokens, usage.completion_tokens)
-            used = Spent(prompt_tokens=tokens[0], completion_tokens=tokens[1], **counted)
+        if usage is None and self.cost is None:
+            pico = self._worst.pico
+        used = Spent(
+            replies=1,
+            prompt_tokens=0 if usage is None else usage.prompt_tokens,
+            completion_tokens=0 if usage is None else usage.completion_tokens,
+            estimated_tokens=self._worst.tokens if usage is None else 0,
+            pico=pico,
+            unpriced=int(self.cost is None),
+            unreported=int(usage is None),
+        )
         self.spend.settle(self._number, self.role, self.model, used)
 
-    def cost_of(self, usage: Usage | None) -> float | None:
-        """US dollars; None where it is not known."""
+    def _cost_of(self, usage: Usage | None) -> float | None:
         if self.price is None:
             return None
         if usage is None:  # known only where nothing costs anything
@@ -370,12 +349,14 @@ class Call:
         failure: str | None = None
         try:
             yield
-        except BaseException as error:
-            failure = RAISED
-            if isinstance(error, ModelError):
-                failure = error.failure.value
-            elif isinstance(error, (BudgetReached, asyncio.CancelledError)):
-                failure = BUDGET_REACHED if isinstance(error, BudgetReached) else CANCELLED
+        except ModelError as error:
+            failure = error.failure.value
+            raise
+        except BudgetReached:
+            failure = "budget_reached"
+            raise
+        except BaseException as error:  # somebody else's, or a caller that went away
+            failure = "cancelled" if isinstance(error, asyncio.CancelledError) else "raised"
             raise
         finally:
             if self._started is not None:
@@ -384,7 +365,7 @@ class Call:
     def answered_from_cache(self, usage: Usage | None) -> None:
         """Note a call that cost nothing, with what its answer had cost. Counts no call."""
         self._started = time.monotonic()
-        self.usage, self.cost = usage, self.cost_of(usage)
+        self.usage, self.cost = usage, self._cost_of(usage)
         self._note(None, from_cache=True)
 
     def _note(self, failure: str | None, from_cache: bool = False) -> None:
@@ -404,33 +385,20 @@ class Call:
         )
 
 
-_current: ContextVar[Spend | None] = ContextVar("aflow_tune_spend", default=None)
+_WITHOUT_LIMITS = Spend()
+_current: ContextVar[Spend] = ContextVar("aflow_tune_spend", default=_WITHOUT_LIMITS)
 _in_call: ContextVar[bool] = ContextVar("aflow_tune_in_call", default=False)
 
 
 def current_spend() -> Spend:
     """What is in force here; without limits where nothing was activated."""
-    return _current.get() or _WITHOUT_LIMITS
+    return _current.get()
 
 
 def in_call() -> bool:
-    """Whether this code runs inside of a call that is counted already.
-
-    A model that counts its calls itself, such as the recording one, asks this first, so that a
-    call through one of our clients is not counted twice.
-    """
+    """Whether this code runs inside of a call that is counted already: a model that counts its
+    calls itself, such as the recording one, then does not count again."""
     return _in_call.get()
-
-
-def check_budget(limits: BudgetSection) -> list[Fault]:
-    """What is wrong with the section `budget`."""
-    faults = []
-    for name in ("wall_seconds", "usd", "tokens", "calls"):
-        value: Any = getattr(limits, name)
-        if value is not None and not 0 <= value < float("inf"):
-            fix = f"give `budget.{name}` a number from 0, or null for no limit"
-            faults.append(Fault(f"budget.{name}", "a number from 0", str(value), fix))
-    return faults
 
 
 def unpriced(role: str, model: str) -> Fault:
@@ -473,7 +441,7 @@ def _drop_abandoned(connection: sqlite3.Connection) -> None:
             os.kill(pid, 0)
         except ProcessLookupError:
             connection.execute("DELETE FROM held WHERE pid = ?", (pid,))
-        except PermissionError:
+        except PermissionError:  # another user's, which lives
             continue
 
 
@@ -488,6 +456,3 @@ def _write_ahead(connection: sqlite3.Connection) -> None:
             if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-
-
-_WITHOUT_LIMITS = Spend()

@@ -5,13 +5,15 @@ Messages, tools and tool calls have OpenAI's form everywhere; other APIs' client
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
+from aflow_tune.models.redaction import short
 
 Message = Mapping[str, Any]
 """A chat message as OpenAI's API takes it: `role` and `content`, perhaps `tool_calls`."""
@@ -118,18 +120,16 @@ class Ask:
 
     def check(self) -> None:
         """Raises BadInput where the messages are no conversation."""
-        faults = []
+        fix, faults = "pass [{'role': 'user', 'content': TEXT}]", []
         if not self.messages or isinstance(self.messages, str | Mapping):
             found = f"{self.messages!r:.80}"
-            fix = "pass [{'role': 'user', 'content': TEXT}]"
             faults.append(Fault("messages", "a list of messages", found, fix))
         else:
-            for number, message in enumerate(self.messages):
-                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                    fix = "give each message `role` and `content`"
-                    found = f"{message!r:.80}"
-                    where = f"messages[{number}]"
-                    faults.append(Fault(where, "a message with a role", found, fix))
+            faults = [
+                Fault(f"messages[{number}]", "a message with a role", f"{message!r:.80}", fix)
+                for number, message in enumerate(self.messages)
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str)
+            ]
         if isinstance(self.stop, str):
             faults.append(Fault("stop", "a list of texts", repr(self.stop), "pass [TEXT]"))
         if faults:
@@ -151,12 +151,6 @@ class Ask:
         content["tools"] = [dict(tool) for tool in self.tools]
         content["stop"] = list(self.stop)
         return json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr)
-
-
-def function_tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in OpenAI's form."""
-    function = {"name": name, "description": description, "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
 
 
 def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
@@ -186,13 +180,9 @@ def answer_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A tool whose arguments follow `schema`, which is wrapped if it is no object's."""
     if schema.get("type") != "object":
         schema = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
-    return function_tool(ANSWER_TOOL, "Give your answer by calling this tool, once.", schema)
-
-
-def answer_text(schema: Mapping[str, Any], arguments: Any) -> str:
-    """The JSON text of an answer that was given through `answer_tool`."""
-    wrapped = schema.get("type") != "object" and isinstance(arguments, Mapping)
-    return json.dumps(arguments.get("value") if wrapped else arguments, ensure_ascii=False)
+    told = "Give your answer by calling this tool, once."
+    function = {"name": ANSWER_TOOL, "description": told, "parameters": dict(schema)}
+    return {"type": "function", "function": function}
 
 
 def read_blocks(
@@ -212,7 +202,9 @@ def read_blocks(
         elif block["type"] == "tool_use":
             given = block.get("input") or {}
             if schema is not None and block["name"] == ANSWER_TOOL:
-                return answer_text(schema, given), ()
+                wrapped = schema.get("type") != "object" and isinstance(given, Mapping)
+                given = given.get("value") if wrapped else given
+                return json.dumps(given, ensure_ascii=False), ()
             told = json.dumps(given, ensure_ascii=False)
             identifier = str(block.get("id") or f"call_{len(calls)}")
             calls.append(tool_call(identifier, str(block["name"]), told))
@@ -239,3 +231,69 @@ def _can_be_strict(schema: Any) -> bool:
     if isinstance(schema, list):
         return all(_can_be_strict(part) for part in schema)
     return True
+
+
+# What a failed request means: exceptions of both SDKs, and of AgentScope's models over them, are
+# recognised by their shape, so that this module imports none.
+
+_TRANSPORT = {"httpx", "httpx2", "httpcore", "httpcore2", "aiohttp", "h11", "anyio"}
+_BY_STATUS = {
+    408: ModelFailure.TIMED_OUT,
+    409: ModelFailure.SERVER,
+    425: ModelFailure.SERVER,
+    429: ModelFailure.RATE_LIMITED,
+}
+
+
+class BadReply(Exception):
+    """A reply came that is not what the API promises. The text says what is wrong with it."""
+
+
+def model_error(
+    error: BaseException, model: str, secrets: Iterable[str] = (), retries: int = 0
+) -> ModelError | None:
+    """An exception of a request as ours; None: it is no failure of a request."""
+    found = failure_of(error)
+    if found is None:
+        return None
+    tries = f" after {retries + 1} attempts" if retries else ""
+    return ModelError(found[0], short(f"{model} gave no answer{tries}: {found[1]}", secrets))
+
+
+def failure_of(error: BaseException) -> tuple[ModelFailure, str] | None:
+    """The word for an exception of a request, and what happened. The text may hold keys."""
+    status, response = getattr(error, "status_code", None), getattr(error, "response", None)
+    if isinstance(status, int) and response is not None:
+        return _by_status(status, getattr(response, "content", b""))
+    chain = [error]  # the exception and its causes
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) and inner not in chain:
+        chain.append(inner)
+    for cause in chain:
+        if isinstance(cause, BadReply):
+            return ModelFailure.BAD_REPLY, str(cause)
+    if isinstance(error, json.JSONDecodeError):
+        return ModelFailure.BAD_REPLY, f"the reply is no JSON: {error}"
+    names = {kind.__name__ for kind in type(error).__mro__}
+    homes = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    if isinstance(error, TimeoutError) or names & {"APITimeoutError", "TimeoutException"}:
+        return ModelFailure.TIMED_OUT, "the request timed out"
+    if "APIResponseValidationError" in names:
+        return ModelFailure.BAD_REPLY, str(error)
+    if isinstance(error, ConnectionError) or "APIConnectionError" in names or homes & _TRANSPORT:
+        root = f"{type(chain[-1]).__name__}: {chain[-1]}"
+        return ModelFailure.CONNECTION, f"the connection failed ({root})"
+    return None
+
+
+def _by_status(status: int, body: bytes) -> tuple[ModelFailure, str]:
+    """By the status and an error's body in OpenAI's and Anthropic's form, or any other."""
+    reason, code = body.decode(errors="replace"), None
+    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        told = json.loads(body)["error"]
+        reason, code = str(told["message"]), told.get("code")
+    if 300 <= status < 400:
+        reason = "it redirects elsewhere; keys follow no redirect"
+    failure = _BY_STATUS.get(status, ModelFailure.SERVER if status >= 500 else None)
+    if failure is None or code == "insufficient_quota":
+        failure = ModelFailure.REFUSED
+    return failure, f"HTTP {status}: {reason or 'no reason given'}"

@@ -21,7 +21,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from aflow_tune.harvest.harvest import Harvest, Journal, Lesson, Trial
 from aflow_tune.models.clients import client_for
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.html import COUNTS_FILE
-from aflow_tune.running.stopping import until_stopped
+from aflow_tune.running.run import until_stopped
 from aflow_tune.sandbox import use_policy
 
 if TYPE_CHECKING:
@@ -97,12 +97,28 @@ def run_harvest(
         Interrupted, BudgetReached: stopped; the same call goes on.
         RunFailed: no graph solved a problem, or a file cannot be written.
     """
-    pairs = out or folder / PAIRS_FILE
+    pairs, limit = out or folder / PAIRS_FILE, config.budget.wall_seconds
+    deadline = float("inf") if limit is None else time.monotonic() + limit
+    kept = f"What was tried is kept in {folder}. The same command goes on from there."
+    work = until_stopped(
+        _harvest(config, folder, phase, workflow),
+        lambda: stop() or time.monotonic() > deadline,
+        lambda: phase("stopping: what was tried is kept"),
+    )
     try:
-        rows, counts = asyncio.run(_bounded(config, folder, stop, phase, workflow))
+        rows, counts = asyncio.run(work)
         write_json(folder / COUNTS_FILE, counts)
         if rows:
             write_whole(pairs, b"".join(map(as_line, rows)))
+    except BudgetReached as error:
+        raise BudgetReached(f"{error} {kept}") from None
+    except asyncio.CancelledError:
+        reason = spend_of(config).reached()
+        if reason is None and time.monotonic() > deadline - _SLACK_SECONDS:
+            reason = f"budget.wall_seconds ({limit:g}) reached"
+        if reason is None:
+            raise Interrupted(f"stopped. {kept}") from None
+        raise BudgetReached(f"{reason}. {kept}") from None
     except OSError as error:
         raise RunFailed(f"the harvest cannot be written to {folder}: {error}") from error
     if not rows:
@@ -124,33 +140,6 @@ def nothing_kept(counts: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"do: {_DO[most]}"])
 
 
-async def _bounded(
-    config: AflowConfig,
-    folder: Path,
-    stop: Callable[[], bool],
-    phase: Callable[[str], None],
-    workflow: WriterWorkflow,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The harvest within its budgets. Raises as `run_harvest`, but for an empty result."""
-    limit = config.budget.wall_seconds
-    deadline = float("inf") if limit is None else time.monotonic() + limit
-    kept = f"What was tried is kept in {folder}. The same command goes on from there."
-    try:
-        return await until_stopped(
-            _harvest(config, folder, phase, workflow),
-            lambda: stop() or time.monotonic() > deadline,
-            lambda: phase("stopping: what was tried is kept"),
-        )
-    except BudgetReached as error:
-        raise BudgetReached(f"{error} {kept}") from None
-    except asyncio.CancelledError:
-        reason = spend_of(config).reached()
-        if reason is None and time.monotonic() > deadline - _SLACK_SECONDS:
-            reason = f"budget.wall_seconds ({limit:g}) reached"
-        kind: type[Exception] = Interrupted if reason is None else BudgetReached
-        raise kind(f"{reason or 'stopped'}. {kept}") from None
-
-
 async def _harvest(
     config: AflowConfig, folder: Path, phase: Callable[[str], None], workflow: WriterWorkflow
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -160,7 +149,14 @@ async def _harvest(
     problems, leaks = await _problems(config, workflow)
     if leaks:
         phase(f"{leaks} problems are held out too, exactly or nearly: dropped")
-    candidates, strangers = _candidates(config, workflow, problems)
+    templates = templates_of(config) if "templates" in section.sources else []
+    folders = run_folders(config) if "runs" in section.sources else []
+    past, strangers = past_candidates(folders, problems, section.min_score)
+
+    def candidates(problem: Problem) -> list[Candidate]:
+        own = template_candidates(problem, templates, workflow.operators)
+        return [*own, *past.get(problem.key, [])]
+
     roles = {workflow.executor, *workflow.models.values()}
     done = 0
 
@@ -235,38 +231,15 @@ async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
     inputs, benchmarks = config.buffer.explorer_input, benchmarks_of(config)
     rows = []
     for taskset in [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]:
-        whole = replace(
-            taskset,
-            is_eval=True,
-            index=0,
-            total_epochs=1,
-            total_steps=None,
-            data_selector=DataSelectorConfig(),
-            task_selector=DataSelectorConfig(),
-        )
-        for task in await read_all(whole):
+        once = {"is_eval": True, "index": 0, "total_epochs": 1, "total_steps": None}
+        whole = replace(taskset, data_selector=DataSelectorConfig(), **once)
+        for task in await read_all(replace(whole, task_selector=DataSelectorConfig())):
             row = dict(task.raw_task or {})
             if config.mix:
                 source = taskset.name if taskset.name in config.mix else str(row.get("source"))
                 row = with_source(row, source, benchmarks.get(source))
             rows.append(row)
     return rows
-
-
-def _candidates(
-    config: AflowConfig, workflow: WriterWorkflow, problems: Sequence[Problem]
-) -> tuple[Callable[[Problem], list[Candidate]], int]:
-    """Candidates of a problem from templates and runs; rollouts that fit no problem."""
-    sources, least = config.harvest.sources, config.harvest.min_score
-    templates = templates_of(config) if "templates" in sources else []
-    folders = run_folders(config) if "runs" in sources else []
-    past, strangers = past_candidates(folders, problems, least)
-
-    def of(problem: Problem) -> list[Candidate]:
-        own = template_candidates(problem, templates, workflow.operators)
-        return [*own, *past.get(problem.key, [])]
-
-    return of, strangers
 
 
 def _journals(
@@ -298,8 +271,8 @@ def _digest(value: Any) -> str:
 
 def _source_of(item: Callable[..., Any]) -> str:
     """The text of the file that a function or class of the user's stands in; its name if none."""
-    name = f"{getattr(item, '__module__', '')}.{getattr(item, '__qualname__', item)}"
-    module = sys.modules.get(getattr(item, "__module__", "") or "")
+    home = getattr(item, "__module__", "")
+    name, module = f"{home}.{getattr(item, '__qualname__', item)}", sys.modules.get(home or "")
     try:
         return name + inspect.getsource(module or item)
     except (OSError, TypeError):

@@ -1,19 +1,17 @@
-"""One run from a loaded configuration to a proven result.
-
-Prepares the configuration for the chosen engine, injects the user's functions, claims the run
-folder, runs on the engine, and calls the result a success only if the trainer reached its
-target and the last checkpoint loads. `Run` trains on rollouts; what other modes do instead is in
-`run_modes.py`.
+"""One run from a loaded configuration to a proven result: a success only if the trainer reached its
+target and the last checkpoint loads. `Run` trains on rollouts; `MODES` names what the other modes
+do instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trinity.buffer import get_buffer_reader
 
@@ -29,8 +27,14 @@ from aflow_tune.config.tasksets import materialise_tasksets
 from aflow_tune.config.validate import check_data, check_run_prompts, needs_workflow
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
+from aflow_tune.engines.trinity.readers import (
+    left_out_warning,
+    materialise_experiences,
+    open_experiences,
+)
 from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
 from aflow_tune.engines.trinity.training.run_state import (
+    changed_keys,
     check_restart,
     newest_sound,
     refuse_chain,
@@ -40,6 +44,7 @@ from aflow_tune.engines.trinity.training.run_state import (
 )
 from aflow_tune.errors import (
     AflowTuneError,
+    AlreadyFinished,
     BadInput,
     BudgetReached,
     ExitCode,
@@ -47,17 +52,40 @@ from aflow_tune.errors import (
     RunFailed,
     disk_fault,
 )
+from aflow_tune.evaluation.evaluating import Batch, LocalModels, TaskSets, read_tasks
 from aflow_tune.find_ray import check_address
+from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import read_metrics, rewind_metrics
 from aflow_tune.report.panel import Panel
-from aflow_tune.runs.folder import MAX_ERROR, checkpoints, locked, new_state, write_state
+from aflow_tune.runs.folder import (
+    MAX_ERROR,
+    checkpoints,
+    locked,
+    new_state,
+    read_state,
+    write_state,
+)
 from aflow_tune.runs.listing import summarise
 from aflow_tune.types import TuneResult
 
+T = TypeVar("T")
 Function = Callable[..., Any]
 Phase = Callable[[str], None]
 Stop = Callable[[], bool]
+
+
+async def until_stopped(work: Coroutine[Any, Any, T], stop: Stop, tell: Callable[[], None]) -> T:
+    """The result of `work`, which is cancelled once `stop()` is true, after one call of `tell`.
+    Raises asyncio.CancelledError: it was, and had not ended by then."""
+    task, told = asyncio.ensure_future(work), False
+    while not task.done():
+        await asyncio.wait([task], timeout=0.2)
+        if not told and not task.done() and stop():
+            told = True
+            tell()
+            task.cancel()
+    return await task
 
 
 class Run:
@@ -77,17 +105,13 @@ class Run:
         """The stage that began from this run's result, which therefore must stay as it is."""
 
     def prepare(self) -> None:
-        """Check the functions, settle the engine and every setting.
-
-        Raises:
-            BadInput: with every fault of the functions, of the settings or of the data.
-        """
+        """Check the functions, settle the engine and every setting. BadInput: with every fault of
+        the functions, of the settings or of the data."""
         if self.workflow_func is not None and needs_workflow(self.config):
             check_functions(self.workflow_func, self.judge_func)
         check_run_prompts(self.config)
         self.engine = choose_engine(self.config)
-        unreachable = list(check_address(self.config, self.engine[0]))
-        if unreachable:
+        if unreachable := list(check_address(self.config, self.engine[0])):
             raise BadInput("There is no Ray for this run.", unreachable)
         self.changes = prepare(self.config, workflow=self.workflow_func)
         self.run_dir = Path(self.config.checkpoint_job_dir)
@@ -98,8 +122,7 @@ class Run:
 
     def announce(self) -> None:
         """Print the engine and why, what is doubtful, and what was changed."""
-        engine, reason = self.engine
-        print(f"engine: {engine} ({reason})", flush=True)
+        print(f"engine: {self.engine[0]} ({self.engine[1]})", flush=True)
         for warning in self.warnings:
             print(f"warning: {warning}", flush=True)
         print(render_changes(self.changes), flush=True)
@@ -186,9 +209,13 @@ class Run:
             self._write_end("interrupted", "stopped at once, by a second Ctrl-C or SIGTERM")
             raise
         except BaseException as error:
-            reason = _reason(error)
+            reason, problem = None, disk_fault(error)
+            if problem is not None:
+                reason = f"a file of the run could not be written: {problem}. Make room."
+            elif isinstance(error, AflowTuneError) and error.exit_code is ExitCode.FAILED:
+                reason = str(error)
             self._write_end("failed", reason or f"{type(error).__name__}: {error}")
-            if reason is None:
+            if reason is None:  # told otherwise, or a defect
                 raise
             raise RunFailed(f"{reason}\n{self._left()}") from error
         self._write_end("finished")
@@ -201,10 +228,9 @@ class Run:
         )
 
     def _report(self) -> Path | None:
-        """Write the report; the run is proven by now, and a full disk does not unmake it."""
         try:
             report = write_report(self.run_dir, config=self.config.flatten(), changes=self.changes)
-        except OSError as error:
+        except OSError as error:  # a full disk does not unmake a run that is proven
             print(f"warning: the report could not be written: {error}", flush=True)
             return None
         print(summary_text(self.run_dir, report))
@@ -218,15 +244,12 @@ class Run:
 
             return run_cluster(self.config, functions, self.target, phase)
         if self.config.inline:
-            return self._inline(phase, stop)
+            from aflow_tune.engines.trinity.inline import InlineRun
+
+            return asyncio.run(InlineRun(self.config, self.target, phase, stop).run())
         from aflow_tune.engines.trinity.launcher import run_split
 
         return run_split(self.config, functions, self.target, phase, stop)
-
-    def _inline(self, phase: Phase, stop: Stop) -> int:
-        from aflow_tune.engines.trinity.inline import InlineRun
-
-        return asyncio.run(InlineRun(self.config, self.target, phase, stop).run())
 
     def _inject(self) -> None:
         """Give the adapter the functions and what it needs to know about the run."""
@@ -255,27 +278,21 @@ class Run:
         return rows, self.config.buffer.batch_size, "buffer.batch_size"
 
     def _target(self) -> int:
-        """The step at which the run is done.
-
-        Raises:
-            BadInput: the data set is smaller than one batch.
-        """
-        config, size, key = self.config, 0, ""
-        bounds = [config.trainer.total_steps] if config.trainer.total_steps else []
-        if config.buffer.total_steps:
-            bounds.append(config.buffer.total_steps)
-        else:
-            rows, size, key = self._rows()
-            bounds.append(rows * config.buffer.total_epochs // size)
-        if min(bounds) < 1:
+        """The step at which the run is done. BadInput: the data is smaller than one batch."""
+        buffer, most = self.config.buffer, self.config.trainer.total_steps
+        if buffer.total_steps:
+            return min(buffer.total_steps, most or buffer.total_steps)
+        rows, size, key = self._rows()
+        steps = rows * buffer.total_epochs // size
+        if steps < 1:
             raise BadInput.of(
                 "This run would not train a single step.",
-                config.positions.where(key),
+                self.config.positions.where(key),
                 "at least one full batch in the data",
                 f"{size} rows a batch",
                 f"lower {key}, add rows, or raise buffer.total_epochs",
             )
-        return min(bounds)
+        return min(steps, most or steps)
 
     def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
         saved = checkpoints(self.run_dir) if self.config.engine == "local" else []
@@ -295,29 +312,22 @@ class Run:
         )
 
     def _ended_early(self, stopped: bool, rest: str) -> Interrupted | BudgetReached:
-        """The error of a run that somebody stopped, or whose budget is spent."""
         if stopped:
             return Interrupted(f"stopped{rest}")
         return BudgetReached(f"{self.books.reached() or 'budget.wall_seconds reached'}{rest}")
 
     def _left(self) -> str:
         """What the run folder holds, and what the same command would do with it."""
-        saved = checkpoints(self.run_dir)
-        if self.target == 0:
-            return f"What was finished is kept in {self.run_dir}; the same command goes on there."
-        if not saved:
+        saved, kept = checkpoints(self.run_dir), "What was finished is kept"
+        if self.target and not saved:
             return f"No step was saved in {self.run_dir}; the same command begins again."
-        return (
-            f"The state of step {saved[-1].step} of {self.target} is saved in {self.run_dir}; the "
-            "same command resumes from there."
-        )
+        if self.target:
+            kept = f"The state of step {saved[-1].step} of {self.target} is saved"
+        return f"{kept} in {self.run_dir}; the same command resumes from there."
 
     def _write_end(self, status: str, error: str | None = None) -> None:
-        """Write down how the run ended.
-
-        Raises:
-            RunFailed: it could not be written, and the run would have been called finished.
-        """
+        """Write down how the run ended. RunFailed: it could not be written, and the run would have
+        been called finished."""
         saved = checkpoints(self.run_dir)
         if error is not None and len(error) > MAX_ERROR:  # its first line says what, its last why
             error = f"{error[: MAX_ERROR // 2]}\n...\n{error[-MAX_ERROR // 2 :]}"
@@ -337,13 +347,253 @@ class Run:
             print(f"warning: how the run ended could not be written: {problem}", flush=True)
 
 
-def _reason(error: BaseException) -> str | None:
-    """Why a run failed, in words for the user; None for what is told otherwise, or is a defect."""
-    problem = disk_fault(error)
-    if problem is not None:
-        return f"a file of the run could not be written: {problem}. Make room."
-    foreseen = isinstance(error, AflowTuneError) and error.exit_code is ExitCode.FAILED
-    return str(error) if foreseen else None
+class DataRun(Run):
+    """`mode: train`: learns from a data set. One trainer needs no Ray: on the local engine it runs
+    in this process, with or without `--inline`."""
+
+    def _target(self) -> int:
+        materialise_experiences(self.config)
+        self.reader = open_experiences(self.config)
+        if warning := left_out_warning(self.reader, self.config):
+            print(f"warning: {warning}", flush=True)
+        rows, size, key = self._rows()
+        if size > rows:
+            raise BadInput.of(
+                "This run would not train a single step.",
+                self.config.positions.where(key),
+                f"at most {rows}, the rows that can be learned from",
+                str(size),
+                f"{key}: {rows}",
+            )
+        return super()._target()
+
+    def _rows(self) -> tuple[int, int, str]:
+        return len(self.reader), self.config.buffer.train_batch_size, "buffer.train_batch_size"
+
+    def _engine(self, phase: Phase, stop: Stop) -> int:
+        if self.config.engine == "trinity":
+            return super()._engine(phase, stop)
+        from aflow_tune.engines.trinity.inline import InlineRun
+
+        return asyncio.run(InlineRun(self.config, self.target, phase, stop, self.reader).run())
+
+
+class _Stepless(Run):
+    """A run without steps: there is none to reach, and nothing to take back."""
+
+    def _target(self) -> int:
+        return 0
+
+    def _rewind(self) -> None:
+        print(f"resuming {self.run_dir}")
+
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
+        """Whatever works raises where its result is not whole."""
+
+
+class HarvestRun(_Stepless):
+    """`mode: harvest`: writes a data set for a later stage; `harvesting.py` says how."""
+
+    def _inject(self) -> None:
+        """The harvest runs graphs itself; only the auxiliary models' samplers need settings."""
+        give_engine_settings(self.config)
+
+    def _engine(self, phase: Phase, stop: Stop) -> int:
+        from aflow_tune.running.harvesting import run_harvest
+        from aflow_tune.writer.workflow import WriterWorkflow
+
+        if not isinstance(self.workflow_func, WriterWorkflow):
+            raise BadInput.of(
+                "Only written workflows are harvested.",
+                self.config.positions.where("writer.executor"),
+                "the writer as the workflow",
+                "another workflow function",
+                "writer: {executor: NAME}, and no `workflow`",
+            )
+        run_harvest(self.config, self.run_dir, stop, phase, self.workflow_func)
+        return 0
+
+
+class ServeRun(_Stepless):
+    """`mode: serve` of Trinity: its engines answer at one address until they are stopped."""
+
+    _rewind = Run._rewind
+
+
+_MEASURED_BY: tuple[str, ...] = (
+    "buffer.explorer_input.eval_tasksets.",
+    "explorer.auxiliary_models.",
+    "graph.",
+)
+_MEASURED_BY += ("judge", "model.", "operators.", "prompts.", "rewards.", "rollout.system_prompt")
+_MEASURED_BY += ("seed", "workflow", "writer.")
+"""Settings that a guest has in common with the run whose folder it is: they decide scores."""
+
+
+class BenchRun(_Stepless):
+    """`mode: bench`: evaluates a model on held-out tasks, trains nothing.
+
+    Which weights is Trinity's rule: the model of `model.model_path`, and every checkpoint of the
+    run folder; with `explorer.eval_on_startup: false` the checkpoints only, with
+    `explorer.bench_on_latest_checkpoint: true` the newest one only. On `engine: trinity` Trinity's
+    own benchmark runs.
+
+    An evaluation that was broken off goes on from its last record. In the folder of a training run
+    the bench is a guest: it adds what that run did not evaluate and leaves its state alone.
+    """
+
+    guest = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._done: set[tuple[str, int]] = set()
+        """Task sets and steps that are evaluated to the last rollout."""
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """As `Run.claimed`, or as a guest in a training run's folder."""
+        earlier = read_state(self.run_dir)
+        if earlier is None or earlier.fingerprint.get("mode") == "bench":
+            with super().claimed():
+                yield
+            return
+        with locked(self.run_dir):
+            refuse_chain(self.run_dir)
+            self.guest, self.target, self.state = True, 0, earlier
+            self.log_file = log_to(self.run_dir / "log")
+            materialise_tasksets(self.config)
+            changed = changed_keys(self.run_dir, earlier, fingerprint_of(self.config))
+            faults = [fault for fault in changed if fault.where.startswith(_MEASURED_BY)]
+            if faults:
+                title = "This run folder's evaluations were made with other settings."
+                raise BadInput(title, faults)
+            print(f"evaluating in the run folder {self.run_dir}")
+            yield
+
+    def execute(self, stop: Stop) -> TuneResult:
+        """Evaluate what has no record yet, and report. AlreadyFinished: a guest found everything
+        evaluated."""
+        if not self._weights():
+            raise BadInput.of(
+                "There is nothing to evaluate.",
+                "explorer",
+                "a checkpoint",
+                f"none in {self.run_dir}",
+                "train first, or remove explorer.bench_on_latest_checkpoint",
+            )
+        return super().execute(stop)
+
+    def _weights(self) -> dict[int, Path | None]:
+        """What is evaluated: steps with their checkpoints; None stands for the model itself."""
+        explorer, saved = self.config.explorer, checkpoints(self.run_dir)
+        trained: dict[int, Path | None] = {point.step: point.path for point in saved}
+        if explorer.bench_on_latest_checkpoint:
+            return {step: trained[step] for step in sorted(trained)[-1:]}
+        return ({0: None} if explorer.eval_on_startup else {}) | trained
+
+    def _engine(self, phase: Phase, stop: Stop) -> int:
+        if self.config.engine == "trinity":
+            return super()._engine(phase, stop)
+        with contextlib.suppress(asyncio.CancelledError, BudgetReached):
+            told = functools.partial(phase, "stopping: the finished rollouts are kept")
+            asyncio.run(until_stopped(self._all(phase), stop, told))
+        return 0
+
+    async def _all(self, phase: Phase) -> None:
+        tasks = await read_tasks(self.config)
+        made = 0
+        async with LocalModels() as models:
+            for step, weights in self._weights().items():
+                made += await self._measure(step, weights, tasks, models, phase)
+        if self.guest and not made:
+            raise AlreadyFinished(f"Everything in {self.run_dir} is evaluated already.")
+
+    async def _measure(
+        self, step: int, weights: Path | None, tasks: TaskSets, models: LocalModels, phase: Phase
+    ) -> int:
+        """Evaluate the weights of one step; returns how many rollouts that took."""
+        config, made, folder = self.config, 0, self.run_dir / FOLDER
+        assert self.workflow_func is not None
+        functions = self.workflow_func, self.judge_func
+        arguments = adapter_arguments(config, *functions, self.books, folder)
+        for taskset in config.buffer.explorer_input.eval_tasksets:
+            of_set, samples = {taskset.name: tasks[taskset.name]}, taskset.repeat_times
+            batch = Batch(None, [], arguments, folder, step)
+            left = batch.rollouts_left(of_set, samples, again=False)
+            if left:
+                phase("loading the model")
+                batch.model = await models.take(config, weights)
+                batch.auxiliary = await models.auxiliary(config)
+                phase(f"evaluating on {taskset.name}")
+                await batch.run(of_set, left, samples, config.local.max_batch, lambda: None)
+                made += len(left)
+            if not batch.rollouts_left(of_set, samples, again=False):
+                self._done.add((taskset.name, step))
+        if made:  # panel and report know by these metrics that the evaluation is whole
+            from aflow_tune.engines.trinity.inline import make_monitor
+
+            metrics: dict[str, float] = {}
+            for name, steps in load_evaluations(self.run_dir).items():
+                if step in steps:
+                    metrics |= _means(name, steps[step])
+            monitor = make_monitor(config, config.explorer.name)
+            monitor.log(metrics, step)
+            monitor.close()
+        return made
+
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
+        """Every held-out task of every task set has its records, and not all of them failed."""
+        found = load_evaluations(self.run_dir)
+        names = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
+        if self.config.engine == "trinity":  # whose benchmark ends with all of a task set or fails
+            self._done = {(name, step) for name, steps in found.items() for step in steps}
+        wanted = [(name, step) for name in names for step in self._weights()]
+        missing = [f"{one[0]} at step {one[1]}" for one in wanted if one not in self._done]
+        if missing and (stopped or spent):
+            rest = f"; every finished rollout is kept in {self.run_dir}. The same command goes on."
+            raise self._ended_early(stopped, rest)
+        if missing:
+            raise RunFailed(f"not evaluated to the end: {', '.join(missing)}")
+        for name, step in wanted:
+            evaluation = found[name][step]
+            if evaluation.failed_rollouts == len(evaluation.records):
+                reason = evaluation.records[0].reason or "no reason was given"
+                raise RunFailed(f"every rollout of {name} at step {step} failed: {reason}")
+
+    def _write_end(self, status: str, error: str | None = None) -> None:
+        if not self.guest:
+            super()._write_end(status, error)
+
+
+def _means(name: str, evaluation: Evaluation) -> dict[str, float]:
+    metrics = {f"eval/{name}/finished_task_count": float(evaluation.items)}
+    score = evaluation.interval()
+    if score is not None:
+        metrics[f"eval/{name}/score/mean"] = score.mean
+    for metric in evaluation.metric_names():
+        found = evaluation.metric_interval(metric)
+        if found is not None:
+            metrics[f"eval/{name}/{metric}/mean"] = found.mean
+    return metrics
+
+
+MODES: Mapping[str, type[Run]] = {
+    "both": Run,
+    "train": DataRun,
+    "bench": BenchRun,
+    "harvest": HarvestRun,
+    # Trinity's own, on its engines only.
+    "colocate": Run,
+    "explore": Run,
+    "serve": ServeRun,
+}
+
+
+def make_run(
+    config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
+) -> Run:
+    """The run that `config.mode` asks for; an unknown mode is refused when it is prepared."""
+    return MODES.get(config.mode, Run)(config, workflow_func, judge_func)
 
 
 def last_metrics(run_dir: Path) -> dict[str, float]:

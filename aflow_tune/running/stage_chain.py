@@ -6,7 +6,7 @@
       account.sqlite                 what all stages spent together
       <stage_name>/                  a run folder like any other (`run_state.py`)
 
-Every stage is a whole run (`run_modes.MODES`). It begins with the model that the last training
+Every stage is a whole run (`run.MODES`). It begins with the model that the last training
 stage before it exported; auxiliary models keep their own paths, so a frozen executor stays
 frozen. All stages are checked before the first one starts. The same command goes on in whichever
 stage was under way and passes over the finished ones. On `engine: trinity` the order and the
@@ -27,17 +27,10 @@ from pathlib import Path
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.stages import TRAINING, chain_folder, parts_of
 from aflow_tune.config.validate import check_part
-from aflow_tune.errors import (
-    AlreadyFinished,
-    BadInput,
-    BudgetReached,
-    Interrupted,
-    RunFailed,
-)
+from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached, Interrupted, RunFailed
 from aflow_tune.files import write_json
 from aflow_tune.report.html import chain_summary, write_chain_report
-from aflow_tune.running.run import Function, last_metrics
-from aflow_tune.running.run_modes import make_run
+from aflow_tune.running.run import Function, last_metrics, make_run
 from aflow_tune.runs.folder import CHAIN_FILE, RUN_FILE, checkpoints, locked, read_state
 from aflow_tune.types import TuneResult
 
@@ -70,41 +63,37 @@ def run_chain(
         AlreadyFinished: every stage is finished.
         RunFailed, Interrupted, BudgetReached: as a single run's; the stage is named.
     """
-    chain = _Chain(config, workflow_func, judge_func)
-    chain.check()
-    with locked(chain.folder):
-        return chain.run(stop)
+    folder = chain_folder(config)
+    if not config.continue_from_checkpoint and folder.is_dir() and any(folder.iterdir()):
+        config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
+        print(f"the folder {folder} is in use: this chain is named {config.name}", flush=True)
+    config.continue_from_checkpoint = True  # one name for the whole chain
+    parts, found = parts_of(config)
+    faults = list(found)
+    for name, part in parts:  # with the models of the file: no later one is there yet
+        report = check_part(part, workflow_func, judge_func)
+        known = {fault.where for fault in faults}
+        faults += [fault for fault in report.faults if fault.where not in known]
+        if not report.faults:
+            print(f"stage {name}: {part.mode}, checked", flush=True)
+    if faults:
+        raise BadInput("These stages cannot run.", faults)
+    with locked(chain_folder(config)):
+        return _Chain(config, (workflow_func, judge_func)).run(stop)
 
 
 class _Chain:
     def __init__(
-        self, config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
+        self, config: AflowConfig, functions: tuple[Function | None, Function | None]
     ) -> None:
-        _settle_name(config)
-        self.config = config
-        self.functions = (workflow_func, judge_func)
-        self.folder = chain_folder(config)
-        self.started = time.monotonic()
-
-    def check(self) -> None:
-        """Check every stage. Their models are those of the file: no later one is there yet."""
-        parts, faults = parts_of(self.config)
-        faults = list(faults)
-        for name, part in parts:
-            found = check_part(part, *self.functions)
-            known = {fault.where for fault in faults}
-            faults += [fault for fault in found.faults if fault.where not in known]
-            if found.faults:
-                continue
-            print(f"stage {name}: {part.mode}, checked", flush=True)
-        if faults:
-            raise BadInput("These stages cannot run.", faults)
+        self.config, self.functions = config, functions
+        self.folder, self.started = chain_folder(config), time.monotonic()
+        self.parts, _ = parts_of(config)
+        self.states = self._read_states()
 
     def run(self, stop: Callable[[], bool]) -> TuneResult:
-        parts, _ = parts_of(self.config)
-        self.states = self._read_states([name for name, _ in parts], [p.mode for _, p in parts])
         model, done, result = None, 0, None
-        for number, (name, part) in enumerate(parts):
+        for number, (name, part) in enumerate(self.parts):
             if stop():
                 raise Interrupted(f"stopped before stage {name!r}; the same command goes on there")
             part.prepared.account_folder = str(self.folder)
@@ -119,9 +108,12 @@ class _Chain:
             folder = self.folder / name
             if part.mode in TRAINING:
                 model = trained_model(part, folder)
-                result = found or _finished_result(folder)
+                if found is None and (state := read_state(folder)) is not None:
+                    saved = tuple(checkpoints(folder))
+                    found = TuneResult(folder, state.step, last_metrics(folder), saved)
+                result = found
             gc.collect()
-        if done == len(parts):
+        if done == len(self.parts):
             raise AlreadyFinished(
                 f"All {done} stages in {self.folder} are finished. Nothing was started. For a new "
                 "run give another `name=`."
@@ -129,69 +121,61 @@ class _Chain:
         report = self._report()
         if report is not None:
             print(chain_summary(self.folder, report), flush=True)
-        if result is None:
-            return TuneResult(self.folder, 0, report=report)
+        result = result or TuneResult(self.folder, 0)
         return replace(result, run_dir=self.folder, report=report)
 
     def _stage(self, number: int, part: AflowConfig, stop: Callable[[], bool]) -> TuneResult:
         state = self.states[number]
+        over, later = state.status == "finished", self.states[number + 1 :]
         place = f"stage {number + 1} of {len(self.states)}: {state.name} ({part.mode})"
-        print(f"\n{place}" if state.status != "finished" else place, flush=True)
+        print(place if over else f"\n{place}", flush=True)
         limit = part.budget.wall_seconds
         if limit is not None:
             part.budget.wall_seconds = max(0.0, limit - (time.monotonic() - self.started))
         run = make_run(part, *self.functions)
         run.prepare()
-        if state.status != "finished":
+        if not over:
             run.announce()
         state.model = part.model.model_path
-        run.built_upon = self._built_upon(number)
+        if over and state.mode in TRAINING:
+            started = (s.name for s in later if (self.folder / s.name / RUN_FILE).exists())
+            run.built_upon = next(started, None)
         with run.claimed():
             state.status, state.target = "running", run.target
-            self._write_states()
+            self._write_states(must=True)
             return run.execute(stop)
-
-    def _built_upon(self, number: int) -> str | None:
-        """The first later stage that was started, if this one trains."""
-        if self.states[number].mode not in TRAINING or self.states[number].status != "finished":
-            return None
-        later = (s.name for s in self.states[number + 1 :])
-        return next((name for name in later if (self.folder / name / RUN_FILE).exists()), None)
 
     @contextlib.contextmanager
     def _watched(self, number: int, part: AflowConfig) -> Iterator[None]:
         """Keep what became of a stage, and name it in what it raises."""
         state, began = self.states[number], time.monotonic()
+        status = "failed"
         try:
             yield
+            status = "finished"
         except AlreadyFinished:
-            state.status = "finished"
+            status = "finished"
             print(f"stage {state.name}: finished", flush=True)
             raise
         except BadInput as error:
+            status = state.status
             # A changed setting is named by its key alone; in a chain, with its stage and place.
-            keys = part.flatten()
+            keys, where = part.flatten(), part.positions.where
             faults = [
-                replace(fault, where=part.positions.where(fault.where))
-                if fault.where in keys
-                else fault
+                replace(fault, where=where(fault.where) if fault.where in keys else fault.where)
                 for fault in error.faults
             ]
             raise BadInput(f"Stage {state.name!r}: {error.title}", faults) from error
         except (Interrupted, BudgetReached, RunFailed) as error:
-            state.status = "failed" if isinstance(error, RunFailed) else "interrupted"
+            status = "failed" if isinstance(error, RunFailed) else "interrupted"
             raise type(error)(f"stage {state.name!r}: {error}") from error
         except KeyboardInterrupt:
-            state.status = "interrupted"
+            status = "interrupted"
             raise
-        except Exception:
-            state.status = "failed"
-            raise
-        else:
-            state.status = "finished"
         finally:
+            state.status = status
             state.seconds += time.monotonic() - began
-            self._write_states(finished=state.status == "finished")
+            self._write_states(must=status == "finished")
             self._report()
 
     def _report(self) -> Path | None:
@@ -202,12 +186,9 @@ class _Chain:
             print(f"warning: the report could not be written: {error}", flush=True)
             return None
 
-    def _read_states(self, names: list[str], modes: list[str]) -> list[StageState]:
-        """What is known of the stages. Those that were started must be the first ones, as named.
-
-        Raises:
-            BadInput: the folder is that of a single run, or of a chain of other stages.
-        """
+    def _read_states(self) -> list[StageState]:
+        """What is known of the stages. BadInput: the folder is that of a single run, or of a chain
+        whose started stages are not the first ones here."""
         if (self.folder / RUN_FILE).exists():
             raise BadInput.of(
                 "This folder belongs to a configuration without `stages`.",
@@ -216,12 +197,12 @@ class _Chain:
                 "a single run",
                 "give the chain another `name=`",
             )
-        path = self.folder / CHAIN_FILE
-        before: list[StageState] = []
+        path, names = self.folder / CHAIN_FILE, [name for name, _ in self.parts]
+        known: dict[str, StageState] = {}
         if path.exists():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            before = [StageState(**entry) for entry in content["stages"]]
-        started = [s.name for s in before if (self.folder / s.name / RUN_FILE).exists()]
+            for entry in json.loads(path.read_text(encoding="utf-8"))["stages"]:
+                known[entry["name"]] = StageState(**entry)
+        started = [name for name in known if (self.folder / name / RUN_FILE).exists()]
         if started != names[: len(started)]:
             raise BadInput.of(
                 "This folder belongs to a chain of other stages.",
@@ -230,14 +211,14 @@ class _Chain:
                 ", ".join(names),
                 "name them as before, or give the chain another `name=`",
             )
-        known = {state.name: state for state in before}
         return [
-            replace(known.get(name, StageState(name, mode)), mode=mode)
-            for name, mode in zip(names, modes, strict=True)
+            replace(known.get(name, StageState(name, part.mode)), mode=part.mode)
+            for name, part in self.parts
         ]
 
-    def _write_states(self, *, finished: bool = True) -> None:
-        """Write `chain.json`. How a stage failed is told even if the disk is full."""
+    def _write_states(self, *, must: bool) -> None:
+        """Write `chain.json`; unless it `must`, a full disk costs a warning, so that why the stage
+        failed is told."""
         content = {
             "stages": [asdict(state) for state in self.states],
             "command": self.config.command,
@@ -246,17 +227,13 @@ class _Chain:
         try:
             write_json(self.folder / CHAIN_FILE, content)
         except OSError as problem:
-            if finished:
+            if must:
                 raise RunFailed(f"{self.folder / CHAIN_FILE}: {problem.strerror}") from problem
             print(f"warning: how the stage ended could not be written: {problem}", flush=True)
 
 
 def trained_model(config: AflowConfig, folder: Path) -> str:
-    """The model that a finished training stage left for the next one.
-
-    Raises:
-        RunFailed: it is not there any more.
-    """
+    """The model that a finished training stage left for the next one. RunFailed: it is gone."""
     if config.engine == "trinity":
         from trinity.trainer.trainer import get_latest_hf_checkpoint_path
 
@@ -272,20 +249,3 @@ def trained_model(config: AflowConfig, folder: Path) -> str:
             "give the chain another `name=`."
         )
     return str(merged)
-
-
-def _finished_result(folder: Path) -> TuneResult | None:
-    state = read_state(folder)
-    if state is None:
-        return None
-    saved = tuple(checkpoints(folder))
-    return TuneResult(folder, state.step, last_metrics(folder), saved)
-
-
-def _settle_name(config: AflowConfig) -> None:
-    """`continue_from_checkpoint: false` on a used folder: one new name for the whole chain."""
-    folder = chain_folder(config)
-    if not config.continue_from_checkpoint and folder.is_dir() and any(folder.iterdir()):
-        config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
-        print(f"the folder {folder} is in use: this chain is named {config.name}", flush=True)
-    config.continue_from_checkpoint = True

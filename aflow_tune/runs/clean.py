@@ -1,12 +1,13 @@
-"""Checkpoints that are not needed any more: what would go, what it frees, and taking it away.
+"""Which checkpoints stay of those that a run has saved, and taking the others away.
 
-Of each run the newest checkpoints and the best by held-out score stay, which is what a resume, a
-longer run and `export --checkpoint best|last` need. Also gone are what a kill left half-written
-and what was set aside as damaged. Everything else stays: `export/` (a later stage of a chain
-begins from it), records, metrics, logs.
+`trainer.max_checkpoints_to_keep` counts the newest (0: all stay), `checkpoints.keep_best` the best
+by held-out score on top of them. A checkpoint whose evaluation is still to come waits for it: with
+Ray the trainer is a step ahead of the evaluation.
 
-Before anything goes, the hashes of what stays are checked: of a run whose newest checkpoint is
-damaged the earlier ones are what a resume would go back to, so all of them stay.
+`aflow-tune runs clean` keeps what a resume, a longer run and `export --checkpoint best|last` need,
+and `export/`, records, metrics, logs. What a kill left half-written and what was set aside as
+damaged goes. The hashes of what stays are checked first: where one is damaged, a resume would go
+back to an earlier one, so all stay.
 
 Never touched: a run that is going on here or may go on elsewhere, links, folders without a state
 file of ours, and checkpoints that are not in our form, such as those of `engine: trinity`.
@@ -16,13 +17,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from aflow_tune.engines.local.checkpoint import MANIFEST, CheckpointError, verify_checkpoint
 from aflow_tune.errors import BadInput
+from aflow_tune.report.evaluation import Scores, ranked, scores_of
+from aflow_tune.report.metrics import read_metrics
+from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.runs.folder import (
     CHAIN_FILE,
     RUN_FILE,
@@ -31,7 +35,6 @@ from aflow_tune.runs.folder import (
     read_stages,
     remove_checkpoint,
 )
-from aflow_tune.runs.keep import kept_in_run
 from aflow_tune.runs.listing import State, describe
 
 _LEFT_OVER = re.compile(
@@ -77,7 +80,10 @@ def plan(run: Path, *, keep_last: int = 1, keep_best: int = 1) -> list[Plan]:
     if state.state in (State.RUNNING, State.ELSEWHERE, State.UNREADABLE):
         why = {State.RUNNING: "it is going on", State.UNREADABLE: "its state cannot be read"}
         return [Plan(run, untouched=why.get(state.state, state.error))]
-    folders = _folders(run)
+    folders = [run]
+    if (run / CHAIN_FILE).is_file():
+        inner = [run / stage["name"] for stage in read_stages(run)]
+        folders = [folder for folder in inner if (folder / RUN_FILE).is_file()]
     return [_plan(folder, keep_last, keep_best) for folder in folders]
 
 
@@ -94,64 +100,38 @@ def carry_out(plans: Sequence[Plan]) -> tuple[list[Doomed], list[str]]:
             continue
         try:
             with ExitStack() as stack:
-                for folder in _held(item.run):
-                    stack.enter_context(locked(folder))
+                if (item.run.parent / CHAIN_FILE).is_file():
+                    stack.enter_context(locked(item.run.parent))
+                stack.enter_context(locked(item.run))
                 again = _plan(item.run, item.keep_last, item.keep_best)
                 still = {doomed.path for doomed in again.doomed}
                 for doomed in item.doomed:
                     if doomed.path in still:
-                        _remove(doomed, gone, problems)
+                        remove = shutil.rmtree if doomed.path.name[0] == "." else remove_checkpoint
+                        remove(doomed.path)
+                        gone.append(doomed)
         except (BadInput, OSError) as error:
             text = error.title if isinstance(error, BadInput) else str(error)
             problems.append(f"{item.run}: {text}")
     return gone, problems
 
 
-def _remove(doomed: Doomed, gone: list[Doomed], problems: list[str]) -> None:
-    try:
-        if doomed.path.name.startswith("."):
-            shutil.rmtree(doomed.path)
-        else:
-            remove_checkpoint(doomed.path)
-        gone.append(doomed)
-    except FileNotFoundError:
-        return  # somebody else took it away
-    except OSError as error:
-        problems.append(f"{doomed.path}: {error.strerror}")
-
-
-def _folders(run: Path) -> list[Path]:
-    """The run folders that a run consists of."""
-    if not (run / CHAIN_FILE).is_file():
-        return [run]
-    inner = [run / stage["name"] for stage in read_stages(run)]
-    return [folder for folder in inner if (folder / RUN_FILE).is_file()]
-
-
-def _held(run: Path) -> list[Path]:
-    """What must be held while a run folder is cleaned: a stage's chain as well."""
-    return [run.parent, run] if (run.parent / CHAIN_FILE).is_file() else [run]
-
-
 def _plan(run: Path, keep_last: int, keep_best: int) -> Plan:
-    saved = [
-        point
+    saved = {
+        point.step: point.path
         for point in checkpoints(run)
         if not point.path.is_symlink() and (point.path / MANIFEST).is_file()
-    ]
-    steps = [point.step for point in saved]
-    staying = kept_in_run(run, steps, keep_last=max(1, keep_last), keep_best=keep_best)
-    for point in saved:
-        if point.step in staying.reasons:
-            try:
-                verify_checkpoint(point.path)
-            except CheckpointError as error:
-                return Plan(run, untouched=f"a checkpoint that would stay is damaged ({error})")
-    doomed = [
-        Doomed(point.path, "neither newest nor best", _size(point.path))
-        for point in saved
-        if point.step not in staying.reasons
-    ]
+    }
+    staying = kept_in_run(run, list(saved), keep_last=max(1, keep_last), keep_best=keep_best)
+    doomed = []
+    for step, path in saved.items():
+        if step not in staying:
+            doomed.append(Doomed(path, "neither newest nor best", _size(path)))
+            continue
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            return Plan(run, untouched=f"a checkpoint that would stay is damaged ({error})")
     for folder in (run, run / "export"):
         if not folder.is_dir() or folder.is_symlink():
             continue
@@ -164,9 +144,67 @@ def _plan(run: Path, keep_last: int, keep_best: int) -> Plan:
                 doomed.append(Doomed(path, "left half-written by a kill", _size(path)))
             elif _DAMAGED.fullmatch(path.name):
                 doomed.append(Doomed(path, "set aside as damaged", _size(path)))
-    reasons = tuple(sorted(staying.reasons.items()))
+    reasons = tuple(sorted(staying.items()))
     return Plan(run, tuple(doomed), reasons, keep_last=keep_last, keep_best=keep_best)
 
 
 def _size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def kept(
+    steps: Sequence[int],
+    scores: Scores,
+    *,
+    keep_last: int,
+    keep_best: int,
+    awaiting: Collection[int] = (),
+) -> dict[int, str]:
+    """The steps whose checkpoints stay, each with the reason.
+
+    Args:
+        scores: of the run's whole evaluations so far.
+        keep_last: how many of the newest; 0: all.
+        keep_best: how many of the best by held-out score, which may be among the newest.
+        awaiting: steps whose evaluation is still to come; they stay if any best one does.
+    """
+    if keep_last <= 0:
+        return dict.fromkeys(steps, "all are kept")
+    reasons = dict.fromkeys(sorted(steps)[-keep_last:], "newest")
+    if keep_best > 0:
+        for step, _ in ranked(scores, steps)[:keep_best]:
+            reasons[step] = f"{reasons[step]}, best" if step in reasons else "best"
+        for step in steps:
+            if step in awaiting:
+                reasons.setdefault(step, "waits for its evaluation")
+    return reasons
+
+
+def kept_in_run(
+    run_dir: Path,
+    steps: Sequence[int],
+    *,
+    keep_last: int,
+    keep_best: int,
+    eval_interval: int | None = None,
+) -> dict[int, str]:
+    """`kept`, by the records of a run folder. Records that cannot be read say nothing about what is
+    best: then all stay.
+
+    Args:
+        eval_interval: of a run that goes on and evaluates every so many steps, some time after
+            their weights were saved. None: nothing more is evaluated.
+    """
+    if keep_last <= 0 or keep_best <= 0:
+        return kept(steps, {}, keep_last=keep_last, keep_best=0)
+    try:
+        scores = scores_of(run_dir)
+        lines = read_metrics(run_dir) if eval_interval else []
+    except (OSError, ValueError):
+        return dict.fromkeys(steps, "its evaluations cannot be read")
+    awaiting: set[int] = set()
+    if eval_interval:
+        # Evaluations come in the order of their steps: what they passed over has none to come.
+        last = max((line.step for line in lines if finished_evaluations(line.metrics)), default=-1)
+        awaiting = {step for step in steps if step > last and step % eval_interval == 0}
+    return kept(steps, scores, keep_last=keep_last, keep_best=keep_best, awaiting=awaiting)

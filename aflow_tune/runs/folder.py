@@ -7,8 +7,7 @@
     <chain's folder>/
       chain.json, run.lock, and a run folder for each stage
 
-What the other files of a run folder are for, and how a run goes back to a checkpoint, is the
-matter of `engines/trinity/training/run_state.py`.
+The other files, and how a run goes back to a checkpoint: `engines/trinity/training/run_state.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
-from aflow_tune.errors import BadInput, Fault, disk_fault
+from aflow_tune.errors import BadInput, disk_fault
 from aflow_tune.files import write_json
 from aflow_tune.types import Checkpoint
 
@@ -64,18 +62,15 @@ class RunState:
     """What its records came to when the last command ended; `listing.py` knows the form."""
 
 
-_KINDS: dict[str, type | UnionType] = {  # of what is read; commands and lists rely on it
-    "status": str,
-    "step": int,
-    "target": int,
-    "fingerprint": dict,
-    "error": str | None,
-    "command": dict | None,
-    "host": str,
-    "started": int | float,
-    "ended": int | float,
-    "summary": dict,
+_KINDS: dict[Any, tuple[str, ...]] = {
+    str: ("status", "host"),
+    int: ("step", "target"),
+    int | float: ("started", "ended"),
+    dict: ("fingerprint", "summary"),
+    str | None: ("error",),
+    dict | None: ("command",),
 }
+"""Of what is read: lists and commands rely on it."""
 
 
 def read_state(run_dir: Path) -> RunState | None:
@@ -87,19 +82,24 @@ def read_state(run_dir: Path) -> RunState | None:
     path = run_dir / RUN_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        known = {item.name for item in fields(RunState)}
         # A newer version may have written more.
+        known = RunState.__dataclass_fields__.keys()
         state = RunState(**{name: value for name, value in content.items() if name in known})
-        for name, kind in _KINDS.items():
-            if not isinstance(getattr(state, name), kind):
-                raise TypeError(f"{name}: {getattr(state, name)!r:.80}")
+        for kind, names in _KINDS.items():
+            for name in names:
+                if not isinstance(getattr(state, name), kind):
+                    raise TypeError(f"{name}: {getattr(state, name)!r:.80}")
         return state
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        cure = "start again under another `name=`; checkpoints can still be named one by one"
-        fault = Fault(str(path), "the state of a run, in JSON", str(error), cure)
-        raise BadInput("The state of this run cannot be read.", [fault]) from None
+        raise BadInput.of(
+            "The state of this run cannot be read.",
+            str(path),
+            "the state of a run, in JSON",
+            str(error),
+            "start again under another `name=`; checkpoints can still be named one by one",
+        ) from None
 
 
 def write_state(run_dir: Path, state: RunState) -> None:
@@ -139,8 +139,13 @@ def read_stages(folder: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError) as error:
-        fault = Fault(str(path), "the stages of a chain", f"{error}", "name the folder of a stage")
-        raise BadInput("This chain cannot be read.", [fault]) from None
+        raise BadInput.of(
+            "This chain cannot be read.",
+            str(path),
+            "the stages of a chain",
+            str(error),
+            "name the folder of a stage",
+        ) from None
 
 
 @contextmanager
@@ -157,7 +162,13 @@ def locked(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if disk_fault(error) is not None:
             raise
-        raise _not_ours(run_dir, error) from None
+        raise BadInput.of(
+            "This run folder cannot be written to.",
+            str(run_dir),
+            "a folder that you may write to",
+            str(error),
+            "change its owner or mode, or choose another `checkpoint_root_dir` or `name=`",
+        ) from None
     with lock as file:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
@@ -166,30 +177,15 @@ def locked(run_dir: Path) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    raise _in_use(run_dir) from None
+                    raise BadInput.of(
+                        "Another command is using this run folder.",
+                        str(run_dir),
+                        "a run folder that nobody else is writing to",
+                        "a lock held by a running command",
+                        "wait for it, stop it, or choose another `name=`",
+                    ) from None
                 time.sleep(0.05)
         yield
-
-
-def _not_ours(run_dir: Path, error: OSError) -> BadInput:
-    place = f" ({error.filename})" if error.filename else ""
-    cure = "change its owner or mode, or choose another `checkpoint_root_dir` or `name=`"
-    fault = Fault(str(run_dir), "a folder that you may write to", f"{error.strerror}{place}", cure)
-    return BadInput("This run folder cannot be written to.", [fault])
-
-
-def _in_use(run_dir: Path) -> BadInput:
-    return BadInput(
-        "Another command is using this run folder.",
-        [
-            Fault(
-                str(run_dir),
-                "a run folder that nobody else is writing to",
-                "a lock held by a running command",
-                "wait for it, stop it, or choose another `name=`",
-            )
-        ],
-    )
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -222,9 +218,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 def remove_checkpoint(path: Path) -> None:
     """Take a checkpoint away at once, so that nobody meets half of it, then free its bytes.
 
-    Raises:
-        OSError: it could not be taken away.
-    """
+    Raises OSError: it could not be taken away."""
     doomed = path.with_name(f".{path.name}.removed-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Runs found below a folder, and what each has come to: state, step, best score, cost.
 
-Everything is read from small files: `run.json`, `chain.json`, the end of `metrics.jsonl`. No
-weights are opened, and evaluation records only where the run has not summed them up itself,
-which it does when it ends (`summarise`). Nothing is written, and nothing waits for a lock.
+Everything is read from small files: `run.json`, `chain.json`, the end of `metrics.jsonl`; records
+of evaluations only where the run has not summed them up itself when it ended (`summarise`).
+Nothing is written, and nothing waits for a lock.
 
 A folder without a state file of ours is not a run, whatever its name. Whether a run is going on
 is decided by its lock alone: a process that was killed holds none, whatever `run.json` says.
@@ -10,8 +10,10 @@ is decided by its lock alone: a process that was killed holds none, whatever `ru
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import socket
 import sqlite3
 import time
@@ -40,7 +42,6 @@ from aflow_tune.runs.folder import (
 MOST_DEPTH = 4
 """Folders below a root in which a run may lie: project, group, name, and one more."""
 _TAIL_BYTES = 1 << 17
-_COST = b'"rollout/cost/'
 
 
 class State(StrEnum):
@@ -68,7 +69,7 @@ class RunInfo:
 
     `step` is the last one that was trained, `saved` the last with a checkpoint, `best` the step
     and mean of the best whole evaluation. `usd` is None where no cost is known, `about` is True
-    where it is only about right. Times are seconds since the epoch.
+    where it is an approximation. Times are seconds since the epoch.
     """
 
     path: Path
@@ -90,23 +91,16 @@ class RunInfo:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; the path is absolute."""
-        return {
+        plain = ("mode", "step", "target", "score", "usd", "error", "host", "command")
+        return {name: getattr(self, name) for name in plain} | {
             "path": str(self.path.resolve()),
             "state": self.state.value,
-            "mode": self.mode,
-            "step": self.step,
-            "target": self.target,
             "saved_step": self.saved,
             "best_step": self.best and self.best[0],
             "best_score": self.best and self.best[1],
-            "score": self.score,
-            "usd": self.usd,
             "usd_is_approximate": self.about,
             "started": self.started or None,
             "changed": self.changed or None,
-            "error": self.error,
-            "host": self.host,
-            "command": self.command,
             "stages": [stage.to_json() for stage in self.stages],
         }
 
@@ -123,16 +117,13 @@ def find_runs(roots: Iterable[Path]) -> Iterator[Path]:
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
-    try:
+    inner: list[str] = []
+    with contextlib.suppress(OSError):  # such as a folder of another user
         if (folder / RUN_FILE).is_file() or (folder / CHAIN_FILE).is_file():
             yield folder
-            return
-        if depth == 0:
-            return
-        with os.scandir(folder) as entries:
-            inner = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
-    except OSError:  # such as a folder of another user
-        return
+        elif depth:
+            with os.scandir(folder) as entries:
+                inner = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
     for name in inner:
         if not name.startswith("."):
             yield from _below(folder / name, depth - 1)
@@ -144,15 +135,14 @@ def describe(path: Path) -> RunInfo:
         if (path / CHAIN_FILE).is_file():
             return _chain(path)
         state = read_state(path)
-        if state is not None:
-            return _run(path, state)
-        return RunInfo(path, State.UNREADABLE, error="it went away")
+        return RunInfo(path, State.UNREADABLE) if state is None else _run(path, state)
     except BadInput as error:
-        return RunInfo(path, State.UNREADABLE, error=f"{error.title} {error.faults[0].found}")
+        why = f"{error.title} {error.faults[0].found}"
     except OSError as error:
-        return RunInfo(path, State.UNREADABLE, error=f"{error.strerror}: {error.filename}")
+        why = f"{error.strerror}: {error.filename}"
     except (ValueError, TypeError, AttributeError) as error:  # a summary that is none of ours
-        return RunInfo(path, State.UNREADABLE, error=f"its state is not in our form: {error}")
+        why = f"its state is not in our form: {error}"
+    return RunInfo(path, State.UNREADABLE, error=why)
 
 
 def summarise(run_dir: Path, repeat_times: int | None) -> dict[str, Any]:
@@ -162,24 +152,28 @@ def summarise(run_dir: Path, repeat_times: int | None) -> dict[str, Any]:
     `RunInfo`. Empty where the records cannot be read.
 
     Args:
-        repeat_times: `algorithm.repeat_times`: runs of each task in a training step.
+        repeat_times: `algorithm.repeat_times`: rollouts of each task in a training step.
     """
     try:
         usd, about = _cost(run_dir, repeat_times)
-        return {
-            "of": _signature(run_dir),
-            "scores": {str(step): of for step, of in scores_of(run_dir).items()},
-            "usd": usd,
-            "about": about,
-        }
+        scores = {str(step): of for step, of in scores_of(run_dir).items()}
+        return {"of": _signature(run_dir), "scores": scores, "usd": usd, "about": about}
     except (OSError, ValueError):
         return {}
 
 
 def _run(path: Path, state: RunState) -> RunInfo:
-    saved = checkpoints(path)
-    known = _state(state.status, path, state.host)
-    summary = state.summary
+    known, error, summary, saved = State.RUNNING, None, state.summary, checkpoints(path)
+    if not is_locked(path):
+        known = STATES.get(state.status, State.UNREADABLE)
+        if known is State.RUNNING:
+            known = _unlocked(state.host)
+    if known in (State.FAILED, State.INTERRUPTED):
+        error = state.error
+    elif known is State.KILLED:
+        error = "its process is gone, and had no time to say why"
+    elif known is State.ELSEWHERE:
+        error = f"started on {state.host}: going on there, or killed"
     ended = known in (State.FINISHED, State.FAILED, State.INTERRUPTED)
     if not ended or summary.get("of") != _signature(path):
         summary = summarise(path, state.fingerprint.get("algorithm.repeat_times"))
@@ -200,72 +194,55 @@ def _run(path: Path, state: RunState) -> RunInfo:
         about=bool(summary.get("about")),
         started=state.started,
         changed=max(changed, state.started),
-        error=_error(known, state),
+        error=error,
         command=state.command,
         host=state.host,
     )
 
 
-def _state(status: str, folder: Path, host: str) -> State:
-    if is_locked(folder):
-        return State.RUNNING
-    if status != State.RUNNING:
-        return STATES.get(status, State.UNREADABLE)
+def _unlocked(host: str) -> State:
     return State.KILLED if host in ("", socket.gethostname()) else State.ELSEWHERE
 
 
-def _error(known: State, state: RunState) -> str | None:
-    if known is State.KILLED:
-        return "its process is gone, and had no time to say why"
-    if known is State.ELSEWHERE:
-        return f"started on {state.host}: going on there, or killed"
-    return state.error if known in (State.FAILED, State.INTERRUPTED) else None
-
-
 def _chain(path: Path) -> RunInfo:
-    entries = read_stages(path)
     content = json.loads((path / CHAIN_FILE).read_text(encoding="utf-8"))
     host = str(content.get("host") or "")
-    stages = tuple(_stage(path, entry, host) for entry in entries)
+    stages = []
+    for entry in read_stages(path):
+        inner = path / entry["name"]
+        stage = RunInfo(inner, State.WAITING, mode=str(entry.get("mode", "")), host=host)
+        state = read_state(inner)
+        stages.append(stage if state is None else _run(inner, state))
     now = next((s for s in stages if s.state is not State.FINISHED), stages[-1] if stages else None)
-    if is_locked(path):
-        state = State.RUNNING
-    elif now is None or now.state is not State.WAITING:
-        state = now.state if now is not None else State.UNREADABLE
-    else:  # between two stages: stopped, or going on where its lock cannot be seen
-        state = State.INTERRUPTED if host in ("", socket.gethostname()) else State.ELSEWHERE
+    now = now or RunInfo(path, State.UNREADABLE)
+    known = State.RUNNING if is_locked(path) else now.state
+    if known is State.WAITING:  # between two stages
+        known = _unlocked(host)
+        known = State.INTERRUPTED if known is State.KILLED else known
     trained = [stage for stage in stages if stage.best is not None]
-    usd, about = _cost(path, None)  # the books of a chain are one for all stages
-    known = [stage.usd for stage in stages if stage.usd is not None]
-    if usd is None and known:
-        usd, about = sum(known), True
-    error = now.error if now is not None and now.state is not State.FINISHED else None
+    usd, about = _cost(path, None)  # one file counts what all stages spend
+    costs = [stage.usd for stage in stages if stage.usd is not None]
+    if usd is None and costs:
+        usd, about = sum(costs), True
+    error = None if now.state is State.FINISHED else now.error
     return RunInfo(
         path,
-        state,
+        known,
         mode=f"{len(stages)} stages",
-        step=now.step if now is not None else 0,
-        target=now.target if now is not None else 0,
-        saved=now.saved if now is not None else None,
+        step=now.step,
+        target=now.target,
+        saved=now.saved,
         best=trained[-1].best if trained else None,
         score=trained[-1].score if trained else "reward",
         usd=usd,
         about=about,
         started=min((stage.started for stage in stages if stage.started), default=0.0),
         changed=max((stage.changed for stage in stages), default=0.0),
-        error=f"stage {now.path.name}: {error}" if now is not None and error else None,
+        error=f"stage {now.path.name}: {error}" if error else None,
         command=content.get("command"),
         host=host,
-        stages=stages,
+        stages=tuple(stages),
     )
-
-
-def _stage(chain: Path, entry: dict[str, Any], host: str) -> RunInfo:
-    path = chain / entry["name"]
-    state = read_state(path)
-    if state is None:
-        return RunInfo(path, State.WAITING, mode=str(entry.get("mode", "")), host=host)
-    return _run(path, state)
 
 
 def _signature(run_dir: Path) -> list[int]:
@@ -289,66 +266,46 @@ def _last_step(run_dir: Path) -> tuple[int, float]:
 
 
 def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
-    """US dollars, and whether they are only about right.
+    """US dollars, and whether that is an approximation.
 
-    The books know them exactly; they are kept where the run has a limit. Else the metrics of its
-    training steps say it: mean cost of a run by role x tasks x `repeat_times`. Evaluations are not
-    in that, and a failed run counts as the mean of the others.
+    The account knows them exactly; it is kept where the run has a limit. Else the metrics of its
+    training steps say it: mean cost of a rollout by role x tasks x `repeat_times`. Evaluations are
+    not in that, and a failed rollout counts as the mean of the others.
     """
-    spent = _booked(run_dir / ACCOUNT_FILE)
-    if spent is not None:
-        return spent
+    account = run_dir / ACCOUNT_FILE
+    with contextlib.suppress(sqlite3.Error):  # there is none, or it cannot be read now
+        uri = f"{account.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
+            row = connection.execute("SELECT SUM(pico), SUM(unpriced) FROM spent").fetchone()
+        pico, unpriced = row
+        if pico is not None and (pico or not unpriced):
+            return pico / PICO, bool(unpriced)
     try:
         with (run_dir / FILE_NAME).open("rb") as file:
-            costly = [text for text in file if _COST in text]
+            costly = [text for text in file if b'"rollout/cost/' in text]
     except OSError:
         return None, False
     lines = {line.step: line.metrics for text in costly if (line := parse_line(text)) is not None}
     total = 0.0
     for metrics in lines.values():
-        runs = metrics.get("rollout/finished_task_count", 0.0) * (repeat_times or 1)
+        rollouts = metrics.get("rollout/finished_task_count", 0.0) * (repeat_times or 1)
         means = [
             value
             for name, value in metrics.items()
             if name.startswith("rollout/cost/") and name.endswith("/mean")
         ]
-        total += runs * sum(means)
+        total += rollouts * sum(means)
     return (total, True) if lines else (None, False)
-
-
-def _booked(path: Path) -> tuple[float, bool] | None:
-    """What the books say; None where there are none, or they cannot be read now."""
-    if not path.is_file():
-        return None
-    try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
-        try:
-            row = connection.execute("SELECT SUM(pico), SUM(unpriced) FROM spent").fetchone()
-        finally:
-            connection.close()
-    except sqlite3.Error:
-        return None
-    pico, unpriced = row
-    if pico is None or (not pico and unpriced):
-        return None
-    return pico / PICO, bool(unpriced)
 
 
 def _score_name(run_dir: Path) -> str:
     """`report.score` of the run's configuration, by a glance at its file."""
-    section = False
     try:
-        with (run_dir / "resolved.yaml").open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("report:"):
-                    section = True
-                elif section and line.startswith("  score:"):
-                    return line.partition(":")[2].strip().strip("'\"") or "reward"
-                elif section and not line.startswith(" "):
-                    break
+        text = (run_dir / "resolved.yaml").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        pass
-    return "reward"
+        return "reward"
+    found = re.search(r"^report:\n(?: .*\n)*?  score: *['\"]?([^'\"\n]+)", text, re.MULTILINE)
+    return found[1].strip() if found else "reward"
 
 
 def age(seconds_since_epoch: float) -> str:

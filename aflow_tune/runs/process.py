@@ -1,8 +1,7 @@
 """One run as a process of its own: `aflow-tune CONFIG ...`, stopped in order or left to finish.
 
 It has a session of its own, so that Ctrl-C on the terminal reaches only whoever started it, who
-decides. When that one is killed, Linux asks the run to save and stop (`_launch.py`). What its
-ending means, and what is in its folder, is for others to say.
+decides. When that one is killed, Linux asks the run to save and stop (`_launch.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _TAIL_BYTES = 4000
-_REFUSAL = "aflow-tune: "
-"""What `aflow-tune` begins the words with that it ends with."""
 
 
 def own_program() -> list[str]:
@@ -80,7 +77,7 @@ def last_words(output: Path) -> str:
     except OSError:
         return ""
     said = [line.strip() for line in lines if line.strip()]
-    for number in reversed(range(len(said))):
-        if said[number].startswith(_REFUSAL):
-            return " ".join(said[number:]).removeprefix(_REFUSAL)
+    refused = [number for number, line in enumerate(said) if line.startswith("aflow-tune: ")]
+    if refused:
+        return " ".join(said[refused[-1] :]).removeprefix("aflow-tune: ")
     return said[-1] if said else ""

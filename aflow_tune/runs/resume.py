@@ -7,6 +7,7 @@ has no command: its functions are not in any file that we know.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.runs.folder import CHAIN_FILE, read_state
+
+_TITLE = "This run cannot be resumed by its folder."
 
 
 @dataclass(frozen=True)
@@ -41,58 +44,48 @@ def command_of(folder: Path, overrides: Sequence[str] = ()) -> Command:
     path = folder.expanduser().resolve()
     if (path.parent / CHAIN_FILE).is_file():
         path = path.parent
-    told = _told(path)
     try:
-        if told is None:
-            raise _no_command(path)
-        command = Command(
-            Path(told["config"]), tuple(told["overrides"]), told["inline"], Path(told["cwd"])
-        )
+        told = _told(path)
+        config, cwd = Path(told["config"]), Path(told["cwd"])
+        began, inline = tuple(told["overrides"]), told["inline"]
     except (KeyError, TypeError):
-        raise _no_command(path) from None
-    cure = "put it back, or run `aflow-tune CONFIG` with the settings of its resolved.yaml"
+        raise BadInput.of(
+            _TITLE,
+            str(path),
+            "the command that the run was started with",
+            "none: it was started by tune() in Python, or by an older version",
+            "call tune() again, or type the same `aflow-tune CONFIG ...` again",
+        ) from None
+    fix = "put it back, or run `aflow-tune CONFIG` with the settings of its resolved.yaml"
     faults = [
-        Fault(str(place), f"the {what} that the run was started with", "it is gone", cure)
-        for what, place, there in (
-            ("configuration", command.config, command.config.is_file()),
-            ("folder", command.cwd, command.cwd.is_dir()),
-        )
+        Fault(str(place), "what the run was started with", "it is gone", fix)
+        for place, there in ((config, config.is_file()), (cwd, cwd.is_dir()))
         if not there
     ]
     given = {item.partition("=")[0] for item in overrides}
-    cure = "name it once more: aflow-tune runs resume DIR key=value"
+    fix = "name it once more: aflow-tune runs resume DIR key=value"
     faults += [
-        Fault(key, "a setting that holds a secret, which is kept nowhere", "it is not given", cure)
+        Fault(key, "a setting that holds a secret, which is kept nowhere", "it is not given", fix)
         for key in told.get("secret", ())
         if key not in given
     ]
     if faults:
-        raise BadInput("This run cannot be resumed by its folder.", faults)
-    # Where the command asked for a fresh folder, it would get another one now.
-    again = (f"name={path.name}", "continue_from_checkpoint=true") if told.get("renamed") else ()
-    return Command(command.config, (*command.overrides, *again), command.inline, command.cwd)
+        raise BadInput(_TITLE, faults)
+    if told.get("renamed"):  # the command asked for a fresh folder, and would get another one now
+        began = (*began, f"name={path.name}", "continue_from_checkpoint=true")
+    return Command(config, began, inline, cwd)
 
 
-def _told(path: Path) -> dict[str, Any] | None:
-    chain = path / CHAIN_FILE
-    if chain.is_file():
-        try:
-            found: dict[str, Any] | None = json.loads(chain.read_text(encoding="utf-8"))["command"]
-        except (ValueError, KeyError, TypeError):
-            return None
-        return found
+def _told(path: Path) -> Any:
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads((path / CHAIN_FILE).read_text(encoding="utf-8"))["command"]
     state = read_state(path)
     if state is None:
-        found_there = "a folder without run.json" if path.is_dir() else "no such folder"
-        cure = "aflow-tune runs shows what there is"
-        raise BadInput(
-            "There is no run to resume.", [Fault(str(path), "a run folder", found_there, cure)]
+        raise BadInput.of(
+            "There is no run to resume.",
+            str(path),
+            "a run folder",
+            "a folder without run.json" if path.is_dir() else "no such folder",
+            "aflow-tune runs shows what there is",
         )
     return state.command
-
-
-def _no_command(path: Path) -> BadInput:
-    cure = "call tune() again, or type the same `aflow-tune CONFIG ...` again"
-    found = "none: it was started by tune() in Python, or by an older version"
-    fault = Fault(str(path), "the command that the run was started with", found, cure)
-    return BadInput("This run cannot be resumed by its folder.", [fault])

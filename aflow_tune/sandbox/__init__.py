@@ -4,36 +4,16 @@
 says which backend there is. What each covers, and what not: docs/sandbox.md.
 """
 
-from aflow_tune.sandbox.backends import Detection
-from aflow_tune.sandbox.policy import use_policy
-from aflow_tune.sandbox.running import (
-    Channel,
-    ProgramEnded,
-    detect,
-    open_channel,
-    run_program,
-    run_program_sync,
-)
-from aflow_tune.sandbox.types import (
-    Ending,
-    Execution,
-    Level,
-    Limits,
-    SandboxUnavailable,
-)
-
-__all__ = [
-    "Channel",
-    "Detection",
-    "Ending",
-    "Execution",
-    "Level",
-    "Limits",
-    "ProgramEnded",
-    "SandboxUnavailable",
-    "detect",
-    "open_channel",
-    "run_program",
-    "run_program_sync",
-    "use_policy",
-]
+from aflow_tune.sandbox.backends import Detection as Detection
+from aflow_tune.sandbox.policy import use_policy as use_policy
+from aflow_tune.sandbox.running import Channel as Channel
+from aflow_tune.sandbox.running import ProgramEnded as ProgramEnded
+from aflow_tune.sandbox.running import detect as detect
+from aflow_tune.sandbox.running import open_channel as open_channel
+from aflow_tune.sandbox.running import run_program as run_program
+from aflow_tune.sandbox.running import run_program_sync as run_program_sync
+from aflow_tune.sandbox.types import Ending as Ending
+from aflow_tune.sandbox.types import Execution as Execution
+from aflow_tune.sandbox.types import Level as Level
+from aflow_tune.sandbox.types import Limits as Limits
+from aflow_tune.sandbox.types import SandboxUnavailable as SandboxUnavailable

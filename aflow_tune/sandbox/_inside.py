@@ -3,9 +3,8 @@
 This file is never imported there: its compiled code is sent over the control socket to an
 interpreter that was started with nothing but a line to receive it (`process.py`), so it uses
 built-in modules only. Behind bubblewrap the supervisor is process 1 of its own process namespace;
-behind Landlock and in a plain subprocess it adopts the orphans of the tree. It watches time,
-memory, processes and disk, and says how the program ended. It is confined as well, so the parent
-believes it no more than it must: every limit that the parent can see from outside, it keeps too.
+else it adopts the orphans of the tree. It watches time, memory, processes and disk, and says how
+the program ended. It is confined as well, and the parent keeps every limit that it can see.
 
 A module of ours may come with the setup (`preload`), to be loaded before there is a program: what
 it imports takes longer than many a program runs. The program finds it as `aflow_preloaded`.
@@ -50,7 +49,10 @@ def main(control: _socket.socket, channel: int) -> None:
     # The parent may be gone at any time; whatever happens, nothing may stay behind.
     with Ignored():
         if setup["backend"] != "bubblewrap":
-            make_folder(setup)
+            os.mkdir(setup["folder"], 0o700)
+            if setup["uid"] is not None:
+                os.chown(setup["folder"], setup["uid"], setup["uid"])
+            call_prctl(PR_SET_CHILD_SUBREAPER, 1)
         if setup["confine"] is not None:
             scope: dict[str, Any] = {"__name__": "confine"}
             exec(setup["confine"], scope)
@@ -77,7 +79,7 @@ def main(control: _socket.socket, channel: int) -> None:
                 watch = Watch(setup, job, child)
                 supervise(control, watch, told_read, wake_read, stdin_write)
     if child != 0:
-        leave(setup, child)
+        leave(setup)
     # The channel first: the parent chose its number, which may be TOLD.
     os.dup2(channel, TOLD + 1)
     os.dup2(told_write, TOLD)
@@ -111,15 +113,6 @@ def load(name: str, code: CodeType) -> None:
     exec(code, module.__dict__)
 
 
-def make_folder(setup: dict[str, Any]) -> None:
-    """The private folder; and orphans of the tree are to come here."""
-    os.mkdir(setup["folder"], 0o700)
-    if setup["uid"] is not None:
-        os.chown(setup["folder"], setup["uid"], setup["uid"])
-    if sys.platform == "linux":
-        call_prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
 def supervise(control: _socket.socket, watch: Watch, told: int, wake: int, stdin: int) -> None:
     """See the program to its end, kill what it left, report."""
     heard = b""
@@ -130,11 +123,10 @@ def supervise(control: _socket.socket, watch: Watch, told: int, wake: int, stdin
         return
     control.sendall(b"started\n")
     reason = watch.until_it_ends(control, wake, stdin)
-    if watch.private:
-        if reason:
-            kill(-1)
-    else:
-        kill_descendants(watch.child)
+    if not watch.private:
+        kill_descendants()
+    elif reason:
+        kill(-1)
     code = "none" if watch.status is None else os.waitstatus_to_exitcode(watch.status)
     hits = ",".join(sorted(watch.hits)) or "none"
     control.sendall(f"ended {code} {reason or 'itself'} {hits}\n".encode())
@@ -151,12 +143,11 @@ def receive(control: _socket.socket) -> Any:
     return None
 
 
-def leave(setup: dict[str, Any], child: int) -> NoReturn:
+def leave(setup: dict[str, Any]) -> NoReturn:
     """End, and leave nothing behind. The end of process 1 ends everything inside."""
     if setup["backend"] == "bubblewrap":
         os._exit(0)
-    if child > 0:
-        kill_descendants(child)
+    kill_descendants()
     remove = 'rm -rf "$1" 2>/dev/null || { chmod -R u+rwX "$1"; rm -rf "$1"; }'
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -182,17 +173,17 @@ def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
         os.dup2(TOLD + 1, CHANNEL)
     os.closerange(TOLD + 1, os.sysconf("SC_OPEN_MAX"))
     os.umask(0o077)
-    if setup["backend"] == "bubblewrap":
-        call_prctl(PR_SET_DUMPABLE, 1)
-    else:
-        make_killable()
+    if setup["backend"] != "bubblewrap":
+        # Where memory runs out, the kernel ends the program rather than whoever started it.
+        with Ignored(), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
     if setup["uid"] is not None:
         os.setgroups([])
         os.setresgid(*[setup["uid"]] * 3)
         os.setresuid(*[setup["uid"]] * 3)
-    if sys.platform == "linux" and setup["backend"] != "bubblewrap":
+    if setup["backend"] != "bubblewrap":  # both are lost with a change of user
         call_prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
-        call_prctl(PR_SET_DUMPABLE, 1)
+    call_prctl(PR_SET_DUMPABLE, 1)
     set_limits(setup, job["limits"])
     os.chdir(setup["folder"])
     if setup["confine"] is not None:
@@ -226,12 +217,6 @@ class Packages:
         return external.spec_from_file_location(name, file, submodule_search_locations=folder)
 
 
-def make_killable() -> None:
-    """Where memory runs out, the kernel ends the program rather than whoever started it."""
-    with Ignored(), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-
-
 def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
     cpu = limits["cpu_seconds"]
     processes = limits["processes"] + 1
@@ -253,24 +238,16 @@ def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
         "RLIMIT_CPU": cpu,
     }
     for name, value in wanted.items():
-        kind = getattr(resource, name, None)
-        if kind is None:
-            continue
+        kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
         more = value + 1 if name == "RLIMIT_CPU" else value
-        try:
-            if hard != resource.RLIM_INFINITY:
-                value, more = min(value, hard), min(more, hard)
-            resource.setrlimit(kind, (value, more))
-        except (OSError, ValueError):
-            if setup["backend"] != "unsafe_subprocess":
-                raise
+        if hard != resource.RLIM_INFINITY:
+            value, more = min(value, hard), min(more, hard)
+        resource.setrlimit(kind, (value, more))
 
 
 def tasks_of(uid: int) -> int:
     """How many threads a user has on this machine."""
-    if not os.path.isdir("/proc/self/task"):
-        return 4096
     count = 0
     for name in os.listdir("/proc"):
         try:
@@ -337,7 +314,6 @@ class Watch:
         self.child = child
         self.status: int | None = None
         self.hits: set[str] = set()
-        self.can_see = os.path.isdir("/proc/self/task")
         self.page = os.sysconf("SC_PAGE_SIZE")
 
     def until_it_ends(self, control: _socket.socket, wake: int, stdin: int) -> str:
@@ -369,7 +345,7 @@ class Watch:
             if now >= end:
                 self.hits.add("seconds")
                 return "seconds"
-            if self.can_see and now >= next_look:
+            if now >= next_look:
                 next_look = now + POLL_SECONDS
                 ticks += 1
                 reason = self._look()
@@ -391,15 +367,10 @@ class Watch:
             os.close(stdin)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid == self.child:
-                self.status = status
+        with Ignored():  # no child is left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.child:
+                    self.status = ended[1]
 
     def _pids(self) -> list[int]:
         if self.private:
@@ -436,8 +407,6 @@ class Watch:
                 self.hits.add("disk_mb")
             # The size of such a file system bounds what is in files, not how many there are.
             return "disk_mb" if room.f_files - room.f_ffree > MOST_FILES else ""
-        if not self.can_see:
-            return ""
         used, files = folder_size(self.folder)
         used += unlinked_size(self._pids(), bound)
         return "disk_mb" if used > bound or files > MOST_FILES else ""
@@ -474,22 +443,18 @@ def place_of(pid: int) -> str:
 def proportional(pid: int, page: int) -> int:
     """Bytes of memory of a process, shared pages divided among those who share them."""
     place = place_of(pid)
-    try:
+    with Ignored():
         for line in read(f"{place}/smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return int(read(f"{place}/statm").split()[1]) * page
-    except (OSError, IndexError):
-        return 0
+    with Ignored():
+        if words := read(f"{place}/statm").split():
+            return int(words[1]) * page
+    return 0
 
 
 def descendants() -> list[int]:
     """Every process below this one."""
-    if not os.path.isdir("/proc/self/task"):
-        return []
     found: list[int] = []
     pending = [os.getpid()]
     while pending:
@@ -509,14 +474,11 @@ def kill(pid: int) -> None:
         os.kill(pid, _signal.SIGKILL)
 
 
-def kill_descendants(child: int) -> None:
+def kill_descendants() -> None:
     """Kill until there is none. Orphans become our children, so no child means no descendant."""
     while True:
         for pid in descendants():
             kill(pid)
-        if not os.path.isdir("/proc/self/task"):  # nothing lists processes (macOS)
-            with Ignored():
-                os.killpg(child, _signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

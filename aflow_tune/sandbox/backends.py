@@ -20,11 +20,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from aflow_tune.sandbox import _confine, seccomp
-from aflow_tune.sandbox.policy import Packages, find_packages
+from aflow_tune.sandbox.policy import find_packages
 from aflow_tune.sandbox.process import FILTER, BackendFailed, Job, Launch, Sandbox, code_of
 from aflow_tune.sandbox.types import Level, Limits
 from aflow_tune.sandbox.view import (
@@ -37,7 +36,6 @@ from aflow_tune.sandbox.view import (
 )
 
 NOBODY = 65534
-NO_PACKAGES = Packages()
 _TOOLS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 _HIDDEN_PROC = ("kcore", "keys", "key-users", "kallsyms", "timer_list", "sched_debug", "cmdline")
 _UNUSED_IDS = range(2_000_000_000, 2_100_000_000)
@@ -88,44 +86,105 @@ DOES_NOT_COVER: dict[Level, tuple[str, ...]] = {
 }
 
 
+OLDEST_LANDLOCK = 3
+"""The first version that covers truncation; Linux 6.2."""
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The backend found, and for each that was tried what there is to say about it."""
+
+    level: Level | None
+    reasons: dict[str, str]
+
+    @property
+    def why(self) -> str:
+        """In one line."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+
+
 def find_tool(name: str) -> str | None:
     """A program of the system, by its full path."""
     return shutil.which(name, path=_TOOLS)
 
 
-def environment(folder: str) -> dict[str, str]:
-    """What a sandboxed program's environment holds: nothing of ours."""
-    return {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+def check_machine(level: Level) -> None:
+    """Raises BackendFailed where a sandbox of this level cannot even be tried."""
+    if not seccomp.supported():
+        raise BackendFailed("needs Linux on x86-64 or AArch64")
+    if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
+        raise BackendFailed("bwrap is not installed")
+    if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
+        raise BackendFailed(
+            f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
+            "(Linux 6.2) is needed"
+        )
+    if os.geteuid() == 0 and not is_mapped(NOBODY):
+        raise BackendFailed("root of a namespace that has no other user to run programs as")
+    view_of(())
 
 
-def bubblewrap(disk_mb: int, staged: int | None, packages: Packages = NO_PACKAGES) -> Launch:
-    """A sandbox of namespaces. FileNotFoundError: bwrap or a tool of root's is not there."""
+def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
+    """How to start a sandbox of a level that was found, or is being tried.
+
+    Args:
+        names: packages that its program may import.
+
+    Raises:
+        BadInput: one is not there.
+        BackendFailed: one cannot be reached.
+        FileNotFoundError: bwrap or a tool of root's is not there.
+    """
+    packages = find_packages(names)
+    # A name that nobody can guess; the sandbox makes it, and fails if it is there.
+    folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
+    if level is Level.BUBBLEWRAP:
+        folder = "/tmp"
+    # Nothing of ours.
+    environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+    setup: dict[str, Any] = {"backend": level.value, "folder": folder}
+    setup |= {"uid": None, "confine": None, "packages": dict(packages.files)}
+    if level is Level.UNSAFE_SUBPROCESS:
+        return Launch((), environment, setup)
+    staged = view_of(packages.folders)
+    descriptors = () if staged is None else (staged,)
     prefix: list[str] = []
+    if staged is not None:
+        prefix = [_need("nsenter"), f"--mount=/proc/self/fd/{staged}"]
+    if level is Level.BUBBLEWRAP:
+        if staged is not None:
+            prefix += ["--setuid", str(NOBODY), "--setgid", str(NOBODY), "--"]
+        elif os.geteuid() == 0:
+            ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
+            prefix = [_need("setpriv"), *ids]
+        command = [*prefix, *_bubblewrap(environment, disk_mb, packages.folders)]
+        return Launch(tuple(command), {}, setup, descriptors, seccomp.filter_program())
+    version, user = _confine.version(), None
     if os.geteuid() == 0:
-        prefix = _as_nobody(staged)
-    command = [
-        *prefix,
+        user = _UNUSED_IDS[(os.getpid() * 997 + next(_numbers)) % len(_UNUSED_IDS)]
+        # The common one where this container has few.
+        user = user if is_mapped(user) else NOBODY
+    alone = user is not None and user != NOBODY
+    setup["uid"], setup["confine"] = user, code_of("_confine")
+    setup["rules"] = _rules(system_paths(), folder)
+    setup["rules"] += [("read", path) for path in packages.folders]
+    refuse = version < 6 and not alone
+    setup["filter"] = seccomp.filter_program(landlock=True, refuse_signals=refuse)
+    return Launch(tuple([*prefix, "--"] if prefix else []), environment, setup, descriptors)
+
+
+def _bubblewrap(environment: dict[str, str], disk_mb: int, wanted: Sequence[str]) -> list[str]:
+    paths = system_paths()
+    arguments = [
         _need("bwrap"),
         *("--unshare-user", "--unshare-all", "--disable-userns"),
         *("--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox"),
         "--clearenv",
     ]
-    for name, value in environment("/tmp").items():
-        command += ["--setenv", name, value]
-    command += _file_systems(system_paths(), disk_mb, packages.folders)
-    command += ["--chdir", "/tmp", "--seccomp", FILTER, "--"]
-    return Launch(
-        command=tuple(command),
-        environment={},
-        setup=_setup(Level.BUBBLEWRAP, "/tmp", packages),
-        descriptors=() if staged is None else (staged,),
-        filter_program=seccomp.filter_program(),
-    )
-
-
-def _file_systems(paths: SystemPaths, disk_mb: int, wanted: Sequence[str]) -> list[str]:
-    arguments: list[str] = []
+    for name, value in environment.items():
+        arguments += ["--setenv", name, value]
     for tree in paths.trees:
         arguments += ["--ro-bind", tree, tree]
     for link, target in paths.links:
@@ -152,45 +211,12 @@ def _file_systems(paths: SystemPaths, disk_mb: int, wanted: Sequence[str]) -> li
         arguments += ["--symlink", target, link]
     arguments += ["--perms", "0700", "--size", str(disk_mb << 20), "--tmpfs", "/tmp"]
     # The root itself is a file system in memory, writable and without a bound.
-    return [*arguments, "--remount-ro", "/"]
-
-
-def landlock(
-    folder: str,
-    number: int,
-    confine: CodeType,
-    version: int,
-    staged: int | None,
-    packages: Packages = NO_PACKAGES,
-) -> Launch:
-    """A sandbox of Landlock and the filter, in a folder that it makes and removes.
-
-    Args:
-        number: counts sandboxes; as root each has a user of its own.
-        confine: compiled code of `_confine.py`.
-        version: of the kernel's Landlock.
-    """
-    root = os.geteuid() == 0
-    prefix = [] if staged is None else [_need("nsenter"), f"--mount=/proc/self/fd/{staged}"]
-    user = own_id(number) if root else None
-    alone = user is not None and user != NOBODY
-    program = seccomp.filter_program(landlock=True, refuse_signals=version < 6 and not alone)
-    rules = _rules(system_paths(), folder) + [("read", path) for path in packages.folders]
-    return Launch(
-        command=tuple([*prefix, "--"] if prefix else []),
-        environment=environment(folder),
-        setup=_setup(
-            Level.LANDLOCK, folder, packages, uid=user, confine=confine, rules=rules, filter=program
-        ),
-        descriptors=() if staged is None else (staged,),
-    )
+    return [*arguments, "--remount-ro", "/", "--chdir", "/tmp", "--seccomp", FILTER, "--"]
 
 
 def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
     """Pairs of meaning (`_confine.MEANINGS`) and path. Landlock only allows, never excepts."""
-    rules: list[tuple[str, str]] = [("all", folder)]
-    for device in DEVICES:
-        rules.append(("device", device))
+    rules = [("all", folder), *(("device", device) for device in DEVICES)]
     pending = list(paths.trees)
     while pending:
         tree = pending.pop()
@@ -202,24 +228,6 @@ def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
     return rules
 
 
-def unsafe(folder: str, packages: Packages = NO_PACKAGES) -> Launch:
-    """A plain subprocess."""
-    setup = _setup(Level.UNSAFE_SUBPROCESS, folder, packages)
-    return Launch(command=(), environment=environment(folder), setup=setup)
-
-
-def _setup(level: Level, folder: str, packages: Packages, **more: Any) -> dict[str, Any]:
-    """What the inside is told before it gets its program."""
-    setup = {"backend": level.value, "folder": folder, "uid": None, "confine": None}
-    return {**setup, "packages": dict(packages.files), **more}
-
-
-def own_id(number: int) -> int:
-    """A user id that nobody else has; the common one where this container has few."""
-    wanted = _UNUSED_IDS[(os.getpid() * 997 + number) % len(_UNUSED_IDS)]
-    return wanted if is_mapped(wanted) else NOBODY
-
-
 def is_mapped(user: int) -> bool:
     """Whether this user id exists in our user namespace."""
     with open("/proc/self/uid_map") as file:
@@ -227,52 +235,11 @@ def is_mapped(user: int) -> bool:
     return any(first <= user < first + count for first, _, count in ranges)
 
 
-def _as_nobody(staged: int | None) -> list[str]:
-    if staged is None:
-        ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
-        return [_need("setpriv"), *ids]
-    user = ["--setuid", str(NOBODY), "--setgid", str(NOBODY), "--"]
-    return [_need("nsenter"), f"--mount=/proc/self/fd/{staged}", *user]
-
-
 def _need(tool: str) -> str:
     found = find_tool(tool)
     if found is None:
         raise FileNotFoundError(f"{tool} is not installed")
     return found
-
-
-OLDEST_LANDLOCK = 3
-"""The first version that covers truncation; Linux 6.2."""
-
-
-@dataclass(frozen=True)
-class Detection:
-    """The backend found, and for each that was tried what there is to say about it."""
-
-    level: Level | None
-    reasons: dict[str, str]
-
-    @property
-    def why(self) -> str:
-        """In one line."""
-        return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
-
-
-def check_machine(level: Level) -> None:
-    """Raises BackendFailed where a sandbox of this level cannot even be tried."""
-    if not seccomp.supported():
-        raise BackendFailed("needs Linux on x86-64 or AArch64")
-    if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
-        raise BackendFailed("bwrap is not installed")
-    if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
-        raise BackendFailed(
-            f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
-            "(Linux 6.2) is needed"
-        )
-    if os.geteuid() == 0 and not is_mapped(NOBODY):
-        raise BackendFailed("root of a namespace that has no other user to run programs as")
-    view_of(())
 
 
 @functools.cache
@@ -286,32 +253,6 @@ def view_of(folders: tuple[str, ...]) -> int | None:
             f"as root, programs run as an unprivileged user, who cannot reach the "
             f"interpreter{' or a package' if folders else ''}: {error}"
         ) from error
-
-
-_numbers = itertools.count()
-
-
-def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
-    """How to start a sandbox of a level that was found, or is being tried.
-
-    Args:
-        names: packages that its program may import.
-
-    Raises:
-        BadInput: one is not there.
-        BackendFailed: one cannot be reached.
-    """
-    found = find_packages(names)
-    if level is Level.BUBBLEWRAP:
-        return bubblewrap(disk_mb, view_of(found.folders), found)
-    # A name that nobody can guess; the sandbox makes it, and fails if it is there.
-    folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
-    if level is Level.UNSAFE_SUBPROCESS:
-        return unsafe(folder, found)
-    version = _confine.version()
-    number = next(_numbers)
-    view = view_of(found.folders)
-    return landlock(folder, number, code_of("_confine"), version, view, found)
 
 
 _PROBE = """

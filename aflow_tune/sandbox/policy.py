@@ -1,8 +1,8 @@
 """What `sandbox:` of a configuration means: a backend, and the packages that programs may import.
 
-In a run a context variable carries it, as what `auto` means; operators, scoring and graphs take a
-policy of their own, `auto` by default, and one that they were given explicitly wins. A policy is
-the name of a backend, followed by packages: `auto+numpy+sympy`, so that one word says all of it.
+In a run a context variable carries it, as what `auto` means; a policy that operators, scoring or
+graphs were given explicitly wins. A policy is the name of a backend, followed by packages:
+`auto+numpy+sympy`.
 
 A package brings what its distribution requires and the libraries that came with it (`numpy.libs`),
 and nothing else: programs get a finder for these names alone, and no other folder of installed
@@ -22,9 +22,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from aflow_tune.context import within
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.sandbox.types import Level
 
+_TITLE = "There is no such sandbox."
 POLICIES = ("auto", *(level.value for level in Level))
 
 _policy: ContextVar[str] = ContextVar("aflow_tune_sandbox_policy", default="auto")
@@ -33,23 +35,16 @@ _policy: ContextVar[str] = ContextVar("aflow_tune_sandbox_policy", default="auto
 @contextlib.contextmanager
 def use_policy(policy: str) -> Iterator[None]:
     """Let `auto` mean this policy for the block and everything it starts. BadInput: unknown."""
-    token = _policy.set(meant(policy))
-    try:
+    with within(_policy, meant(policy)):
         yield
-    finally:
-        # A run that was given up may be closed by the collector, in another context.
-        with contextlib.suppress(ValueError):
-            _policy.reset(token)
 
 
 def meant(policy: str) -> str:
     """The policy that applies where this one was given. BadInput: there is no such policy."""
     backend, names = parts(policy)
     if backend not in POLICIES:
-        raise BadInput(
-            "unknown sandbox policy",
-            [Fault("sandbox", f"one of {', '.join(POLICIES)}", repr(policy), "use auto")],
-        )
+        expected = f"one of {', '.join(POLICIES)}"
+        raise BadInput.of("unknown sandbox policy", "sandbox", expected, repr(policy), "use auto")
     if backend != "auto":
         return policy
     backend, more = parts(_policy.get())
@@ -73,12 +68,11 @@ def of_setting(value: Any) -> str:
             names = (names,)
     else:
         expected = "one of " + ", ".join(POLICIES) + ", or {policy: auto, packages: [numpy]}"
-        fault = Fault("sandbox", expected, f"{value!r:.80}", "write `sandbox: auto`")
-        raise BadInput("There is no such sandbox.", [fault])
+        found = f"{value!r:.80}"
+        raise BadInput.of(_TITLE, "sandbox", expected, found, "write `sandbox: auto`")
     if backend not in POLICIES:
         expected = "one of " + ", ".join(POLICIES)
-        fault = Fault("sandbox.policy", expected, repr(backend), "write `auto`")
-        raise BadInput("There is no such sandbox.", [fault])
+        raise BadInput.of(_TITLE, "sandbox.policy", expected, repr(backend), "write `auto`")
     find_packages(tuple(names), "sandbox.packages")
     return "+".join(dict.fromkeys((backend, *names)))
 
@@ -101,11 +95,9 @@ def installed(names: Sequence[str]) -> tuple[str, ...]:
     """Those of some names that `find_packages` finds."""
     found = []
     for name in names:
-        try:
+        with contextlib.suppress(BadInput):
             find_packages((name,))
-        except BadInput:
-            continue
-        found.append(name)
+            found.append(name)
     return tuple(found)
 
 
@@ -129,7 +121,7 @@ def find_packages(names: tuple[str, ...], where: str = "sandbox: packages") -> P
             faults.append(Fault(place, "an installed package", f"{name!r:.80}: {found}", fix))
             continue
         files[name] = file
-        whole = os.path.dirname(file) if os.path.basename(file) == "__init__.py" else file
+        whole = file.removesuffix("/__init__.py")
         folders[whole] = None
         for distribution in _distributions().get(name, ()):
             for libraries in {name, distribution}:
@@ -164,8 +156,7 @@ def _distributions() -> dict[str, list[str]]:
     """Distributions by what can be imported of them."""
     from importlib.metadata import packages_distributions  # takes long to import
 
-    found = packages_distributions()
-    return {name: list(dict.fromkeys(whose)) for name, whose in found.items()}
+    return {name: sorted(set(whose)) for name, whose in packages_distributions().items()}
 
 
 def _required(distribution: str) -> list[str]:

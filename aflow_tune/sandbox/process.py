@@ -1,11 +1,9 @@
 """One sandbox, seen from outside: start it, see that it holds, run one program, end it.
 
 A sandbox is an interpreter that waits, confined, for its one program (`_inside.py`). Every method
-runs on the event loop of `engine.py`'s thread. What comes out of a sandbox is data of unknown
+runs on the event loop of `running.py`'s thread. What comes out of a sandbox is data of unknown
 honesty: output is cut at its limit, reports are parsed strictly and win nothing by lying, and time
 is kept here as well.
-
-Left to others: which backend (`backends.py`), when to start one (`engine.py`).
 """
 
 from __future__ import annotations
@@ -65,12 +63,6 @@ def code_of(name: str) -> CodeType:
     return code
 
 
-@functools.cache
-def inside_code() -> bytes:
-    """What a new sandbox runs first, for an interpreter of our version."""
-    return marshal.dumps(code_of("_inside"))
-
-
 @dataclass
 class Job:
     """One program and what it may use."""
@@ -120,7 +112,7 @@ _STUB = (
 )
 ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """Our ends of all sockets. A fork of this process has to close them: a sandbox whose parent was
-killed notices that by their end (`engine.py`)."""
+killed notices that by their end (`running.py`)."""
 _NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
 
 
@@ -144,7 +136,7 @@ class Sandbox:
         self._lines = bytearray()
         self._inner: int | None = None
         self._inner_pid = 0
-        code = inside_code()
+        code = marshal.dumps(code_of("_inside"))
         setup = {**launch.setup, "preload": None}
         if preload:
             setup |= {"preload": code_of(preload), "channel": code_of("_channel_inside")}
@@ -187,16 +179,10 @@ class Sandbox:
         self.control, self.channel = mine, channel
         self.control.setblocking(False)
         self.channel.setblocking(False)
-        if hasattr(socket, "SO_PASSCRED"):
-            self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._exited = asyncio.Event()
-        self._pidfd: int | None = None
-        if hasattr(os, "pidfd_open"):
-            self._pidfd = os.pidfd_open(self._process.pid)
-            self._loop.add_reader(self._pidfd, self._note_exit)
-        else:  # no descriptors for processes (macOS)
-            waiting = self._loop.run_in_executor(None, self._process.wait)
-            waiting.add_done_callback(lambda _: self._exited.set())
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._note_exit)
         self._setup = code + framed(setup)
         self._outputs = [_Output(read) for read, _ in outputs]
         for output in self._outputs:
@@ -216,7 +202,9 @@ class Sandbox:
             raise BackendFailed(f"it was not ready after {START_SECONDS:.0f} seconds") from None
         if line != "ready":
             await self.end()
-            raise BackendFailed(self._complaint() or "it ended before it was ready")
+            said = self._outputs[1].data.decode("utf-8", "replace").strip()
+            told = said.splitlines()[-1][:300] if said else "it ended before it was ready"
+            raise BackendFailed(told)
         if self.level is Level.BUBBLEWRAP:
             self._look()
 
@@ -240,17 +228,13 @@ class Sandbox:
                     deadline.reschedule(last)
                     report = (await self._line()).split()
         except TimeoutError:
-            self._kill_for("seconds")
+            self.stop("seconds")
         seconds = time.monotonic() - started
         if not report:
             await self.end()
         await self._drain()
         stdout, stderr = (bytes(output.data) for output in self._outputs)
         return execution_of(report, self._killed_for, (stdout, stderr), self.level, seconds)
-
-    def stop(self, limit: str) -> None:
-        """End the program because it passed this limit, which somebody else keeps."""
-        self._kill_for(limit)
 
     async def end(self) -> None:
         """Kill whatever of it is alive, wait until it is gone, close what is ours."""
@@ -280,16 +264,15 @@ class Sandbox:
         return not self._exited.is_set() and self._process.poll() is None
 
     def _note_exit(self) -> None:
-        if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
         self._process.wait()
         self._exited.set()
 
-    def _kill_for(self, reason: str) -> None:
+    def stop(self, limit: str) -> None:
+        """End the program because it passed this limit; '': for somebody else's reason."""
         if self._killed_for is None:
-            self._killed_for = reason
+            self._killed_for = limit
             self._kill()
 
     def _kill(self) -> None:
@@ -318,7 +301,7 @@ class Sandbox:
         return line.decode("ascii", "replace")
 
     async def _piece(self, with_sender: bool) -> bytes:
-        if not with_sender or not hasattr(socket, "SO_PASSCRED"):
+        if not with_sender:
             try:
                 return await self._loop.sock_recv(self.control, 2000)
             except ConnectionResetError:
@@ -374,7 +357,7 @@ class Sandbox:
         room = output.limit - len(output.data)
         output.data += piece[: max(0, room)]
         if len(piece) > room:
-            self._kill_for("output_kb")
+            self.stop("output_kb")
         if not piece:
             self._stop_reading(output)
 
@@ -397,10 +380,6 @@ class Sandbox:
                 for output in self._outputs:
                     await output.ended.wait()
 
-    def _complaint(self) -> str:
-        text = self._outputs[1].data.decode("utf-8", "replace").strip()
-        return text.splitlines()[-1][:300] if text else ""
-
 
 _ENDINGS = {
     "seconds": Ending.TIMED_OUT,
@@ -408,7 +387,12 @@ _ENDINGS = {
     "memory_mb": Ending.OUT_OF_MEMORY,
     "output_kb": Ending.TOO_MUCH_OUTPUT,
 }
+_KNOWN = frozenset(Limits.__dataclass_fields__)
 _SIGXCPU = -24
+# How a traceback of Python ends where an allocation or a write was refused: MemoryError, and
+# EFBIG, ENOSPC, EDQUOT as the kernel numbers them.
+_LAST_LINE_MEMORY = re.compile(r"(\w+\.)*MemoryError\b")
+_LAST_LINE_DISK = re.compile(r"\[Errno (27|28|122)\]")
 
 
 def execution_of(
@@ -426,48 +410,24 @@ def execution_of(
             None where nobody did.
         outputs: of stdout and stderr.
     """
-    code, reason, hits = _parse(report)
+    code, reason, hits = None, "lost", set()
+    if len(report) == 4 and report[0] == "ended":
+        code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
+        reason = report[2] if report[2] in _KNOWN | {"itself", "parent"} else "lost"
+        hits = set(report[3].split(",")) & _KNOWN
     stdout, stderr = (output.decode("utf-8", "replace") for output in outputs)
     if stopped_for is not None:
         reason = stopped_for
     if reason == "itself" and code == _SIGXCPU:
         reason = "cpu_seconds"
     if reason == "itself" and code == 1:
-        if _LAST_LINE_MEMORY.match(_last_line(stderr)):
+        last = stderr.rstrip().rpartition("\n")[2]
+        if _LAST_LINE_MEMORY.match(last):
             reason = "memory_mb"
-        elif _LAST_LINE_DISK.search(_last_line(stderr)):
+        elif _LAST_LINE_DISK.search(last):
             hits.add("disk_mb")
     if reason in _KNOWN:
         hits.add(reason)
     well = Ending.FINISHED if (reason, code) == ("itself", 0) else Ending.FAILED
-    return Execution(
-        ending=_ENDINGS.get(reason, well),
-        exit_code=code,
-        stdout=stdout,
-        stderr=stderr,
-        level=level,
-        seconds=seconds,
-        limits_hit=tuple(sorted(hits)),
-    )
-
-
-_KNOWN = frozenset(Limits.__dataclass_fields__)
-
-
-def _parse(report: list[str]) -> tuple[int | None, str, set[str]]:
-    """(exit code, reason, limits hit); 'lost' where the supervisor ended without a report."""
-    if len(report) != 4 or report[0] != "ended":
-        return None, "lost", set()
-    code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
-    reason = report[2] if report[2] in _KNOWN | {"itself", "parent"} else "lost"
-    return code, reason, set(report[3].split(",")) & _KNOWN
-
-
-# How a traceback of Python ends where an allocation or a write was refused: MemoryError, and
-# EFBIG, ENOSPC, EDQUOT as the kernel numbers them.
-_LAST_LINE_MEMORY = re.compile(r"(\w+\.)*MemoryError\b")
-_LAST_LINE_DISK = re.compile(r"\[Errno (27|28|122)\]")
-
-
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]
+    hit = tuple(sorted(hits))
+    return Execution(_ENDINGS.get(reason, well), code, stdout, stderr, level, seconds, hit)

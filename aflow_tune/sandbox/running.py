@@ -1,33 +1,257 @@
 """Run one program in the sandbox, from async code or from plain code; or talk with one.
 
-The engine does the work on its own thread; here its result comes back to the caller's loop or
-thread, and into the caller's trace.
+One thread a process, the engine, starts sandboxes, keeps a few ready and runs programs in them. It
+has an event loop of its own, so a workflow that computes for seconds on its loop delays no limit;
+and it lives as long as the process: the kernel ends a sandbox with the thread that started it, and
+one that is not reached by that ends when its socket closes. Each sandbox is used once. From the
+second program on, some are kept ready, of each kind that was wanted; when none was wanted for a
+while they end. A process that was forked starts an engine of its own.
 
-A conversation is JSON values, one a line, over a private socket. The program finds its end as the
-module `aflow_channel` (`_channel_inside.py`). Here nothing it says is trusted: a line that is no
-JSON, null, or longer than the program's output limit ends it, and nothing is read ahead, so a
-program that talks more than is listened to has to wait.
+A conversation is JSON values, one a line, over a private socket, for the program the module
+`aflow_channel` (`_channel_inside.py`). Nothing it says is trusted: a line that is no JSON, null, or
+longer than the program's output limit ends it, and nothing is read ahead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import concurrent.futures
 import contextlib
 import json
+import os
 import posixpath
+import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
-from aflow_tune.sandbox.backends import Detection
-from aflow_tune.sandbox.engine import Engine, engine
+from aflow_tune.sandbox.backends import (
+    Detection,
+    attack,
+    check_machine,
+    launch,
+    unavailable,
+    unsafe_warning,
+)
 from aflow_tune.sandbox.policy import meant, parts
-from aflow_tune.sandbox.process import BackendFailed, Job, Sandbox
-from aflow_tune.sandbox.types import Execution, Limits, SandboxUnavailable
+from aflow_tune.sandbox.process import BackendFailed, Job, Sandbox, ends
+from aflow_tune.sandbox.types import Execution, Level, Limits, SandboxUnavailable
 from aflow_tune.trace import ProgramRun, note
 
 T = TypeVar("T")
+
+IDLE_SECONDS = 20.0
+REFILL_SECONDS = 0.03
+"""After one with a module was taken, until another is started; at once where none is left."""
+_Kind = tuple[Level, int, str, tuple[str, ...]]
+"""A level, how much disk its sandboxes have in MB, the module that they load in advance, and the
+packages that their programs may import."""
+
+
+class Engine:
+    """Every public method is for the engine's own loop, except `submit` and `close`."""
+
+    def __init__(self) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        self.pid = os.getpid()
+        self._waiting: defaultdict[_Kind, list[Sandbox]] = defaultdict(list)
+        self._coming: defaultdict[_Kind, set[asyncio.Task[None]]] = defaultdict(set)
+        self._keep = max(2, min(4, cores))
+        self._served = 0
+        self._closing = False
+        self._idle: asyncio.TimerHandle | None = None
+        self._loop = asyncio.new_event_loop()
+        self._found: dict[str, Detection] = {}
+        self._detecting = asyncio.Lock()
+        self._warned = False
+        self.running = asyncio.Semaphore(4 * cores)
+        """Programs that run at once; held by `run_program`, not by channels."""
+        self._starting = asyncio.Semaphore(2 * cores)
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="aflow-tune-sandbox", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run on the engine's loop, from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @contextlib.asynccontextmanager
+    async def sandbox(self, policy: str, disk_mb: int, preload: str = "") -> AsyncIterator[Sandbox]:
+        """A sandbox of its own for the block, with this module of ours loaded; it is gone when the
+        block is left. SandboxUnavailable: no backend that the policy accepts can be built."""
+        backend, packages = parts(policy)
+        found = await self.detect(backend)
+        if found.level is None:
+            raise SandboxUnavailable(unavailable(backend, found))
+        if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
+            self._warned = True
+            print(unsafe_warning(), file=sys.stderr, flush=True)
+        # Code that is loaded in advance is a graph's, which imports nothing of the kind.
+        sandbox = await self._take((found.level, disk_mb, preload, () if preload else packages))
+        try:
+            yield sandbox
+        finally:
+            # A cancelled caller may go on only when the tree is dead.
+            closing = asyncio.ensure_future(sandbox.close())
+            while not closing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(closing)
+
+    async def detect(self, policy: str) -> Detection:
+        """The backend for a policy, proved by starting a sandbox; remembered."""
+        async with self._detecting:
+            if policy not in self._found:
+                self._found[policy] = await self._detect(policy)
+            return self._found[policy]
+
+    async def _detect(self, policy: str) -> Detection:
+        reasons: dict[str, str] = {}
+        if sys.platform != "linux":
+            return Detection(None, {policy: "needs Linux"})
+        if policy == Level.UNSAFE_SUBPROCESS:
+            return Detection(Level.UNSAFE_SUBPROCESS, {policy: "asked for; it confines nothing"})
+        order = (Level.BUBBLEWRAP, Level.LANDLOCK) if policy == "auto" else (Level(policy),)
+        for level in order:
+            try:
+                check_machine(level)
+                await self._prove(level)
+            except (BackendFailed, OSError) as error:
+                reasons[level.value] = str(error)
+            else:
+                reasons[level.value] = "a sandbox was started and seen to hold"
+                return Detection(level, reasons)
+        return Detection(None, reasons)
+
+    async def _prove(self, level: Level) -> None:
+        sandbox = await self.start(level, Limits().disk_mb)
+        if level is Level.BUBBLEWRAP:  # `ready` has looked at it; a program may have it
+            self._waiting[level, Limits().disk_mb, "", ()].append(sandbox)
+            self._rest_later()
+            return
+        try:
+            await attack(sandbox)
+        finally:
+            await _discard(sandbox)
+
+    async def start(
+        self, level: Level, disk_mb: int, preload: str = "", packages: tuple[str, ...] = ()
+    ) -> Sandbox:
+        """A new sandbox that is ready. BackendFailed: it did not become so."""
+        async with self._starting:
+            try:
+                sandbox = Sandbox(level, launch(level, disk_mb, packages), preload)
+            except OSError as error:
+                raise BackendFailed(str(error)) from error
+            try:
+                await sandbox.ready()
+            except BaseException:
+                await asyncio.shield(sandbox.close())
+                sandbox.channel.close()
+                raise
+            return sandbox
+
+    async def _take(self, kind: _Kind) -> Sandbox:
+        self._served += 1
+        waiting = self._waiting[kind]
+        while waiting:
+            found = waiting.pop()
+            if found.alive:
+                break
+            await _discard(found)
+        else:
+            try:
+                found = await self.start(*kind)
+            except BackendFailed as error:
+                raise SandboxUnavailable(
+                    f"the {kind[0].value} sandbox could not be started, so the program was not "
+                    f"run: {error}"
+                ) from error
+        if self._served > 1 and waiting and kind[2]:
+            # Starting one takes a core for long, which this one's program may want.
+            self._loop.call_later(REFILL_SECONDS, self._refill, kind)
+        elif self._served > 1:
+            self._refill(kind)
+        return found
+
+    def _refill(self, kind: _Kind) -> None:
+        if self._closing:
+            return
+        self._rest_later()
+        coming = self._coming[kind]
+        for _ in range(self._keep - len(self._waiting[kind]) - len(coming)):
+            task = self._loop.create_task(self._add(kind))
+            coming.add(task)
+            task.add_done_callback(coming.discard)
+
+    async def _add(self, kind: _Kind) -> None:
+        # Who needs one will start one, and say what is wrong.
+        with contextlib.suppress(BackendFailed):
+            sandbox = await self.start(*kind)
+            if self._closing:
+                await _discard(sandbox)
+            else:
+                self._waiting[kind].append(sandbox)
+
+    def _rest_later(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
+
+    def _rest(self) -> None:
+        """Nothing ran for a while: end those that wait."""
+        for waiting in self._waiting.values():
+            while waiting:
+                self._loop.create_task(_discard(waiting.pop()))
+
+    async def _shut(self) -> None:
+        self._closing = True
+        coming = [task for tasks in self._coming.values() for task in tasks]
+        await asyncio.gather(*coming, return_exceptions=True)
+        left = [sandbox for waiting in self._waiting.values() for sandbox in waiting]
+        await asyncio.gather(*(_discard(sandbox) for sandbox in left))
+
+    def close(self) -> None:
+        """End what waits. At the end of the process; what runs ends with it."""
+        if self.pid != os.getpid():
+            return
+        with contextlib.suppress(Exception):
+            self.submit(self._shut()).result(timeout=5)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+
+async def _discard(sandbox: Sandbox) -> None:
+    await sandbox.close()
+    sandbox.channel.close()
+
+
+_lock = threading.Lock()
+_engine: Engine | None = None
+
+
+def engine() -> Engine:
+    """This process's engine."""
+    global _engine
+    with _lock:
+        if _engine is None or _engine.pid != os.getpid():
+            _engine = Engine()
+            atexit.register(_engine.close)
+        return _engine
+
+
+def _forget() -> None:
+    # The lock may have been held by a thread that does not exist in the child.
+    global _lock, _engine
+    _lock, _engine = threading.Lock(), None
+    for end in list(ends):
+        end.close()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 async def run_program(
@@ -109,27 +333,22 @@ async def run_in(sandbox: Sandbox, job: Job) -> Execution:
 
 async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
     """Await work of the engine's loop. A cancelled caller goes on when the work has ended."""
-    home = engine()
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    loop = asyncio.get_running_loop()
-
-    def tell() -> None:
-        if not ended.done():
-            ended.set_result(None)
+    home, loop, ended = engine(), asyncio.get_running_loop(), asyncio.Event()
 
     async def tracked() -> T:
         try:
             return await work(home)
         finally:
             with contextlib.suppress(RuntimeError):  # the caller did not wait: its loop is closed
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(ended.set)
 
     future = home.submit(tracked())
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         future.cancel()
-        await asyncio.wait([ended], timeout=15)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 15)
         raise
 
 
@@ -151,28 +370,21 @@ def checked_job(
 ) -> Job:
     """A job whose limits and names make sense. BadInput: all that does not."""
     faults = []
-    for name in Limits.__dataclass_fields__:
-        value = getattr(limits, name)
-        if name == "cpu_seconds" and value is None:
-            continue
+    for name, value in vars(limits).items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number and 0 < value < 1 << 30):
-            faults.append(
-                Fault(f"limits.{name}", "a number above 0", repr(value), "give a positive number")
-            )
+        unset = name == "cpu_seconds" and value is None
+        if not unset and not (number and 0 < value < 1 << 30):
+            where, fix = f"limits.{name}", "give a positive number"
+            faults.append(Fault(where, "a number above 0", repr(value), fix))
     for name in files:
         plain = name and not name.startswith("/") and "\0" not in name and name != "main.py"
         if not plain or posixpath.normpath(name) != name or name.split("/")[0] in ("..", "."):
-            faults.append(
-                Fault(f"files[{name!r}]", "a relative path, not main.py", repr(name), "rename it")
-            )
+            where, fix = f"files[{name!r}]", "rename it"
+            faults.append(Fault(where, "a relative path, not main.py", repr(name), fix))
     size = sum(len(text) for text in (source, *files.values())) / (1 << 20)
     if not faults and size > limits.disk_mb:
-        faults.append(
-            Fault(
-                "files", f"at most limits.disk_mb ({limits.disk_mb})", f"{size:.1f} MB", "shorten"
-            )
-        )
+        most = f"at most limits.disk_mb ({limits.disk_mb})"
+        faults.append(Fault("files", most, f"{size:.1f} MB", "shorten"))
     if faults:
         raise BadInput("a program cannot be run like that", faults)
     return Job(source, stdin, limits, dict(files), channel)
@@ -217,15 +429,13 @@ class Channel:
         async with self._receiving:
             line = await self._line()
         if line is None:
-            await self._wait()
+            await asyncio.wait([self._running])
             return None
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
-        if message is None:
-            await self._give_up("")
-        return message
+        return await self._give_up("") if message is None else message
 
     def execution(self) -> Execution:
         """How the program ended. RuntimeError: `receive` has not returned None yet."""
@@ -238,33 +448,25 @@ class Channel:
         while (end := self._received.find(b"\n", self._seen)) < 0:
             self._seen = len(self._received)
             if self._seen > self._bound:
-                await self._give_up("output_kb")
-                return None
-            try:
+                return await self._give_up("output_kb")
+            piece = b""
+            with contextlib.suppress(ConnectionResetError):
                 piece = await loop.sock_recv(self._socket, 1 << 16)
-            except ConnectionResetError:
-                piece = b""
             if not piece:
                 return None
             self._received += piece
         line = bytes(self._received[:end])
         del self._received[: end + 1]
         self._seen = 0
-        if len(line) > self._bound:
-            await self._give_up("output_kb")
-            return None
-        return line
+        return await self._give_up("output_kb") if len(line) > self._bound else line
 
-    async def _give_up(self, limit: str) -> None:
+    async def _give_up(self, limit: str) -> Any:
         self._received.clear()
 
         async def stop(_: Engine) -> None:
             self._sandbox.stop(limit)
 
         await elsewhere(stop)
-        await self._wait()
-
-    async def _wait(self) -> None:
         await asyncio.wait([self._running])
 
 
@@ -295,7 +497,7 @@ async def open_channel(
 
     async def run(home: Engine) -> Execution:
         async with home.sandbox(policy, limits.disk_mb, preload) as sandbox:
-            loop.call_soon_threadsafe(_tell, taken, sandbox)
+            loop.call_soon_threadsafe(taken.set_result, sandbox)
             return await run_in(sandbox, job)
 
     started = time.monotonic()
@@ -316,8 +518,3 @@ async def open_channel(
             taken.result().channel.close()
         if not running.cancelled() and running.exception() is None:
             note_run(running.result(), started)
-
-
-def _tell(future: asyncio.Future[Sandbox], sandbox: Sandbox) -> None:
-    if not future.done():
-        future.set_result(sandbox)

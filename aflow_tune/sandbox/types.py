@@ -77,12 +77,6 @@ class Execution:
 
     def to_json(self) -> dict[str, Any]:
         """For `--json` and traces."""
-        return {
-            "outcome": self.ending.value,
-            "exit_code": self.exit_code,
-            "stdout": self.stdout,
-            "stderr": self.stderr,
-            "limits_hit": list(self.limits_hit),
-            "level": self.level.value,
-            "seconds": round(self.seconds, 4),
-        }
+        told = {"outcome": self.ending.value, **vars(self), "level": self.level.value}
+        del told["ending"]
+        return told | {"limits_hit": list(self.limits_hit), "seconds": round(self.seconds, 4)}

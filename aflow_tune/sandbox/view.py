@@ -21,8 +21,8 @@ import stat
 import sys
 import sysconfig
 import tempfile
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +59,11 @@ def system_paths() -> SystemPaths:
         elif os.path.isdir(path):
             trees.append(path)
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
-    wanted = [python, *_libraries(library)]
-    trees += [path for path in wanted if not any(_inside(path, tree) for tree in trees)]
+    # With the standard library the folder of the shared libraries that came with it.
+    system = str(library.parent) in ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
+    for path in (python, str(library if system else library.parent)):
+        if not any(path == tree or path.startswith(tree + "/") for tree in trees):
+            trees.append(path)
     folders = {library, library.parent / "python3", Path("/usr/lib/python3"), Path("/usr/lib64")}
     packages = {
         str(folder / name) for folder in folders for name in _PACKAGES if (folder / name).is_dir()
@@ -70,10 +73,7 @@ def system_paths() -> SystemPaths:
 
 def readable_by_others(path: str) -> bool:
     """Whether a user without any rights of its own can reach and read this path."""
-    for place in [*Path(path).parents]:
-        if not place.stat().st_mode & stat.S_IXOTH:
-            return False
-    return bool(os.stat(path).st_mode & stat.S_IROTH)
+    return closed_folder_above(path) is None and bool(os.stat(path).st_mode & stat.S_IROTH)
 
 
 def closed_folder_above(path: str) -> str | None:
@@ -82,17 +82,6 @@ def closed_folder_above(path: str) -> str | None:
         if not place.stat().st_mode & stat.S_IXOTH:
             return str(place)
     return None
-
-
-def _libraries(library: Path) -> list[str]:
-    """The standard library, and the folder of the shared libraries that came with it."""
-    own = library.parent
-    system = {"/usr/lib", "/usr/lib64", "/lib", "/lib64"}
-    return [str(library)] if str(own) in system else [str(own)]
-
-
-def _inside(path: str, tree: str) -> bool:
-    return path == tree or path.startswith(tree + "/")
 
 
 _CLONE_NEWNS = 0x0002_0000
@@ -111,17 +100,9 @@ def needs_staging(folders: Sequence[str] = ()) -> bool:
 
 
 def stage(folders: Sequence[str] = ()) -> int:
-    """Make the view.
-
-    Args:
-        folders: to be in it beside the interpreter.
-
-    Returns:
-        A descriptor of its mount namespace, for `nsenter --mount=/proc/self/fd/N`.
-
-    Raises:
-        StagingFailed: this root may not mount, or a tool is missing.
-    """
+    """Make the view, with these folders beside the interpreter; returns a descriptor of its mount
+    namespace, for `nsenter --mount=/proc/self/fd/N`. StagingFailed: this root may not mount, or a
+    tool is missing."""
     prefix = os.path.realpath(sys.base_prefix)
     hidden = [path for path in (system_paths().python, *folders) if not readable_by_others(path)]
     tops = {closed_folder_above(path) for path in hidden}
@@ -134,22 +115,13 @@ def stage(folders: Sequence[str] = ()) -> int:
     shown += [path for path in folders if path in hidden and not path.startswith(f"{prefix}/")]
     if shutil.which("nsenter") is None:
         raise StagingFailed("nsenter (Debian package util-linux) is not there")
-    made: list[int] = []
-    errors: list[OSError] = []
-
-    def make() -> None:
-        try:
-            made.append(_make(shown, closed))
-        except OSError as error:
-            errors.append(error)
-
     # A mount namespace is a thread's own; this one enters it and ends.
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    if errors:
-        raise StagingFailed(f"it lies in {closed}, which others may not enter: {errors[0]}")
-    return made[0]
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            return pool.submit(_make, shown, closed).result()
+        except OSError as error:
+            text = f"it lies in {closed}, which others may not enter: {error}"
+            raise StagingFailed(text) from error
 
 
 def _make(shown: Sequence[str], closed: str) -> int:

@@ -32,8 +32,8 @@ from aflow_tune.engines.local.models import (
     resolve_model,
 )
 from aflow_tune.engines.trinity.training.sync_check import forget, probe_tokens, publish
+from aflow_tune.runs.clean import kept_in_run
 from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint
-from aflow_tune.runs.keep import kept_in_run
 
 if TYPE_CHECKING:
     from aflow_tune.engines.local.trainer import LocalTrainer
@@ -170,7 +170,7 @@ class LocalTrainEngine(TrainEngineWrapper):
             keep_best=config.checkpoints.keep_best,
             eval_interval=config.explorer.eval_interval if evaluates else None,
         )
-        for step in staying.doomed(saved):
+        for step in sorted(set(saved) - set(staying)):
             with contextlib.suppress(OSError):  # one that stays costs room, never the run
                 remove_checkpoint(checkpoint_path(self.run_dir, step))
 
