@@ -28,7 +28,6 @@ from aflow_tune.operators import (
     use_prompts,
 )
 from aflow_tune.operators.prompts import FORM_PROMPTS, shipped
-from aflow_tune.operators.registry import BUILT_IN
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 GOOD = "<thought>t</thought><answer>42</answer>"
@@ -258,8 +257,8 @@ def test_the_sentences_that_ask_for_a_form_are_prompts_too() -> None:
 
 
 def test_a_runs_prompts_are_checked_together() -> None:
-    assert set(shipped()) == {*BUILT_IN, "forms"}
-    assert all(set(shipped()[name]) == set(OPERATORS[name].asks) for name in BUILT_IN)
+    assert set(shipped()) == {*OPERATORS, "forms"}
+    assert all(set(shipped()[name]) == set(OPERATORS[name].asks) for name in OPERATORS)
     assert set(shipped()["forms"]) == set(FORM_PROMPTS)
     check_prompts(shipped())
     check_prompts({"Review": "{solution}", "Review.strict": {"main": "{solution}"}})
@@ -305,7 +304,6 @@ def test_operators_are_added_by_class_and_by_path(tmp_path: Path) -> None:
     spec = f"{tmp_path}/mine.py:Shout"
     found = load_operators({"Shout": spec, "Summarise": Summarise})
     assert set(found) == set(load_operators([spec, Summarise])) == {"Shout", "Summarise"}
-    assert set(OPERATORS) == BUILT_IN
     check_prompts({"Shout": "{input}"}, operators=found)
     result = run(found["Shout"](ScriptedModel(["hey"]), prompts="{input}")("x"))[0]
     assert result == {"response": "HEY"}
@@ -318,7 +316,7 @@ def test_operators_are_added_by_class_and_by_path(tmp_path: Path) -> None:
 
 def test_the_documentation_names_every_operator_outcome_and_runs() -> None:
     text = (Path(__file__).parent.parent / "docs" / "operators.md").read_text(encoding="utf-8")
-    assert all(f"\n| {name} | `(" in text for name in BUILT_IN)
+    assert all(f"\n| {name} | `(" in text for name in OPERATORS)
     assert all(f"`{outcome.value}`" in text for outcome in Outcome)
     first, own = (block.split("```")[0] for block in text.split("```python\n")[1:])
     space: dict[str, Any] = {}

@@ -37,16 +37,11 @@ from aflow_tune.operators import OPERATORS, READ_OUTCOMES, Operator
 from aflow_tune.operators.prompts import MAIN, apart, use_instruction
 from aflow_tune.sandbox.types import SandboxUnavailable
 
-MODEL_CALLER = "llm"
-"""Caller of a graph's direct calls of its model."""
-MAX_DEPTH = 20
-"""Of lists and objects inside each other."""
-MAX_INSTANCES = 200
-"""Different operators that one run may build."""
-BYTES_A_TOKEN = 3
-"""Of text whose tokens nobody counted."""
-COMPLETION_TOKENS = 1024
-"""Held back for an answer whose length nothing limits."""
+MODEL_CALLER = "llm"  # caller of a graph's direct calls of its model
+MAX_DEPTH = 20  # of lists and objects inside each other
+MAX_INSTANCES = 200  # different operators that one run may build
+BYTES_A_TOKEN = 3  # of text whose tokens nobody counted
+COMPLETION_TOKENS = 1024  # held back for an answer whose length nothing limits
 _INSTANCE = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _KEYS = {
     "operator": {"id", "call", "operator", "instance", "model", "options", "args", "kwargs"},

@@ -15,8 +15,7 @@ from aflow_tune.graph.graph import Graph
 from aflow_tune.operators import READ_OUTCOMES
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
-MAX_LABEL = 48
-"""Characters of one line in a box."""
+MAX_LABEL = 48  # characters of one line in a box
 
 
 @dataclass
@@ -189,8 +188,7 @@ def escape_mermaid(text: str) -> str:
 
 _CHAR_WIDTH, _LINE_HEIGHT, _PADDING = 7.3, 17.0, 10.0
 _GAP_X, _GAP_Y, _MARGIN = 36.0, 46.0, 24.0
-_BACK_ROOM = 34.0
-"""That an arrow along the right side keeps from its boxes."""
+_BACK_ROOM = 34.0  # that an arrow along the right side keeps from its boxes
 _STYLE = (
     "text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1b1f24}"
     ".name{font-weight:600}.box{fill:#f6f8fa;stroke:#57606a}.end{fill:#ddf4ff;stroke:#0969da}"

@@ -21,19 +21,15 @@ from typing import Any
 
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
 
-PROBLEM = -1
-"""Source of edges: what the workflow was called with."""
-ANSWER = -2
-"""Target of edges: what it returns."""
-MODEL = "llm"
-"""Instance name of a direct call of the graph's model."""
+PROBLEM = -1  # source of edges: what the workflow was called with
+ANSWER = -2  # target of edges: what it returns
+MODEL = "llm"  # instance name of a direct call of the graph's model
 Place = tuple[int, int, int | None, int | None]
 """Where an expression begins and ends, line and column, as the parser counts them."""
 Handle = tuple[str, str]
 """An operator that was built: its instance and its name; (MODEL, "") for the model."""
 
-_MAX_DEPTH = 8
-"""Of helper functions that call each other."""
+_MAX_DEPTH = 8  # of helper functions that call each other
 _MAX_STEPS = 50_000
 """Expressions that are looked at: a graph whose helpers multiply is cut off here."""
 
@@ -147,8 +143,7 @@ _KEEPING = frozenset(
 )  # fmt: skip
 """Functions that keep what they are given, without calling it."""
 _LEAVING = (ast.Return, ast.Break, ast.Continue, ast.Raise)
-_Env = dict[str, _Value]
-"""By name: `x`, `self.x`, and `x['key']` where the key is written out."""
+_Env = dict[str, _Value]  # by name: `x`, `self.x`, and `x['key']` where the key is written out
 
 
 def _join(*values: _Value) -> _Value:

@@ -29,8 +29,7 @@ GRAPH_FILE = "graph.py"
 PROMPT_FILE = "prompt.py"
 TEMPLATE_PROMPT_FILE = "op_prompt.py"
 
-MAX_TEXT = 2000
-"""Characters of an exception's text."""
+MAX_TEXT = 2000  # characters of an exception's text
 FOREIGN_PACKAGES = ("workspace", "scripts", "metagpt")
 """Top-level packages of AFlow: a module of theirs without a shim is not to be had."""
 
@@ -52,8 +51,7 @@ _ENDINGS = (
     (re.compile(r"\.template\.op_prompt$"), "template prompt"),
     (re.compile(r"\.round_\w+\.prompt$"), "prompt"),
 )
-_HOME = "workflows.round_0"
-"""The package that relative imports of a graph are relative to."""
+_HOME = "workflows.round_0"  # the package that relative imports of a graph are relative to
 
 NAMES_OF = {
     "model": ("create_llm_instance", "AsyncLLM", "LLMConfig"),

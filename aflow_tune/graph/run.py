@@ -23,14 +23,11 @@ from aflow_tune.sandbox import Channel, ProgramEnded, detect, open_channel
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
 
 MAX_ANSWER_CHARS = 500_000
-MAX_MESSAGE_KB = 4096
-"""Of one message in JSON: room for `GraphLimits.argument_chars` of any script."""
+MAX_MESSAGE_KB = 4096  # of one message in JSON: room for `GraphLimits.argument_chars` of any script
 PROGRAM = "import aflow_preloaded\naflow_preloaded.main()\n"
 """What runs in the sandbox: `inside.py`, which is loaded there before a graph is to be run."""
-LINGER_SECONDS = 1.0
-"""What a program has to end after its answer; then it is killed."""
-TRUSTED = "trusted"
-"""The level of a run outside of the sandbox, because the graph is trusted."""
+LINGER_SECONDS = 1.0  # what a program has to end after its answer; then it is killed
+TRUSTED = "trusted"  # the level of a run outside of the sandbox, because the graph is trusted
 
 
 class GraphEnding(StrEnum):

@@ -322,8 +322,7 @@ _MODEL_OF = {
     "MetaGPT": frozenset({"aask", "config", "cost_manager"}),
 }  # fmt: skip
 """What the models of AFlow and of MetaGPT have of what ours offers."""
-_TRACKED = frozenset({"get_summary", "total_cost", "usage_history"})
-"""Of `usage_tracker`."""
+_TRACKED = frozenset({"get_summary", "total_cost", "usage_history"})  # of `usage_tracker`
 _COST = {
     "AFlow": '{model}.get_usage_summary()["total_cost"]',
     "MetaGPT": "{model}.cost_manager.total_cost",

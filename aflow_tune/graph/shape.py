@@ -29,8 +29,7 @@ _IMPORTS = (
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Edit = tuple[ast.AST, str]
-"""A node of a source, and the text that takes its place."""
+Edit = tuple[ast.AST, str]  # A node of a source, and the text that takes its place
 
 
 @dataclass(frozen=True)
