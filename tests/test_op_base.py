@@ -174,27 +174,16 @@ def test_users_operators_need_a_prompt_fields_and_a_run() -> None:
     assert only(trace).operator == "Summarise"
     result, _ = run(Summarise(ScriptedModel(["no"] * 3))("a long text"))
     assert (result, result.outcome) == ({"summary": ""}, "unreadable")  # the worst of its answers
+    told = Summarise.describe()
+    assert (told["name"], told["description"]) == ("Summarise", "Shortens a text.")
+    assert told["arguments"][1] == {"name": "limit", "type": "int", "default": 10}
+    assert (set(told["returns"]), told["prompts"]) == (
+        {"summary", "words"}, {"main": ["limit", "text"]}
+    )  # fmt: skip
     with pytest.raises(TypeError, match="name it `run`"):
         type("Old", (Operator,), {"__call__": lambda self: None})
     with pytest.raises(TypeError, match="async def run"):
         type("Sync", (Operator,), {"run": lambda self: None})
-
-
-def test_describe_tells_the_interface() -> None:
-    told = Summarise.describe()
-    assert (told["name"], told["description"]) == ("Summarise", "Shortens a text.")
-    assert told["arguments"] == [
-        {"name": "text", "type": "str"},
-        {"name": "limit", "type": "int", "default": 10},
-    ]
-    assert set(told["returns"]) == {"summary", "words"}
-    assert told["prompts"] == {"main": ["limit", "text"]}
-    for name, kind in OPERATORS.items():
-        told = kind.describe()
-        assert told["name"] == name
-        assert told["description"].endswith(".")
-        assert told["returns"]
-        assert all(told["prompts"].values())
 
 
 def test_faults_of_the_arguments_come_together() -> None:
@@ -233,8 +222,8 @@ def test_prompts_of_instance_run_and_operator_have_an_order() -> None:
     assert "examiner" in own
 
 
-def test_values_with_braces_and_the_place_of_the_form() -> None:
-    model = ScriptedModel([YES] * 2)
+def test_forms_and_the_sentences_that_ask_for_them() -> None:
+    model = ScriptedModel([YES] * 2 + ["nothing", YES])
     prompts = 'JSON: {"a": {"b": 1}} {{solution}} {solution} {form} END'
     run(Review(model, prompts=prompts)("p", "{problem} {form} {{x}} {0}"))
     first = texts(model)[0]
@@ -243,17 +232,25 @@ def test_values_with_braces_and_the_place_of_the_form() -> None:
     run(Review(model)("p", "s"))
     assert texts(model)[1].rstrip().endswith("</feedback>")
 
-
-def test_the_sentences_that_ask_for_a_form_are_prompts_too() -> None:
-    model = ScriptedModel(["nothing", "<review_result>no</review_result>"])
-
     async def work() -> OperatorResult:
         with use_prompts({"forms": {"xml": "TAGS {fields}", "again": "AGAIN {fault}"}}):
             return await Review(model)("p", "s")
 
-    assert run(work())[0]["review_result"] is False
-    assert "TAGS <review_result>" in texts(model)[0]
-    assert texts(model)[1].startswith("AGAIN review_result is neither")
+    run(work())
+    assert "TAGS <review_result>" in texts(model)[2]
+    assert texts(model)[3].startswith("AGAIN review_result is neither")
+    model = ScriptedModel(['{"review_result": false, "feedback": "step 2"}'])
+    result, _ = run(Review(model, form="json")("p", "s"))
+    assert (dict(result), result.outcome) == (
+        {"review_result": False, "feedback": "step 2"}, "answered"
+    )  # fmt: skip
+    schema = model.asked[0].schema
+    assert schema is not None
+    assert schema["properties"]["review_result"]["type"] == "boolean"
+    model = ScriptedModel(["all of it", "<response>of it</response>", "it"])
+    modes = [("single_fill", "all of it"), ("xml_fill", "of it"), ("whatever", "it")]
+    for mode, expected in modes:  # one that the fields cannot have is passed over
+        assert run(Custom(model)("i", "do", mode=mode))[0] == {"response": expected}
 
 
 def test_a_runs_prompts_are_checked_together() -> None:
@@ -269,29 +266,6 @@ def test_a_runs_prompts_are_checked_together() -> None:
     assert "did you mean Review?" in str(caught.value)
     with pytest.raises(BadInput, match="is missing"), use_prompts({"Revise": "{solution}"}):
         run(OPERATORS["Revise"](ScriptedModel([]))("p", "s", "f"))
-
-
-def test_forms_of_a_model_with_json_schemas() -> None:
-    model = ScriptedModel(['{"review_result": false, "feedback": "step 2"}'])
-    result, _ = run(Review(model, form="json")("p", "s"))
-    assert result == {"review_result": False, "feedback": "step 2"}
-    assert result.outcome == "answered"
-    schema = model.asked[0].schema
-    assert schema is not None
-    assert schema["properties"]["review_result"]["type"] == "boolean"
-    assert '"feedback":' in texts(model)[0]
-
-
-def test_aflows_modes_are_forms_and_impossible_ones_are_passed_over() -> None:
-    model = ScriptedModel(["all of it", "<response>of it</response>", "it", "it"])
-    for mode, expected in (
-        ("single_fill", "all of it"),
-        ("xml_fill", "of it"),
-        ("code_fill", "it"),
-        ("whatever", "it"),
-    ):
-        assert run(Custom(model)("i", "do", mode=mode))[0] == {"response": expected}
-    assert "<response>" in texts(model)[1]
 
 
 def test_operators_are_added_by_class_and_by_path(tmp_path: Path) -> None:

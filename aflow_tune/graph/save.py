@@ -18,13 +18,13 @@ import ast
 import inspect
 import json
 import keyword
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.files import write_whole
 from aflow_tune.graph import inside
 from aflow_tune.graph.flow import MODEL, place_of
 from aflow_tune.graph.graph import PROMPTS_FILE, Graph
@@ -124,11 +124,8 @@ def save_round(
     own = {**fitted.prompts, **graph.operator_prompts}
     if own:
         texts[PROMPTS_FILE] = json.dumps(own, ensure_ascii=False, indent=2) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        partial = folder / f".{name}.{os.getpid()}"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(folder / name)
+        write_whole(folder / name, text)
     only_here = tuple(sorted({*own, *fitted.lost}))
     files = tuple(folder / name for name in texts)
     return SavedRound(folder, files, only_here, tuple(dict.fromkeys(fitted.notes)))
@@ -622,8 +619,13 @@ class _Fitted:
                 self._fault(line, expected, found, fix)
             else:
                 self.edits.append((last, f"{ast.unparse(last)}, entry_point"))
-        for node in _returns(method):
-            self._returned(node)
+        scopes = (Function, ast.Lambda, ast.ClassDef)
+        inner = [node for node in ast.walk(method) if isinstance(node, scopes)]
+        others = {part for scope in inner if scope is not method for part in ast.walk(scope)}
+        returns = [node for node in ast.walk(method) if isinstance(node, ast.Return)]
+        for node in sorted(returns, key=lambda item: item.lineno):
+            if node not in others:
+                self._returned(node)
 
     def _returned(self, node: ast.Return) -> None:
         value = answer = node.value
@@ -702,16 +704,3 @@ def _is_no_text(node: ast.expr) -> bool:
         return not isinstance(node.value, str)
     kinds = (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.DictComp, ast.ListComp, ast.SetComp)
     return isinstance(node, kinds)
-
-
-def _returns(function: ast.AST) -> list[ast.Return]:
-    """The returns of a function itself, not of those inside it."""
-    found: list[ast.Return] = []
-    pending = list(ast.iter_child_nodes(function))
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Return):
-            found.append(node)
-        if not isinstance(node, (Function, ast.Lambda, ast.ClassDef)):
-            pending += ast.iter_child_nodes(node)
-    return sorted(found, key=lambda item: item.lineno)

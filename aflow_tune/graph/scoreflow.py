@@ -89,7 +89,7 @@ def translated(source: str) -> str:
         + "        return await self.run_workflow()\n"
     )
     lines = edited(source, edits, keep_lines=True).encode().splitlines(keepends=True)
-    end = workflow.end_lineno or len(lines)
+    end = min(workflow.end_lineno or 0, len(lines))
     gap = b"\n" if lines[end - 1].endswith(b"\n") else b"\n\n"
     methods_text = "\n".join(added).replace("    ", " " * workflow.body[0].col_offset)
     return b"".join([*lines[:end], gap, methods_text.encode(), *lines[end:]]).decode()
