@@ -135,35 +135,16 @@ def test_names_from_a_graph_stay_text(tmp_path: Path) -> None:
     assert "javascript" not in re.sub(r'\["(.*?)"\]', "", mermaid)
 
 
-def test_control_characters_make_no_broken_svg(tmp_path: Path) -> None:
-    call = (
-        "x = {}\nreturn await self.custom(problem, getattr(prompt_custom, 'a\\x00\\x1b[2J\\ud800'))"
-    )
-    graph = read_graph(own_form(tmp_path / "g", simple(call)))
-    assert [line for line in texts(to_svg(graph.flow)) if line.startswith("a")] == [
-        "a [2J",
-        "answer",
-    ]
-
-
-@pytest.fixture
-def math_folder(tmp_path: Path) -> Path:
-    return write_round(tmp_path, "MATH", 2, MATH, MATH_PROMPTS)
-
-
-def test_show(math_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["graph", "show", str(math_folder)]) == ExitCode.DONE
+def test_show(math: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["graph", "show", math.label]) == ExitCode.DONE
     shown = capsys.readouterr().out
-    assert "(MATH, round 2)" in shown
-    assert "called with: problem" in shown
-    assert "  sc_ensemble: ScEnsemble, line 21" in shown
-    assert "  DRAFT_PROMPT: Solve the problem. Put the answer into a box." in shown
-    assert "  custom (line 27) feeds sc_ensemble (line 32)" in shown
-    assert "  sc_ensemble (line 32) feeds the answer" in shown
-    assert "faults" not in shown
-
-
-def test_show_lists_faults_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        "(MATH, round 2)",
+        "sc_ensemble: ScEnsemble, line 21",
+        "DRAFT_PROMPT: Solve the problem. Put the answer into a box.",
+        "custom (line 27) feeds sc_ensemble (line 32)",
+    ):
+        assert words in shown
     mark = tmp_path / "ran"
     head = f"open({str(mark)!r}, 'w').close()"
     folder = own_form(tmp_path / "g", simple("return prompt_custom.NOPE", head=head))
@@ -173,33 +154,21 @@ def test_show_lists_faults_and_says_so(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_draw_with_the_numbers_of_a_run(
-    math_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    math: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def record(item: int, reward: float | None) -> EvalRecord:
         chosen = [{"caller": "ScEnsemble.sc_ensemble", "prompt_tokens": 30, "tokens": 5}]
         lost = {"caller": "Custom.custom", "prompt_tokens": None, "tokens": None, "failed": True}
         drafts = [{"caller": "Custom.custom", "prompt_tokens": 10, "tokens": 20}] * 3
-        return EvalRecord(
-            step=4,
-            taskset="held_out",
-            item=item,
-            run=0,
-            score=reward,
-            reward=reward,
-            calls=[*drafts, *chosen] if reward is not None else [lost],
-            operators=[
-                {
-                    "operator": "Custom",
-                    "instance": "custom",
-                    "outcome": "answered" if reward is not None else "model_failed",
-                    "attempts": 1,
-                }
-            ],
-        )
+        outcome = "answered" if reward is not None else "model_failed"
+        use = {"operator": "Custom", "instance": "custom", "outcome": outcome, "attempts": 1}
+        calls = [*drafts, *chosen] if reward is not None else [lost]
+        place = {"step": 4, "taskset": "held_out", "item": item, "run": 0}
+        return EvalRecord(**place, score=reward, reward=reward, calls=calls, operators=[use])
 
     for item, reward in enumerate([1.0, 0.0, None]):
         append_record(tmp_path / "run" / "evaluations", record(item, reward))
-    command = ["graph", "draw", str(math_folder), "--run", str(tmp_path / "run")]
+    command = ["graph", "draw", math.label, "--run", str(tmp_path / "run")]
     assert main(command) == ExitCode.DONE
     drawn = capsys.readouterr().out
     custom = next(line for line in drawn.splitlines() if "custom: Custom" in line)
@@ -212,13 +181,3 @@ def test_draw_with_the_numbers_of_a_run(
 
     assert main([*command[:-1], str(tmp_path / "nowhere")]) == ExitCode.BAD_INPUT
     assert "no such folder" in capsys.readouterr().err
-
-
-def test_export_says_what_aflow_does_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = own_form(tmp_path / "g", simple("return 'x'"), '{"Custom": "{instruction} {input}"}')
-    target = tmp_path / "round_1"
-    arguments = ["graph", "export", str(folder), "--round", str(target), "--dataset", "GSM8K"]
-    assert main(arguments) == ExitCode.DONE
-    assert "AFlow will not use the prompts of Custom: " in capsys.readouterr().out

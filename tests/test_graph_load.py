@@ -36,20 +36,14 @@ def faults_of(folder: Path) -> list[str]:
     ]
 
 
-def test_away_from_its_place_a_round_is_known_by_its_imports(tmp_path: Path) -> None:
-    folder = tmp_path / "anywhere"
-    folder.mkdir()
-    (folder / "graph.py").write_text(MATH)
+def test_a_loaded_graph_travels_and_is_known_by_its_imports_away_from_its_place(
+    tmp_path: Path,
+) -> None:
+    folder = own_form(tmp_path / "anywhere", MATH)
     (folder / "prompt.py").write_text(MATH_PROMPTS)
-    loaded = load_graph(folder)
-    assert (loaded.dataset, loaded.round) == ("MATH", 2)
-
-
-def test_a_loaded_graph_travels_without_its_folder(tmp_path: Path) -> None:
-    folder = write_round(tmp_path, "MATH", 2, MATH, MATH_PROMPTS)
-    loaded = load_graph(folder)
-    there = pickle.loads(pickle.dumps(loaded))
+    there = pickle.loads(pickle.dumps(load_graph(folder)))
     (folder / "graph.py").unlink()
+    assert (there.dataset, there.round) == ("MATH", 2)
     assert there.shape.instances == {"custom": "Custom", "sc_ensemble": "ScEnsemble"}
     assert len(there.flow.nodes) == 3
 
@@ -83,16 +77,6 @@ class Workflow:
         return prompt_custom.SOLVE_PROMT
 """
     found = faults_of(write_round(tmp_path, "X", 1, graph, 'SOLVE_PROMPT = "s"\n'))
-    assert [line.partition(" | ")[2] for line in sorted(found)] == [
-        "operator.Custom()",
-        "def __call__(self)",
-        "prompt_custom.SOLVE_PROMT",
-        "import of metagpt.actions.write_code",
-        "import of a_module_that_nobody_has",
-        "create_llm_instanze from scripts.async_llm",
-        "__init__(self, name, config, dataset)",
-        "operator.ScEnsembel",
-    ]
     assert sorted(int(line.split(":")[1]) for line in found) == [3, 4, 5, 8, 9, 10, 12, 13]
 
 
@@ -103,9 +87,7 @@ class Workflow:
         ("class SolveGraph:\n    pass\n", "graph.py: a class Workflow | classes SolveGraph"),
         ("", "graph.py: a class Workflow | no class"),
         ("x = " + "(" * 300 + ")" * 300, "graph.py:1: Python source | too many nested"),
-        ("x = " + "-" * 100_000 + "1", "graph.py: Python source | "),
         ("x = 1" + " + 1" * 60_000, "graph.py: Python source | RecursionError"),
-        ("x\0y", "graph.py: Python source | "),
         ("# " + "x" * 300_000, "graph.py: a file of at most 262144 characters | 300002 characters"),
     ],
 )
@@ -191,7 +173,7 @@ def test_a_round_of_aflow_is_read_unchanged(
     loaded = load_graph(write_round(tmp_path, "Mine", number, graph, prompts))
     assert (loaded.dataset, loaded.round, loaded.trust) == ("Mine", number, False)
     assert list(loaded.shape.parameters) == parameters
-    assert ", ".join(" ".join(pair) for pair in loaded.shape.instances.items()) == instances
+    assert ", ".join(map(" ".join, loaded.shape.instances.items())) == instances
     assert loaded.sources["graph.py"] == graph
 
 
@@ -267,16 +249,32 @@ def test_edges_of_rounds(tmp_path: Path, name: str) -> None:
         assert loops == [["for attempt in range(2)"]] * 2
 
 
-def test_both_branches_and_their_condition(tmp_path: Path) -> None:
-    call = """\
+BRANCHES = """\
 first = await self.custom(input=problem, instruction="")
 if first["response"] == "easy":
     result = first
 else:
     result = await self.b(input="again", instruction="")
 return result["response"]"""
-    edges = simple_edges(tmp_path, call, "self.b = operator.Custom(self.llm)")
-    assert edges == {"problem>custom9", "custom9?b13", "custom9>answer", "b13>answer"}
+INNER = """\
+async def ask(text, *, extra=''):
+    reply = await self.b(input=text, instruction=extra)
+    return reply["response"]
+one = await ask(problem)
+two = await ask("x", extra=one)
+shout = lambda text: text.upper()
+return shout(two)"""
+
+
+@pytest.mark.parametrize(
+    ("call", "edges"),
+    [
+        (BRANCHES, "problem>custom9 custom9?b13 custom9>answer b13>answer"),
+        (INNER, "problem>b10 b10>b10 b10>answer"),
+    ],
+)
+def test_branches_conditions_and_functions_inside(tmp_path: Path, call: str, edges: str) -> None:
+    assert simple_edges(tmp_path, call, "self.b = operator.Custom(self.llm)") == set(edges.split())
 
 
 @pytest.mark.parametrize(
@@ -293,22 +291,6 @@ return result["response"]"""
 )
 def test_results_are_followed_through_names(tmp_path: Path, call: str) -> None:
     assert simple_edges(tmp_path, call) == {"custom10>answer"}
-
-
-def test_functions_inside_and_lambdas(tmp_path: Path) -> None:
-    call = """\
-async def ask(text, *, extra=''):
-    reply = await self.custom(input=text, instruction=extra)
-    return reply["response"]
-one = await ask(problem)
-two = await ask("x", extra=one)
-shout = lambda text: text.upper()
-return shout(two)"""
-    assert simple_edges(tmp_path, call) == {
-        "problem>custom10",
-        "custom10>custom10",
-        "custom10>answer",
-    }
 
 
 def test_a_graph_that_multiplies_its_calls_is_cut_off(tmp_path: Path) -> None:

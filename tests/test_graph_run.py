@@ -28,7 +28,7 @@ from aflow_tune.graph.run import GraphEnding, GraphRun
 from aflow_tune.models import Reply, ScriptedModel, Usage
 from aflow_tune.models.prices import FixedPrice
 from aflow_tune.models.types import ModelError, ModelFailure
-from aflow_tune.operators import Operator
+from aflow_tune.operators import Operator, Outcome, TestCases, use_test_cases
 from aflow_tune.operators.prompts import Prompt, fill, use_prompts, with_instruction
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
@@ -47,8 +47,7 @@ def graph_of(call: str, init: str = "pass", head: str = "", **given: Any) -> Gra
 
 
 def run(graph: Graph, model: ScriptedModel | None = None, **given: Any) -> GraphRun:
-    model = ScriptedModel([]) if model is None else model
-    return asyncio.run(graph.run("1+1?", model=model, **given))
+    return asyncio.run(graph.run("1+1?", model=model or ScriptedModel([]), **given))
 
 
 def says(text: str) -> ScriptedModel:
@@ -77,22 +76,20 @@ def test_math_of_metagpt(tmp_path: Path, trust: bool) -> None:
     assert callers == ["Custom.custom", "Custom.custom", "ScEnsemble.sc_ensemble"]
     texts = asked(model)
     assert "Put the answer into a box." in texts[0]
-    assert "What is 1+2?" in texts[0]
     assert "A first attempt: first \\boxed{2}" in texts[1]
     assert "second \\boxed{3}" in texts[2]
 
 
-def test_code_with_tests_and_an_entry_point(tmp_path: Path, trust: bool) -> None:
-    folder = write_round(tmp_path, "HumanEval", 4, CODE, CODE_PROMPTS)
-    problem = 'def twice(x):\n    """Double it.\n\n    >>> twice(2)\n    4\n    """\n'
-    model = says("```python\ndef twice(x):\n    return 2 * x\n```")
-    graph = load_graph(folder, trust=trust)
-    ran, trace = traced(graph, model, problem, "twice")
-    assert ran.ok
-    assert "return 2 * x" in ran.text
-    assert "Write the function." in asked(model)[0]
-    used = [(use.operator, use.instance) for use in trace.of(OperatorCall)]
-    assert used[:2] == [("CustomCodeGenerate", "custom_code_generate"), ("Test", "test")]
+def test_code_with_its_public_tests_and_an_entry_point(tmp_path: Path, trust: bool) -> None:
+    graph = load_graph(write_round(tmp_path, "HumanEval", 4, CODE, CODE_PROMPTS), trust=trust)
+    model = says("```python\ndef f(x):\n    return 2 * x\n```")
+    for number, ending in ((2, Outcome.ANSWERED), (3, Outcome.TESTS_FAILED)):
+        rows = [{"entry_point": "f", "test": [f"assert candidate(1) == {number}"]}]
+        with use_test_cases(TestCases.of_rows(rows)):
+            ran, trace = traced(graph, model, "def f(x): ...", "f")
+        assert "return 2 * x" in ran.text
+        uses = [(use.instance, use.outcome) for use in trace.of(OperatorCall)]
+        assert uses[:2] == [("custom_code_generate", "answered"), ("test", ending)]
     with pytest.raises(BadInput, match="takes an entry point"):
         run(graph)
 
@@ -183,9 +180,6 @@ def test_other_roles_for_operators(trust: bool) -> None:
         run(graph, policy, models={"Review": "examiner"})
 
 
-DOWN = ModelError(ModelFailure.SERVER, "it is down")
-
-
 @pytest.mark.parametrize(
     ("call", "answer", "failures"),
     [
@@ -197,7 +191,7 @@ def test_failures_are_exceptions_that_the_graph_may_catch(
     trust: bool, call: str, answer: str, failures: dict[str, int]
 ) -> None:
     graph = graph_of(f"try:\n    {call}\nexcept Exception as e:\n    return str(e)", trust=trust)
-    ran = run(graph, ScriptedModel([DOWN]))
+    ran = run(graph, ScriptedModel([ModelError(ModelFailure.SERVER, "it is down")]))
     assert answer in ran.answer
     assert dict(ran.failures) == failures
 
@@ -216,16 +210,6 @@ def test_an_exception_names_its_line_and_whether_the_workflow_was_constructed(
     ran = run(graph_of(call, init, head, trust=trust))
     assert (ran.ending, ran.built) == (GraphEnding.RAISED, built)
     assert ran.reason.startswith(place)
-
-
-def test_who_lies_about_the_construction_loses_by_it() -> None:
-    lie = "import aflow_channel; aflow_channel.send({'built': True})"
-    assert run(graph_of("return 1, 0", lie)).ending is GraphEnding.FORGED  # our side says it again
-    ran = run(graph_of("return 1, 0", f"{lie}; raise ValueError"))
-    assert (ran.ending, ran.built) == (GraphEnding.RAISED, True)
-    for word in ("1", "'true'", "True, 'id': 1"):
-        forged = graph_of("return 1, 0", lie.replace("True", word))
-        assert run(forged).ending is GraphEnding.FORGED
 
 
 @pytest.mark.parametrize(
@@ -254,7 +238,7 @@ def test_a_budget_ends_the_run_although_the_graph_catches_everything(trust: bool
 
 def test_a_cancelled_run_cancels_its_calls(trust: bool) -> None:
     graph = graph_of("await self.llm('x')\nreturn 'x'", trust=trust)
-    said: list[str] = []
+    ended: list[bool] = []
 
     async def work() -> None:
         began = asyncio.Event()
@@ -264,7 +248,7 @@ def test_a_cancelled_run_cancels_its_calls(trust: bool) -> None:
             try:
                 await asyncio.sleep(60)
             finally:
-                said.append("ended")
+                ended.append(True)
             return "a"
 
         task = asyncio.create_task(graph.run("p", model=ScriptedModel(never)))
@@ -274,7 +258,7 @@ def test_a_cancelled_run_cancels_its_calls(trust: bool) -> None:
             await task
 
     asyncio.run(work())
-    assert said == ["ended"]
+    assert ended == [True]
 
 
 def test_trusted_runs_side_by_side_do_not_share_modules() -> None:
@@ -290,12 +274,11 @@ def test_trusted_runs_side_by_side_do_not_share_modules() -> None:
     assert "workspace" not in sys.modules
 
 
-def test_the_graph_of_the_documentation_runs(tmp_path: Path, trust: bool) -> None:
+def test_the_graph_of_the_documentation_runs(tmp_path: Path) -> None:
     text = (Path(__file__).parents[1] / "docs" / "graphs.md").read_text()
     source = text.partition("```python\n")[2].partition("```")[0]
     folder = own_form(tmp_path / "g", source, '{"SOLVE": "Solve step by step: "}')
-    model = ScriptedModel(["a", "b", "c", LETTER])
-    assert run(load_graph(folder, trust=trust), model).answer == "b"
+    assert run(load_graph(folder), ScriptedModel(["a", "b", "c", LETTER])).answer == "b"
 
 
 # Prompts and instructions
@@ -315,42 +298,22 @@ def test_prompts_are_data(trust: bool) -> None:
     assert asked(model) == ["[Please: |1+1?]", "Please: 1+1?"]
 
 
-def test_the_instruction_of_custom_is_its_argument_where_the_code_leaves_it_out(
-    trust: bool,
-) -> None:
+def test_instructions_are_read_by_the_code_or_become_the_argument(trust: bool) -> None:
     graph = graph_of(
         "first = await self.custom(input=problem)\n"
         "second = await self.custom(input=problem, instruction='Of the code.')\n"
         "third = await self.custom(problem, self.prompts['custom'] + ' Twice.')\n"
         "fourth = await self.custom(problem, prompt_custom.custom)\n"
-        "return fourth['response'], 0",
-        instructions={"custom": "Add {both} numbers."},
+        "return [self.seen, self.prompts['own'], self.prompts['custom'], self.prompts['x']], 0",
+        "self.seen = self.prompts['custom'] + '|' + self.prompts['other']\n"
+        "self.prompts = {'own': 'kept', 'custom': 'mine'}",
+        instructions={"custom": "Add {both}."},
         trust=trust,
     )
     model = says("two")
-    ran = run(graph, model)
-    assert (ran.ending, ran.answer, ran.built) == (GraphEnding.ANSWERED, "two", True)
-    assert asked(model) == [
-        "Add {both} numbers.\n\n1+1?",
-        "Of the code.1+1?",
-        "Add {both} numbers. Twice.1+1?",
-        "Add {both} numbers.1+1?",
-    ]
-
-
-def test_prompts_are_there_in_the_constructor_and_a_name_without_one_is_an_empty_text(
-    trust: bool,
-) -> None:
-    graph = graph_of(
-        "return [self.seen, self.prompts['own'], self.prompts['solve'], self.prompts['x']], 0",
-        "self.seen = self.prompts['solve'] + '|' + self.prompts['other']\n"
-        "self.prompts = {'own': 'kept', 'solve': 'mine'}",
-        instructions={"solve": "given"},
-        trust=trust,
-    )
-    assert run(graph).answer == ["given|", "kept", "given", ""]
-    without = Graph("w", graph.sources, trust=trust)
-    assert run(without).answer is None  # its own dict is a plain one
+    assert run(graph, model).answer == ["Add {both}.|", "kept", "Add {both}.", ""]
+    words = ["Add {both}.\n\n", "Of the code.", "Add {both}. Twice.", "Add {both}."]
+    assert asked(model) == [f"{text}1+1?" for text in words]
 
 
 def test_for_other_operators_it_stands_in_front_of_the_text_that_the_run_uses(trust: bool) -> None:
@@ -377,27 +340,6 @@ def test_braces_of_an_instruction_are_text(text: str) -> None:
 
 # Limits of the models
 
-
-def model_with(
-    tokens: tuple[int, int], seconds: float = 0.0, together: int = 0
-) -> tuple[ScriptedModel, list[int]]:
-    """A model whose every reply has this usage and waits until so many ran together, and the most
-    of its calls that ran at once."""
-    running, most = 0, [0]
-
-    async def reply(_: Sequence[Any]) -> Reply:
-        nonlocal running
-        running += 1
-        most[0] = max(most[0], running)
-        await asyncio.sleep(seconds)
-        while most[0] < together:
-            await asyncio.sleep(0.01)
-        running -= 1
-        return Reply(text="two", model="m", usage=Usage(*tokens))
-
-    return ScriptedModel(reply), most
-
-
 MANY = (
     "import asyncio\n"
     "done = await asyncio.gather(*[self.custom(input=problem) for _ in range(12)],"
@@ -406,29 +348,41 @@ MANY = (
 )
 
 
-def test_gathered_calls_cannot_pass_the_limit_of_model_calls(trust: bool) -> None:
-    model, _ = model_with((10, 5), 0.05)
-    ran = run(graph_of(MANY, trust=trust), model, limits=GraphLimits(model_calls=7))
-    assert ran.ending is GraphEnding.TOO_MANY_CALLS
-    assert "limit model_calls" in ran.reason
-    assert len(model.asked) <= 7
-    ran = run(graph_of(MANY, trust=trust), model, limits=GraphLimits(model_calls=12))
-    assert (ran.answer, ran.model_calls) == ("12", 12)
+@pytest.mark.parametrize(
+    ("limits", "named", "calls"),
+    [
+        (GraphLimits(model_calls=7), "limit model_calls", 7),
+        # 5 calls of 60 tokens spend 300; what is in flight ends before another begins.
+        (GraphLimits(tokens=300, call_completion_tokens=10), "limit tokens", 5),
+        (GraphLimits(model_calls=12, tokens=100_000), "", 12),
+    ],
+)
+def test_gathered_calls_cannot_pass_a_limit(
+    trust: bool, limits: GraphLimits, named: str, calls: int
+) -> None:
+    together = 12 if not named else 0
+    running = most = 0
 
+    async def reply(_: Sequence[Any]) -> Reply:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        while most < together:
+            await asyncio.sleep(0.01)
+        running -= 1
+        return Reply(text="two", model="m", usage=Usage(50, 10))
 
-def test_gathered_calls_pass_the_limit_of_tokens_by_one_call_at_most(trust: bool) -> None:
-    model, most = model_with((50, 10), 0.02)
-    limits = GraphLimits(tokens=300, call_completion_tokens=10)
+    model = ScriptedModel(reply)
     ran = run(graph_of(MANY, trust=trust), model, limits=limits)
-    assert ran.ending is GraphEnding.TOO_MANY_CALLS
-    assert "limit tokens" in ran.reason
-    # 5 calls spend 300; what was in flight ends before another begins.
-    assert ran.prompt_tokens + ran.completion_tokens == 300
-    assert len(model.asked) == 5
-    assert model.asked[0].max_tokens == 10
-    model, most = model_with((50, 10), together=12)
-    ran = run(graph_of(MANY, trust=trust), model, limits=GraphLimits(tokens=100_000))
-    assert (ran.answer, most[0]) == ("12", 12)
+    assert ran.ending is (GraphEnding.TOO_MANY_CALLS if named else GraphEnding.ANSWERED)
+    assert named in ran.reason
+    assert len(model.asked) <= calls
+    assert model.asked[0].max_tokens == limits.call_completion_tokens
+    if limits.tokens == 300:
+        assert ran.prompt_tokens + ran.completion_tokens == 300
+    if not named:
+        assert (ran.answer, ran.model_calls, most) == ("12", 12, 12)
 
 
 def test_tokens_are_counted_where_a_model_reports_none() -> None:
@@ -445,33 +399,33 @@ def test_a_prompt_that_is_too_long_ends_the_run_before_it_is_sent() -> None:
     model = says("two")
     ran = run(graph, model, limits=GraphLimits(call_prompt_tokens=1000))
     assert (ran.ending, len(model.asked)) == (GraphEnding.TOO_MANY_CALLS, 0)
-    assert "1250 tokens" in ran.reason
     assert run(graph, model, limits=GraphLimits(call_prompt_tokens=1250)).ok
 
 
 class Deaf(Operator):
-    """Asks again whatever happens."""
+    """Asks again whatever happens, and returns what cannot travel."""
 
-    async def run(self, input: str) -> dict[str, str]:
+    async def run(self, input: str) -> dict[str, Any]:
         for _ in range(5):
             try:
                 await self.llm.complete([{"role": "user", "content": input}])
             except Exception:
                 continue
-        return {"response": "done"}
+        return {"response": {1}}
 
 
-def test_an_operator_that_catches_everything_passes_no_limit() -> None:
-    call = "try:\n    await self.deaf(problem)\nexcept Exception:\n    pass\nreturn 'done', 0"
+def test_an_operator_of_the_users_passes_no_limit_and_hands_over_plain_data_only() -> None:
+    call = "try:\n    await self.deaf(problem)\nexcept Exception as e:\n    return str(e), 0"
     graph = graph_of(call, "self.deaf = operator.Deaf(self.llm)", operators={"Deaf": Deaf})
     model = says("two")
     ran = run(graph, model, limits=GraphLimits(model_calls=2))
     assert (ran.ending, len(model.asked)) == (GraphEnding.TOO_MANY_CALLS, 2)
+    assert "set" in str(run(graph, model).answer)
 
 
 @pytest.mark.parametrize(
     ("options", "retries", "calls"),
-    [("", None, 3), ("", 0, 1), ("", 1, 2), (", retries=5", 1, 2), (", retries=0", 1, 1)],
+    [("", None, 3), ("", 0, 1), (", retries=5", 1, 2), (", retries=0", 1, 1)],
 )
 def test_operators_ask_again_as_often_as_the_run_allows(
     options: str, retries: int | None, calls: int

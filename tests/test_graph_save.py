@@ -111,7 +111,6 @@ def test_where_it_cannot_go(tmp_path: Path) -> None:
     "text",
     [
         "",
-        "plain",
         'a"b',
         "a'b",
         "\n",
@@ -129,30 +128,20 @@ def test_literals_give_back_their_text(text: str) -> None:
     assert ast.literal_eval(literal(text)) == text
 
 
-CALLS = {
-    "Custom": "input, instruction",
-    "AnswerGenerate": "input, mode=None",
-    "CustomCodeGenerate": "problem, entry_point, instruction",
-    "Programmer": "problem, analysis='None'",
-    "ScEnsemble": "solutions, problem",
-    "Test": "problem, solution, entry_point, test_loop=3",
+MATH_LIKE = ("Custom", "Programmer", "ScEnsemble")
+CODE_LIKE = ("Custom", "CustomCodeGenerate", "ScEnsemble", "Test")
+QA_LIKE = ("Custom", "AnswerGenerate", "ScEnsemble")
+OFFERED = {"GSM8K": MATH_LIKE, "MATH": MATH_LIKE, "HumanEval": CODE_LIKE, "MBPP": CODE_LIKE,
+           "DROP": QA_LIKE}  # fmt: skip
+THERE = {
+    "Custom": ("input, instruction", "{'response': instruction + input}"),
+    "AnswerGenerate": ("input, mode=None", "{'thought': 't', 'answer': str(input)}"),
+    "CustomCodeGenerate": ("problem, entry_point, instruction", "{'response': problem}"),
+    "Programmer": ("problem, analysis='None'", "{'code': 'c', 'output': str(problem)}"),
+    "ScEnsemble": ("solutions, problem", "{'response': solutions[0]}"),
+    "Test": ("problem, solution, entry_point, test_loop=3", "{'solution': solution}"),
 }
-RESULTS = {
-    "Custom": "{'response': instruction + input}",
-    "AnswerGenerate": "{'thought': 't', 'answer': str(input)}",
-    "CustomCodeGenerate": "{'response': instruction + problem}",
-    "Programmer": "{'code': 'c', 'output': str(problem)}",
-    "ScEnsemble": "{'response': solutions[0]}",
-    "Test": "{'result': True, 'solution': solution}",
-}
-OFFERED = {
-    "GSM8K": ("Custom", "Programmer", "ScEnsemble"),
-    "MATH": ("Custom", "Programmer", "ScEnsemble"),
-    "HumanEval": ("Custom", "CustomCodeGenerate", "ScEnsemble", "Test"),
-    "MBPP": ("Custom", "CustomCodeGenerate", "ScEnsemble", "Test"),
-    "HotpotQA": ("Custom", "AnswerGenerate", "ScEnsemble"),
-    "DROP": ("Custom", "AnswerGenerate", "ScEnsemble"),
-}
+"""What AFlow's operators take, and what those of the test give back."""
 FIRST_LINE = 5
 """Of `init`."""
 SOLVE = "self.solve = operator.Custom(self.llm)\n"
@@ -183,13 +172,12 @@ def run_there(root: Path, dataset: str) -> str:
     template.mkdir(exist_ok=True)
     text = "class Operator:\n    pass\n"
     for name in OFFERED[dataset]:
-        takes = CALLS[name]
-        if name == "ScEnsemble" and dataset in ("HotpotQA", "DROP"):
-            takes = "solutions"
+        takes, gives = THERE[name]
+        takes = "solutions" if (name, dataset) == ("ScEnsemble", "DROP") else takes
         text += (
             f"class {name}(Operator):\n"
             f"    def __init__(self, llm, name='{name}'): pass\n"
-            f"    async def __call__(self, {takes}): return {RESULTS[name]}\n"
+            f"    async def __call__(self, {takes}): return {gives}\n"
         )
     (template / "operator.py").write_text(text)
     scripts = root / "scripts"
@@ -218,94 +206,50 @@ def run_there(root: Path, dataset: str) -> str:
     return ran.stdout.strip()
 
 
-RUNS = {
-    "Custom without instruction": ("MATH", SOLVE, f"r = await self.solve(input=problem)\n{DONE}"),
-    "None as instruction": ("DROP", SOLVE, f"r = await self.solve(problem, None)\n{DONE}"),
-    "a vote without the problem": (
-        "MATH",
-        SOLVE + PICK,
-        f"a = await self.solve(problem)\nr = await self.pick([a['response']] * 2)\n{DONE}",
-    ),
-    "options of ours": (
-        "GSM8K",
-        "self.code = operator.Programmer(self.llm, programs=1, retries=0)",
-        "r = await self.code(problem=problem)\nreturn r['output'], 0",
-    ),
-    "through a dict": (
-        "MATH",
-        "self.steps = {'solve': operator.Custom(self.llm), 'vote': operator.ScEnsemble(self.llm)}",
-        "a = await self.steps['solve'](input=problem)\n"
-        f"r = await self.steps['vote'](solutions=[a['response']])\n{DONE}",
-    ),
-    "through getattr": (
-        "MATH",
-        SOLVE,
-        f"name = 'sol' + 've'\nr = await getattr(self, name)(input=problem)\n{DONE}",
-    ),
-    "built where it is called": (
-        "MATH",
-        "",
-        f"r = await operator.Custom(self.llm)(input=problem)\n{DONE}",
-    ),
-    "inside of a formatted text": (
-        "MATH",
-        SOLVE,
-        "return f\"{(await self.solve(input=problem))['response']}\", 0",
-    ),
-    "an answer without its cost": (
-        "MATH",
-        SOLVE,
-        "r = await self.solve(input=problem)\nreturn r['response']",
-    ),
-    "a workflow of code without the entry point": (
-        "HumanEval",
-        SOLVE,
-        f"r = await self.solve(input=problem)\n{DONE}",
-    ),
-    "prompts that nobody gave": (
-        "MATH",
-        SOLVE,
-        f"r = await self.solve(problem, self.prompts['solve'])\n{DONE}",
-    ),
-}
+ASK = "r = await self.solve(input=problem)\n"
+RUNS = [
+    ("MATH", SOLVE, ASK + DONE),  # Custom without instruction
+    ("DROP", SOLVE, f"r = await self.solve(problem, None)\n{DONE}"),
+    ("MATH", SOLVE + PICK,  # a vote without the problem
+     f"a = await self.solve(problem)\nr = await self.pick([a['response']] * 2)\n{DONE}"),
+    ("GSM8K", "self.code = operator.Programmer(self.llm, programs=1, retries=0)",
+     "r = await self.code(problem=problem)\nreturn r['output'], 0"),
+    ("MATH", "self.ops = {'a': operator.Custom(self.llm), 'b': operator.ScEnsemble(self.llm)}",
+     "a = await self.ops['a'](input=problem)\n"
+     f"r = await self.ops['b'](solutions=[a['response']])\n{DONE}"),
+    ("MATH", SOLVE, f"r = await getattr(self, 'sol' + 've')(input=problem)\n{DONE}"),
+    ("MATH", "", f"r = await operator.Custom(self.llm)(input=problem)\n{DONE}"),
+    ("MATH", SOLVE, "return f\"{(await self.solve(input=problem))['response']}\", 0"),
+    ("MATH", SOLVE, ASK + "return r['response']"),  # an answer without its cost
+    ("HumanEval", SOLVE, ASK + DONE),  # a workflow of code without the entry point
+    ("MATH", SOLVE, f"r = await self.solve(problem, self.prompts['solve'])\n{DONE}"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_what_lacks_is_written_and_what_is_too_much_left_out(tmp_path: Path, name: str) -> None:
-    dataset, init, call = RUNS[name]
+@pytest.mark.parametrize(("dataset", "init", "call"), RUNS)
+def test_what_lacks_is_written_and_what_is_too_much_left_out(
+    tmp_path: Path, dataset: str, init: str, call: str
+) -> None:
     written(tmp_path, dataset, graph_of(init, call))
     assert run_there(tmp_path, dataset) == "1+1?"
 
 
-REFUSED = {
-    "an operator that the template lacks": ("MATH", "self.r = operator.Review(self.llm)", "", 0),
-    "through getattr": ("DROP", "k = getattr(operator, 'Programmer')\nself.p = k(self.llm)", "", 0),
-    "a result as the input": (
-        "MATH",
-        SOLVE,
-        f"a = await self.solve(problem)\nr = await self.solve(a)\n{DONE}",
-        3,
-    ),
-    "a whole result as the answer": (
-        "MATH",
-        SOLVE,
-        "r = await self.solve(problem)\nreturn r, 0",
-        3,
-    ),
-    "an argument that must be computed": (
-        "DROP",
-        SOLVE + PICK,
-        f"r = await self.pick([problem], problem=(await self.solve(problem))['response'])\n{DONE}",
-        3,
-    ),
-    "MetaGPT's name of a call": ("MATH", SOLVE, "return await self.llm.aask(problem), 0", 2),
-}
+ASKS = "return await self.llm(problem), 0"
+REFUSED = [
+    ("MATH", "self.r = operator.Review(self.llm)", ASKS, 0),
+    ("DROP", "k = getattr(operator, 'Programmer')\nself.p = k(self.llm)", ASKS, 0),
+    ("MATH", SOLVE, f"a = await self.solve(problem)\nr = await self.solve(a)\n{DONE}", 3),
+    ("MATH", SOLVE, "r = await self.solve(problem)\nreturn r, 0", 3),
+    ("DROP", SOLVE + PICK,
+     f"r = await self.pick([problem], problem=(await self.solve(problem))['response'])\n{DONE}", 3),
+    ("MATH", SOLVE, "return await self.llm.aask(problem), 0", 2),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_fails_there_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
-    dataset, init, call, line = REFUSED[name]
-    call = call or "return await self.llm(problem), 0"
+@pytest.mark.parametrize(("dataset", "init", "call", "line"), REFUSED)
+def test_what_fails_there_is_refused_with_its_line(
+    tmp_path: Path, dataset: str, init: str, call: str, line: int
+) -> None:
     with pytest.raises(BadInput) as caught:
         written(tmp_path, dataset, graph_of(init, call))
     places = {fault.where for fault in caught.value.faults}
@@ -388,25 +332,14 @@ def test_a_round_holds_instructions_as_constants_that_its_code_hands_over(tmp_pa
         "last = await self.compute(problem=f\"{(await self.solve(input='in'))['response']}\")\n"
         "return last['output'], 0",
     )
-    graph = replace(
-        graph,
-        instructions={
-            "solve": "Add.",
-            "write": 'Write "it".',
-            "other": "Once more.",
-            "compute": "Fractions.",
-            "no name": "unused",
-        },
-    )
+    told = {"solve": "Add.", "write": 'Write "it".', "other": "Once more."}
+    told |= {"compute": "Fractions.", "no name": "unused"}
+    graph = replace(graph, instructions=told)
     saved = save_round(graph, tmp_path / "Mine" / "workflows" / "round_3")
     assert saved.only_here == ("compute",)
     constants: dict[str, Any] = {}
     exec((saved.folder / "prompt.py").read_text(), constants)
-    assert {name: constants[name] for name in ("solve", "write", "other")} == {
-        "solve": "Add.",
-        "write": 'Write "it".',
-        "other": "Once more.",
-    }
+    assert all(constants[name] == told[name] for name in ("solve", "write", "other"))
     kept = json.loads((saved.folder / "prompts.json").read_text())
     assert list(kept) == ["compute"]
     assert kept["compute"]["main"].startswith("Fractions.\n\nWrite a Python program")

@@ -24,7 +24,6 @@ from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.workflow import GraphFailed, GraphResponse, GraphWorkflow
 from aflow_tune.models import ScriptedModel
-from aflow_tune.operators import TestCases
 from aflow_tune.shipping import gather, write_bundle
 
 ROW = {"question": "What is 1+2?", "answer": "It is 3.\n#### 3"}
@@ -60,8 +59,7 @@ def test_an_answer_is_scored_by_both_rules(tmp_path: Path) -> None:
     got, metrics = reward(workflow, ROW, ScriptedModel(["It is 4", "It is 3", LETTER]))
     assert got == 1.0
     assert (metrics["strict"], metrics["published"], metrics["graph/calls"]) == (1.0, 1.0, 3.0)
-    got, metrics = reward(workflow, ROW, ScriptedModel(["It is 3", "It is 4", LETTER]))
-    assert (got, metrics["strict"], metrics["published"]) == (0.0, 0.0, 0.0)
+    assert reward(workflow, ROW, ScriptedModel(["It is 3", "It is 4", LETTER]))[0] == 0.0
 
 
 def test_no_answer_is_a_wrong_answer_and_a_failure_is_none(tmp_path: Path) -> None:
@@ -85,27 +83,6 @@ def test_a_score_function_of_the_users(graph_folder: Path) -> None:
     )
     with pytest.raises(BadInput, match=r"no text under question or problem or prompt"):
         reward(GraphWorkflow(graph, score=later), {"text": "q"}, ScriptedModel(["a"]))
-
-
-def test_code_uses_the_entry_point_and_the_public_tests(tmp_path: Path) -> None:
-    call = """\
-checked = await self.test(problem=problem, solution='def f(x):\\n    return x', entry_point=entry)
-return checked['solution'] if checked['result'] else 'failed'"""
-    body = simple(call, "self.test = operator.Test(self.llm)")
-    body = body.replace("__call__(self, problem)", "__call__(self, problem, entry)")
-    graph = load_graph(own_form(tmp_path / "g", body))
-    seen = []
-
-    def score(task: Any, answer: Any) -> float:
-        seen.append(answer)
-        return 0.0
-
-    row = {"prompt": "def f(x): ...", "entry_point": "f"}
-    for check in ("assert candidate(2) == 2", "assert candidate(2) == 3"):
-        cases = TestCases.of_rows([{"entry_point": "f", "test": [check]}])
-        workflow = GraphWorkflow(graph, score=score, test_cases=cases)
-        reward(workflow, row, ScriptedModel(lambda _: "```python\ndef f(x):\n    return x\n```"))
-    assert seen == ["def f(x):\n    return x", "failed"]
 
 
 def test_it_travels_to_a_process_without_its_files(tmp_path: Path) -> None:
@@ -182,22 +159,15 @@ def test_a_judge_scores_the_answer_of_a_graph(tmp_path: Path) -> None:
     ("section", "more", "places"),
     [
         ("{path: mine}", "", ["graph.benchmark"]),
-        ("{path: mine, benchmark: gsm9k}", "", ["graph.benchmark"]),
-        (
-            "{path: mine, benchmark: gsm8k, timeout: -1, max_calls: 0}",
-            "",
-            ["graph.timeout", "graph.max_calls"],
-        ),
-        (
-            "{path: mine, benchmark: gsm8k, models: {Custom: judge, Review: policy}}",
-            "",
-            ["graph.models.Custom", "graph.models.Review"],
-        ),
+        ("{path: mine, benchmark: gsm9k, timeout: -1, max_calls: 0}", "",
+         ["graph.benchmark", "graph.timeout", "graph.max_calls"]),
+        ("{path: mine, benchmark: gsm8k, models: {Custom: judge, Review: policy}}", "",
+         ["graph.models.Custom", "graph.models.Review"]),
         ("{path: mine, benchmark: gsm8k}", "workflow: a.py:f\n", ["workflow"]),
         ("{path: nowhere, benchmark: gsm8k}", "", ["nowhere"]),
         ("{path: mine, benchmark: gsm8k, prompts: {SOLVE: x}}", "", ["mine"]),
     ],
-)
+)  # fmt: skip
 def test_faults_of_the_section_name_their_keys(
     tmp_path: Path, section: str, more: str, places: list[str]
 ) -> None:
@@ -219,10 +189,7 @@ return draft['response'] + final['response'] + '.', self.llm.get_usage_summary()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trust", [False, True], ids=["sandboxed", "trusted"])
-def test_a_graph_of_two_operators_is_tuned(
-    tmp_path: Path, tiny_model_dir: Path, trust: bool
-) -> None:
+def test_a_graph_of_two_operators_is_tuned(tmp_path: Path, tiny_model_dir: Path) -> None:
     """The whole run: each operator's calls become experiences under its name."""
     from aflow_tune.report.records import read_records
     from aflow_tune.tuning import run_config
@@ -231,7 +198,7 @@ def test_a_graph_of_two_operators_is_tuned(
     body = simple(TWO_OPERATORS, "self.again = operator.Custom(self.llm)")
     own_form(tmp_path / "mine", body, '{"DRAFT": "Say: "}')
     (tmp_path / "reward.py").write_text(LETTERS)
-    section = f"graph: {{path: mine, score: reward.py:letters, trust: {str(trust).lower()}}}"
+    section = "graph: {path: mine, score: reward.py:letters}"
     text = config.read_text().replace(f"workflow: {tmp_path}/flow.py:two_calls", section)
     config.write_text(text.replace("score: letters", "score: reward"))
     result = run_config(config, inline=True)

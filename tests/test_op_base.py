@@ -28,7 +28,6 @@ from aflow_tune.operators import (
     use_prompts,
 )
 from aflow_tune.operators.prompts import FORM_PROMPTS, shipped
-from aflow_tune.operators.registry import BUILT_IN
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 GOOD = "<thought>t</thought><answer>42</answer>"
@@ -175,27 +174,16 @@ def test_users_operators_need_a_prompt_fields_and_a_run() -> None:
     assert only(trace).operator == "Summarise"
     result, _ = run(Summarise(ScriptedModel(["no"] * 3))("a long text"))
     assert (result, result.outcome) == ({"summary": ""}, "unreadable")  # the worst of its answers
+    told = Summarise.describe()
+    assert (told["name"], told["description"]) == ("Summarise", "Shortens a text.")
+    assert told["arguments"][1] == {"name": "limit", "type": "int", "default": 10}
+    assert (set(told["returns"]), told["prompts"]) == (
+        {"summary", "words"}, {"main": ["limit", "text"]}
+    )  # fmt: skip
     with pytest.raises(TypeError, match="name it `run`"):
         type("Old", (Operator,), {"__call__": lambda self: None})
     with pytest.raises(TypeError, match="async def run"):
         type("Sync", (Operator,), {"run": lambda self: None})
-
-
-def test_describe_tells_the_interface() -> None:
-    told = Summarise.describe()
-    assert (told["name"], told["description"]) == ("Summarise", "Shortens a text.")
-    assert told["arguments"] == [
-        {"name": "text", "type": "str"},
-        {"name": "limit", "type": "int", "default": 10},
-    ]
-    assert set(told["returns"]) == {"summary", "words"}
-    assert told["prompts"] == {"main": ["limit", "text"]}
-    for name, kind in OPERATORS.items():
-        told = kind.describe()
-        assert told["name"] == name
-        assert told["description"].endswith(".")
-        assert told["returns"]
-        assert all(told["prompts"].values())
 
 
 def test_faults_of_the_arguments_come_together() -> None:
@@ -234,8 +222,8 @@ def test_prompts_of_instance_run_and_operator_have_an_order() -> None:
     assert "examiner" in own
 
 
-def test_values_with_braces_and_the_place_of_the_form() -> None:
-    model = ScriptedModel([YES] * 2)
+def test_forms_and_the_sentences_that_ask_for_them() -> None:
+    model = ScriptedModel([YES] * 2 + ["nothing", YES])
     prompts = 'JSON: {"a": {"b": 1}} {{solution}} {solution} {form} END'
     run(Review(model, prompts=prompts)("p", "{problem} {form} {{x}} {0}"))
     first = texts(model)[0]
@@ -244,22 +232,30 @@ def test_values_with_braces_and_the_place_of_the_form() -> None:
     run(Review(model)("p", "s"))
     assert texts(model)[1].rstrip().endswith("</feedback>")
 
-
-def test_the_sentences_that_ask_for_a_form_are_prompts_too() -> None:
-    model = ScriptedModel(["nothing", "<review_result>no</review_result>"])
-
     async def work() -> OperatorResult:
         with use_prompts({"forms": {"xml": "TAGS {fields}", "again": "AGAIN {fault}"}}):
             return await Review(model)("p", "s")
 
-    assert run(work())[0]["review_result"] is False
-    assert "TAGS <review_result>" in texts(model)[0]
-    assert texts(model)[1].startswith("AGAIN review_result is neither")
+    run(work())
+    assert "TAGS <review_result>" in texts(model)[2]
+    assert texts(model)[3].startswith("AGAIN review_result is neither")
+    model = ScriptedModel(['{"review_result": false, "feedback": "step 2"}'])
+    result, _ = run(Review(model, form="json")("p", "s"))
+    assert (dict(result), result.outcome) == (
+        {"review_result": False, "feedback": "step 2"}, "answered"
+    )  # fmt: skip
+    schema = model.asked[0].schema
+    assert schema is not None
+    assert schema["properties"]["review_result"]["type"] == "boolean"
+    model = ScriptedModel(["all of it", "<response>of it</response>", "it"])
+    modes = [("single_fill", "all of it"), ("xml_fill", "of it"), ("whatever", "it")]
+    for mode, expected in modes:  # one that the fields cannot have is passed over
+        assert run(Custom(model)("i", "do", mode=mode))[0] == {"response": expected}
 
 
 def test_a_runs_prompts_are_checked_together() -> None:
-    assert set(shipped()) == {*BUILT_IN, "forms"}
-    assert all(set(shipped()[name]) == set(OPERATORS[name].asks) for name in BUILT_IN)
+    assert set(shipped()) == {*OPERATORS, "forms"}
+    assert all(set(shipped()[name]) == set(OPERATORS[name].asks) for name in OPERATORS)
     assert set(shipped()["forms"]) == set(FORM_PROMPTS)
     check_prompts(shipped())
     check_prompts({"Review": "{solution}", "Review.strict": {"main": "{solution}"}})
@@ -272,29 +268,6 @@ def test_a_runs_prompts_are_checked_together() -> None:
         run(OPERATORS["Revise"](ScriptedModel([]))("p", "s", "f"))
 
 
-def test_forms_of_a_model_with_json_schemas() -> None:
-    model = ScriptedModel(['{"review_result": false, "feedback": "step 2"}'])
-    result, _ = run(Review(model, form="json")("p", "s"))
-    assert result == {"review_result": False, "feedback": "step 2"}
-    assert result.outcome == "answered"
-    schema = model.asked[0].schema
-    assert schema is not None
-    assert schema["properties"]["review_result"]["type"] == "boolean"
-    assert '"feedback":' in texts(model)[0]
-
-
-def test_aflows_modes_are_forms_and_impossible_ones_are_passed_over() -> None:
-    model = ScriptedModel(["all of it", "<response>of it</response>", "it", "it"])
-    for mode, expected in (
-        ("single_fill", "all of it"),
-        ("xml_fill", "of it"),
-        ("code_fill", "it"),
-        ("whatever", "it"),
-    ):
-        assert run(Custom(model)("i", "do", mode=mode))[0] == {"response": expected}
-    assert "<response>" in texts(model)[1]
-
-
 def test_operators_are_added_by_class_and_by_path(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from aflow_tune.operators import Custom\n\n\n"
@@ -305,7 +278,6 @@ def test_operators_are_added_by_class_and_by_path(tmp_path: Path) -> None:
     spec = f"{tmp_path}/mine.py:Shout"
     found = load_operators({"Shout": spec, "Summarise": Summarise})
     assert set(found) == set(load_operators([spec, Summarise])) == {"Shout", "Summarise"}
-    assert set(OPERATORS) == BUILT_IN
     check_prompts({"Shout": "{input}"}, operators=found)
     result = run(found["Shout"](ScriptedModel(["hey"]), prompts="{input}")("x"))[0]
     assert result == {"response": "HEY"}
@@ -318,7 +290,7 @@ def test_operators_are_added_by_class_and_by_path(tmp_path: Path) -> None:
 
 def test_the_documentation_names_every_operator_outcome_and_runs() -> None:
     text = (Path(__file__).parent.parent / "docs" / "operators.md").read_text(encoding="utf-8")
-    assert all(f"\n| {name} | `(" in text for name in BUILT_IN)
+    assert all(f"\n| {name} | `(" in text for name in OPERATORS)
     assert all(f"`{outcome.value}`" in text for outcome in Outcome)
     first, own = (block.split("```")[0] for block in text.split("```python\n")[1:])
     space: dict[str, Any] = {}

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.operators.fields import Field, Form, Kind, forms_for, schema_of
-from aflow_tune.operators.python_code import program_in
+from aflow_tune.operators.fields import Field, Form, Kind
 from aflow_tune.operators.reading import MAX_REPAIRED, MAX_REPLY_CHARACTERS, read_reply
 
 THOUGHT = Field("thought", required=False)
@@ -64,27 +63,20 @@ CONTENTS = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+AS_ASKED = {Form.XML: {0, 1, 3, 4, 10, 11, 12, 13, 15}, Form.JSON: {16}}
+"""Numbers of the shapes in the form that was asked for; what is not counts as repaired."""
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)))
 @pytest.mark.parametrize("form", [Form.XML, Form.JSON])
-def test_every_shape_gives_what_was_written_in_it(shape: str, form: Form) -> None:
+def test_every_shape_gives_what_was_written_in_it(number: int, form: Form) -> None:
+    shape = SHAPES[number]
+    reading = read_reply(shape.format("a", "b", '{"thought": "a", "answer": "b"}'), PAIR, form)
+    assert reading.repaired is (number not in AS_ASKED[form])
     for thought, answer in CONTENTS:
         as_json = json.dumps({"thought": thought, "answer": answer}, ensure_ascii=False)
         reply = shape.format(thought, answer, as_json)
         assert values(reply, form=form) == {"thought": thought, "answer": answer}, reply
-
-
-AS_ASKED = {
-    Form.XML: {0, 1, 3, 4, 10, 11, 12, 13, 15},
-    Form.JSON: {16},
-}
-"""Numbers of the shapes that are in the form that was asked for, whatever stands around it."""
-
-
-@pytest.mark.parametrize("form", [Form.XML, Form.JSON])
-def test_what_is_not_as_asked_counts_as_repaired(form: Form) -> None:
-    for number, shape in enumerate(SHAPES):
-        reading = read_reply(shape.format("a", "b", '{"thought": "a", "answer": "b"}'), PAIR, form)
-        assert reading.repaired is (number not in AS_ASKED[form]), shape
 
 
 def test_cut_and_shuffled_replies_never_raise_and_never_give_empty_values() -> None:
@@ -117,78 +109,40 @@ def test_tags_inside_code_and_cdata_are_text() -> None:
     assert values(reply)["answer"] == "</answer><answer>7</answer>"
 
 
-def test_what_cannot_be_read_is_named_and_gets_no_value() -> None:
-    assert faults("") == "the reply is empty"
-    assert faults(" \n\t") == "the reply is empty"
-    assert faults("I do not know.") == "there is no answer"
-    assert faults("<answer></answer>") == "answer is empty"
-    assert faults("<answer/>") == "answer is empty"
-    assert faults('{"answer": null}') == "there is no answer"
-    reading = read_reply("<thought>half</thought>", PAIR, Form.XML)
-    assert dict(reading.values) == {"thought": "half"}
-    assert reading.faults == ("there is no answer",)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("true", True),
-        ("False", False),
-        ("**True**.", True),
-        ("Yes, the solution is right", True),
-        ("no - step 3 is off", False),
-        ("1", True),
-        ("incorrect", False),
-        ("not true", None),
-        ("True or False", None),
-        ("maybe", None),
-        ("", None),
-    ],
+TRUTH, LETTER = (
+    Field("good", Kind.BOOL),
+    Field("letter", Kind.CHOICE, choices=("A", "B", "C", "AB")),
 )
-def test_truth_values(text: str, expected: bool | None) -> None:
-    field = (Field("review_result", Kind.BOOL),)
-    reading = read_reply(f"<review_result>{text}</review_result>", field, Form.XML)
-    assert reading.values.get("review_result") is expected
-    assert bool(reading.faults) == (expected is None)
+ONE_VALUE = [
+    (TRUTH, {True: ["true", "**True**.", "Yes, the solution is right", "1"]}),
+    (TRUTH, {False: ["False", "no - step 3 is off", "incorrect"]}),
+    (TRUTH, {None: ["not true", "True or False", "maybe", ""]}),
+    (LETTER, {"B": ["B", "b", "Solution B", "B: it is right", "A better one is solution B"]}),
+    (LETTER, {"C": ["(C)", "it must be C then"], "AB": ["**AB**"]}),
+    (LETTER, {"A": ["I choose A, as I said: option A", "Solution A is best", "The answer is A"]}),
+    (LETTER, {None: ["A better one is C", "Solution A is worse than solution C", "A good one"]}),
+    (LETTER, {None: ["Answer: A better one is hard to find", "B C", "Z", "ABC", ""]}),
+]
+
+
+@pytest.mark.parametrize(("field", "texts"), ONE_VALUE)
+def test_truth_values_and_choices(field: Field, texts: dict[Any, list[str]]) -> None:
+    for expected, given in texts.items():
+        for text in given:
+            reply = f"<{field.name}>{text}</{field.name}>"
+            reading = read_reply(reply, (field,), Form.XML)
+            assert reading.values.get(field.name) == expected, text
+            assert bool(reading.faults) == (expected is None), text
 
 
 def test_a_json_bool_and_numbers_keep_their_type() -> None:
-    fields = (Field("good", Kind.BOOL), Field("count", Kind.INT), Field("answer"))
-    reply = '{"good": false, "count": 3, "answer": 42.5}'
-    assert values(reply, fields, Form.JSON) == {"good": False, "count": 3, "answer": "42.5"}
-    reply = '{"good": "False", "count": "about 3 apples", "answer": ["a", 1]}'
-    assert values(reply, fields, Form.JSON) == {"good": False, "count": 3, "answer": '["a", 1]'}
+    fields = (TRUTH, Field("count", Kind.INT), Field("answer"))
+    for reply in (
+        '{"good": false, "count": 3, "answer": 42.5}',
+        '{"good": "False", "count": "about 3 apples", "answer": "42.5"}',
+    ):
+        assert values(reply, fields, Form.JSON) == {"good": False, "count": 3, "answer": "42.5"}
     assert "count" in faults('{"good": true, "count": "3 or 4", "answer": "a"}', fields, Form.JSON)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("B", "B"),
-        ("b", "B"),
-        ("(C)", "C"),
-        ("**AB**", "AB"),
-        ("Solution B", "B"),
-        ("B: it is right", "B"),
-        ("A better one is solution B", "B"),
-        ("it must be C then", "C"),
-        ("A better one is C", None),
-        ("I choose A, as I said: option A", "A"),
-        ("Solution A is worse than solution C", None),
-        ("A good one", None),
-        ("Solution A is best", "A"),
-        ("The answer is A", "A"),
-        ("Answer: A better one is hard to find", None),
-        ("B C", None),
-        ("Z", None),
-        ("ABC", None),
-        ("", None),
-    ],
-)
-def test_choices(text: str, expected: str | None) -> None:
-    field = (Field("letter", Kind.CHOICE, choices=("A", "B", "C", "AB")),)
-    reading = read_reply(f"<letter>{text}</letter>", field, Form.XML)
-    assert reading.values.get("letter") == expected
 
 
 @pytest.mark.parametrize(
@@ -217,19 +171,8 @@ def test_programs(reply: str, form: Form) -> None:
     assert values(reply, (CODE,), form)["response"].strip() == PROGRAM
 
 
-def test_of_several_programs_the_last_with_the_entry_point_counts() -> None:
-    first, last = "def f():\n    return 1", "def f():\n    return 2"
-    reply = f"```python\n{first}\n```\nBetter:\n```python\n{last}\n```\n```python\nprint(f())\n```"
-    assert program_in(reply, "f") == (last, False)
-    assert program_in(reply) == (f"{last}\n\n\nprint(f())", True)
-    assert program_in(f"```js\nlet a\n```\n```python\n{first}\n```", "f") == (first, False)
-
-
-def fences(*blocks: str) -> str:
-    return "Well.\n" + "\n".join(f"```python\n{block}\n```" for block in blocks)
-
-
 HELPER, MAIN = "def twice(x):\n    return 2 * x", "def f(x):\n    return twice(x) + 1"
+FIRST = "def f(x):\n    return 1"
 
 
 @pytest.mark.parametrize(
@@ -237,51 +180,40 @@ HELPER, MAIN = "def twice(x):\n    return 2 * x", "def f(x):\n    return twice(x
     [
         ((HELPER, MAIN), 7),
         ((MAIN, HELPER), 7),
-        ((HELPER, MAIN, "assert f(3) == 8\nraise SystemExit(f(1))"), 7),
-        (
-            (
-                "import math as m",
-                "RATE = 2\nprint('no')",
-                "def f(x):\n    return m.floor(RATE * x)",
-            ),
-            6,
-        ),
-        (
-            (
-                "def g(x):\n    return h(x)",
-                "def h(x):\n    return -x",
-                "def f(x):\n    return g(x)",
-            ),
-            -3,
-        ),
-        (("class Box:\n    x = 5", "def f(x):\n    return [Box.x for _ in range(x)][-1]"), 5),
+        ((FIRST, HELPER, MAIN, "assert f(3) == 8\nraise SystemExit(f(1))"), 7),
+        (("import math as m", "R = 2\nprint(0)", "def f(x):\n    return m.floor(R * x)"), 6),
+        (("def g(x):\n    return h(x)", "def h(x):\n    return -x", "f = lambda x: g(x)"), -3),
         ((HELPER, "def twice(x):\n    return x", MAIN), 4),
         ((HELPER, "def f(x):\n    twice = 1\n    return twice"), 1),
     ],
 )
-def test_what_the_program_needs_of_other_blocks_comes_along(
+def test_the_last_program_counts_with_what_it_needs_of_other_blocks(
     blocks: tuple[str, ...], value: int
 ) -> None:
-    code = values(fences(*blocks), (CODE,), Form.CODE)["response"]
+    reply = "Well.\n" + "\n".join(f"```python\n{block}\n```" for block in blocks)
     space: dict[str, Any] = {}
-    exec(code, space)
+    exec(values(reply, (CODE,), Form.CODE)["response"], space)
     assert space["f"](3) == value
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "fields", "told"),
     [
-        ("```python\ndef f(:\n```", "no Python"),
-        ("```python\ndef g(): pass\n```", "defines no `f`"),
-        ("```js\nfunction f() {}\n```", "no Python"),
-        ("f", "defines no `f`"),
-        ("```python\n```", "defines no `f`"),
-        ("```python\n" + "(" * 5000 + "\n```", "no Python"),
-        ("```python\nx = 1\n" + "#" * 200_000 + "\n```", "longer than"),
+        ("", PAIR, "the reply is empty"),
+        (" \n\t", PAIR, "the reply is empty"),
+        ("<thought>half</thought>", PAIR, "there is no answer"),
+        ("<answer></answer>", PAIR, "answer is empty"),
+        ("<answer/>", PAIR, "answer is empty"),
+        ('{"answer": null}', PAIR, "there is no answer"),
+        ("```python\ndef f(:\n```", (CODE,), "no Python"),
+        ("```python\ndef g(): pass\n```", (CODE,), "defines no `f`"),
+        ("f", (CODE,), "defines no `f`"),
+        ("```python\n" + "(" * 5000 + "\n```", (CODE,), "no Python"),
+        ("```python\nx = 1\n" + "#" * 200_000 + "\n```", (CODE,), "longer than"),
     ],
 )
-def test_what_is_no_program_says_why(reply: str, told: str) -> None:
-    assert told in faults(reply, (CODE,), Form.CODE)
+def test_what_cannot_be_read_is_named(reply: str, fields: tuple[Field, ...], told: str) -> None:
+    assert told in faults(reply, fields, Form.CODE if CODE in fields else Form.XML)
 
 
 HUGE = 2_000_000
@@ -337,16 +269,3 @@ def test_faulty_json_is_repaired_up_to_a_size() -> None:
         assert faults(costly, (ANSWER,), Form.JSON) == "there is no answer"
     long = "{answer: '" + "x" * MAX_REPAIRED + "'}"
     assert faults(long, (ANSWER,), Form.JSON) == "there is no answer"
-
-
-def test_forms_and_schema_of_fields() -> None:
-    assert forms_for(PAIR) == (Form.XML, Form.JSON)
-    assert forms_for((ANSWER,)) == (Form.XML, Form.JSON, Form.TEXT)
-    assert forms_for((CODE,)) == (Form.XML, Form.JSON, Form.CODE)
-    schema = schema_of((Field("n", Kind.CHOICE, "which", choices=("A", "B")), ANSWER))
-    assert schema["properties"]["n"] == {
-        "type": "string",
-        "enum": ["A", "B"],
-        "description": "which",
-    }
-    assert schema["required"] == ["n", "answer"]

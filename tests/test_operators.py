@@ -75,9 +75,7 @@ def health(*groups: list[float], run_filter: RunFilter | None = None) -> tuple[f
 def test_group_health_is_the_share_of_groups() -> None:
     assert health([0, 1], [1, 1], [0, 0], [0.25, 0.25]) == (0.25, 0.25, 0.5)
     assert health([0, 1], [0, 0.5]) == (1.0, 0.0, 0.0)
-
-
-def test_a_step_that_is_all_alike_is_judged_by_what_was_seen_before() -> None:
+    # A step that is all alike is judged by what was seen before.
     assert health([0, 0], [0, 0]) == (0.0, 0.0, 1.0)
     assert health([1, 1], [1, 1]) == (0.0, 1.0, 0.0)
     seen = RunFilter()
@@ -140,9 +138,7 @@ def test_a_hit_is_a_state_that_another_run_met() -> None:
     assert [id(exp) for exp in kept] == [id(exp) for exp in exps]
     # start three times and a twice of eight; c twice, but in one run only
     assert metrics == {ALL: pytest.approx(5 / 8), LATER: pytest.approx(2 / 5)}
-
-
-def test_one_call_a_run_has_no_later_ones_and_tasks_do_not_mix() -> None:
+    # One call a run has no later ones, and tasks do not mix.
     exps = calls(["start"], ["start"]) + calls(["start"], task=1)
     assert AnchorRate().process(exps)[1] == {ALL: pytest.approx(2 / 3)}
     assert AnchorRate().process([]) == ([], {})

@@ -37,16 +37,11 @@ from aflow_tune.operators import OPERATORS, READ_OUTCOMES, Operator
 from aflow_tune.operators.prompts import MAIN, apart, use_instruction
 from aflow_tune.sandbox.types import SandboxUnavailable
 
-MODEL_CALLER = "llm"
-"""Caller of a graph's direct calls of its model."""
-MAX_DEPTH = 20
-"""Of lists and objects inside each other."""
-MAX_INSTANCES = 200
-"""Different operators that one run may build."""
-BYTES_A_TOKEN = 3
-"""Of text whose tokens nobody counted."""
-COMPLETION_TOKENS = 1024
-"""Held back for an answer whose length nothing limits."""
+MODEL_CALLER = "llm"  # caller of a graph's direct calls of its model
+MAX_DEPTH = 20  # of lists and objects inside each other
+MAX_INSTANCES = 200  # different operators that one run may build
+BYTES_A_TOKEN = 3  # of text whose tokens nobody counted
+COMPLETION_TOKENS = 1024  # held back for an answer whose length nothing limits
 _INSTANCE = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _KEYS = {
     "operator": {"id", "call", "operator", "instance", "model", "options", "args", "kwargs"},
@@ -128,15 +123,11 @@ class Meter:
         self._ended = asyncio.Event()
         """Set, and replaced, each time that a call in flight has ended."""
 
-    def check(self) -> None:
-        """Raises `TooManyCalls` once a limit was passed."""
+    def check(self, passed: str = "") -> None:
+        """Raises `TooManyCalls` once a limit was passed. `passed`: says which one is now."""
+        self.passed = self.passed or passed
         if self.passed:
             raise TooManyCalls(self.passed)
-
-    def stop(self, reason: str) -> None:
-        """Note that a limit was passed, and raise `TooManyCalls`."""
-        self.passed = self.passed or reason
-        self.check()
 
     async def ask(
         self, client: ModelClient, messages: Sequence[Message], settings: dict[str, Any]
@@ -146,39 +137,28 @@ class Meter:
         Raises:
             TooManyCalls: it would pass them, or has.
         """
+        limits, most = self.limits, self.limits.tokens
         self.check()
-        most_calls = self.limits.model_calls
-        if most_calls is not None and self._begun >= most_calls:
-            self.stop(f"more than {most_calls} calls of models (limit model_calls)")
+        if limits.model_calls is not None and self._begun >= limits.model_calls:
+            self.check(f"more than {limits.model_calls} calls of models (limit model_calls)")
         self._begun += 1
         self._check_prompt(-(-_bytes_of(messages) // 4), "about ")
-        if (cap := self.limits.call_completion_tokens) is not None:
+        if (cap := limits.call_completion_tokens) is not None:
             settings["max_tokens"] = min(cap, settings.get("max_tokens") or cap)
-        if self.limits.tokens is None:
-            reply = await client.complete(messages, **settings)
-        else:
-            reply = await self._within(self.limits.tokens, client, messages, settings)
-        self.spent.add(reply)
-        if reply.usage is not None:
-            self._check_prompt(reply.usage.prompt_tokens, "")
-        return reply
-
-    async def _within(
-        self, most: int, client: ModelClient, messages: Sequence[Message], settings: dict[str, Any]
-    ) -> Reply:
-        passed = f"more than {most} tokens of models (limit tokens)"
-        ask = Ask(messages=messages, schema=settings.get("schema"))
-        worst = ask.most_prompt_tokens() + (settings.get("max_tokens") or COMPLETION_TOKENS)
-        while self._held and self._tokens + sum(self._held.values()) + worst > most:
-            await self._ended.wait()
-            self.check()
-        if self._tokens >= most:
-            self.stop(passed)
+        passed, worst = f"more than {most} tokens of models (limit tokens)", 0
+        if most is not None:
+            ask = Ask(messages=messages, schema=settings.get("schema"))
+            worst = ask.most_prompt_tokens() + (settings.get("max_tokens") or COMPLETION_TOKENS)
+            while self._held and self._tokens + sum(self._held.values()) + worst > most:
+                await self._ended.wait()
+                self.check()
+            if self._tokens >= most:
+                self.check(passed)
         self._held[token := object()] = worst
         try:
             reply = await client.complete(messages, **settings)
-            if reply.usage is not None:
-                self._tokens += reply.usage.prompt_tokens + reply.usage.completion_tokens
+            if (usage := reply.usage) is not None:
+                self._tokens += usage.prompt_tokens + usage.completion_tokens
             else:
                 text = _bytes_of(messages) + len(reply.text.encode(errors="replace"))
                 self._tokens += -(-text // BYTES_A_TOKEN)
@@ -186,14 +166,17 @@ class Meter:
             self._held.pop(token)
             self._ended.set()
             self._ended = asyncio.Event()
-        if self._tokens > most:
-            self.stop(passed)
+        if most is not None and self._tokens > most:
+            self.check(passed)
+        self.spent.add(reply)
+        if usage is not None:
+            self._check_prompt(usage.prompt_tokens, "")
         return reply
 
     def _check_prompt(self, tokens: int, about: str) -> None:
         most = self.limits.call_prompt_tokens
         if most is not None and tokens > most:
-            self.stop(
+            self.check(
                 f"a prompt of {about}{tokens} tokens, more than the {most} that one call may have "
                 "(limit call_prompt_tokens)"
             )
@@ -245,15 +228,10 @@ class Broker:
     """Whether the graph's side has said that the workflow was constructed."""
 
     def __post_init__(self) -> None:
-        self._meter = Meter(self.limits)
+        self.meter = Meter(self.limits)
         self._turns = asyncio.Semaphore(self.limits.concurrent)
         self._seen: set[int] = set()
         self._instances: set[str] = set()
-
-    @property
-    def spent(self) -> Spent:
-        """What the models of the run have cost so far."""
-        return self._meter.spent
 
     def note_built(self) -> None:
         """The workflow was constructed."""
@@ -280,7 +258,7 @@ class Broker:
         """Count a call. Raises `TooManyCalls`."""
         self.calls += 1
         if self.calls > self.limits.calls:
-            self._meter.stop(f"more than {self.limits.calls} calls (limit calls)")
+            self.meter.check(f"more than {self.limits.calls} calls (limit calls)")
 
     async def serve(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Make a call that `check` has let through.
@@ -300,11 +278,11 @@ class Broker:
             async with self._turns:
                 serve = self._ask if message["call"] == "model" else self._operate
                 result = await serve(message, spent)
-            self._meter.check()  # an operator may have caught it
+            self.meter.check()  # an operator may have caught it
         except FATAL:
             raise
         except Exception as error:
-            self._meter.check()
+            self.meter.check()
             kind = error.failure.value if isinstance(error, ModelError) else type(error).__name__
             self.failures[kind] += 1
             return {"error": [type(error).__name__, str(error)[:2000]], "usage": asdict(spent)}
@@ -316,19 +294,15 @@ class Broker:
         if not isinstance(prompt, str) or not isinstance(system, str | None):
             raise TypeError(f"a prompt is a text, not {type(prompt).__name__}")
         client = self._client([MODEL_CALLER, _name(message["model"])], spent)
-        messages = [{"role": "user", "content": prompt}]
-        if system:
-            messages.insert(0, {"role": "system", "content": system})
+        messages = [{"role": "system", "content": system}] if system else []
         with caller(MODEL_CALLER):
-            return (await client.complete(messages)).text
+            return (await client.complete([*messages, {"role": "user", "content": prompt}])).text
 
     async def _operate(self, message: Mapping[str, Any], spent: Spent) -> Any:
         name, instance = _name(message["operator"]), _name(message["instance"])
         options, args, kwargs = message["options"], message["args"], message["kwargs"]
-        if not isinstance(options, dict) or not isinstance(args, list):
-            raise ForgedMessage("options that are no object, or arguments that are no list")
-        if not isinstance(kwargs, dict):
-            raise ForgedMessage("named arguments that are no object")
+        if not (isinstance(options, dict) and isinstance(args, list) and isinstance(kwargs, dict)):
+            raise ForgedMessage("options or arguments that are no object, or no list")
         kind = self.operators.get(name)
         if kind is None:
             raise ForgedMessage(f"a call of the unknown operator {name!r}")
@@ -338,7 +312,17 @@ class Broker:
         if len(self._instances) > MAX_INSTANCES:
             raise TooManyCalls(f"more than {MAX_INSTANCES} different operators")
         client = self._client([instance, name, _name(message["model"])], spent)
-        operator = self._build(kind, client, name, instance, options)
+        if reserved := {"llm", "name", "prompts"} & set(options):
+            raise TypeError(f"operator.{name} does not take {', '.join(sorted(reserved))} here")
+        keys = (name, instance, f"{name}.{instance}")
+        given = [self.prompts[key] for key in keys if key in self.prompts]
+        prompts = given[-1] if given else None
+        if len(given) > 1:
+            texts = ({MAIN: item} if isinstance(item, str) else item for item in given)
+            prompts = {key: text for item in texts for key, text in item.items()}
+        operator = kind(client, name=instance, prompts=prompts, **options)
+        if (most := self.limits.retries) is not None:
+            operator.retries = min(operator.retries, most) if "retries" in options else most
         arguments = bind(kind, args, kwargs)
         instruction = self.instructions.get(instance, self.instructions.get(name, ""))
         if "instruction" in arguments.signature.parameters:
@@ -347,33 +331,9 @@ class Broker:
             instruction = ""
         with use_instruction(name, instance, instruction):
             result = await operator(*arguments.args, **arguments.kwargs)
-        check_plain(result)
         if result.outcome not in READ_OUTCOMES:
             self.failures[result.outcome.value] += 1
         return dict(result)
-
-    def _build(
-        self,
-        kind: type[Operator],
-        client: ModelClient,
-        name: str,
-        instance: str,
-        options: Mapping[str, Any],
-    ) -> Operator:
-        reserved = {"llm", "name", "prompts"} & set(options)
-        if reserved:
-            raise TypeError(f"operator.{name} does not take {', '.join(sorted(reserved))} here")
-        keys = (name, instance, f"{name}.{instance}")
-        given = [self.prompts[key] for key in keys if key in self.prompts]
-        prompts = given[-1] if given else None
-        if len(given) > 1:
-            mappings = ({MAIN: texts} if isinstance(texts, str) else texts for texts in given)
-            prompts = {key: text for texts in mappings for key, text in texts.items()}
-        operator = kind(client, name=instance, prompts=prompts, **options)
-        if self.limits.retries is not None:
-            most = self.limits.retries
-            operator.retries = min(operator.retries, most) if "retries" in options else most
-        return operator
 
     def _client(self, names: Sequence[str], spent: Spent) -> ModelClient:
         """The model of the first name that has a role; the last is the graph's own name for it."""
@@ -382,7 +342,7 @@ class Broker:
             raise LookupError(
                 f"the graph asks for the model {role!r}: give it a role under graph.models"
             )
-        return _Metered(self.clients[role], self._meter, spent)
+        return _Metered(self.clients[role], self.meter, spent)
 
 
 def bind(
@@ -440,20 +400,3 @@ def check_size(value: Any, most: int) -> None:
             pending += [(part, depth + 1) for pair in item.items() for part in pair]
         if total > most:
             raise ValueError(f"more than {most} characters of text")
-
-
-def check_plain(value: Any) -> None:
-    """Whether what an operator returned can travel to the graph.
-
-    Raises:
-        TypeError: it holds more than texts, numbers, lists and objects.
-    """
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError("an operator's result has a key that is no text")
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            check_plain(item)
-    elif not isinstance(value, (str, int, float, bool, type(None))):
-        raise TypeError(f"an operator's result holds a {type(value).__name__}")

@@ -6,17 +6,16 @@ where. With traces (`measure`), the numbers of an instance stand in its first bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from aflow_tune.graph.flow import ANSWER, PROBLEM, Edge, Flow, Loop, Node
+from aflow_tune.graph.flow import ANSWER, PROBLEM, Edge, Flow, Loop
 from aflow_tune.graph.graph import Graph
 from aflow_tune.operators import READ_OUTCOMES
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
-MAX_LABEL = 48
-"""Characters of one line in a box."""
+MAX_LABEL = 48  # characters of one line in a box
 
 
 @dataclass
@@ -65,23 +64,42 @@ def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
     return measured
 
 
-# Boxes
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Box:
     number: int
     """`PROBLEM`, `ANSWER` or the node's."""
-    lines: tuple[str, ...]
+    lines: Sequence[str]
     loops: tuple[Loop, ...] = ()
     failed: bool = False
     """Whether it had failures in the traces."""
+    row: int = 0
+    x: float = 0.0
+    """Of its middle, and `y` of its upper edge, where it is placed."""
+    y: float = 0.0
+
+    @property
+    def is_end(self) -> bool:
+        return self.number in (PROBLEM, ANSWER)
+
+    @property
+    def id(self) -> str:
+        return {PROBLEM: "problem", ANSWER: "answer"}.get(self.number, f"n{self.number}")
+
+    @property
+    def width(self) -> float:
+        return max(max(map(len, self.lines)) * _CHAR_WIDTH + 2 * _PADDING, 80.0)
+
+    @property
+    def height(self) -> float:
+        return len(self.lines) * _LINE_HEIGHT + 2 * _PADDING
 
 
-def _boxes(flow: Flow, measured: Mapping[str, Measured] | None) -> list[_Box]:
-    """The boxes from the problem to the answer, in the order of the source."""
-    callers = [_caller(node) for node in flow.nodes]
-    middle = []
+def _boxes(flow: Flow, measured: Mapping[str, Measured] | None) -> dict[int, _Box]:
+    """The boxes by number, from the problem to the answer, in the order of the source."""
+    # How calls are attributed in traces and experiences.
+    named = [f"{node.operator}.{node.instance}" if node.operator else "" for node in flow.nodes]
+    callers = [who or node.instance for who, node in zip(named, flow.nodes, strict=True)]
+    boxes = {PROBLEM: _Box(PROBLEM, ("problem",))}
     for place, (node, who) in enumerate(zip(flow.nodes, callers, strict=True)):
         numbers = (measured or {}).get(who)
         lines = [f"{node.instance}: {node.operator}" if node.operator else node.instance]
@@ -90,13 +108,8 @@ def _boxes(flow: Flow, measured: Mapping[str, Measured] | None) -> list[_Box]:
         if numbers is not None and who not in callers[:place]:
             lines += _figures(numbers, callers.count(who))
         failed = numbers is not None and numbers.failures > 0
-        middle.append(_Box(node.number, tuple(map(shortened, lines)), node.loops, failed))
-    return [_Box(PROBLEM, ("problem",)), *middle, _Box(ANSWER, ("answer",))]
-
-
-def _caller(node: Node) -> str:
-    """How the node's calls are attributed in traces and experiences."""
-    return f"{node.operator}.{node.instance}" if node.operator else node.instance
+        boxes[node.number] = _Box(node.number, [*map(shortened, lines)], node.loops, failed)
+    return boxes | {ANSWER: _Box(ANSWER, ("answer",))}
 
 
 def _figures(numbers: Measured, places: int) -> list[str]:
@@ -128,10 +141,11 @@ _ARROWS = {"data": "-->", "carried": "-. next turn .->", "decides": "-. decides 
 
 def to_mermaid(flow: Flow, measured: Mapping[str, Measured] | None = None) -> str:
     """The graph as a Mermaid flowchart."""
-    drawn = _boxes(flow, measured)
-    lines = ["flowchart TD", *_blocks(drawn, ())]
-    lines += [f"    {_id(e.source)} {_ARROWS[e.kind]} {_id(e.target)}" for e in flow.edges]
-    failed = [_id(box.number) for box in drawn if box.failed]
+    boxes = _boxes(flow, measured)
+    lines = ["flowchart TD", *_blocks([*boxes.values()], ())]
+    for edge in flow.edges:
+        lines.append(f"    {boxes[edge.source].id} {_ARROWS[edge.kind]} {boxes[edge.target].id}")
+    failed = [box.id for box in boxes.values() if box.failed]
     if failed:
         lines += ["    classDef failed stroke:#c0392b", f"    class {','.join(failed)} failed"]
     return "\n".join(lines) + "\n"
@@ -145,9 +159,9 @@ def _blocks(drawn: Sequence[_Box], loops: tuple[Loop, ...]) -> list[str]:
     done: set[Loop] = set()
     for box in drawn:
         if box.loops == loops:
-            left, right = ('(["', '"])') if box.number in (PROBLEM, ANSWER) else ('["', '"]')
+            left, right = ('(["', '"])') if box.is_end else ('["', '"]')
             label = "<br/>".join(escape_mermaid(line) for line in box.lines)
-            lines.append(f"{pad}{_id(box.number)}{left}{label}{right}")
+            lines.append(f"{pad}{box.id}{left}{label}{right}")
         elif box.loops[:depth] == loops and box.loops[depth] not in done:
             inner = box.loops[: depth + 1]
             done.add(inner[-1])
@@ -156,10 +170,6 @@ def _blocks(drawn: Sequence[_Box], loops: tuple[Loop, ...]) -> list[str]:
             lines += _blocks([other for other in drawn if other.loops[: depth + 1] == inner], inner)
             lines.append(f"{pad}end")
     return lines
-
-
-def _id(number: int) -> str:
-    return {PROBLEM: "problem", ANSWER: "answer"}.get(number, f"n{number}")
 
 
 def escape_mermaid(text: str) -> str:
@@ -178,8 +188,7 @@ def escape_mermaid(text: str) -> str:
 
 _CHAR_WIDTH, _LINE_HEIGHT, _PADDING = 7.3, 17.0, 10.0
 _GAP_X, _GAP_Y, _MARGIN = 36.0, 46.0, 24.0
-_BACK_ROOM = 34.0
-"""That an arrow along the right side keeps from its boxes."""
+_BACK_ROOM = 34.0  # that an arrow along the right side keeps from its boxes
 _STYLE = (
     "text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1b1f24}"
     ".name{font-weight:600}.box{fill:#f6f8fa;stroke:#57606a}.end{fill:#ddf4ff;stroke:#0969da}"
@@ -189,41 +198,18 @@ _STYLE = (
 )
 
 
-class _Placed:
-    """A box with its place: `x` of its middle, `y` of its upper edge."""
-
-    def __init__(self, box: _Box, row: int) -> None:
-        self.box, self.row = box, row
-        self.width = max(max(map(len, box.lines)) * _CHAR_WIDTH + 2 * _PADDING, 80.0)
-        self.height = len(box.lines) * _LINE_HEIGHT + 2 * _PADDING
-        self.x = self.y = 0.0
-
-    @property
-    def right(self) -> float:
-        return self.x + self.width / 2
-
-    @property
-    def bottom(self) -> float:
-        return self.y + self.height
-
-
 def to_svg(
     flow: Flow, measured: Mapping[str, Measured] | None = None, title: str = "operator graph"
 ) -> str:
     """The picture as the text of an SVG file."""
-    placed = _place(_boxes(flow, measured), flow.edges)
-    back = [edge for edge in flow.edges if placed[edge.source].row >= placed[edge.target].row]
-    right = max(item.right for item in placed.values())
-    width = right + _MARGIN + (_BACK_ROOM * (1 + len(back)) if back else 0)
-    height = max(item.bottom for item in placed.values()) + _MARGIN
-    root = ElementTree.Element(
-        "svg",
-        xmlns="http://www.w3.org/2000/svg",
-        width=_px(width),
-        height=_px(height),
-        viewBox=f"0 0 {_px(width)} {_px(height)}",
-        role="img",
-    )
+    boxes = _boxes(flow, measured)
+    _place(boxes, flow.edges)
+    back = [edge for edge in flow.edges if boxes[edge.source].row >= boxes[edge.target].row]
+    right = max(box.x + box.width / 2 for box in boxes.values())
+    width = _px(right + _MARGIN + (_BACK_ROOM * (1 + len(back)) if back else 0))
+    height = _px(max(box.y + box.height for box in boxes.values()) + _MARGIN)
+    frame = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}", "role": "img"}
+    root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **frame})
     ElementTree.SubElement(root, "title").text = "".join(c for c in title if c.isprintable())
     ElementTree.SubElement(root, "style").text = _STYLE
     head = {"id": "head", "viewBox": "0 0 8 8", "refX": "8", "refY": "4"}
@@ -232,86 +218,65 @@ def to_svg(
     ElementTree.SubElement(marker, "path", d="M 0 0 L 8 4 L 0 8 z", fill="#57606a")
     ElementTree.SubElement(root, "rect", width="100%", height="100%", fill="#ffffff")
     for edge in flow.edges:
-        side = right + _BACK_ROOM * (back.index(edge) + 1) if edge in back else None
-        _draw_edge(root, edge, placed[edge.source], placed[edge.target], side)
-    for item in placed.values():
-        _draw_box(root, item)
+        source, target = boxes[edge.source], boxes[edge.target]
+        bottom = source.y + source.height
+        bend = max(_GAP_Y, (target.y - bottom) / 2)
+        points = [(source.x, bottom), (source.x, bottom + bend)]
+        points += [(target.x, target.y - bend), (target.x, target.y)]
+        if edge in back:
+            side = right + _BACK_ROOM * (back.index(edge) + 1)
+            start, end = source.y + source.height * 0.7, target.y + target.height * 0.3
+            points = [(source.x + source.width / 2, start), (side, start), (side, end)]
+            points.append((target.x + target.width / 2, end))
+        first, *rest = (f"{_px(x)} {_px(y)}" for x, y in points)
+        kinds = ["edge", edge.kind] + (["from-problem"] if edge.source == PROBLEM else [])
+        attributes = {"class": " ".join(kinds), "marker-end": "url(#head)"}
+        attributes["d"] = f"M {first} C {', '.join(rest)}"
+        ElementTree.SubElement(root, "path", attributes)
+    for box in boxes.values():
+        kinds = ["end" if box.is_end else "box"]
+        kinds += ["repeats"] if box.loops else []
+        kinds += ["failed"] if box.failed else []
+        group = ElementTree.SubElement(root, "g")
+        rect = {"class": " ".join(kinds), "x": _px(box.x - box.width / 2), "y": _px(box.y)}
+        rect |= {"width": _px(box.width), "height": _px(box.height)}
+        ElementTree.SubElement(group, "rect", rect | {"rx": "14" if box.is_end else "5"})
+        for number, line in enumerate(box.lines):
+            y = _px(box.y + _PADDING + (number + 0.75) * _LINE_HEIGHT)
+            attributes = {"text-anchor": "middle"} | ({} if number else {"class": "name"})
+            ElementTree.SubElement(group, "text", attributes, x=_px(box.x), y=y).text = line
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _place(drawn: Sequence[_Box], edges: Sequence[Edge]) -> dict[int, _Placed]:
-    order = {box.number: place for place, box in enumerate(drawn)}
-    above: dict[int, list[int]] = {box.number: [] for box in drawn}
+def _place(boxes: Mapping[int, _Box], edges: Sequence[Edge]) -> None:
+    """Set row, `x` and `y` of every box."""
+    order = {number: place for place, number in enumerate(boxes)}
+    above: dict[int, list[int]] = {number: [] for number in boxes}
     for edge in edges:
         if edge.kind != "carried" and order[edge.source] < order[edge.target]:
             above[edge.target].append(edge.source)
-    placed: dict[int, _Placed] = {}
-    for box in drawn:
-        others = placed.values() if box.number == ANSWER else map(placed.get, above[box.number])
-        rows = [item.row + 1 for item in others if item is not None]
-        placed[box.number] = _Placed(box, max([int(box.number != PROBLEM), *rows]))
+    above[ANSWER] = [*order][:-1]
+    for number, box in boxes.items():
+        rows = [boxes[other].row + 1 for other in above[number]]
+        box.row = max([int(number != PROBLEM), *rows])
 
-    def middle_of_sources(item: _Placed) -> float:
-        xs = [placed[number].x for number in above[item.box.number] if number != PROBLEM]
+    def middle_of_sources(box: _Box) -> float:
+        xs = [boxes[number].x for number in above[box.number] if number != PROBLEM]
         return sum(xs) / len(xs) if xs else 0.0
 
     y = _MARGIN
-    for row in range(placed[ANSWER].row + 1):
-        here = [item for item in placed.values() if item.row == row]
+    for row in range(boxes[ANSWER].row + 1):
+        here = [box for box in boxes.values() if box.row == row]
         here.sort(key=middle_of_sources)
-        x = -(sum(item.width for item in here) + _GAP_X * (len(here) - 1)) / 2
-        for item in here:
-            item.x, item.y = x + item.width / 2, y
-            x += item.width + _GAP_X
-        y += max((item.height + _GAP_Y for item in here), default=0.0)
-    left = min(item.x - item.width / 2 for item in placed.values())
-    for item in placed.values():
-        item.x += _MARGIN - left
-    return placed
-
-
-def _draw_edge(
-    root: ElementTree.Element, edge: Edge, source: _Placed, target: _Placed, side: float | None
-) -> None:
-    if side is None:
-        bend = max(_GAP_Y, (target.y - source.bottom) / 2)
-        points = [
-            (source.x, source.bottom),
-            (source.x, source.bottom + bend),
-            (target.x, target.y - bend),
-            (target.x, target.y),
-        ]
-    else:
-        start, end = source.y + source.height * 0.7, target.y + target.height * 0.3
-        points = [(source.right, start), (side, start), (side, end), (target.right, end)]
-    first, *rest = (f"{_px(x)} {_px(y)}" for x, y in points)
-    kinds = ["edge", edge.kind] + (["from-problem"] if edge.source == PROBLEM else [])
-    attributes = {"class": " ".join(kinds), "marker-end": "url(#head)"}
-    attributes["d"] = f"M {first} C {', '.join(rest)}"
-    ElementTree.SubElement(root, "path", attributes)
-
-
-def _draw_box(root: ElementTree.Element, item: _Placed) -> None:
-    is_end = item.box.number in (PROBLEM, ANSWER)
-    kinds = ["end" if is_end else "box"]
-    kinds += ["repeats"] if item.box.loops else []
-    kinds += ["failed"] if item.box.failed else []
-    group = ElementTree.SubElement(root, "g")
-    ElementTree.SubElement(
-        group,
-        "rect",
-        x=_px(item.x - item.width / 2),
-        y=_px(item.y),
-        width=_px(item.width),
-        height=_px(item.height),
-        rx="14" if is_end else "5",
-        attrib={"class": " ".join(kinds)},
-    )
-    for number, line in enumerate(item.box.lines):
-        y = _px(item.y + _PADDING + (number + 0.75) * _LINE_HEIGHT)
-        attributes = {"text-anchor": "middle"} | ({} if number else {"class": "name"})
-        ElementTree.SubElement(group, "text", attributes, x=_px(item.x), y=y).text = line
+        x = -(sum(box.width for box in here) + _GAP_X * (len(here) - 1)) / 2
+        for box in here:
+            box.x, box.y = x + box.width / 2, y
+            x += box.width + _GAP_X
+        y += max((box.height + _GAP_Y for box in here), default=0.0)
+    left = min(box.x - box.width / 2 for box in boxes.values())
+    for box in boxes.values():
+        box.x += _MARGIN - left
 
 
 def _px(value: float) -> str:
@@ -326,33 +291,27 @@ _WORDS = {"data": "feeds", "carried": "feeds, in its next turn,", "decides": "de
 def describe(graph: Graph) -> str:
     """Operators, prompts, edges and faults as text. Every line is printable, whatever the graph's
     files hold."""
-    return "\n".join(_described(graph))
-
-
-def _described(graph: Graph) -> Iterator[str]:
     shape, flow = graph.shape, graph.flow
     title = f"graph: {shortened(graph.label, 400)}"
     if graph.dataset:
-        title += f" ({shortened(graph.dataset)}"
-        title += ")" if graph.round is None else f", round {graph.round})"
-    yield title
-    yield f"called with: {', '.join(shape.parameters) or 'unknown'}"
-    yield "\noperators:"
+        round_ = "" if graph.round is None else f", round {graph.round}"
+        title += f" ({shortened(graph.dataset)}{round_})"
+    lines = [title, f"called with: {', '.join(shape.parameters) or 'unknown'}", "\noperators:"]
     for built in shape.operators:
         prompted = " (own prompts)" if {built.instance, built.operator} & set(graph.prompts) else ""
-        yield f"  {built.instance}: {built.operator}, line {built.line}{prompted}"
+        lines.append(f"  {built.instance}: {built.operator}, line {built.line}{prompted}")
     if not shape.operators:
-        yield "  none"
-    prompts = {**shape.constants, **graph.constants}
-    if prompts:
-        yield "\nprompts:"
-        yield from (f"  {shortened(name)}: {shortened(text)}" for name, text in prompts.items())
+        lines.append("  none")
+    if prompts := {**shape.constants, **graph.constants}:
+        lines.append("\nprompts:")
+        lines += [f"  {shortened(name)}: {shortened(text)}" for name, text in prompts.items()]
     if flow.edges:
         names = {node.number: f"{node.instance} (line {node.line})" for node in flow.nodes}
         names |= {PROBLEM: "the problem", ANSWER: "the answer"}
-        yield "\nedges:"
+        lines.append("\nedges:")
         for edge in flow.edges:
-            yield f"  {names[edge.source]} {_WORDS[edge.kind]} {names[edge.target]}"
+            lines.append(f"  {names[edge.source]} {_WORDS[edge.kind]} {names[edge.target]}")
     if shape.faults:
-        yield "\nfaults:"
-        yield from (f"{number}. {fault}" for number, fault in enumerate(shape.faults, 1))
+        lines.append("\nfaults:")
+        lines += [f"{number}. {fault}" for number, fault in enumerate(shape.faults, 1)]
+    return "\n".join(lines)

@@ -21,19 +21,15 @@ from typing import Any
 
 from aflow_tune.graph.shape import Function, Shape, workflow_methods
 
-PROBLEM = -1
-"""Source of edges: what the workflow was called with."""
-ANSWER = -2
-"""Target of edges: what it returns."""
-MODEL = "llm"
-"""Instance name of a direct call of the graph's model."""
+PROBLEM = -1  # source of edges: what the workflow was called with
+ANSWER = -2  # target of edges: what it returns
+MODEL = "llm"  # instance name of a direct call of the graph's model
 Place = tuple[int, int, int | None, int | None]
 """Where an expression begins and ends, line and column, as the parser counts them."""
 Handle = tuple[str, str]
 """An operator that was built: its instance and its name; (MODEL, "") for the model."""
 
-_MAX_DEPTH = 8
-"""Of helper functions that call each other."""
+_MAX_DEPTH = 8  # of helper functions that call each other
 _MAX_STEPS = 50_000
 """Expressions that are looked at: a graph whose helpers multiply is cut off here."""
 
@@ -110,6 +106,11 @@ def trace_flow(shape: Shape) -> Flow:
     )
 
 
+def place_of(node: ast.expr) -> Place:
+    """Its place, which two trees of one source share."""
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
 class _CutOff(Exception):
     """The graph is too large to be followed to its end."""
 
@@ -120,10 +121,10 @@ class _Value:
 
     sources: frozenset[int] = frozenset()
     handles: frozenset[Handle] = frozenset()
-    functions: tuple[ast.AST, ...] = ()
     prompts: frozenset[str] = frozenset()
     kinds: frozenset[str] = frozenset()
     """Operators as classes."""
+    functions: tuple[ast.AST, ...] = ()
     whole: bool = False
     """Whether it is the result of an operator itself, not something made of it."""
     workflow: bool = False
@@ -141,7 +142,8 @@ _KEEPING = frozenset(
      "zip")
 )  # fmt: skip
 """Functions that keep what they are given, without calling it."""
-_Env = dict[str, _Value]
+_LEAVING = (ast.Return, ast.Break, ast.Continue, ast.Raise)
+_Env = dict[str, _Value]  # by name: `x`, `self.x`, and `x['key']` where the key is written out
 
 
 def _join(*values: _Value) -> _Value:
@@ -152,12 +154,19 @@ def _join(*values: _Value) -> _Value:
     return _Value(
         frozenset().union(*(value.sources for value in told)),
         frozenset().union(*(value.handles for value in told)),
-        tuple(dict.fromkeys(item for value in told for item in value.functions)),
         frozenset().union(*(value.prompts for value in told)),
         frozenset().union(*(value.kinds for value in told)),
+        tuple(dict.fromkeys(item for value in told for item in value.functions)),
         all(value.whole for value in told),
         any(value.workflow for value in told),
     )
+
+
+def _merged(ends: Sequence[_Env]) -> _Env:
+    """The environment after several paths."""
+    names = {name for end in ends for name in end}
+    names -= {name for name in names if name[-1] == "]" and not all(name in end for end in ends)}
+    return {name: _join(*(end.get(name, _NOTHING) for end in ends)) for name in names}
 
 
 class _Walk:
@@ -177,8 +186,7 @@ class _Walk:
         """What decided so far whether to leave the loop."""
         self.repeating = False
         """In the second pass over a loop's body: what is new now was carried."""
-        self.depth = 0
-        self.steps = 0
+        self.depth = self.steps = 0
         self.returned: list[_Value] = []
 
     def start(self) -> None:
@@ -188,9 +196,9 @@ class _Walk:
         if "__init__" in self.methods:
             self.block(self.methods["__init__"].body, env)
             # What the constructor computes is the same for every run.
-            self.nodes.clear()
-            self.edges.clear()
-            self.returned.clear()
+            for made in (self.nodes, self.edges, self.returned):
+                made.clear()
+            env = {name: replace(value, sources=frozenset()) for name, value in env.items()}
         call = self.methods["__call__"]
         for item in [*call.args.posonlyargs, *call.args.args][1:]:
             env[item.arg] = _Value(frozenset({PROBLEM}))
@@ -229,7 +237,10 @@ class _Walk:
         with self.within(conditions=self.conditions):
             for statement in statements:
                 self.statement(statement, env)
-                if isinstance(statement, ast.If) and _leaves(statement):
+                if isinstance(statement, ast.If) and any(
+                    body and isinstance(body[-1], _LEAVING)
+                    for body in (statement.body, statement.orelse)
+                ):
                     # What follows, and the next turn, run only if this did not end it here.
                     decided = self.tested(statement.test, env)
                     self.conditions |= decided
@@ -268,11 +279,9 @@ class _Walk:
             self.block(node.finalbody, env)
         elif isinstance(node, ast.Match):
             subject = self.value(node.subject, env)
-            for case in node.cases:
-                for part in ast.walk(case.pattern):
-                    name = getattr(part, "name", None) or getattr(part, "rest", None)
-                    if name:
-                        env[name] = _join(env.get(name, _NOTHING), subject)
+            for part in (part for case in node.cases for part in ast.walk(case.pattern)):
+                if name := getattr(part, "name", None) or getattr(part, "rest", None):
+                    env[name] = _join(env.get(name, _NOTHING), subject)
             self.branch(node.subject, [case.body for case in node.cases], env)
         elif isinstance(node, Function):
             env[node.name] = _Value(functions=(node,))
@@ -292,8 +301,7 @@ class _Walk:
         if isinstance(node, ast.While):
             label, items = f"while {ast.unparse(node.test)}", _NOTHING
         else:
-            label = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
-            items = self.value(node.iter, env)
+            label, items = _label(node), self.value(node.iter, env)
         repeating, conditions = self.repeating, self.conditions
         loops = (*self.loops, Loop(node.lineno, label))
         with self.within(
@@ -366,7 +374,15 @@ class _Walk:
             self.assign(node.target, value, env)
             return value
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-            return self.comprehension(node, env)
+            inner = dict(env)
+            with self.within(loops=self.loops, conditions=self.conditions):
+                for generator in node.generators:
+                    self.assign(generator.target, self.value(generator.iter, inner), inner)
+                    self.loops = (*self.loops, Loop(node.lineno, _label(generator)))
+                    for test in generator.ifs:
+                        self.conditions |= self.tested(test, inner)
+                made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+                return _join(*(self.value(part, inner) for part in made)).part()
         if isinstance(node, ast.Lambda):
             return _Value(functions=(node,))
         if isinstance(node, ast.IfExp):
@@ -400,25 +416,11 @@ class _Walk:
             return _of_self(env)
         return _join(env.get(f"self.{node.attr}", _NOTHING), _Value(functions=methods))
 
-    def comprehension(
-        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, env: _Env
-    ) -> _Value:
-        inner = dict(env)
-        with self.within(loops=self.loops, conditions=self.conditions):
-            for generator in node.generators:
-                label = f"for {ast.unparse(generator.target)} in {ast.unparse(generator.iter)}"
-                self.assign(generator.target, self.value(generator.iter, inner), inner)
-                self.loops = (*self.loops, Loop(node.lineno, label))
-                for test in generator.ifs:
-                    self.conditions |= self.tested(test, inner)
-            made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-            return _join(*(self.value(part, inner) for part in made)).part()
-
     def call(self, node: ast.Call, env: _Env) -> _Value:
         built = self.places.get((node.lineno, node.col_offset))
         if built is not None and self.shape.operator_class(node.func) is not None:
             return _Value(handles=frozenset({(built.instance, built.operator)}))
-        called = _last_name(node.func)
+        called = str(getattr(node.func, "id", getattr(node.func, "attr", "")))
         if called in ("create_llm_instance", "AsyncLLM"):
             return _Value(handles=frozenset({(MODEL, "")}))
         given = [self.value(argument, env) for argument in node.args]
@@ -513,15 +515,8 @@ class _Walk:
         return value
 
 
-def place_of(node: ast.expr) -> Place:
-    """Its place, which two trees of one source share."""
-    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
-
-
-def _leaves(statement: ast.If) -> bool:
-    leaving = (ast.Return, ast.Break, ast.Continue, ast.Raise)
-    bodies = (statement.body, statement.orelse)
-    return any(body and isinstance(body[-1], leaving) for body in bodies)
+def _label(node: ast.For | ast.AsyncFor | ast.comprehension) -> str:
+    return f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
 
 
 def _name(node: ast.expr) -> str | None:
@@ -532,11 +527,6 @@ def _name(node: ast.expr) -> str | None:
     return f"self.{node.attr}" if is_own else None  # type: ignore[attr-defined]
 
 
-def _of_self(env: _Env) -> _Value:
-    """Whatever the workflow holds."""
-    return _join(*(value for name, value in env.items() if name.startswith("self.")))
-
-
 def _item(node: ast.Subscript) -> str | None:
     """`self.steps["check"]` as a name of the environment, where the key is written out."""
     name = _name(node.value)
@@ -544,11 +534,6 @@ def _item(node: ast.Subscript) -> str | None:
     return f"{name}[{node.slice.value!r}]" if fits else None  # type: ignore[attr-defined]
 
 
-def _last_name(node: ast.expr) -> str:
-    return str(getattr(node, "id", getattr(node, "attr", "")))
-
-
-def _merged(ends: Sequence[_Env]) -> _Env:
-    names = {name for end in ends for name in end}
-    names -= {name for name in names if name[-1] == "]" and not all(name in end for end in ends)}
-    return {name: _join(*(end.get(name, _NOTHING) for end in ends)) for name in names}
+def _of_self(env: _Env) -> _Value:
+    """Whatever the workflow holds."""
+    return _join(*(value for name, value in env.items() if name.startswith("self.")))

@@ -104,11 +104,9 @@ class Graph:
     @property
     def constants(self) -> dict[str, str]:
         """The prompts that win over prompt.py's, as `prompt_custom` offers them."""
-        return {
-            name: text
-            for name, text in self.prompts.items()
-            if isinstance(text, str) and self._operator_of(name) is None
-        }
+        own = self.operator_prompts
+        texts = {name: text for name, text in self.prompts.items() if name not in own}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     @property
     def operator_prompts(self) -> dict[str, PromptText]:
@@ -196,8 +194,19 @@ class Graph:
             limits=limits or GraphLimits(),
             instructions=self.told,
         )
-        name = dataset or self.dataset or DEFAULT_DATASET
-        return await run_graph(self, arguments, broker, name, sandbox)
+        built = self.shape.operators
+        setup = {
+            "operators": sorted(self.known),
+            "sites": {f"{item.line}:{item.column}": item.instance for item in built},
+            "prompts": self.constants,
+            "instructions": self.told,
+            "dataset": dataset or self.dataset or DEFAULT_DATASET,
+            "model": POLICY,
+            "arguments": arguments,
+            "files": sorted(self.sources),
+        }
+        policy = None if self.trust else sandbox
+        return await run_graph(self.label, self.sources, setup, broker, policy)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is derived is derived again where the graph arrives.
@@ -245,7 +254,7 @@ def read_graph(
     if not (folder / inside.GRAPH_FILE).is_file():
         found = "no such folder" if not folder.is_dir() else f"a folder without {inside.GRAPH_FILE}"
         fix = "name a folder with graph.py and prompts.json, or a round_N folder of AFlow"
-        raise BadInput(f"There is no graph at {path}.", [Fault(label, "a graph", found, fix)])
+        raise BadInput.of(f"There is no graph at {path}.", label, "a graph", found, fix)
     template = folder / "template"
     if not template.is_dir():
         template = folder.resolve().parent / "template"
@@ -255,15 +264,29 @@ def read_graph(
         (folder, inside.GRAPH_FILE),
         (folder, inside.PROMPT_FILE),
         (template, inside.TEMPLATE_PROMPT_FILE),
+        (folder, PROMPTS_FILE),
     ):
         text = _text(place / name, f"{label}/{name}", faults)
         sources |= {} if text is None else {name: text}
-    sources[inside.GRAPH_FILE] = translated(sources.get(inside.GRAPH_FILE, ""))
-    prompts = _prompts(folder / PROMPTS_FILE, f"{label}/{PROMPTS_FILE}", faults)
-    if faults:
-        raise BadInput(f"The graph at {path} cannot be read.", faults)
-    dataset, number = _place(folder, sources[inside.GRAPH_FILE])
-    return Graph(label, sources, prompts, dataset, number, trust, dict(operators or {}))
+    given: Any = {}
+    try:
+        given = json.loads(sources.pop(PROMPTS_FILE, "{}"))
+    except (ValueError, RecursionError) as error:
+        where = f"{label}/{PROMPTS_FILE}"
+        faults.append(Fault(where, "a JSON object", str(error), "correct the file"))
+    prompts, wrong = _checked_prompts(given, f"{label}/{PROMPTS_FILE}")
+    if faults + wrong:
+        raise BadInput(f"The graph at {path} cannot be read.", faults + wrong)
+    source = sources[inside.GRAPH_FILE] = translated(sources[inside.GRAPH_FILE])
+    # Data set and round: by the folder's place, or else by the imports of graph.py.
+    resolved = folder.resolve()
+    number = re.fullmatch(r"round_(\d+)", resolved.name)
+    dataset: str | None = resolved.parent.parent.name
+    if not number or not resolved.parent.name.startswith("workflows"):
+        named = re.search(r"import\s+[\w.]*?(\w+)\.workflows\w*\.", source)
+        dataset, number = named and named[1], re.search(r"\.round_(\d+)\.prompt\b", source)
+    own = dict(operators or {})
+    return Graph(label, sources, prompts, dataset, number and int(number[1]), trust, own)
 
 
 def _text(path: Path, label: str, faults: list[Fault]) -> str | None:
@@ -285,20 +308,6 @@ def _text(path: Path, label: str, faults: list[Fault]) -> str | None:
         return None
 
 
-def _prompts(path: Path, label: str, faults: list[Fault]) -> dict[str, PromptText]:
-    text = _text(path, label, faults)
-    if text is None:
-        return {}
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        faults.append(Fault(label, "a JSON object", str(error), "correct the file"))
-        return {}
-    prompts, wrong = _checked_prompts(given, label)
-    faults += wrong
-    return prompts
-
-
 def _checked_prompts(given: Any, where: str) -> tuple[dict[str, PromptText], list[Fault]]:
     """Prompts as a mapping of names to texts, or what is wrong with them."""
     expected = "an object from names to texts, or to objects of texts"
@@ -314,14 +323,3 @@ def _checked_prompts(given: Any, where: str) -> tuple[dict[str, PromptText], lis
         else:
             faults.append(Fault(where, expected, f"{name!r:.40}: {value!r:.80}", fix))
     return prompts, faults
-
-
-def _place(folder: Path, source: str) -> tuple[str | None, int | None]:
-    """Data set and round, by the folder's place or else by the imports of graph.py."""
-    resolved = folder.resolve()
-    number = re.fullmatch(r"round_(\d+)", resolved.name)
-    if number and resolved.parent.name.startswith("workflows"):
-        return resolved.parent.parent.name, int(number[1])
-    named = re.search(r"import\s+[\w.]*?(\w+)\.workflows\w*\.", source)
-    numbered = re.search(r"\.round_(\d+)\.prompt\b", source)
-    return named[1] if named else None, int(numbered[1]) if numbered else None

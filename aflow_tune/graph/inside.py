@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 import itertools
-import linecache
 import math
 import os
 import re
@@ -30,8 +29,7 @@ GRAPH_FILE = "graph.py"
 PROMPT_FILE = "prompt.py"
 TEMPLATE_PROMPT_FILE = "op_prompt.py"
 
-MAX_TEXT = 2000
-"""Characters of an exception's text."""
+MAX_TEXT = 2000  # characters of an exception's text
 FOREIGN_PACKAGES = ("workspace", "scripts", "metagpt")
 """Top-level packages of AFlow: a module of theirs without a shim is not to be had."""
 
@@ -53,8 +51,7 @@ _ENDINGS = (
     (re.compile(r"\.template\.op_prompt$"), "template prompt"),
     (re.compile(r"\.round_\w+\.prompt$"), "prompt"),
 )
-_HOME = "workflows.round_0"
-"""The package that relative imports of a graph are relative to."""
+_HOME = "workflows.round_0"  # the package that relative imports of a graph are relative to
 
 NAMES_OF = {
     "model": ("create_llm_instance", "AsyncLLM", "LLMConfig"),
@@ -101,10 +98,8 @@ class Usage:
     """
 
     def __init__(self) -> None:
-        self.total_prompt_tokens = 0
-        self.total_completion_tokens = 0
+        self.total_prompt_tokens = self.total_completion_tokens = self.call_count = 0
         self.total_cost = 0.0
-        self.call_count = 0
 
     def add(self, usage: dict[str, Any]) -> None:
         self.total_prompt_tokens += usage.get("prompt_tokens") or 0
@@ -130,23 +125,20 @@ class Usage:
 class Model:
     """A graph's handle on a model. `config` names it; the parent knows which that is."""
 
-    def __init__(self, session: Any, config: Any) -> None:
-        self._session = session
+    def __init__(self, request: Any, config: Any) -> None:
+        self._request = request
         self._name = config if isinstance(config, str) else str(getattr(config, "model", "policy"))
         self.usage_tracker = Usage()
         self.cost_manager = self.usage_tracker
 
     async def __call__(self, prompt: str) -> str:
-        return await self._ask(prompt, None)
+        return await self.aask(prompt)
 
     async def aask(self, msg: str, system_msgs: Any = None, **_: Any) -> str:
         """MetaGPT's name for a call."""
         system = "\n".join(system_msgs) if isinstance(system_msgs, (list, tuple)) else system_msgs
-        return await self._ask(msg, system)
-
-    async def _ask(self, prompt: str, system: str | None) -> str:
-        message = {"call": "model", "model": self._name, "prompt": prompt, "system": system}
-        reply = await self._session.request(message)
+        message = {"call": "model", "model": self._name, "prompt": msg, "system": system}
+        reply = await self._request(message)
         self.count(reply["usage"])
         return reply["result"]
 
@@ -163,7 +155,7 @@ class Model:
 class Operator:
     """A graph's handle on an operator. Its class's name is the operator's, or derives from it."""
 
-    _session: Any = None
+    _modules: Any = None
     _operator = ""
 
     def __init__(self, llm: Any, name: Any = None, **options: Any) -> None:
@@ -175,7 +167,7 @@ class Operator:
         self.llm = llm
         self.name = name or type(self).__name__
         self._options = options
-        self._instance = self._session.instance_name(type(self).__name__)
+        self._instance = self._modules.instance_name(type(self).__name__)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         message = {
@@ -187,7 +179,7 @@ class Operator:
             "args": list(args),
             "kwargs": kwargs,
         }
-        reply = await self._session.request(message)
+        reply = await self._modules.request(message)
         self.llm.count(reply["usage"])
         return reply["result"]
 
@@ -222,17 +214,76 @@ class _Log:
         return lambda *_, **__: None
 
 
-class Session:
-    """One run of a graph, seen from its side. `request` sends a call and waits for its reply.
+_numbers = itertools.count()
 
-    `sites` maps `line:column` of the operators built in graph.py to their names.
+
+def _module(name: str, **names: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    vars(module).update(names)
+    return module
+
+
+class Modules:
+    """A graph's modules for one run: the shims, prompt.py and graph.py itself.
+
+    `import_` is `__import__` for the graph: the shims for AFlow's modules, Python's own for the
+    rest. `request` sends a call and waits for its reply.
     """
 
-    def __init__(self, send: Any, sites: dict[str, str], graph_label: str) -> None:
-        self._send = send
-        self._sites = sites
-        self._label = graph_label
+    def __init__(self, setup: dict[str, Any], sources: dict[str, str], send: Any) -> None:
+        self._number = next(_numbers)
+        self._sources, self._send, self._sites = sources, send, setup["sites"]
         self._built: dict[str, int] = {}
+        self._packages: dict[str, types.ModuleType] = {}
+        kinds = {
+            name: type(name, (Operator,), {"_modules": self, "_operator": name})
+            for name in setup["operators"]
+        }
+
+        def create(config: Any = None, system_msg: Any = None) -> Model:
+            return Model(self.request, config)
+
+        dataset: Any = Literal[setup["dataset"]]
+        self._shims = {
+            "operator": _module("operator", **kinds),
+            "model": _module(
+                "model", create_llm_instance=create, AsyncLLM=create, LLMConfig=LLMConfig
+            ),
+            "dataset": _module("dataset", DatasetType=dataset),
+            "cost": _module("cost", CostManager=Usage),
+            "log": _module("log", logger=_Log()),
+        }
+        if TEMPLATE_PROMPT_FILE in sources:
+            self._shims["template prompt"] = self._load(TEMPLATE_PROMPT_FILE)
+        prompts = self._load(PROMPT_FILE) if PROMPT_FILE in sources else _module("prompt")
+        for name, text in setup["instructions"].items():
+            vars(prompts).setdefault(name, text)
+        vars(prompts).update(setup["prompts"])
+        self._shims["prompt"] = prompts
+        # AFlow's optimizer promises these names without an import.
+        self.graph = self._load(
+            GRAPH_FILE,
+            operator=self._shims["operator"],
+            prompt_custom=prompts,
+            create_llm_instance=create,
+            DatasetType=dataset,
+        )
+
+    def _module_name(self, file: str) -> str:
+        return f"aflow_graph_{self._number}_{file.removesuffix('.py')}"
+
+    def _load(self, file: str, **names: Any) -> types.ModuleType:
+        label = f"<graph {self._number}>/{file}"
+        module = _module(self._module_name(file), **names, __file__=label, __package__="")
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": self.import_}
+        sys.modules[module.__name__] = module  # dataclasses look their module up by its name
+        exec(compile(self._sources[file], label, "exec"), vars(module))
+        return module
+
+    def close(self) -> None:
+        """Forget the modules, so that many runs in one process leave nothing behind."""
+        for file in self._sources:
+            sys.modules.pop(self._module_name(file), None)
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         reply = await self._send(message)
@@ -246,27 +297,16 @@ class Session:
         """The name of the operator being built: by its place in graph.py, else by counting."""
         frame: Any = sys._getframe(1)
         while frame is not None:
-            if frame.f_code.co_filename == self._label:
-                place = next(
-                    itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None),
-                    (None,) * 4,
-                )
-                name = self._sites.get(f"{place[0]}:{place[2]}")
-                if name:
+            if frame.f_code.co_filename == f"<graph {self._number}>/{GRAPH_FILE}":
+                places = frame.f_code.co_positions()
+                place = next(itertools.islice(places, frame.f_lasti // 2, None), (None,) * 4)
+                if name := self._sites.get(f"{place[0]}:{place[2]}"):
                     return name
             frame = frame.f_back
         count = self._built[kind] = self._built.get(kind, 0) + 1
         return f"{kind.lower()}_{count}"
 
-
-class Importer:
-    """`__import__` for a graph: shims for AFlow's modules, Python's own for the rest."""
-
-    def __init__(self, shims: dict[str, types.ModuleType]) -> None:
-        self._shims = shims
-        self._packages: dict[str, types.ModuleType] = {}
-
-    def __call__(
+    def import_(
         self,
         name: str,
         globals: Any = None,
@@ -281,11 +321,10 @@ class Importer:
             return shim if fromlist else self._nested(module, shim)
         kinds = {item: shim_of(f"{module}.{item}") for item in fromlist or ()}
         if any(kinds.values()):
-            package = types.ModuleType(module)
-            for item, kind in kinds.items():
-                if kind is not None:
-                    setattr(package, item, self._shim(kind, f"{module}.{item}"))
-            return package
+            found = {
+                item: self._shim(kind, f"{module}.{item}") for item, kind in kinds.items() if kind
+            }
+            return _module(module, **found)
         if level or module.partition(".")[0] in FOREIGN_PACKAGES:
             raise ModuleNotFoundError(f"No module named {module!r} for a graph", name=module)
         return builtins.__import__(name, globals, locals, fromlist, 0)
@@ -302,82 +341,9 @@ class Importer:
             return shim
         package = place = self._packages.setdefault(top, types.ModuleType(top))
         for part in parts[:-1]:
-            vars(place).setdefault(part, types.ModuleType(part))
-            place = getattr(place, part)
+            place = vars(place).setdefault(part, types.ModuleType(part))
         setattr(place, parts[-1], shim)
         return package
-
-
-_numbers = itertools.count()
-
-
-class Modules:
-    """A graph's modules for one run: the shims, prompt.py and graph.py itself."""
-
-    def __init__(self, setup: dict[str, Any], sources: dict[str, str], send: Any) -> None:
-        self._number = next(_numbers)
-        self._sources = sources
-        self.labels = {name: f"<graph {self._number}>/{name}" for name in sources}
-        self.session = Session(send, setup["sites"], self.labels[GRAPH_FILE])
-        bodies = {
-            name: {"_session": self.session, "_operator": name} for name in setup["operators"]
-        }
-        kinds = {name: type(name, (Operator,), body) for name, body in bodies.items()}
-        self._shims = {
-            "operator": _module("operator", **kinds),
-            "model": _module(
-                "model",
-                create_llm_instance=lambda config=None: Model(self.session, config),
-                AsyncLLM=lambda config=None, system_msg=None: Model(self.session, config),
-                LLMConfig=LLMConfig,
-            ),
-            "dataset": _module("dataset", DatasetType=Literal[setup["dataset"]]),
-            "cost": _module("cost", CostManager=Usage),
-            "log": _module("log", logger=_Log()),
-        }
-        self._importer = Importer(self._shims)
-        if TEMPLATE_PROMPT_FILE in sources:
-            self._shims["template prompt"] = self._load(TEMPLATE_PROMPT_FILE)
-        prompts = self._load(PROMPT_FILE) if PROMPT_FILE in sources else _module("prompt")
-        for name, text in setup["instructions"].items():
-            vars(prompts).setdefault(name, text)
-        vars(prompts).update(setup["prompts"])
-        self._shims["prompt"] = prompts
-        # AFlow's optimizer promises these names without an import.
-        self.graph = self._load(
-            GRAPH_FILE,
-            operator=self._shims["operator"],
-            prompt_custom=prompts,
-            create_llm_instance=self._shims["model"].create_llm_instance,
-            DatasetType=self._shims["dataset"].DatasetType,
-        )
-
-    def close(self) -> None:
-        """Forget the modules, so that many runs in one process leave nothing behind."""
-        for name in (GRAPH_FILE, PROMPT_FILE, TEMPLATE_PROMPT_FILE):
-            sys.modules.pop(self._module_name(name), None)
-            linecache.cache.pop(self.labels.get(name, ""), None)
-
-    def _module_name(self, file: str) -> str:
-        return f"aflow_graph_{self._number}_{file.removesuffix('.py')}"
-
-    def _load(self, file: str, **names: Any) -> types.ModuleType:
-        source, label = self._sources[file], self.labels[file]
-        module = types.ModuleType(self._module_name(file))
-        namespace = vars(module)
-        namespace.update(names, __file__=label, __package__="")
-        namespace["__builtins__"] = {**vars(builtins), "__import__": self._importer}
-        # Dataclasses look their module up by its name, tracebacks its lines by its file.
-        sys.modules[module.__name__] = module
-        linecache.cache[label] = (len(source), None, source.splitlines(True), label)
-        exec(compile(source, label, "exec"), namespace)
-        return module
-
-
-def _module(name: str, **names: Any) -> types.ModuleType:
-    module = types.ModuleType(name)
-    vars(module).update(names)
-    return module
 
 
 async def run(
@@ -386,9 +352,9 @@ async def run(
     """Build the graph and run it once.
 
     Args:
-        setup: `operators` (names), `sites`, `prompts` (constants that win over prompt.py),
-            `instructions` (by instance), `dataset`, `model` and `arguments`, which are passed
-            in order.
+        setup: `operators` (names), `sites` (`line:column` of the operators built in graph.py to
+            their names), `prompts` (constants that win over prompt.py), `instructions` (by
+            instance), `dataset`, `model` and `arguments`, which are passed in order.
         sources: graph.py, and prompt.py and op_prompt.py where there are any.
         send: takes a message, returns the reply.
         built: called when the workflow has been constructed.

@@ -12,29 +12,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.graph import inside
 from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, TooManyCalls, check_size
 from aflow_tune.sandbox import Channel, ProgramEnded, detect, open_channel
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
-from aflow_tune.trace import POLICY
-
-if TYPE_CHECKING:
-    from aflow_tune.graph.graph import Graph
 
 MAX_ANSWER_CHARS = 500_000
-MAX_MESSAGE_KB = 4096
-"""Of one message in JSON: room for `GraphLimits.argument_chars` of any script."""
+MAX_MESSAGE_KB = 4096  # of one message in JSON: room for `GraphLimits.argument_chars` of any script
 PROGRAM = "import aflow_preloaded\naflow_preloaded.main()\n"
 """What runs in the sandbox: `inside.py`, which is loaded there before a graph is to be run."""
-LINGER_SECONDS = 1.0
-"""What a program has to end after its answer; then it is killed."""
-TRUSTED = "trusted"
-"""The level of a run outside of the sandbox, because the graph is trusted."""
+LINGER_SECONDS = 1.0  # what a program has to end after its answer; then it is killed
+TRUSTED = "trusted"  # the level of a run outside of the sandbox, because the graph is trusted
 
 
 class GraphEnding(StrEnum):
@@ -92,9 +85,7 @@ class GraphRun:
     @property
     def text(self) -> str:
         """The answer as text; empty where there is none."""
-        if self.answer is None:
-            return ""
-        return self.answer if isinstance(self.answer, str) else str(self.answer)
+        return "" if self.answer is None else str(self.answer)
 
     def with_text(self) -> GraphRun:
         """The same run; one without an answer where that is an operator's whole result or a list.
@@ -115,32 +106,31 @@ class GraphRun:
 
 
 async def run_graph(
-    graph: Graph, arguments: Sequence[str], broker: Broker, dataset: str, sandbox: str
+    label: str,
+    sources: Mapping[str, str],
+    setup: dict[str, Any],
+    broker: Broker,
+    policy: str | None,
 ) -> GraphRun:
-    """Run a graph once. `sandbox` is the policy of `aflow_tune.sandbox.run_program`.
+    """Run a graph once.
+
+    Args:
+        label: how messages name the graph.
+        sources: its files by name.
+        setup: as `inside.run` takes it.
+        policy: of the sandbox, as `aflow_tune.sandbox.run_program` takes it; None: the graph is
+            trusted and runs in this process.
 
     Raises:
         BudgetReached: the run's budget is used up.
     """
     started = time.monotonic()
-    setup = {
-        "operators": sorted(graph.known),
-        "sites": {
-            f"{built.line}:{built.column}": built.instance for built in graph.shape.operators
-        },
-        "prompts": graph.constants,
-        "instructions": graph.told,
-        "dataset": dataset,
-        "model": POLICY,
-        "arguments": list(arguments),
-        "files": sorted(graph.sources),
-    }
     try:
         async with asyncio.timeout(broker.limits.seconds):
-            if graph.trust:
-                run = await _trusted(graph, setup, broker)
+            if policy is None:
+                run = await _trusted(label, sources, setup, broker)
             else:
-                run = await _sandboxed(graph, setup, broker, sandbox)
+                run = await _sandboxed(label, sources, setup, broker, policy)
     except TimeoutError:
         run = GraphRun(GraphEnding.TIMED_OUT, reason=f"no answer in {broker.limits.seconds} s")
     except SandboxUnavailable as error:
@@ -148,20 +138,20 @@ async def run_graph(
     except TooManyCalls as error:
         run = GraphRun(GraphEnding.TOO_MANY_CALLS, reason=str(error))
     except ForgedMessage as error:
-        run = GraphRun(GraphEnding.FORGED, reason=f"{graph.label}: {error}")
-    level = TRUSTED if graph.trust else run.level
+        run = GraphRun(GraphEnding.FORGED, reason=f"{label}: {error}")
+    level = TRUSTED if policy is None else run.level
     if not level and run.ending is not GraphEnding.SANDBOX_UNAVAILABLE:
         # It was killed before it could say; the backend that this process uses is known by now.
-        found = await asyncio.to_thread(detect, sandbox)
+        found = await asyncio.to_thread(detect, policy or "auto")
         level = found.level.value if found.level is not None else ""
     return replace(
         run,
         calls=broker.calls,
         answered=broker.answered,
-        model_calls=broker.spent.calls,
-        prompt_tokens=broker.spent.prompt_tokens,
-        completion_tokens=broker.spent.completion_tokens,
-        cost=broker.spent.cost,
+        model_calls=broker.meter.spent.calls,
+        prompt_tokens=broker.meter.spent.prompt_tokens,
+        completion_tokens=broker.meter.spent.completion_tokens,
+        cost=broker.meter.spent.cost,
         failures=dict(broker.failures),
         level=level,
         seconds=time.monotonic() - started,
@@ -169,7 +159,9 @@ async def run_graph(
     )
 
 
-async def _trusted(graph: Graph, setup: dict[str, Any], broker: Broker) -> GraphRun:
+async def _trusted(
+    label: str, sources: Mapping[str, str], setup: dict[str, Any], broker: Broker
+) -> GraphRun:
     ended: list[BaseException] = []
 
     async def send(message: dict[str, Any]) -> dict[str, Any]:
@@ -180,13 +172,15 @@ async def _trusted(graph: Graph, setup: dict[str, Any], broker: Broker) -> Graph
             ended.append(error)
             raise
 
-    end = await inside.run(setup, dict(graph.sources), send, broker.note_built)
+    end = await inside.run(setup, dict(sources), send, broker.note_built)
     if ended:  # the graph may have caught it
         raise ended[0]
-    return _ended(graph, end)
+    return _ended(label, end)
 
 
-async def _sandboxed(graph: Graph, setup: dict[str, Any], broker: Broker, policy: str) -> GraphRun:
+async def _sandboxed(
+    label: str, sources: Mapping[str, str], setup: dict[str, Any], broker: Broker, policy: str
+) -> GraphRun:
     limits = Limits(
         seconds=broker.limits.seconds,
         cpu_seconds=min(broker.limits.cpu_seconds, broker.limits.seconds),
@@ -194,33 +188,28 @@ async def _sandboxed(graph: Graph, setup: dict[str, Any], broker: Broker, policy
         output_kb=MAX_MESSAGE_KB,
     )
     async with open_channel(
-        PROGRAM, files=dict(graph.sources), limits=limits, policy=policy, preload=inside.__name__
+        PROGRAM, files=dict(sources), limits=limits, policy=policy, preload=inside.__name__
     ) as channel:
         try:
             await channel.send(setup)
         except ValueError as error:
-            reason = f"{graph.label}: the problem cannot be handed over: {error}"
+            reason = f"{label}: the problem cannot be handed over: {error}"
             return GraphRun(GraphEnding.RAISED, reason=reason)
         except ProgramEnded:
             pass  # `receive` says how
         end = await _converse(channel, broker)
-        execution = await _execution(channel)
-    if end is None:
-        if execution is None:
-            raise ForgedMessage("a message that says nothing")
-        return _died(execution)
+        execution = None  # where it goes on after its last word, and has to be killed
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while await channel.receive() is not None:
+                    pass
+                execution = channel.execution()
     level = "" if execution is None else execution.level.value
-    return replace(_ended(graph, end), level=level)
-
-
-async def _execution(channel: Channel) -> Execution | None:
-    """How the program ended; None if it goes on after its last word, and has to be killed."""
-    with contextlib.suppress(TimeoutError, RuntimeError):
-        async with asyncio.timeout(LINGER_SECONDS):
-            while await channel.receive() is not None:
-                pass
-            return channel.execution()
-    return None
+    if end is not None:
+        return replace(_ended(label, end), level=level)
+    if execution is None:
+        raise ForgedMessage("a message that says nothing")
+    return replace(_died(execution), level=level)
 
 
 async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
@@ -233,9 +222,9 @@ async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
             reply = await broker.serve(message)
             try:
                 await channel.send({"id": message["id"], **reply})
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 text = f"a result that cannot be handed over: {error}"
-                refusal = {"error": ["ValueError", text], "usage": reply["usage"]}
+                refusal = {"error": [type(error).__name__, text], "usage": reply["usage"]}
                 await channel.send({"id": message["id"], **refusal})
         except ProgramEnded:
             return  # `receive` says how
@@ -284,15 +273,15 @@ def _checked_end(message: dict[str, Any]) -> dict[str, Any]:
     raise ForgedMessage("an ending that is neither an answer nor an exception")
 
 
-def _ended(graph: Graph, end: Mapping[str, Any]) -> GraphRun:
+def _ended(label: str, end: Mapping[str, Any]) -> GraphRun:
     if end["end"] == "raised":
-        where = f"{graph.label}/{end['place']}: " if end["place"] else f"{graph.label}: "
+        where = f"{label}/{end['place']}: " if end["place"] else f"{label}: "
         reason = f"{where}{end['kind']}: {end['text']}"
         return GraphRun(GraphEnding.RAISED, reason=reason[:2000])
     answer = end["answer"]
     if answer is None or (isinstance(answer, str) and not answer.strip()):
         found = "None" if answer is None else "an empty text"
-        return GraphRun(GraphEnding.NO_ANSWER, reason=f"{graph.label}: it returned {found}")
+        return GraphRun(GraphEnding.NO_ANSWER, reason=f"{label}: it returned {found}")
     return GraphRun(GraphEnding.ANSWERED, answer)
 
 
@@ -304,8 +293,5 @@ def _died(execution: Execution) -> GraphRun:
     last = execution.stderr.strip()[-500:]
     hit = f", limits hit: {', '.join(execution.limits_hit)}" if execution.limits_hit else ""
     reason = f"its process {execution.ending.value} (exit code {execution.exit_code}{hit})"
-    return GraphRun(
-        endings.get(execution.ending, GraphEnding.DIED),
-        reason=f"{reason}: {last}" if last else reason,
-        level=execution.level.value,
-    )
+    ending = endings.get(execution.ending, GraphEnding.DIED)
+    return GraphRun(ending, reason=f"{reason}: {last}" if last else reason)

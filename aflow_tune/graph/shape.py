@@ -1,10 +1,8 @@
-"""What a graph's source says about itself, read without running any of it.
+"""What a graph's source says about itself: its workflow, operators, prompts and faults.
 
-`examine` parses graph.py and the prompt files, finds the workflow, its operators and its prompts,
-and every fault that would keep the graph from running. A fault here is definite; what may or may
-not be reached (an attribute that a branch reads) is left to the run, which names its line.
-
-The source may come from anywhere: it is parsed, never compiled or imported.
+A fault here is definite: it would keep the graph from running. What may or may not be reached (an
+attribute that a branch reads) is left to the run, which names its line. The source may come from
+anywhere, so it is parsed, never compiled or imported.
 """
 
 from __future__ import annotations
@@ -22,11 +20,16 @@ from aflow_tune.graph import inside
 
 MAX_SOURCE_CHARS = 256 * 1024
 """Of one file. A graph is a page or two; the parser's memory is bounded with its input."""
-INIT_ARGUMENTS = ("name", "llm_config", "dataset")
+_INIT_ARGUMENTS = {"name", "llm_config", "dataset"}
 _INIT = "__init__(self, name, llm_config, dataset)"
 _CALL = "async def __call__(self, problem), or (self, problem, entry_point) for code"
+_IMPORTS = (
+    "a graph may import its prompts, its operators, create_llm_instance, DatasetType, CostManager "
+    "and Python's modules"
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Edit = tuple[ast.AST, str]  # A node of a source, and the text that takes its place
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,29 @@ def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
     except SyntaxError as error:
         text = (error.text or "").strip()
         found = f"{error.msg}: {text!r:.120}" if text else error.msg
-        where = f"{label}:{error.lineno}" if error.lineno else label
+        label = f"{label}:{error.lineno}" if error.lineno else label
     except (ValueError, RecursionError, MemoryError) as error:
-        found, where = f"{type(error).__name__}: {error}", label
-    return None, [Fault(where, "Python source", found, "correct the file")]
+        found = f"{type(error).__name__}: {error}"
+    return None, [Fault(label, "Python source", found, "correct the file")]
+
+
+def edited(source: str, edits: Iterable[Edit], *, keep_lines: bool = False) -> str:
+    """The source with other texts in the places of nodes.
+
+    Args:
+        edits: a statement without a text that shares its line with others becomes `pass`.
+        keep_lines: whether empty lines take the place of lines that go.
+    """
+    # Columns of the parser count bytes, and only these ends of lines are ends for it.
+    lines = source.encode().splitlines(keepends=True)
+    places = [(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset, t) for n, t in edits]  # type: ignore[attr-defined]
+    for line, column, end_line, end_column, text in sorted(places)[::-1]:
+        before, after = lines[line - 1][:column], lines[end_line - 1][end_column:]
+        if not text and (before or after.partition(b"#")[0].strip()):
+            text = "pass"
+        gone = [b"\n"] * (end_line - line) if keep_lines else []
+        lines[line - 1 : end_line] = [before + text.encode() + after, *gone]
+    return b"".join(lines).decode()
 
 
 def examine(
@@ -130,7 +152,7 @@ def constants(source: str) -> dict[str, str]:
 
 
 def _constants(files: Mapping[str, str], label: str) -> tuple[dict[str, str], bool, list[Fault]]:
-    """The texts of prompt.py, and whether it can hold no other names."""
+    """The texts of prompt.py, whether it can hold no other names, and its faults."""
     if inside.PROMPT_FILE not in files:
         return {}, True, []
     tree, faults = parse(files[inside.PROMPT_FILE], f"{label}/{inside.PROMPT_FILE}")
@@ -138,25 +160,21 @@ def _constants(files: Mapping[str, str], label: str) -> tuple[dict[str, str], bo
     complete = tree is not None
     for node in tree.body if tree is not None else ():
         names = _assigned_names(node)
-        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr)) else None
-        is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
-        if names is None:
-            # Anything but a docstring may define more names than can be seen.
-            complete = complete and isinstance(node, ast.Expr) and is_text
-        else:
-            texts |= dict.fromkeys(names, value.value if is_text else "")  # type: ignore[union-attr]
+        value = getattr(node, "value", None)
+        text = value.value if isinstance(value, ast.Constant) else None
+        if names is not None:
+            texts |= dict.fromkeys(names, text if isinstance(text, str) else "")
+        elif not isinstance(node, ast.Expr) or not isinstance(text, str):
+            complete = False  # all but a docstring may define more names than can be seen
     return texts, complete, faults
 
 
 def _assigned_names(node: ast.stmt) -> list[str] | None:
-    if isinstance(node, ast.Assign):
-        targets: Sequence[ast.expr] = node.targets
-    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+    targets: Sequence[ast.expr] = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
         targets = [node.target]
-    else:
-        return None
     names = [target.id for target in targets if isinstance(target, ast.Name)]
-    return names if len(names) == len(targets) else None
+    return names if targets and len(names) == len(targets) else None
 
 
 class _Reader:
@@ -174,54 +192,46 @@ class _Reader:
         self.shape.modules = {"operator": "operator", "prompt_custom": "prompt"}
         self.shape.tree = _without_main(tree)
         self.nodes = walk(tree)
-        self.imports(tree)
+        tries = [node for node in self.nodes if isinstance(node, ast.Try)]
+        optional = {id(node) for block in tries for part in block.body for node in ast.walk(part)}
+        for node in self.nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self.imported(node, id(node) not in optional)
+        for statement in tree.body:
+            for base in statement.bases if isinstance(statement, ast.ClassDef) else ():
+                if (kind := self.shape.operator_class(base)) is not None:
+                    self.shape.classes[statement.name] = kind  # type: ignore[attr-defined]
         self.shape.certain = _certain(tree)
         self.attributes(prompts)
         self.workflow(tree)
         self.shape.operators = tuple(self.built())
 
-    # Which names mean which shims
-
-    def imports(self, tree: ast.Module) -> None:
-        tries = [node for node in self.nodes if isinstance(node, ast.Try)]
-        optional = {id(node) for block in tries for part in block.body for node in ast.walk(part)}
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    kind = inside.shim_of(alias.name)
-                    if alias.asname or "." not in alias.name:
-                        bound = alias.asname or alias.name
-                        self.shape.modules.pop(bound, None)
-                        self.shape.modules |= {} if kind is None else {bound: kind}
-                    self.check_import(node, alias.name, kind, id(node) not in optional)
-            elif isinstance(node, ast.ImportFrom):
-                self.import_from(node, id(node) not in optional)
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                for kind in map(self.shape.operator_class, node.bases):
-                    if kind is not None:
-                        self.shape.classes[node.name] = kind
-
-    def import_from(self, node: ast.ImportFrom, must: bool) -> None:
-        module = inside.absolute(node.module or "", node.level)
-        kind = inside.shim_of(module)
+    def imported(self, node: ast.Import | ast.ImportFrom, must: bool) -> None:
+        """Note the names that an import binds. `must`: whether it may not fail."""
+        shape = self.shape
+        module = inside.absolute(getattr(node, "module", None) or "", getattr(node, "level", 0))
+        kind = inside.shim_of(module) if isinstance(node, ast.ImportFrom) else None
+        offered = inside.NAMES_OF.get(kind or "")
         for alias in node.names:
-            bound = alias.asname or alias.name
-            inner = inside.shim_of(f"{module}.{alias.name}")
-            offered = inside.NAMES_OF.get(kind or "")
-            if kind is None and inner is not None:
-                self.shape.modules[bound] = inner
-                self.check_import(node, f"{module}.{alias.name}", inner, must)
-            elif kind == "operator" and alias.name == "*":
-                self.shape.classes.update({name: name for name in self.operators})
+            name, bound = alias.name, alias.asname or alias.name
+            if isinstance(node, ast.Import):
+                shim = inside.shim_of(name)
+                if alias.asname or "." not in name:
+                    shape.modules.pop(bound, None)
+                    shape.modules |= {} if shim is None else {bound: shim}
+                self.check_import(node, name, shim, must)
+            elif kind is None and (inner := inside.shim_of(f"{module}.{name}")) is not None:
+                shape.modules[bound] = inner
+                self.check_import(node, f"{module}.{name}", inner, must)
+            elif kind == "operator" and name == "*":
+                shape.classes.update({known: known for known in self.operators})
+            elif kind == "operator" and name not in (*self.operators, "Operator"):
+                self.unknown_operator(node, name)
             elif kind == "operator":
-                if alias.name in (*self.operators, "Operator"):
-                    self.shape.classes[bound] = alias.name
-                else:
-                    self.unknown_operator(node, alias.name)
-            elif offered and alias.name not in (*offered, "*"):
+                shape.classes[bound] = name
+            elif offered and name not in (*offered, "*"):
                 expected = f"one of: {', '.join(offered)}"
-                self.fault(node, expected, f"{alias.name} from {module}", "use those")
+                self.fault(node, expected, f"{name} from {module}", "use those")
             else:
                 self.check_import(node, module, kind, must)
 
@@ -233,16 +243,10 @@ class _Reader:
         elif kind is not None or not must:
             return
         elif top in inside.FOREIGN_PACKAGES or module.startswith("workflows."):
-            fix = (
-                "a graph may import its prompts, its operators, create_llm_instance, "
-                "DatasetType, CostManager and Python's modules"
-            )
-            self.fault(node, "an import that a graph has", f"import of {module}", fix)
+            self.fault(node, "an import that a graph has", f"import of {module}", _IMPORTS)
         elif top not in sys.stdlib_module_names and not _is_installed(top):
             fix = f"install {top}, or do without it"
             self.fault(node, "a module that is installed", f"import of {module}", fix)
-
-    # What it reads from them
 
     def unknown_operator(self, node: ast.stmt | ast.expr, name: str) -> None:
         near = difflib.get_close_matches(name, self.operators, 1)
@@ -280,9 +284,8 @@ class _Reader:
                 fix = f"write {ast.unparse(call.func)}(self.llm)"
                 self.fault(call, "an operator with its model", f"{ast.unparse(call):.80}", fix)
 
-    # The workflow
-
     def workflow(self, tree: ast.Module) -> None:
+        """Find the class Workflow and check what its two methods take."""
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         name = "Workflow"
         for node in tree.body:  # `Workflow = SolveGraph`
@@ -297,37 +300,27 @@ class _Reader:
         bases = [base for node in _family(workflow, classes) for base in node.bases]
         closed = all(getattr(base, "id", "") in (*classes, "object") for base in bases)
         methods = workflow_methods(self.shape)
-        for method, expected, check in (
-            ("__init__", _INIT, self.check_init),
-            ("__call__", _CALL, self.check_call),
-        ):
-            if method in methods:
-                check(methods[method])
-            elif closed:  # else a base class from elsewhere may have it
+        if (init := methods.get("__init__")) is not None:
+            arguments = init.args
+            names = {item.arg for item in (*arguments.args[1:], *arguments.kwonlyargs)}
+            lacks = not arguments.kwarg and not names >= _INIT_ARGUMENTS
+            if lacks or not {*_required(init)} <= _INIT_ARGUMENTS or arguments.posonlyargs:
+                found = f"__init__({ast.unparse(arguments)})"
+                self.fault(init, _INIT, found, "take those arguments")
+        if (call := methods.get("__call__")) is not None:
+            arguments, required = call.args, _required(call)
+            positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
+            keyword_only = {item.arg for item in arguments.kwonlyargs} & {*required}
+            fits = (positional or arguments.vararg) and not keyword_only and len(required) <= 2
+            if not fits or isinstance(call, ast.FunctionDef):
+                kind = "def" if isinstance(call, ast.FunctionDef) else "async def"
+                found = f"{kind} __call__({ast.unparse(arguments)})"
+                self.fault(call, _CALL, found, "write that line")
+            self.shape.parameters = tuple(positional[:2])
+            self.shape.needs_entry_point = len(required) == 2
+        for method, expected in (("__init__", _INIT), ("__call__", _CALL)):
+            if closed and method not in methods:  # else a base class from elsewhere may have it
                 self.fault(workflow, expected, "a class without it", "add it")
-
-    def check_init(self, init: Function) -> None:
-        arguments = init.args
-        names = [item.arg for item in (*arguments.args[1:], *arguments.kwonlyargs)]
-        lacks = not arguments.kwarg and not {*INIT_ARGUMENTS} <= {*names}
-        if lacks or not {*_required(init)} <= {*INIT_ARGUMENTS} or arguments.posonlyargs:
-            found = f"__init__({ast.unparse(arguments)})"
-            self.fault(init, _INIT, found, "take those arguments")
-
-    def check_call(self, call: Function) -> None:
-        arguments = call.args
-        positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
-        required = _required(call)
-        keyword_only = {item.arg for item in arguments.kwonlyargs} & {*required}
-        fits = (positional or arguments.vararg) and not keyword_only and len(required) <= 2
-        if not fits or isinstance(call, ast.FunctionDef):
-            kind = "def" if isinstance(call, ast.FunctionDef) else "async def"
-            found = f"{kind} __call__({ast.unparse(arguments)})"
-            self.fault(call, _CALL, found, "write that line")
-        self.shape.parameters = tuple(positional[:2])
-        self.shape.needs_entry_point = len(required) == 2
-
-    # Its operators
 
     def built(self) -> Iterator[BuiltOperator]:
         """Every place where an operator is built, with the name of what it is assigned to."""
@@ -371,12 +364,8 @@ def workflow_methods(shape: Shape) -> dict[str, Function]:
     if shape.tree is None or shape.workflow is None:
         return {}
     classes = {node.name: node for node in shape.tree.body if isinstance(node, ast.ClassDef)}
-    methods: dict[str, Function] = {}
-    for node in _family(shape.workflow, classes):
-        for member in node.body:
-            if isinstance(member, Function):
-                methods.setdefault(member.name, member)
-    return methods
+    members = [item for node in _family(shape.workflow, classes) for item in node.body]
+    return {item.name: item for item in members[::-1] if isinstance(item, Function)}
 
 
 def _required(function: Function) -> list[str]:
@@ -458,29 +447,25 @@ def _without_main(tree: ast.Module) -> ast.Module:
     left_out: list[ast.AST] = []
     body: list[ast.stmt] = []
     for node in tree.body:
-        if isinstance(node, ast.If) and _asks_for_main(node.test):
+        tests = ("__name__ == '__main__'", "'__main__' == __name__")
+        if isinstance(node, ast.If) and ast.unparse(node.test) in tests:
             left_out += node.body
             body += node.orelse
         else:
             body.append(node)
     tree.body = body
+
+    def names_in(nodes: Iterable[ast.AST]) -> set[str]:
+        return {item.id for node in nodes for item in walk(node) if isinstance(item, ast.Name)}
+
     while left_out:
-        named, read = _names_in(left_out), _names_in([tree])
-        functions = [node for node in tree.body if isinstance(node, Function)]
-        unread = [node for node in functions if node.name in named and node.name not in read]
+        named, read = names_in(left_out), names_in([tree])
         left_out = []
-        for function in unread:
-            left_out += [item for item in function.body if not isinstance(item, ast.Pass)]
-            function.body = [ast.copy_location(ast.Pass(), function.body[0])]
+        for function in tree.body:
+            if isinstance(function, Function) and function.name in named - read:
+                left_out += [item for item in function.body if not isinstance(item, ast.Pass)]
+                function.body = [ast.copy_location(ast.Pass(), function.body[0])]
     return tree
-
-
-def _asks_for_main(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
-
-
-def _names_in(nodes: Iterable[ast.AST]) -> set[str]:
-    return {item.id for node in nodes for item in walk(node) if isinstance(item, ast.Name)}
 
 
 _ALWAYS = {
@@ -506,23 +491,21 @@ def _certain(tree: ast.Module) -> set[ast.AST]:
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             pending += _reached(functions[name].body) if name in functions else []
-        pending += _always_in(node)
+        body = getattr(node, "body", None)
+        if type(node) in _ALWAYS:
+            part = getattr(node, _ALWAYS[type(node)])
+            pending += part if isinstance(part, list) else [part]
+        elif isinstance(node, ast.BoolOp):
+            pending += node.values[:1]
+        elif isinstance(node, Function):
+            pending += [*node.decorator_list, node.args]
+            pending += _reached(node.body) if node.name in ("__init__", "__call__") else []
+        elif isinstance(body, list):
+            pending += [part for part in children(node) if part not in body]
+            pending += _reached(body)
+        else:
+            pending += children(node)
     return found
-
-
-def _always_in(node: ast.AST) -> Sequence[ast.AST]:
-    if type(node) in _ALWAYS:
-        part = getattr(node, _ALWAYS[type(node)])
-        return part if isinstance(part, list) else [part]
-    if isinstance(node, ast.BoolOp):
-        return node.values[:1]
-    if isinstance(node, Function):
-        run = node.name in ("__init__", "__call__")
-        return [*node.decorator_list, node.args, *(_reached(node.body) if run else ())]
-    body = getattr(node, "body", None)
-    if isinstance(body, list):
-        return [*(part for part in children(node) if part not in body), *_reached(body)]
-    return children(node)
 
 
 def _reached(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 ScoreFunction = Callable[[Mapping[str, Any], Any], float | Awaitable[float]]
 """From a row and the graph's answer to a reward."""
-DEFAULT_PROBLEM_FIELDS = ("question", "problem", "prompt")
 
 
 class GraphFailed(AflowTuneError, RuntimeError):
@@ -86,10 +85,6 @@ class GraphFunction:
             names += find(self.benchmark).fields
         return tuple(FieldRead(name, self.graph.label, tolerant=False) for name in names)
 
-    async def __call__(self, task: Dict, model: TrinityChatModel) -> Any:  # noqa: UP006
-        """One run, in the form of the subclass."""
-        raise NotImplementedError(f"{type(self).__name__} is no workflow function")
-
     async def answer(self, task: Mapping[str, Any], model: Any) -> GraphRun:
         """Run the graph on a row: an answer, or none where the graph returned none.
 
@@ -113,8 +108,8 @@ class GraphFunction:
             )
         if self.score is None:  # a function of the user's may score whatever it likes
             run = run.with_text()
-        failed_calls = sum(run.failures.values())
-        record_metrics(**{"graph/calls": run.calls, "graph/failed_calls": failed_calls})
+        failed = sum(run.failures.values())
+        record_metrics(**{"graph/calls": run.calls, "graph/failed_calls": failed})
         if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:
             raise SandboxUnavailable(run.reason)
         if run.ending not in (GraphEnding.ANSWERED, GraphEnding.NO_ANSWER):
@@ -136,13 +131,13 @@ def problem_of(
     """
     if field is None and benchmark is not None:
         return find(benchmark).question(task)
-    names = [field] if field is not None else list(DEFAULT_PROBLEM_FIELDS)
+    names = [field] if field is not None else ["question", "problem", "prompt"]
     for name in names:
         if isinstance(task.get(name), str):
             return str(task[name])
     fields = " or ".join(names)
-    fault = Fault("problem", f"a text under {fields}", "none", f"{section}: {{problem: FIELD}}")
-    raise BadInput(f"The task has no text under {fields}.", [fault])
+    title, fix = f"The task has no text under {fields}.", f"{section}: {{problem: FIELD}}"
+    raise BadInput.of(title, "problem", f"a text under {fields}", "none", fix)
 
 
 @dataclass(frozen=True)
@@ -182,20 +177,19 @@ def workflow_from_config(
     section: GraphSection,
     settings: Mapping[str, ModelSettings],
     *,
-    path: Path | None = None,
-    test_cases: Path | None = None,
-    operators: Mapping[str, type[Operator]] | None = None,
-    sandbox: str = "auto",
-    score: ScoreFunction | None = None,
-    judged: bool = False,
-    where: Callable[[str], str] = str,
-) -> GraphFunction:
+    path: Path,
+    test_cases: Path | None,
+    operators: Mapping[str, type[Operator]],
+    score: ScoreFunction | None,
+    judged: bool,
+    where: Callable[[str], str],
+) -> GraphWorkflow | GraphResponse:
     """The workflow that a configuration's `graph:` section describes.
 
     Args:
         settings: the configuration's `models:`.
-        path: the folder, where `section.path` is relative to something else.
-        test_cases: the same for the file `section.test_cases`.
+        path: the graph's folder.
+        test_cases: the file `section.test_cases`.
         operators: the configuration's `operators:`, loaded.
         judged: whether a judge function scores the answers.
         where: from a key of the configuration to its place, for messages.
@@ -203,11 +197,12 @@ def workflow_from_config(
     Raises:
         BadInput: the graph or the section is faulty.
     """
-    graph = load_graph(path or section.path or "", trust=section.trust, operators=operators)
+    graph = load_graph(path, trust=section.trust, operators=operators)
     faults = []
 
-    def fault(key: str, expected: str, found: str, fix: str) -> None:
-        faults.append(Fault(where(f"graph.{key}"), expected, found, fix))
+    def require(holds: bool, key: str, expected: str, found: object, fix: str) -> None:
+        if not holds:
+            faults.append(Fault(where(f"graph.{key}"), expected, str(found), fix))
 
     if section.benchmark is not None:
         try:
@@ -215,28 +210,27 @@ def workflow_from_config(
         except BadInput as error:
             faults += [replace(wrong, where=where("graph.benchmark")) for wrong in error.faults]
     scorers = [section.benchmark is not None and not judged, score is not None, judged]
-    if sum(scorers) != 1:
-        found = "none of them" if not any(scorers) else "more than one"
-        fix = (
-            "write `graph: {benchmark: gsm8k}`, `graph: {score: path/file.py:function}`, or "
-            "`judge: path/file.py:function`"
-        )
-        fault("benchmark", "one that scores: a benchmark, a score function or a judge", found, fix)
-    if not 0 < section.timeout < math.inf:
-        fault("timeout", "seconds above 0", f"{section.timeout:g}", "graph: {timeout: 180}")
-    if section.max_calls < 1:
-        fault("max_calls", "1 or more", str(section.max_calls), "graph: {max_calls: 100}")
+    found = "more than one" if any(scorers) else "none of them"
+    fix = (
+        "write `graph: {benchmark: gsm8k}`, `graph: {score: path/file.py:function}`, or "
+        "`judge: path/file.py:function`"
+    )
+    expected = "one that scores: a benchmark, a score function or a judge"
+    require(sum(scorers) == 1, "benchmark", expected, found, fix)
+    seconds, fix = f"{section.timeout:g}", "graph: {timeout: 180}"
+    require(0 < section.timeout < math.inf, "timeout", "seconds above 0", seconds, fix)
+    fix = "graph: {max_calls: 100}"
+    require(section.max_calls >= 1, "max_calls", "1 or more", section.max_calls, fix)
     names = {*graph.shape.instances, *graph.shape.instances.values()}
-    for name, role in section.models.items():
-        if role not in settings and role != POLICY:
-            expected = f"a role of `models:` ({', '.join(settings) or 'none is there'})"
-            fault(f"models.{name}", expected, role, "add it under `models:`")
-        if name[:1].isupper() and name not in names:
-            expected = f"an operator of the graph ({', '.join(sorted(names))})"
-            fault(f"models.{name}", expected, name, "name one of them")
     roles = set(section.models.values()) - {POLICY}
-    if not faults:
-        faults += check_models({role: settings[role] for role in roles})
+    for name, role in section.models.items():
+        expected = f"a role of `models:` ({', '.join(settings) or 'none is there'})"
+        fix = "add it under `models:`"
+        require(role in (*settings, POLICY), f"models.{name}", expected, role, fix)
+        expected = f"an operator of the graph ({', '.join(sorted(names))})"
+        known = name in names or not name[:1].isupper()
+        require(known, f"models.{name}", expected, name, "name one of them")
+    faults = faults or check_models({role: settings[role] for role in roles})
     if faults:
         raise BadInput("The graph section cannot be used.", faults)
     kind = GraphResponse if judged else GraphWorkflow
@@ -248,7 +242,6 @@ def workflow_from_config(
         entry_point=section.entry_point,
         limits=GraphLimits(seconds=section.timeout, calls=section.max_calls),
         test_cases=TestCases() if test_cases is None else TestCases.load(test_cases),
-        sandbox=sandbox,
         models=dict(section.models),
         clients={role: make_client(settings[role], role) for role in sorted(roles)},
     )

@@ -6,8 +6,22 @@
 
 The ten of AFlow, with its arguments and keys, and the base class for more. What a use returns
 is an `OperatorResult`: a dict with the operator's keys and a typed outcome beside it.
+
+An operator of a user is a subclass of `Operator`. A workflow function may just call it: nothing
+has to be registered. For graphs, which know operators by name, name it in the configuration:
+
+    operators: {Summarise: my_operators.py:Summarise}
 """
 
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aflow_tune.errors import BadInput, Fault
 from aflow_tune.operators.asking import (
     AnswerGenerate,
     Custom,
@@ -21,8 +35,7 @@ from aflow_tune.operators.asking import (
 from aflow_tune.operators.base import READ_OUTCOMES, Operator, OperatorResult, Outcome
 from aflow_tune.operators.fields import Field, Form, Kind
 from aflow_tune.operators.programs import Programmer, Test, TestCases, use_test_cases
-from aflow_tune.operators.prompts import Prompt, use_prompts
-from aflow_tune.operators.registry import OPERATORS, check_prompts, load_operators
+from aflow_tune.operators.prompts import FORM_PROMPTS, FORMS, Prompt, checked, use_prompts
 
 __all__ = [
     "OPERATORS",
@@ -50,3 +63,85 @@ __all__ = [
     "use_prompts",
     "use_test_cases",
 ]
+
+OPERATORS: dict[str, type[Operator]] = {
+    kind.__name__: kind
+    for kind in (
+        Custom, AnswerGenerate, CustomCodeGenerate, ScEnsemble, Programmer, Test, Format, Review,
+        Revise, MdEnsemble,
+    )
+}  # fmt: skip
+"""Every operator of ours, by the name that graphs use."""
+
+
+def load_operators(
+    named: Mapping[str, Any] | Sequence[Any], base_dir: Path | None = None
+) -> dict[str, type[Operator]]:
+    """The operators that a configuration names.
+
+    Args:
+        named: name to `module:Class` or `path/file.py:Class`, or to the class itself; or a list
+            of these, each under its class's name.
+        base_dir: what paths are relative to beside the current folder.
+
+    Raises:
+        BadInput: with everything that is no operator, or has the name of another.
+    """
+    from aflow_tune.contract.plugins import resolve
+
+    pairs: list[tuple[str, str | None, Any]]
+    if isinstance(named, Mapping):
+        pairs = [(f"operators.{name}", name, spec) for name, spec in named.items()]
+    else:
+        pairs = [(f"operators[{number}]", None, spec) for number, spec in enumerate(named)]
+    found: dict[str, type[Operator]] = {}
+    faults: list[Fault] = []
+    for where, name, spec in pairs:
+        try:
+            kind = resolve(spec, base_dir) if isinstance(spec, str) else spec
+        except BadInput as error:
+            faults += error.faults
+            continue
+        if not (inspect.isclass(kind) and issubclass(kind, Operator) and "run" in dir(kind)):
+            expected = "a subclass of aflow_tune.operators.Operator with `async def run`"
+            fix = "name the class: path/file.py:Class"
+            faults.append(Fault(where, expected, f"{kind!r:.80}", fix))
+            continue
+        name = name or kind.__name__
+        taken = found.get(name) or OPERATORS.get(name)
+        if taken not in (None, kind):
+            found_there = f"{name} is {taken.__module__}.{taken.__name__}"
+            faults.append(Fault(where, "a name of its own", found_there, "name it otherwise"))
+        elif kind.__name__ != name:
+            # Traces, experiences and prompts name an operator by its class.
+            faults.append(Fault(where, f"the class's name, {kind.__name__}", name, "use that name"))
+        else:
+            found[name] = kind
+    if faults:
+        raise BadInput("These operators cannot be used.", faults)
+    return found
+
+
+def check_prompts(
+    prompts: Mapping[str, Any],
+    where: str = "prompts",
+    operators: Mapping[str, type[Operator]] = OPERATORS,
+) -> None:
+    """Check the prompts of a run: by operator, by `Operator.instance`, and under `forms`.
+
+    Raises:
+        BadInput: with every name that no operator has, and every text that does not fit.
+    """
+    faults: list[Fault] = []
+    slots = {FORMS: FORM_PROMPTS, **{name: kind.asks for name, kind in operators.items()}}
+    for key, texts in prompts.items():
+        name = str(key).partition(".")[0]
+        if name in slots:
+            faults += checked(texts, slots[name], f"{where}.{key}")[1]
+            continue
+        known = [*operators, FORMS]
+        near = difflib.get_close_matches(name, known, 1)
+        fix = f"did you mean {near[0]}?" if near else "name the operator, or Operator.instance"
+        faults.append(Fault(f"{where}.{key}", f"one of {', '.join(known)}", name, fix))
+    if faults:
+        raise BadInput("The prompts do not fit the operators.", faults)

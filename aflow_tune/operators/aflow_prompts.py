@@ -22,8 +22,7 @@ from typing import NamedTuple
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.operators.prompts import FORMS, MAIN, NO_FORM, Texts
 
-PRESET = "preset"
-"""The key under `prompts:`."""
+PRESET = "preset"  # the key under `prompts:`
 _FAILED = "\nThis program was written before:\nCode: {code}\n\nStatus: Error, {error}"
 _REPLACED = {"question": "problem", "problem_description": "problem"}
 """AFlow's words for values, where they are not ours."""

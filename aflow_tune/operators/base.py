@@ -1,15 +1,14 @@
 """`Operator`: one use of a model with a purpose, typed arguments in and typed values out.
 
 A subclass says what it asks (`asks`), which fields it wants back (`fields`) and, in `run`, what
-it does with them. This class does the rest of every use: it names the caller, so that model
-calls, experiences and graph drawings speak of `Review.strict`; it asks, reads, asks again a
-bounded number of times; and it notes one `OperatorCall` in the trace, however the use ended.
+it does with them. This class names the caller, so that model calls, experiences and graph drawings
+speak of `Review.strict`; it asks, reads, asks again a bounded number of times; and it notes one
+`OperatorCall` in the trace, however the use ended.
 
 A reply that cannot be read is a result (`Outcome.UNREADABLE` with fallback values). A model
 that gives no reply, a sandbox that is missing and a budget that is used up are no answers of
-the model: they raise, and are noted.
-
-An operator holds no state of a use: one instance may run many at once.
+the model: they raise, and are noted. An operator holds no state of a use: one instance may run
+many at once.
 """
 
 from __future__ import annotations
@@ -42,27 +41,18 @@ from aflow_tune.operators.prompts import (
     form_text,
     own_text,
     placeholders,
-    raise_faults,
     text_of,
 )
 from aflow_tune.operators.reading import Reading, read_reply
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.trace import OperatorCall, note
 
-RETRIES = 2
-"""How often a model is asked again for what could not be read."""
+RETRIES = 2  # how often a model is asked again for what could not be read
 MAX_RETRIES = 10
-MAX_REASON = 500
-"""Characters of a reason in the trace."""
-MAX_SHOWN_REPLY = 4_000
-"""Characters of a reply that go back to the model when it is asked again."""
+MAX_REASON = 500  # characters of a reason in the trace
+MAX_SHOWN_REPLY = 4_000  # characters of a reply that go back to the model when it is asked again
 _NAME = re.compile(r"[\w-]{1,80}")
-_MODES = {
-    "xml_fill": Form.XML,
-    "code_fill": Form.CODE,
-    "single_fill": Form.TEXT,
-    "json_fill": Form.JSON,
-}
+_MODES = {"xml_fill": "xml", "code_fill": "code", "single_fill": "text", "json_fill": "json"}
 """AFlow's words for forms, besides our own."""
 
 
@@ -137,18 +127,6 @@ class _Use:
     outcomes: list[Outcome] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
-    def result(self, returned: Any, who: str) -> OperatorResult:
-        """What `run` returned, as a result: its own outcome, or else the worst of its answers'."""
-        if isinstance(returned, OperatorResult):
-            returned.attempts = self.attempts
-            return returned
-        if not isinstance(returned, Mapping):
-            raise TypeError(f"{who}.run must return a mapping, not {type(returned).__name__}")
-        for outcome in (Outcome.UNREADABLE, Outcome.REPAIRED):
-            if outcome in self.outcomes:
-                return OperatorResult(returned, outcome, "; ".join(self.reasons), self.attempts)
-        return OperatorResult(returned, attempts=self.attempts)
-
 
 _use: ContextVar[_Use | None] = ContextVar("aflow_tune_operator_use", default=None)
 
@@ -208,7 +186,7 @@ class Operator:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             expected = "letters, digits, _ and -"
             faults.append(Fault(f"{type(self).__name__}: name", expected, repr(name), "rename it"))
-        faults += _number_faults(f"{self.caller}: retries", retries, 0, MAX_RETRIES)
+        faults += number_faults(f"{self.caller}: retries", retries, 0, MAX_RETRIES)
         self._form = type(self).form
         if form is not None:
             allowed = [item.value for item in forms_for(self.fields)]
@@ -218,7 +196,8 @@ class Operator:
                 expected = "one of " + ", ".join(allowed)
                 fix = "leave it out for the operator's own form"
                 faults.append(Fault(f"{self.caller}: form", expected, repr(form), fix))
-        raise_faults(faults)
+        if faults:
+            raise BadInput("A prompt does not fit its operator.", faults)
         self.llm: ModelClient = as_client(llm)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> OperatorResult:
@@ -257,7 +236,10 @@ class Operator:
         wanted = (_MODES.get(mode or "", mode), self._form, allowed[0])
         form = Form(next(item for item in wanted if item in allowed))
         template = text_of(type(self).__name__, self.name, prompt, self.asks, self._prompts)
-        text = _with_form(template, values, described(fields, form))
+        asked = described(fields, form)
+        text = fill(template, {**values, FORM: asked, NO_FORM: ""})
+        if asked and not placeholders(template) & {FORM, NO_FORM}:
+            text = f"{text}\n\n{asked}"
         schema = schema_of(fields) if form is Form.JSON else None
         messages: list[dict[str, str]] = [{"role": "user", "content": text}]
         reading, attempt = Reading({}), 0
@@ -319,33 +301,47 @@ class Operator:
 
 
 def _annotation(parameter: inspect.Parameter) -> str:
-    annotation = parameter.annotation
-    if annotation is parameter.empty:
-        return "Any"
+    annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[OperatorResult]]:
     @functools.wraps(run)
     async def call(self: Operator, *args: Any, **kwargs: Any) -> OperatorResult:
-        use = _Use()
+        use, name = _Use(), type(self).__name__
         token = _use.set(use)
         outcome, reason = Outcome.RAISED, ""
         started = time.monotonic()
         with caller(self.caller):
             try:
-                result = use.result(await run(self, *args, **kwargs), type(self).__name__)
+                result = await run(self, *args, **kwargs)
+                if not isinstance(result, Mapping):
+                    raise TypeError(
+                        f"{name}.run must return a mapping, not {type(result).__name__}"
+                    )
+                if not isinstance(result, OperatorResult):  # the worst of its answers counts
+                    worst = [Outcome.UNREADABLE, Outcome.REPAIRED, Outcome.ANSWERED]
+                    found = next((item for item in worst if item in use.outcomes), worst[-1])
+                    said = "" if found is Outcome.ANSWERED else "; ".join(use.reasons)
+                    result = OperatorResult(result, found, said)
+                result.attempts = use.attempts
                 outcome, reason = result.outcome, result.reason
                 return result
             except BaseException as error:
-                outcome, reason = _failed(error), f"{type(error).__name__}: {error}"
+                if isinstance(error, ModelError):
+                    outcome = Outcome.MODEL_FAILED
+                elif isinstance(error, SandboxUnavailable):
+                    outcome = Outcome.SANDBOX_UNAVAILABLE
+                elif isinstance(error, (BudgetReached, asyncio.CancelledError, GeneratorExit)):
+                    outcome = Outcome.STOPPED
+                reason = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 note(
                     OperatorCall(
                         started=started,
                         seconds=time.monotonic() - started,
-                        operator=type(self).__name__,
+                        operator=name,
                         instance=self.name,
                         outcome=outcome.value,
                         attempts=use.attempts,
@@ -359,24 +355,6 @@ def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Oper
     call.__name__ = "__call__"
     call.__qualname__ = call.__qualname__.replace(".run", ".__call__")
     return call
-
-
-def _failed(error: BaseException) -> Outcome:
-    if isinstance(error, ModelError):
-        return Outcome.MODEL_FAILED
-    if isinstance(error, SandboxUnavailable):
-        return Outcome.SANDBOX_UNAVAILABLE
-    if isinstance(error, (BudgetReached, asyncio.CancelledError, GeneratorExit)):
-        return Outcome.STOPPED
-    return Outcome.RAISED
-
-
-def _with_form(template: str, values: Mapping[str, object], form: str) -> str:
-    """A prompt filled in, with the description of the form in its place or at the end."""
-    text = fill(template, {**values, FORM: form, NO_FORM: ""})
-    if form and not placeholders(template) & {FORM, NO_FORM}:
-        text = f"{text}\n\n{form}"
-    return text
 
 
 def _again(prompt: str, reply: str, fault: str) -> list[dict[str, str]]:
@@ -393,7 +371,8 @@ def _again(prompt: str, reply: str, fault: str) -> list[dict[str, str]]:
     ]
 
 
-def _number_faults(where: str, value: Any, least: int, most: int) -> list[Fault]:
+def number_faults(where: str, value: Any, least: int, most: int) -> list[Fault]:
+    """What is wrong with a whole number: a graph that a model wrote may choose the value."""
     if type(value) is int and least <= value <= most:
         return []
     expected = f"a whole number from {least} to {most}"
@@ -401,7 +380,6 @@ def _number_faults(where: str, value: Any, least: int, most: int) -> list[Fault]
 
 
 def whole_number(where: str, value: Any, least: int, most: int) -> None:
-    """Raises `BadInput` for anything else: a graph that a model wrote may choose the value."""
-    faults = _number_faults(where, value, least, most)
-    if faults:
+    """Raises `BadInput` for anything else."""
+    if faults := number_faults(where, value, least, most):
         raise BadInput("An operator cannot be built.", faults)

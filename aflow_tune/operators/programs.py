@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -41,12 +40,9 @@ from aflow_tune.scoring.code import check_code
 from aflow_tune.scoring.programs import helpers_of
 
 PROGRAMS = 3
-MAX_PROGRAMS = 10
-"""How many programs are written at most, the first included."""
-MAX_OUTPUT = 20_000
-"""Characters of an output that are handed on."""
-MAX_ERROR = 2_000
-"""Characters of an error that the model is shown, its end."""
+MAX_PROGRAMS = 10  # how many programs are written at most, the first included
+MAX_OUTPUT = 20_000  # characters of an output that are handed on
+MAX_ERROR = 2_000  # characters of an error that the model is shown, its end
 LOOPS = 3
 MAX_LOOP = 20
 _UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -136,16 +132,17 @@ class Programmer(Operator):
         return OperatorResult(result, Outcome.PROGRAM_FAILED, last)
 
     async def _execute(self, code: str, policy: str) -> Execution:
+        runner = Path(__file__).with_name("_solve_program.py").read_text(encoding="utf-8")
         files = {"solution.py": code}
         # Room for an error beside the longest output; what exceeds it is the program's fault.
         limits = replace(self.limits, output_kb=max(self.limits.output_kb, 64))
         try:
-            return await run_program(_runner(), files=files, limits=limits, policy=policy)
+            return await run_program(runner, files=files, limits=limits, policy=policy)
         except SandboxUnavailable:
             if policy == meant("auto"):
                 raise
         # Nobody asked for these packages, and they may lie where no program can reach them.
-        return await run_program(_runner(), files=files, limits=limits)
+        return await run_program(runner, files=files, limits=limits)
 
 
 def outcome_of(execution: Execution) -> tuple[str, str]:
@@ -162,18 +159,13 @@ def outcome_of(execution: Execution) -> tuple[str, str]:
     return "", f"the program was stopped: {execution.ending.value}{hit}"
 
 
-@functools.cache
-def _runner() -> str:
-    return Path(__file__).with_name("_solve_program.py").read_text(encoding="utf-8")
-
-
 def _checked_limits(limits: Limits | None, caller: str) -> Limits:
     """The limits, or the sandbox's own where there are none. Raises `BadInput`."""
     if limits is None or isinstance(limits, Limits):
         return limits or Limits()
-    fix = "pass aflow_tune.sandbox.Limits(...)"
-    fault = Fault(f"{caller}: limits", "limits of the sandbox", f"{limits!r:.80}", fix)
-    raise BadInput("An operator cannot be built.", [fault])
+    title, fix = "An operator cannot be built.", "pass aflow_tune.sandbox.Limits(...)"
+    found = f"{limits!r:.80}"
+    raise BadInput.of(title, f"{caller}: limits", "limits of the sandbox", found, fix)
 
 
 @dataclass(frozen=True)
@@ -226,13 +218,19 @@ class TestCases:
         Raises:
             BadInput: it cannot be read, or holds something else.
         """
+        rows: list[Any] = []
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            fix = "name a JSONL file in UTF-8"
-            fault = Fault(str(path), "a file with test cases", str(error), fix)
-            raise BadInput("The test cases cannot be read.", [fault]) from None
-        return cls.of_rows([_row(line) for line in lines if line.strip()], str(path))
+            title, fix = "The test cases cannot be read.", "name a JSONL file in UTF-8"
+            expected = "a file with test cases"
+            raise BadInput.of(title, str(path), expected, str(error), fix) from None
+        for line in filter(str.strip, lines):
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError):
+                rows.append(line)  # which `of_rows` refuses with its number
+        return cls.of_rows(rows, str(path))
 
     def of(self, entry_point: str, problem: str = "") -> tuple[tuple[str, ...], str]:
         """The asserts for an entry point of a problem, and where there are none, why."""
@@ -326,7 +324,10 @@ class Test(Operator):
         helpers = helpers_of(problem, entry_point) if f"def {entry_point}" in problem else ""
         loops = min(max(0, int(test_loop)), MAX_LOOP)
         for loop in range(loops + 1):
-            program = _program(solution, entry_point)
+            program = solution
+            if "```" in solution:  # graphs may hand it over with a fence around it
+                with contextlib.suppress(ValueError):
+                    program = program_in(solution, entry_point)[0]
             verdict = await check_code(
                 program, asserts, entry_point, helpers=helpers, limits=self.limits
             )
@@ -365,22 +366,6 @@ def telling(test: str) -> str:
     condition.left = ast.Name("got_", ast.Load())
     message = f'{shown!r} + " -- but the left side is " + repr(got_)[:200]'
     return f"got_ = {left}\nassert {ast.unparse(condition)}, {message}"
-
-
-def _program(solution: str, entry_point: str) -> str:
-    """The solution without a fence around it, as graphs may hand it over."""
-    try:
-        return program_in(solution, entry_point)[0] if "```" in solution else solution
-    except ValueError:
-        return solution
-
-
-def _row(line: str) -> Any:
-    """The row of a line; of a faulty one its text, which `of_rows` refuses with its number."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return line
 
 
 def _calls(tests: Sequence[str], entry_point: str) -> set[str]:

@@ -33,11 +33,9 @@ from typing import Any, TypeVar
 from aflow_tune.errors import BadInput, Fault
 
 T = TypeVar("T")
-Texts = str | Mapping[str, str]
-"""The prompts of one operator or instance, as users give them."""
+Texts = str | Mapping[str, str]  # the prompts of one operator or instance, as users give them
 MAIN = "main"
-FORM = "form"
-"""The placeholder for the description of the answer's form. Every prompt may use it."""
+FORM = "form"  # the placeholder for the description of the answer's form. Every prompt may use it.
 NO_FORM = "no_form"
 """The placeholder for nothing, of a prompt that describes the answer's form itself."""
 FORMS = "forms"
@@ -87,7 +85,7 @@ def use_prompts(prompts: Mapping[str, Texts]) -> contextlib.AbstractContextManag
     """Use these prompts in the current context and in everything it starts: the run's.
 
     An inner block's entry for an operator or instance replaces an outer one's.
-    Check them first with `registry.check_prompts`, which knows the operators; here a text is
+    Check them first with `check_prompts`, which knows the operators; here a text is
     checked when it is used.
     """
     return use(_run, {**(_run.get() or {}), **prompts})
@@ -96,9 +94,7 @@ def use_prompts(prompts: Mapping[str, Texts]) -> contextlib.AbstractContextManag
 def use_instruction(
     operator: str, instance: str, text: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Put these words in front of the main prompt of one instance, in the current context and
-    in everything it starts. No words: nothing changes.
-    """
+    """Put these words, if any, in front of the main prompt of one instance, as `use_prompts`."""
     return use(_instruction, (operator, instance, text))
 
 
@@ -138,7 +134,8 @@ def text_of(
     for key in (f"{operator}.{instance}", operator):
         if text is None and key in run:
             texts, faults = checked(run[key], slots, f"prompts.{key}")
-            raise_faults(faults)
+            if faults:
+                raise BadInput("A prompt does not fit its operator.", faults)
             text = texts.get(name)
     if text is None:
         text = own_text(operator, name, slots[name])
@@ -216,12 +213,6 @@ def checked(
             faults += _faults_of(place, needs, may, text)
             good[name] = text
     return good, faults
-
-
-def raise_faults(faults: list[Fault]) -> None:
-    """Raises `BadInput` if there are any."""
-    if faults:
-        raise BadInput("A prompt does not fit its operator.", faults)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,10 +24,8 @@ from typing import NamedTuple
 
 from aflow_tune.scoring.programs import MAX_CHARACTERS
 
-MAX_BLOCKS = 20
-"""Of more fenced blocks the last ones are looked at."""
-MAX_FENCES = 4_000
-"""Of more lines with fences the last ones are looked at."""
+MAX_BLOCKS = 20  # of more fenced blocks the last ones are looked at
+MAX_FENCES = 4_000  # of more lines with fences the last ones are looked at
 MAX_CUTS = 20
 """How often a line that is no Python may be cut off from the end of a text without blocks."""
 _FENCE = re.compile(r"^[ \t]{0,16}(`{3,20}|~{3,20})([^\n`]*)$", re.MULTILINE)

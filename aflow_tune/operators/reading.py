@@ -17,7 +17,6 @@ from __future__ import annotations
 import bisect
 import functools
 import html
-import itertools
 import json
 import re
 from collections import deque
@@ -28,10 +27,11 @@ from typing import Any, NamedTuple
 from aflow_tune.operators.fields import MAX_SHORT_TEXT, Field, Form, Kind, Unreadable
 from aflow_tune.operators.python_code import fenced_blocks, names_entities, program_in
 
-MAX_REPLY_CHARACTERS = 4_000_000
-"""A longer reply is not read."""
+MAX_REPLY_CHARACTERS = 4_000_000  # A longer reply is not read
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """What no text can hold: null characters, lone surrogates."""
+Found = Mapping[str, tuple[Any, bool]]
+"""By field: a value before it is converted, and whether finding it took a repair."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,25 @@ def read_reply(reply: str, fields: Sequence[Field], form: Form) -> Reading:
     best: Reading | None = None
     for number, find in enumerate(_WAYS[form]):
         found = find(text, fields)
-        if found is None:
+        if not found:
             continue
-        reading = _values(found, fields, repaired=text != reply or number > 0)
-        if not reading.faults:
-            return reading
-        if best is None or len(reading.values) > len(best.values):
-            best = reading
+        values: dict[str, Any] = {}
+        faults = []
+        repaired = text != reply or number > 0
+        for field in fields:
+            raw, repair = found.get(field.name, (None, False))
+            try:
+                if raw is not None:
+                    values[field.name], converted = field.value_of(raw)
+                    repaired |= repair or converted
+                elif field.required:
+                    faults.append(f"there is no {field.name}")
+            except Unreadable as error:
+                faults += [f"{field.name} {error}"] if field.required else []
+        if not faults:
+            return Reading(values, (), repaired)
+        if best is None or len(values) > len(best.values):
+            best = Reading(values, tuple(faults), repaired)
     return best or Reading({}, tuple(f"there is no {field.name}" for field in _required(fields)))
 
 
@@ -67,38 +79,14 @@ def _required(fields: Sequence[Field]) -> list[Field]:
     return [field for field in fields if field.required]
 
 
-Raw = tuple[Any, bool]
-"""A value before it is converted, and whether finding it took a repair."""
-Found = Mapping[str, Raw]
-
-
-def _values(found: Found, fields: Sequence[Field], repaired: bool) -> Reading:
-    values: dict[str, Any] = {}
-    faults = []
-    for field in fields:
-        raw, repair = found.get(field.name, (None, False))
-        if raw is None:
-            if field.required:
-                faults.append(f"there is no {field.name}")
-            continue
-        try:
-            values[field.name], converted = field.value_of(raw)
-        except Unreadable as error:
-            if field.required:
-                faults.append(f"{field.name} {error}")
-            continue
-        repaired |= repair or converted
-    return Reading(values, tuple(faults), repaired)
-
-
-def _whole_text(text: str, fields: Sequence[Field]) -> Found | None:
+def _whole_text(text: str, fields: Sequence[Field]) -> Found:
     return {fields[0].name: (text.strip(), False)}
 
 
-def _code(text: str, fields: Sequence[Field]) -> Found | None:
+def _code(text: str, fields: Sequence[Field]) -> Found:
     required = _required(fields)
     if len(required) != 1 or required[0].kind is not Kind.CODE:
-        return None
+        return {}
     try:
         code, repair = program_in(text, required[0].entry_point)
     except ValueError:
@@ -106,62 +94,59 @@ def _code(text: str, fields: Sequence[Field]) -> Found | None:
     return {required[0].name: (code, repair or code.strip() == text.strip())}
 
 
-def _xml(text: str, fields: Sequence[Field], through_fences: bool = False) -> Found | None:
+def _xml(text: str, fields: Sequence[Field], through_fences: bool = False) -> Found:
     found = elements(text, [field.name for field in fields], through_fences)
-    raws: dict[str, Raw] = {}
-    for field in fields:
-        if field.name in found:
-            content, repaired = found[field.name]
-            if field.kind is not Kind.CODE or _is_escaped(content, field):
-                content = unescaped(content)
-            raws[field.name] = (content, repaired)
-    return raws or None
+    programs = [field for field in fields if field.kind is Kind.CODE and field.name in found]
+    # A program is escaped where it is one only without XML's entities; `a &lt; b` is valid
+    # Python, too.
+    plain = set()
+    for field in programs:
+        try:
+            if not names_entities(program_in(found[field.name].content, field.entry_point)[0]):
+                plain.add(field.name)
+        except ValueError:
+            pass
+    return {
+        name: (content if name in plain else unescaped(content), repaired)
+        for name, (content, repaired) in found.items()
+    }
 
 
-def _is_escaped(text: str, field: Field) -> bool:
-    """Whether a program is one only without XML's entities; `a &lt; b` is valid Python, too."""
-    try:
-        return names_entities(program_in(text, field.entry_point)[0])
-    except ValueError:
-        return True
-
-
-def _json(text: str, fields: Sequence[Field]) -> Found | None:
+def _json(text: str, fields: Sequence[Field]) -> Found:
     return _object(whole_object(text), fields)
 
 
-def _json_within(text: str, fields: Sequence[Field]) -> Found | None:
+def _json_within(text: str, fields: Sequence[Field]) -> Found:
     candidates = [item for value in objects_in(text) if (item := _object(value, fields))]
     needed = {field.name for field in _required(fields)}
-    full = [item for item in candidates if needed <= set(item)]
-    best = full or candidates
-    return best[-1] if best else None
+    best = [item for item in candidates if needed <= set(item)] or candidates
+    return best[-1] if best else {}
 
 
-def _json_repaired(text: str, fields: Sequence[Field]) -> Found | None:
+def _json_repaired(text: str, fields: Sequence[Field]) -> Found:
     value = repaired_object(text, [field.name for field in fields])
     if isinstance(value, list):  # text after the object makes it a list
         value = next((item for item in reversed(value) if _object(item, fields)), None)
     return _object(value, fields)
 
 
-def _object(value: Any, fields: Sequence[Field]) -> Found | None:
+def _object(value: Any, fields: Sequence[Field]) -> Found:
     """The fields in an object, or in the one object in it."""
     if not isinstance(value, dict):
-        return None
+        return {}
     by_name = {str(key).casefold(): (key, item) for key, item in value.items()}
-    found: dict[str, Raw] = {}
+    found = {}
     for field in fields:
         if field.name.casefold() in by_name:
             key, item = by_name[field.name.casefold()]
             found[field.name] = (item, key != field.name)
     if not found and len(value) == 1:
         inner = _object(next(iter(value.values())), fields)
-        found = {name: (item, True) for name, (item, _) in (inner or {}).items()}
-    return found or None
+        return {name: (item, True) for name, (item, _) in inner.items()}
+    return found
 
 
-def _labelled(text: str, fields: Sequence[Field]) -> Found | None:
+def _labelled(text: str, fields: Sequence[Field]) -> Found:
     """Lines such as `**Answer:** 42`; what follows belongs to it up to the next such line."""
     known = {field.name.replace("_", " ").casefold(): field.name for field in fields}
     words = "|".join(re.escape(word).replace(r"\ ", "[ _]") for word in known)
@@ -169,25 +154,24 @@ def _labelled(text: str, fields: Sequence[Field]) -> Found | None:
         rf"^[ \t>#*_-]{{0,10}}({words})[ \t]{{0,3}}[*_]{{0,3}}[ \t]{{0,3}}[:=][*_]{{0,3}}",
         re.IGNORECASE | re.MULTILINE,
     )
-    marks: list[re.Match[str] | None] = [*label.finditer(text), None]
-    found: dict[str, Raw] = {}
-    for mark, following in itertools.pairwise(marks):
-        assert mark is not None  # only the last is None, and no pair begins with it
-        content = text[mark.end() : following.start() if following else len(text)].strip()
-        if content:
+    marks = [*label.finditer(text)]
+    stops = [mark.start() for mark in marks[1:]] + [len(text)]
+    found = {}
+    for mark, stop in zip(marks, stops, strict=False):
+        if content := text[mark.end() : stop].strip():
             found[known[mark[1].replace("_", " ").casefold()]] = (content, True)
-    return found or None
+    return found
 
 
-def _nothing_else(text: str, fields: Sequence[Field]) -> Found | None:
+def _nothing_else(text: str, fields: Sequence[Field]) -> Found:
     """The reply is just the value, where such a value cannot be mistaken."""
     required = _required(fields)
     short = len(required) == 1 and len(text.strip()) <= MAX_SHORT_TEXT
     fits = short and required[0].kind in (Kind.BOOL, Kind.INT, Kind.CHOICE)
-    return {required[0].name: (text.strip(), True)} if fits else None
+    return {required[0].name: (text.strip(), True)} if fits else {}
 
 
-_Way = Callable[[str, Sequence[Field]], Found | None]
+_Way = Callable[[str, Sequence[Field]], Found]
 _FROM_XML: tuple[_Way, ...] = (_xml, functools.partial(_xml, through_fences=True))
 _FROM_JSON: tuple[_Way, ...] = (_json, _json_within, _json_repaired)
 _FROM_REST: tuple[_Way, ...] = (_labelled, _nothing_else)
@@ -210,12 +194,9 @@ _WAYS: Mapping[Form, tuple[_Way, ...]] = {
 # - without a closing tag the content goes to the next tag of any field, or to the end; without
 #   an opening one it begins at the tag before, or at the start.
 
-MAX_ATTRIBUTES = 300
-"""Characters between a tag's name and its `>`."""
-MAX_TAGS = 4_000
-"""Of more tags in a reply the last ones are looked at."""
-MAX_LOOKED_AT = 50
-"""Elements of one name, from the last one back."""
+MAX_ATTRIBUTES = 300  # characters between a tag's name and its `>`
+MAX_TAGS = 4_000  # of more tags in a reply the last ones are looked at
+MAX_LOOKED_AT = 50  # elements of one name, from the last one back
 _ENTITY = re.compile(r"&(?:lt|gt|amp|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});")
 _CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 Span = tuple[int, int]
@@ -236,25 +217,42 @@ class _Tag(NamedTuple):
     as_asked: bool
 
 
-class _Found(NamedTuple):
-    """What the tags of one name amount to; spans are of contents."""
-
-    closed: list[Span]
-    open_at: list[int]
-    stray: list[int]
-    as_asked: bool
-
-
 def elements(text: str, names: Sequence[str], through_fences: bool = False) -> dict[str, Element]:
     """The element of each name that has one. `through_fences`: fenced blocks are no obstacle."""
     spans = [section.span() for section in _cdata(text)]
     if not through_fences:
         spans += [(block.start, block.end) for block in fenced_blocks(text) if block.closed]
-    opaque = _merged(spans)
+    opaque: list[Span] = []  # sorted, overlapping ones joined
+    for start, end in sorted(spans):
+        if opaque and start <= opaque[-1][1]:
+            opaque[-1] = (opaque[-1][0], max(end, opaque[-1][1]))
+        else:
+            opaque.append((start, end))
     tags = [tag for tag in _tags(text, names) if not _inside(tag.start, opaque)]
-    found = {name: _pair([tag for tag in tags if tag.name == name]) for name in names}
-    chosen = {name: _choose(text, name, found, tags) for name in names}
-    return {name: element for name, element in chosen.items() if element is not None}
+    starts, ends = [tag.start for tag in tags], sorted(tag.end for tag in tags)
+    paired = {name: _pair([tag for tag in tags if tag.name == name]) for name in names}
+    found: dict[str, Element] = {}
+    for name, (closed, open_at, stray, as_asked) in paired.items():
+        if closed:
+            last = closed[: -MAX_LOOKED_AT - 1 : -1]
+            full = [span for span in last if text[span[0] : span[1]].strip()]
+            others = [spans for key, (spans, *_) in paired.items() if key != name]
+            free = [span for span in full if not any(_inside(span[0], other) for other in others)]
+            start, end = (free or full or last)[0]
+            found[name] = _element(text[start:end], name, repaired=not as_asked)
+            continue
+        spans = []
+        for start in open_at[: -MAX_LOOKED_AT - 1 : -1]:
+            after = bisect.bisect_left(starts, start)
+            spans.append((start, starts[after] if after < len(starts) else len(text)))
+        for stop in stray[: -MAX_LOOKED_AT - 1 : -1]:
+            before = bisect.bisect_right(ends, stop)
+            spans.append((ends[before - 1] if before else 0, stop))
+        contents = (text[start:end] for start, end in spans)
+        if spans:
+            content = next((content for content in contents if content.strip()), "")
+            found[name] = _element(content, name, repaired=True)
+    return found
 
 
 def unescaped(content: str) -> str:
@@ -280,43 +278,23 @@ def _tags(text: str, names: Sequence[str]) -> Iterator[_Tag]:
             yield _Tag(name, True, end + 1, end + 1, as_asked)
 
 
-def _pair(tags: Sequence[_Tag]) -> _Found:
-    found = _Found([], [], [], all(tag.as_asked for tag in tags))
+def _pair(tags: Sequence[_Tag]) -> tuple[list[Span], list[int], list[int], bool]:
+    """What the tags of one name amount to: the contents of closed elements, where others open, and
+    where closing tags without an opening one begin; and whether all tags are as asked."""
+    closed: list[Span] = []
+    open_at: list[int] = []
+    stray: list[int] = []
     for tag in tags:
         if not tag.closes:
-            found.open_at.append(tag.end)
-        elif found.open_at:
-            start = found.open_at.pop()
-            while found.closed and found.closed[-1][0] > start:
-                found.closed.pop()
-            found.closed.append((start, tag.start))
+            open_at.append(tag.end)
+        elif open_at:
+            start = open_at.pop()
+            while closed and closed[-1][0] > start:
+                closed.pop()
+            closed.append((start, tag.start))
         else:
-            found.stray.append(tag.start)
-    return found
-
-
-def _choose(text: str, name: str, found: dict[str, _Found], tags: Sequence[_Tag]) -> Element | None:
-    own = found[name]
-    if own.closed:
-        last = own.closed[: -MAX_LOOKED_AT - 1 : -1]
-        full = [span for span in last if text[span[0] : span[1]].strip()]
-        others = [other.closed for key, other in found.items() if key != name]
-        free = [span for span in full if not any(_inside(span[0], other) for other in others)]
-        start, end = (free or full or last)[0]
-        return _element(text[start:end], name, repaired=not own.as_asked)
-    starts = [tag.start for tag in tags]
-    ends = sorted(tag.end for tag in tags)
-    for start in own.open_at[: -MAX_LOOKED_AT - 1 : -1]:
-        after = bisect.bisect_left(starts, start)
-        content = text[start : starts[after] if after < len(starts) else len(text)]
-        if content.strip():
-            return _element(content, name, repaired=True)
-    for stop in own.stray[: -MAX_LOOKED_AT - 1 : -1]:
-        before = bisect.bisect_right(ends, stop)
-        content = text[ends[before - 1] if before else 0 : stop]
-        if content.strip():
-            return _element(content, name, repaired=True)
-    return Element("", True) if own.open_at or own.stray else None
+            stray.append(tag.start)
+    return closed, open_at, stray, all(tag.as_asked for tag in tags)
 
 
 def _element(content: str, name: str, repaired: bool) -> Element:
@@ -337,17 +315,6 @@ def _cdata(text: str) -> list[re.Match[str]]:
     return [*_CDATA.finditer(text, 0, text.rfind("]]>") + 3)]
 
 
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    """Sorted, overlapping ones joined."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
 def _inside(place: int, spans: Sequence[Span]) -> bool:
     """Whether a place lies in one of spans that are sorted and do not overlap."""
     index = bisect.bisect_right(spans, (place, float("inf"))) - 1
@@ -358,12 +325,10 @@ def _inside(place: int, spans: Sequence[Span]) -> bool:
 # json_repair's. It takes quadratic time in quotes and brackets, so it gets only what an object of a
 # few fields can need; measured over hostile texts within these limits it took at most 0.4 s.
 
-MAX_REPAIRED = 8_000
-"""Characters of a faulty object that is repaired."""
+MAX_REPAIRED = 8_000  # characters of a faulty object that is repaired
 MAX_REPAIRED_BRACKETS = 20
 MAX_REPAIRED_QUOTES = 300
-MAX_PLACES = 50
-"""Opening braces at which an object is looked for: half from each end of the reply."""
+MAX_PLACES = 50  # opening braces at which an object is looked for: half from each end of the reply
 _QUOTES = "\"'`\u201c\u201d"
 
 

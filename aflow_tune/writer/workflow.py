@@ -30,7 +30,6 @@ from aflow_tune.models.types import Message, ModelClient, ModelError, ModelFailu
 from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
 from aflow_tune.operators.base import MAX_RETRIES
 from aflow_tune.operators.programs import use_libraries
-from aflow_tune.operators.registry import BUILT_IN
 from aflow_tune.sandbox.policy import MATHEMATICS
 from aflow_tune.scoring import find, five_part, score_both, with_form
 from aflow_tune.scoring.rewards import Unscored, logged, scored
@@ -116,7 +115,7 @@ class WriterWorkflow:
     def carries(self) -> tuple[Callable[..., Any], ...]:
         """Functions and classes of the user's inside, which travel to a worker as well."""
         scores = () if self.score is None else (self.score,)
-        return (*scores, *(kind for name, kind in self.operators.items() if name not in BUILT_IN))
+        return (*scores, *(kind for name, kind in self.operators.items() if name not in OPERATORS))
 
     @property
     def reads(self) -> tuple[FieldRead, ...]:
