@@ -48,17 +48,15 @@ def verify_checkpoint(path: Path) -> list[str]:
         )
     for name, (size, digest) in files.items():
         file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing")
-        if file.stat().st_size != size:
-            raise CheckpointError(f"{file}: {file.stat().st_size} bytes, expected {size}")
         try:
-            found = sha256_of(file)
+            found = file.stat().st_size
+            if found != size:
+                raise CheckpointError(f"{file}: {found} bytes, expected {size}")
+            if sha256_of(file) != digest:
+                raise CheckpointError(f"{file}: the content does not match its SHA-256")
         except OSError as error:
-            raise CheckpointError(f"{file}: unreadable ({error.strerror})") from error
-        if found != digest:
-            raise CheckpointError(f"{file}: the content does not match its SHA-256")
-    return sorted(files)
+            raise CheckpointError(f"{file}: missing or unreadable ({error.strerror})") from error
+    return list(files)
 
 
 def sha256_of(path: Path) -> str:
@@ -149,22 +147,15 @@ def read_checkpoint(
     except (OSError, SafetensorError) as error:  # taken away since it was checked
         raise CheckpointError(f"{path}: {error}") from error
     if expected_weights is not None:
-        _check_weights(path, tensors.get("weights", {}), expected_weights)
-    return tensors, state
-
-
-def _check_weights(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    odd = sorted(set(found) ^ set(expected))
-    if odd:
-        raise CheckpointError(
-            f"{path}: holds other weights than this model and adapter have "
-            f"({len(odd)} names differ, first {odd[0]!r})"
-        )
-    for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
+        found = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
+        expected = {name: tuple(tensor.shape) for name, tensor in expected_weights.items()}
+        odd = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+        if odd:
             raise CheckpointError(
-                f"{path}: {name} is {tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
+                f"{path}: holds other weights than this model and adapter have: {len(odd)} differ, "
+                f"first {odd[0]!r}: {found.get(odd[0])}, expected {expected.get(odd[0])}"
             )
+    return tensors, state
 
 
 def _fsync(path: Path) -> None:

@@ -38,19 +38,15 @@ class Decoder(Protocol):
 
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Append one row a prompt; returns the logits after each prompt, [N, V]."""
-        ...
 
     def step(self, tokens_B: Tensor) -> Tensor:
         """Append one token to every row; returns the logits after it, [B, V]."""
-        ...
 
     def drop(self, rows: set[int]) -> list[int]:
         """Remove rows; returns for each remaining row the row that it was before."""
-        ...
 
     def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
         """Teacher-forced log-probabilities of tokens 1..T-1; active rows are not touched."""
-        ...
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Change the weights: an adapter state, or parameters by their names. No active rows.
@@ -58,41 +54,33 @@ class Decoder(Protocol):
         Raises:
             BadInput: a name or shape that the model does not have; nothing was changed.
         """
-        ...
 
     def reset(self) -> None:
         """Drop all rows and every stored prefix."""
-        ...
 
 
+@torch.inference_mode()
 def make_decoder(model: PreTrainedModel) -> Decoder:
-    """The fastest decoder that computes what `model` computes."""
+    """The fastest decoder that computes what `model` computes.
+
+    The lean one is tried on a short probe, which catches configurations that look like Llama but
+    compute something else. The tolerance is the rounding of the number format over a few dozen
+    layers, far below a wrong formula.
+    """
     from aflow_tune.engines.local.llama import LlamaDecoder, supports
 
     if not supports(model):
         return GenericDecoder(model)
-    fast = LlamaDecoder(model)
-    if _agrees(fast, model):
-        return fast
-    log.warning("the lean decoder disagrees with %s; using its own forward", type(model).__name__)
-    return GenericDecoder(model)
-
-
-@torch.inference_mode()
-def _agrees(decoder: Decoder, model: PreTrainedModel) -> bool:
-    """Whether both give the same log-probabilities on a short probe.
-
-    Catches configurations that look like Llama but compute something else. The tolerance is
-    the rounding of the number format over a few dozen layers, far below a wrong formula.
-    """
+    lean = LlamaDecoder(model)
     vocabulary = model.config.get_text_config().vocab_size
     probe = [(7 + 31 * i) % vocabulary for i in range(8)]
-    ids = torch.tensor([probe], device=model.device)
-    logits_TV = model(input_ids=ids, use_cache=False).logits[0]
-    expected_T = logprobs_of(logits_TV[:-1], ids[0, 1:], 1.0)
-    found_T = torch.tensor(decoder.score(probe, 1.0))
+    expected_T = torch.tensor(GenericDecoder(model).score(probe, 1.0))
+    found_T = torch.tensor(lean.score(probe, 1.0))
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.5
-    return bool((expected_T.cpu() - found_T).abs().max() < tolerance)
+    if bool((expected_T - found_T).abs().max() < tolerance):
+        return lean
+    log.warning("the lean decoder disagrees with %s; using its own forward", type(model).__name__)
+    return GenericDecoder(model)
 
 
 class GenericDecoder:
@@ -175,6 +163,7 @@ class GenericDecoder:
         `lengths` counts each row's real tokens, the new ones included.
         """
         from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
 
         cache = DynamicCache()
         for number, (k, v) in enumerate(layers or []):
@@ -192,23 +181,17 @@ class GenericDecoder:
             positions_BL = (column_1L - pads_B1).clamp_(min=0)
             inputs["position_ids"] = positions_BL[:, -ids_BN.shape[1] :]
         logits = self.model(**inputs).logits[:, -1]
-        return logits, [(layer.keys, layer.values) for layer in _plain_layers(cache)]
-
-
-def _plain_layers(cache: Any) -> list[Any]:
-    from transformers.cache_utils import DynamicLayer
-
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
-    if odd or not cache.layers:
-        raise BadInput.of(
-            "The local sampler cannot serve this architecture",
-            "model.model_path",
-            "a causal LM with ordinary key-value caches",
-            f"cache layers of type {', '.join(sorted(odd)) or 'unknown'}",
-            "use another model, or engine: trinity on a GPU machine",
-        )
-    layers: list[Any] = cache.layers
-    return layers
+        made: list[Any] = cache.layers
+        odd = {type(layer).__name__ for layer in made if type(layer) is not DynamicLayer}
+        if odd or not made:
+            raise BadInput.of(
+                "The local sampler cannot serve this architecture",
+                "model.model_path",
+                "a causal LM with ordinary key-value caches",
+                f"cache layers of type {', '.join(sorted(odd)) or 'unknown'}",
+                "use another model, or engine: trinity on a GPU machine",
+            )
+        return logits, [(layer.keys, layer.values) for layer in made]
 
 
 def _join(
