@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -119,37 +120,28 @@ def test_gradients_equal_those_of_unpacked_rows(tiny_model_dir: Path) -> None:
         assert torch.allclose(a.grad, b.grad, atol=2e-5, rtol=1e-4), name
 
 
-def small(model_class: type, config: object) -> PreTrainedModel:
+MISTRAL = MistralConfig(
+    vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, sliding_window=8, initializer_range=0.3,
+    attn_implementation="sdpa",
+)  # fmt: skip
+GPT2 = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+MAMBA = MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "is_packed"),
+    [
+        (MistralForCausalLM, MISTRAL, True),  # its sliding window is respected
+        (GPT2LMHeadModel, GPT2, True),
+        (MambaForCausalLM, MAMBA, False),
+    ],
+)
+def test_other_models_run_packed_or_fall_back(model_class, config, is_packed: bool) -> None:
     torch.manual_seed(0)
-    return model_class(config).eval()
-
-
-def test_sliding_windows_are_respected() -> None:
-    config = MistralConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=8, initializer_range=0.3,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    plain = small(MistralForCausalLM, config)
-    packed = PackedModel(small(MistralForCausalLM, config))
-    assert packed.packed
-    batch = mixed_batch()
-    scores, _ = packed.scores(batch, 40)
-    for row, s in enumerate(batch):
-        expected = plain_logprobs(plain, s)
-        assert torch.allclose(scores[row, : len(expected)], expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "mamba"])
-def test_other_models_run_packed_or_fall_back(kind: str) -> None:
-    if kind == "gpt2":
-        config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
-        model, plain = small(GPT2LMHeadModel, config), small(GPT2LMHeadModel, config)
-    else:
-        settings = MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4)
-        model, plain = small(MambaForCausalLM, settings), small(MambaForCausalLM, settings)
-    packed = PackedModel(model)
-    assert packed.packed == (kind == "gpt2")
+    plain = model_class(config).eval()
+    packed = PackedModel(copy.deepcopy(plain))
+    assert packed.packed == is_packed
     batch = mixed_batch()
     scores, _ = packed.scores(batch, 40)
     for row, s in enumerate(batch):

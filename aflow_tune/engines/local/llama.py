@@ -165,9 +165,10 @@ class LlamaDecoder:
         attention = f"model.layers.{index}.self_attn."
         paths = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
         q, k, v = map(self.weights.effective, paths)
-        bias, biases = None, [self.weights.bias(path) for path in paths]
-        if biases[0] is not None:
-            bias = torch.cat([self._interleave(biases[0]), self._interleave(biases[1]), biases[2]])
+        q_bias, k_bias, v_bias = map(self.weights.bias, paths)
+        bias = None
+        if v_bias is not None:
+            bias = torch.cat([self._interleave(q_bias), self._interleave(k_bias), v_bias])
         norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
         norm_q, norm_k = (self._interleave(n.weight) if n else None for n in norms)
         return _Layer(

@@ -222,8 +222,8 @@ class LocalTrainer:
             self.keep_reference()
             assert self._reference is not None
             policy = self._reference
-        disabled = reference and self.peft is not None
-        with torch.no_grad(), self.peft.disable_adapter() if disabled else nullcontext():
+        adapted = self.peft.disable_adapter() if reference and self.peft else nullcontext()
+        with torch.no_grad(), adapted:
             for indices in micro_batches(samples, groups, self.settings.micro_batch_tokens):
                 scores, _ = policy.scores([samples[i] for i in indices], width)
                 for row, i in enumerate(indices):
