@@ -83,10 +83,9 @@ def returning(value: Any) -> Callable[..., Any]:
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
-    """A workflow that makes one call and raises `error`."""
+    """A workflow that raises `error`."""
 
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        await model(ASK)
         raise error
 
     return workflow
@@ -154,28 +153,33 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
-def test_a_failure_costs_only_its_own_run_and_has_its_name(
-    server: ScriptedServer, name: str
-) -> None:
-    broken, kind, detail = FAILURES[name]
-    runs = iter([broken, returning(0.75), returning(0.25)])
+NUMBERS = [True, 3, np.float64(0.5), np.bool_(False), torch.tensor(0.25), np.array([2.0])]
+NUMBERS.append(Decimal("0.5"))
+
+
+def one_after_the_other(*workflows: Callable[..., Any]) -> Callable[..., Any]:
+    """A workflow whose rollouts are these."""
+    parts = iter(workflows)
 
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        return await next(runs)(task=task, model=model)
+        return await next(parts)(task=task, model=model)
 
-    status, exps = run(server, workflow, repeat_times=3)
+    return workflow
 
-    (failed,) = [exp for exp in exps if FAILURE_KEY in exp.info]
-    others = [exp for exp in exps if exp is not failed]
-    assert failed.info[FAILURE_KEY] == kind
-    assert detail in failed.info[TRACE_KEY]
-    assert not failed.action_mask.any()
-    assert failed.metrics == {f"failure/{kind}:sum": 1.0}
-    assert sorted(exp.reward for exp in others) == [0.25, 0.75]
-    assert sorted(exp.eid.run for exp in exps) == [0, 1, 2]
-    assert status.completed_runs == 3
-    assert sum(metrics.get(f"failure/{kind}:sum", 0) for metrics in status.metrics) == 1
+
+def test_failures_cost_only_their_own_run_and_have_their_names(server: ScriptedServer) -> None:
+    broken = [workflow for workflow, _, _ in FAILURES.values()]
+    workflow = one_after_the_other(*broken, *map(returning, NUMBERS))
+    count = len(FAILURES) + len(NUMBERS)
+    status, exps = run(server, workflow, repeat_times=count, mode="sequential")
+    assert status.completed_runs == len(exps) == count
+    exps.sort(key=lambda exp: exp.eid.run)
+    for (name, (_, kind, detail)), exp in zip(FAILURES.items(), exps, strict=False):
+        assert exp.info[FAILURE_KEY] == kind, name
+        assert detail in exp.info[TRACE_KEY], name
+        assert not exp.action_mask.any()
+        assert exp.metrics == {f"failure/{kind}:sum": 1.0}
+    assert [exp.reward for exp in exps[len(FAILURES) :]] == [1.0, 3.0, 0.5, 0.0, 0.25, 2.0, 0.5]
 
 
 @pytest.mark.slow
@@ -184,52 +188,28 @@ def test_runs_that_hang_in_every_way_at_once_cost_only_themselves(
 ) -> None:
     monkeypatch.setattr(rollout_thread, "GRACE_SECONDS", 4.0)
     hanging = [hangs, hangs_and_ignores_its_cancellation, sleeps_without_await, loops_for_ever]
-    parts = iter([*hanging, returning(0.25), returning(0.75)])
-
-    async def workflow(task: dict, model: TrinityChatModel) -> float:
-        return await next(parts)(task=task, model=model)
-
+    workflow = one_after_the_other(*hanging, returning(0.25), returning(0.75))
     _, exps = run(server, workflow, repeat_times=6, run_timeout=8.0)
     assert sorted(exp.reward for exp in exps if FAILURE_KEY not in exp.info) == [0.25, 0.75]
-    found = [
-        (exp.info[FAILURE_KEY], exp.info[TRACE_KEY]) for exp in exps if FAILURE_KEY in exp.info
-    ]
-    assert sorted(kind for kind, _ in found) == ["blocked_loop"] * 2 + ["timed_out"] * 2
-    for kind, detail in [
-        ("timed_out", "asyncio.sleep(60)"),
-        ("timed_out", "not finished after 8 s"),
-        ("blocked_loop", "time.sleep(60)"),
-        ("blocked_loop", "in loops_for_ever"),
-    ]:
-        assert any(kind == name and detail in text for name, text in found), (kind, found)
-
-
-@pytest.mark.parametrize(
-    ("value", "reward"),
-    [
-        (True, 1.0),
-        (3, 3.0),
-        (np.float64(0.5), 0.5),
-        (np.bool_(False), 0.0),
-        (torch.tensor(0.25), 0.25),
-        (np.array([2.0]), 2.0),
-        (Decimal("0.5"), 0.5),
-    ],
-)
-def test_what_counts_as_a_number(server: ScriptedServer, value: Any, reward: float) -> None:
-    _, exps = run(server, returning(value))
-    assert exps[0].reward == reward
+    found = [exp.info for exp in exps if FAILURE_KEY in exp.info]
+    told = {kind: "" for kind in ("timed_out", "blocked_loop")}
+    for info in found:
+        told[info[FAILURE_KEY]] += info[TRACE_KEY]
+    assert len(found) == 4
+    assert "asyncio.sleep(60)" in told["timed_out"]
+    assert "not finished after 8 s" in told["timed_out"]
+    assert "time.sleep(60)" in told["blocked_loop"]
+    assert "in loops_for_ever" in told["blocked_loop"]
 
 
 def test_a_blocked_run_does_not_hold_up_the_others(server: ScriptedServer) -> None:
     """The others get their answers while one blocks; the thread in an endless loop ends."""
     finished: list[float] = []
-    runs = iter([loops_for_ever, returning(1.0), returning(1.0)])
+    parts = one_after_the_other(loops_for_ever, returning(1.0), returning(1.0))
 
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        reward = await next(runs)(task=task, model=model)
-        finished.append(reward)
-        return reward
+        finished.append(await parts(task=task, model=model))
+        return finished[-1]
 
     before = threading.active_count()
     run(server, workflow, repeat_times=3, run_timeout=8.0)
@@ -291,10 +271,10 @@ def test_every_step_carries_reward_caller_and_state_and_the_last_one_metrics(
 
 def test_step_rewards_stay_and_the_last_step_gets_the_returned_one(server: ScriptedServer) -> None:
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        await model(ASK)
-        step_reward(0.125)
-        await model(ASK)
-        await model(ASK)
+        for given in (0.125, None, None):
+            await model(ASK)
+            if given is not None:
+                step_reward(given)
         return 1.0
 
     _, exps = run(server, workflow)
@@ -308,10 +288,8 @@ def test_a_call_sampled_otherwise_is_answered_but_not_trained(
     monkeypatch.setattr(adapter, "_said", set())
 
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        with caller("greedy"):
-            await model(ASK, temperature=0)
-        with caller("nucleus"):
-            await model(ASK, top_p=0.5)
+        await model(ASK, temperature=0)
+        await model(ASK, top_p=0.5)
         with caller("same"):
             await model(ASK, temperature=1)
         return 1.0
@@ -319,8 +297,7 @@ def test_a_call_sampled_otherwise_is_answered_but_not_trained(
     _, exps = run(server, workflow)
     assert [request["temperature"] for request in server.requests] == [0, 1.0, 1]
     assert [(exp.info["caller"], exp.eid.step) for exp in exps] == [("same", 0)]
-    assert exps[0].metrics["calls"] == 3.0
-    assert exps[0].metrics["untrained_calls"] == 2.0
+    assert (exps[0].metrics["calls"], exps[0].metrics["untrained_calls"]) == (3.0, 2.0)
 
     async def greedy(task: dict, model: TrinityChatModel) -> float:
         await model(ASK, temperature=0)

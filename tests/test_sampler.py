@@ -9,12 +9,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from aflow_tune.engines.local.decoder import GenericDecoder, make_decoder
-from aflow_tune.engines.local.kv_cache import PrefixStore, plan
 from aflow_tune.engines.local.llama import LlamaDecoder
 from aflow_tune.engines.local.models import load_model, load_tokenizer
 from aflow_tune.engines.local.sampler import Sampler, SamplingParams
@@ -133,15 +131,6 @@ def test_rules_restrict_what_is_drawn_but_not_what_is_reported(rule, possible) -
     tokens, logprobs, _ = draw(logits, None, uniforms, dict.fromkeys(range(200), rule))
     assert set(tokens.tolist()) == possible
     torch.testing.assert_close(logprobs, logits[0][tokens], rtol=0, atol=1e-6)
-
-
-def test_plan_computes_every_shared_token_once() -> None:
-    prompts = [np.append(np.arange(100), i) for i in (200, 201, 200, 202)]
-    result = plan(prompts, [], PrefixStore(1000))
-    assert [(s.index, s.offset, len(s.tokens)) for s in result.leaders] == [(0, 0, 101)]
-    followers = [(s.index, s.donor, s.offset, len(s.tokens)) for s in result.followers]
-    assert followers == [(1, 0, 100, 1), (3, 0, 100, 1)]
-    assert (result.copies, result.shared_tokens) == ({2: 0}, 301)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -361,17 +350,6 @@ def test_adapters_replace_each_other_without_drift(make_sampler, tiny_model_dir,
     sampler.update_weights(nothing, 5)
     assert sampler.generate([prompt(30)], [params]) == untouched
     assert sampler.version == 5
-
-
-def test_full_weights_update_in_place(make_sampler, tiny_model_dir: Path) -> None:
-    target = load_model(tiny_model_dir, torch.float32, CPU)
-    with torch.no_grad():
-        for parameter in target.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    sampler = make_sampler()
-    sampler.update_weights(dict(target.named_parameters()), 7)
-    drawn = sampler.generate([prompt(25)], [SamplingParams(max_tokens=15, seed=0)])[0][0]
-    assert worst_difference(target, prompt(25), drawn) < 2e-5
 
 
 def test_an_update_waits_for_earlier_requests_and_precedes_later_ones(make_sampler, model) -> None:

@@ -37,12 +37,11 @@ def batch() -> TensorDict:
     )
 
 
-def test_the_stock_trainer_cannot_do_without_flash_attn() -> None:
+def test_ours_takes_the_padding_out_and_the_stock_trainer_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ModuleNotFoundError, match="flash_attn"):
         left_right_2_no_padding(batch())
-
-
-def test_ours_takes_the_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
     before: Any = attention_utils._get_attention_functions
     monkeypatch.setattr(attention_utils, "_get_attention_functions", before)  # put back after
     provide_unpadding()

@@ -77,30 +77,26 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
     for left_over in target.parent.glob(f".{target.name}.tmp-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     temporary = target.parent / f".{target.name}.tmp-{os.getpid()}"
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
     try:
         temporary.mkdir()
         write(temporary)
         for path in (*temporary.rglob("*"), temporary):
             _fsync(path)
         if target.exists():
-            old = target.parent / f".{target.name}.old-{os.getpid()}"
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
-            temporary.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            temporary.rename(target)
+        temporary.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
         _fsync(target.parent)
     except BaseException as error:
-        written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
         shutil.rmtree(temporary, ignore_errors=True)
         problem = disk_fault(error)
         if problem is None:
             raise
         free = shutil.disk_usage(target.parent).free
         raise CheckpointError(
-            f"{target} could not be written: {problem}. It was given up after {written:,} bytes; "
-            f"{free:,} bytes are free there now."
+            f"{target} could not be written: {problem}. {free:,} bytes are free there now."
         ) from error
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from aflow_tune.engines.local.sampling import logprobs_of
 from aflow_tune.engines.local.weights import Weights
@@ -125,8 +126,17 @@ class GenericDecoder:
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
         logits, layers = self._forward(ids.to(self.model.device), lengths, None)
         repeat = torch.tensor(places, device=self.model.device)
-        new_layers = [(k[repeat], v[repeat]) for k, v in layers]
-        self.layers = _join(self.layers, new_layers) if self.lengths else new_layers
+        layers = [(k[repeat], v[repeat]) for k, v in layers]
+        if self.lengths:  # the shorter rows are padded on the left, as all are
+            columns = max(width, self.layers[0][0].shape[2])
+
+            def stacked(held: Tensor, added: Tensor) -> Tensor:
+                parts = (held, added)
+                return torch.cat([F.pad(it, (0, 0, columns - it.shape[2], 0)) for it in parts])
+
+            pairs = zip(self.layers, layers, strict=True)
+            layers = [(stacked(k0, k1), stacked(v0, v1)) for (k0, v0), (k1, v1) in pairs]
+        self.layers = layers
         self.lengths += [len(prompt) for prompt in prompts]
         self.computed_tokens += sum(lengths)
         self.shared_tokens += sum(len(prompt) for prompt in prompts) - sum(lengths)
@@ -192,18 +202,3 @@ class GenericDecoder:
                 "use another model, or engine: trinity on a GPU machine",
             )
         return logits, [(layer.keys, layer.values) for layer in made]
-
-
-def _join(
-    old: list[tuple[Tensor, Tensor]], new: list[tuple[Tensor, Tensor]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Stack two caches row-wise, padding the shorter one's columns on the left."""
-    width = max(old[0][0].shape[2], new[0][0].shape[2])
-
-    def padded(part: Tensor) -> Tensor:
-        return torch.nn.functional.pad(part, (0, 0, width - part.shape[2], 0))
-
-    return [
-        (torch.cat([padded(k0), padded(k1)]), torch.cat([padded(v0), padded(v1)]))
-        for (k0, v0), (k1, v1) in zip(old, new, strict=True)
-    ]

@@ -27,7 +27,6 @@ BUNDLED: dict[str, Callable[[Path], Path]] = {"smollm2-135m": fetch_smollm2}
 """Models with a name of ours: each function fills the folder it is given, once."""
 
 DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda", "mps")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 

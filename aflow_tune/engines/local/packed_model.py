@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -336,37 +335,36 @@ class PackedModel:
         return spread(values), spread(entropies) if entropy else None
 
     def _row(self, row: PackedRow, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        inputs: dict[str, Tensor] = {"input_ids": row.tokens_N[None]}
-        if self.packed:
-            inputs["position_ids"] = row.positions_N[None]
-        with self._attention_of(row) if self.packed else nullcontext():
-            if self.fused_head:
-                hidden_NH = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
-                head = self.model.get_output_embeddings()
-                return token_scores(
-                    hidden_NH.index_select(0, row.scored_U),
-                    head.weight,
-                    getattr(head, "bias", None),
-                    row.node_M,
-                    row.target_M,
-                    temperature=self.temperature,
-                    entropy=entropy,
-                )
-            logits_NV = self.model(**inputs).logits[0]
-        logp_UV = (logits_NV[row.scored_U].float() / self.temperature).log_softmax(-1)
-        entropy_U = -(logp_UV.exp() * logp_UV).sum(-1) if entropy else None
-        return logp_UV[row.node_M, row.target_M], entropy_U
-
-    @contextmanager
-    def _attention_of(self, row: PackedRow) -> Iterator[None]:
-        """The model's attention is that of `row`; outside it is the model's own."""
+        if not self.packed:
+            return self._forward(row, {"input_ids": row.tokens_N[None]}, entropy)
         self.model.set_attn_implementation(NAME)
         token = _layout.set(row)
         try:
-            yield
+            inputs = {"input_ids": row.tokens_N[None], "position_ids": row.positions_N[None]}
+            return self._forward(row, inputs, entropy)
         finally:
             _layout.reset(token)
             self.model.set_attn_implementation(self._own_attention)
+
+    def _forward(
+        self, row: PackedRow, inputs: dict[str, Tensor], entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.fused_head:
+            hidden_NH = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+            head = self.model.get_output_embeddings()
+            return token_scores(
+                hidden_NH.index_select(0, row.scored_U),
+                head.weight,
+                getattr(head, "bias", None),
+                row.node_M,
+                row.target_M,
+                temperature=self.temperature,
+                entropy=entropy,
+            )
+        logits_NV = self.model(**inputs).logits[0]
+        logp_UV = (logits_NV[row.scored_U].float() / self.temperature).log_softmax(-1)
+        entropy_U = -(logp_UV.exp() * logp_UV).sum(-1) if entropy else None
+        return logp_UV[row.node_M, row.target_M], entropy_U
 
     @torch.no_grad()
     def _probe(self) -> None:

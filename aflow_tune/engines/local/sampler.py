@@ -302,7 +302,7 @@ class Sampler:
         tokens_B, logprobs_B, probs_BV = draw(
             logits_BV,
             torch.tensor(temperatures, device=self.device)[:, None] if scaled else None,
-            torch.tensor([d.uniform for d in drafts], device=self.device),
+            torch.tensor([d.uniforms[len(d.tokens)] for d in drafts], device=self.device),
             {row: rule for row, d in enumerate(drafts) if (rule := d.rule()) is not None},
         )
         tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()

@@ -302,10 +302,6 @@ class Draft:
         # most this many tokens ago; the rest is slack for special tokens in between.
         self._window = 8 + max((len(s.encode()) for s in self.params.stop), default=0)
 
-    @property
-    def uniform(self) -> float:
-        return self.uniforms[len(self.tokens)]
-
     def rule(self) -> RowRule | None:
         """What restricts the next token, or None when only the temperature matters."""
         p = self.params

@@ -100,7 +100,6 @@ class SamplerServer:
     """Serves `sampler` under `model_name`; `start()` returns the base URL without `/v1`.
 
     Args:
-        port: 0 takes a free one.
         tool_call_parser: only 'hermes'.
         api_key: when given, /v1 asks for it as a bearer token.
         frozen: the sampler's weights never change, so greedy answers are remembered.
@@ -112,7 +111,6 @@ class SamplerServer:
         tokenizer: PreTrainedTokenizerBase,
         model_name: str,
         host: str = "127.0.0.1",
-        port: int = 0,
         tool_call_parser: str = "hermes",
         api_key: str | None = None,
         frozen: bool = False,
@@ -126,7 +124,7 @@ class SamplerServer:
         self._submit = GreedyAnswers(sampler.submit).submit if frozen else sampler.submit
         self.tokenizer = tokenizer
         self.model_name = model_name
-        self.host, self.port = host, port
+        self.host = host
         self.api_key = api_key
         self._template_has_tools = "tools" in str(tokenizer.chat_template or "")
         self._server: uvicorn.Server | None = None
@@ -140,7 +138,6 @@ class SamplerServer:
         config = uvicorn.Config(
             self._app(),
             host=self.host,
-            port=self.port,
             log_level="error",
             access_log=False,
             lifespan="off",
@@ -149,8 +146,8 @@ class SamplerServer:
             # reused would fail that call.
             timeout_keep_alive=600,
         )
-        listener = bound_socket(self.host, self.port)
-        self.port = listener.getsockname()[1]
+        listener = bound_socket(self.host, 0)
+        url = f"http://{self.host}:{listener.getsockname()[1]}"
         server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=server.run, args=([listener],), name="sampler-server", daemon=True
@@ -159,10 +156,10 @@ class SamplerServer:
         deadline = time.monotonic() + _START_SECONDS
         while not server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise RunFailed(f"the server on {self.host}:{self.port} did not start")
+                raise RunFailed(f"the server on {url} did not start")
             time.sleep(0.01)
         self._server = server
-        return f"http://{self.host}:{self.port}"
+        return url
 
     def stop(self) -> None:
         if self._server is not None:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from peft import PeftModel
@@ -350,8 +350,8 @@ class LocalTrainer:
             return adapter_state(self.peft)
         return {n: p.detach().to("cpu", copy=True) for n, p in self.base.named_parameters()}
 
-    def save(self, directory: Path | str, extra: Mapping[str, Any] | None = None) -> None:
-        """Write everything that the next step depends on, atomically. `extra` is JSON."""
+    def save(self, directory: Path | str) -> None:
+        """Write everything that the next step depends on, atomically."""
         moments = {}
         for name, master in self._masters.items():
             for key, value in self.optimizer.state.get(master, {}).items():
@@ -359,22 +359,19 @@ class LocalTrainer:
         rng = {"cpu": torch.get_rng_state()}
         if self.settings.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.settings.device)
-        write_checkpoint(
-            Path(directory),
-            {"weights": self._masters, "optimizer": moments, "rng": rng},
-            {
-                "step": self.step_count,
-                "skipped_steps": self.skipped_steps,
-                "lora": None if self.settings.lora is None else vars(self.settings.lora),
-                "extra": dict(extra or {}),
-            },
-        )
+        lora = self.settings.lora
+        state = {
+            "step": self.step_count,
+            "skipped_steps": self.skipped_steps,
+            "lora": None if lora is None else vars(lora),
+            "extra": {},
+        }
+        tensors = {"weights": self._masters, "optimizer": moments, "rng": rng}
+        write_checkpoint(Path(directory), tensors, state)
 
-    def load(self, directory: Path | str) -> dict[str, Any]:
-        """Continue from `save`; returns its `extra`.
-
-        Raises CheckpointError if the files are damaged or belong to another set of weights.
-        """
+    def load(self, directory: Path | str) -> None:
+        """Continue from `save`. Raises CheckpointError if the files are damaged or belong to
+        another set of weights."""
         tensors, state = read_checkpoint(Path(directory), expected_weights=self._masters)
         with torch.no_grad():
             for name, master in self._masters.items():
@@ -390,7 +387,6 @@ class LocalTrainer:
             torch.cuda.set_rng_state(tensors["rng"]["cuda"], self.settings.device)
         self.step_count = int(state["step"])
         self.skipped_steps = int(state["skipped_steps"])
-        return dict(state["extra"])
 
     def export_peft(self, directory: Path | str) -> None:
         """A folder that `PeftModel.from_pretrained` loads. ValueError for full weights."""

@@ -29,8 +29,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trinity.buffer.operators.experience_operator import ensure_v1_operator
-from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
-from trinity.common.config import AlgorithmConfig, Config, InferenceModelConfig
+from trinity.common.config import Config, InferenceModelConfig
 from trinity.common.constants import RunningStatus
 from trinity.common.models.allocator import Allocator
 from trinity.common.models.model import ModelWrapper
@@ -102,34 +101,31 @@ class CheckedExplorer(Explorer):
         Raises:
             RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing.
         """
-        version = self.model_version
-        if version <= self._checked or not is_checked(self.config):
+        version, config = self.model_version, self.config
+        if version <= self._checked or not is_checked(config):
             return
         self._checked = version
+        timeout = float(config.synchronizer.sync_timeout)
         try:
-            mismatch = await self._mismatch(version)
+            said = await asyncio.to_thread(published, config.ray_namespace, version, timeout)
+            if said is None:
+                raise RunFailed(
+                    f"the trainer did not say within {timeout:.0f} s (synchronizer.sync_timeout) "
+                    f"how its weights of version {version} score the fixed text of the sync check"
+                )
+            tokens, trainer = said
+            actors: list[Any] = [wrapper.model for wrapper in self.models]
+            temperature = config.model.temperature
+            scores = [actor.served_logprobs.remote(tokens, temperature) for actor in actors]
+            mismatch = max(
+                check.compare(version, sampler, trainer)
+                for check, sampler in zip(self._checks, await asyncio.gather(*scores), strict=True)
+            )
         except Exception as error:
             self._failure = error
             raise
         if self.monitor is not None:
             self.monitor.log({MISMATCH: mismatch}, step=version)
-
-    async def _mismatch(self, version: int) -> float:
-        timeout = float(self.config.synchronizer.sync_timeout)
-        said = await asyncio.to_thread(published, self.config.ray_namespace, version, timeout)
-        if said is None:
-            raise RunFailed(
-                f"the trainer did not say within {timeout:.0f} s (synchronizer.sync_timeout) how "
-                f"its weights of version {version} score the fixed text of the sync check"
-            )
-        tokens, trainer = said
-        actors: list[Any] = [wrapper.model for wrapper in self.models]
-        temperature = self.config.model.temperature
-        scores = [actor.served_logprobs.remote(tokens, temperature) for actor in actors]
-        return max(
-            check.compare(version, sampler, trainer)
-            for check, sampler in zip(self._checks, await asyncio.gather(*scores), strict=True)
-        )
 
 
 class LocalAllocator(Allocator):
@@ -291,20 +287,13 @@ class SharedScheduler(Scheduler):
         return await super().drain_batch_payload_results(batch_id)
 
 
-class StampedPipeline(ExperiencePipeline):
-    """Trinity's experience pipeline with one operator more, after its own advantages."""
-
-    def _set_algorithm_operators(self, algorithm_config: AlgorithmConfig) -> None:
-        super()._set_algorithm_operators(algorithm_config)
-        self.operators.append(ensure_v1_operator(StepStamp()))
-
-
 class LocalCoordinator(RolloutCoordinator):
     experience_pipeline: Any
 
     async def _init_experience_pipeline(self) -> None:
-        self.experience_pipeline = StampedPipeline(self.config)
-        await self.experience_pipeline.prepare()
+        await super()._init_experience_pipeline()
+        # One operator more, after the advantages, which the pipeline adds itself.
+        self.experience_pipeline.operators.append(ensure_v1_operator(StepStamp()))
 
     async def _init_scheduler(self) -> None:
         self.scheduler = SharedScheduler(self.config)
@@ -381,7 +370,12 @@ class LocalExplorer(CheckedExplorer):
         """Evaluate the weights of the trainer's last step, unless that was done already."""
         if self._last_evaluated >= version:
             return
-        await self._pull_version(version)
+        if self.model_version < version:
+            method = self.sync_method
+            sync = [it.sync_model_weights(version, method, timeout=600) for it in self.models]
+            await asyncio.gather(*sync)
+            self.model_version = version
+            await self._check_sync()
         self.explore_step_num = version
         await self._evaluate()
 
@@ -436,16 +430,6 @@ class LocalExplorer(CheckedExplorer):
             inputs.eval_tasksets = whole
         await self._finish_eval_step(step=step)
         self._last_evaluated = step
-
-    async def _pull_version(self, version: int) -> None:
-        if self.model_version < version:
-            sync = [
-                model.sync_model_weights(version, self.sync_method, timeout=600)
-                for model in self.models
-            ]
-            await asyncio.gather(*sync)
-            self.model_version = version
-            await self._check_sync()
 
     async def shutdown(self) -> None:
         if self.rollout_coordinator is not None:

@@ -159,7 +159,10 @@ def share_the_gpu(config: Config) -> None:
             f"{cpus:g}: it would wait for ever. Start Ray with --num-cpus={CPUS} or more; it "
             "counts processors and does not bind to them."
         )
-    reference = ray.remote(num_gpus=1, num_cpus=0, max_retries=0)(_visible_devices).remote()
+    visible = ray.remote(num_gpus=1, num_cpus=0, max_retries=0)(
+        lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    )
+    reference = visible.remote()
     ready, _ = ray.wait([reference], timeout=_FREE_SECONDS)
     if not ready:
         ray.cancel(reference, force=True)
@@ -172,7 +175,3 @@ def share_the_gpu(config: Config) -> None:
     # verl looks at what is available once, and gives up if the GPU is not back yet.
     while ray.available_resources().get("GPU", 0) < 1 and time.monotonic() < deadline:
         time.sleep(_FREE_POLL_SECONDS)
-
-
-def _visible_devices() -> Any:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -61,9 +61,11 @@ class TrinityLoss:
             and getattr(self.entropy, "entropy_coef", 1.0) != 0
         )
 
-    def check_inputs(self, batch: LossBatch) -> None:
-        """BadInput if the experiences lack something that the policy loss reads."""
-        inputs = _inputs(batch)
+    def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
+        """The loss and its metrics. BadInput if the experiences lack something that it reads."""
+        inputs = {"action_mask": batch.action_mask_BR, **batch.extra}
+        if batch.old_logprobs_BR is not None:
+            inputs["old_logprob"] = batch.old_logprobs_BR
         missing = [key for key in self.policy.select_keys if key not in inputs]
         if missing:
             raise BadInput.of(
@@ -74,9 +76,6 @@ class TrinityLoss:
                 "choose an algorithm that fits this data (sft, dpo or raft need less), or an "
                 "advantage function or workflow that sets it",
             )
-
-    def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
-        inputs = _inputs(batch)
         if "expert_mask" in self.policy.select_keys:
             # The mix losses scale their two means by expected counts over micro-batches and GPUs.
             # Told that they see the whole batch, their weights become 1.
@@ -102,13 +101,6 @@ class TrinityLoss:
             value = value + penalty
             metrics |= found
         return value, {f"actor/{name}": float(number) for name, number in metrics.items()}
-
-
-def _inputs(batch: LossBatch) -> dict[str, Tensor]:
-    inputs = {"action_mask": batch.action_mask_BR, **batch.extra}
-    if batch.old_logprobs_BR is not None:
-        inputs["old_logprob"] = batch.old_logprobs_BR
-    return inputs
 
 
 class TrainStep:
@@ -170,7 +162,7 @@ class TrainStep:
         if self.advantage is not None and not of_explorer:
             metrics |= self._advantages(flat, samples)
         metrics |= _data_metrics(flat, samples)
-        self.loss.check_inputs(self.trainer.pad(samples))
+
         metrics |= self.trainer.step(by_group, self.loss)
         metrics["time/step"] = metrics["perf/time_per_step"] = time.perf_counter() - started
         return metrics

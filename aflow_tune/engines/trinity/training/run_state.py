@@ -45,13 +45,10 @@ from aflow_tune.types import Checkpoint
 def refuse_chain(run_dir: Path) -> None:
     """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
     if (run_dir / CHAIN_FILE).exists():
-        raise BadInput.of(
-            "This folder belongs to a configuration with `stages`.",
-            str(run_dir),
-            "the folder of a single run, or a new one",
-            "a chain of stages",
-            "give this run another `name=`",
-        )
+        title = "This folder belongs to a configuration with `stages`."
+        expected = "the folder of a single run, or a new one"
+        fix = "give this run another `name=`"
+        raise BadInput.of(title, str(run_dir), expected, "a chain of stages", fix)
 
 
 def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
