@@ -42,11 +42,8 @@ def make_config(kind: str, **algorithm: object) -> Config:
 
 
 def make_trainer(folder: Path, rate: float = 1e-3, **settings: object) -> LocalTrainer:
-    defaults: dict[str, object] = {"lora": LoraSpec(4, 8.0), "micro_batch_tokens": 64}
-    return LocalTrainer(
-        folder,
-        TrainerSettings(schedule=Schedule(peak=rate), **(defaults | settings)),  # type: ignore
-    )
+    given = {"lora": LoraSpec(4, 8.0), "micro_batch_tokens": 64, **settings}
+    return LocalTrainer(folder, TrainerSettings(schedule=Schedule(peak=rate), **given))  # type: ignore
 
 
 def rollouts(trainer: LocalTrainer, *, tasks: int = 2, runs: int = 3) -> list[Experience]:
@@ -80,20 +77,15 @@ def with_advantages(config: Config, exps: list[Experience]) -> list[Experience]:
 
 
 def with_experts(exps: list[Experience], step: int) -> list[Experience]:
-    fields = [
-        CustomField("is_expert", "expert_mask", torch.bool),
-        CustomField("step", "step", torch.int32),
-    ]
+    fields = [CustomField("is_expert", "expert_mask", torch.bool)]
+    fields.append(CustomField("step", "step", torch.int32))
+    scored = {"prompt_length": 6, "reward": 0.0}
     experts = [
-        Experience(
-            tokens=torch.arange(10 + k, 24 + k),
-            prompt_length=6,
-            reward=0.0,
-            logprobs=torch.zeros(8),
-            advantages=torch.zeros(8),
-        )
+        Experience(tokens=torch.arange(10 + k, 24 + k), logprobs=torch.zeros(8), **scored)
         for k in range(2)
     ]
+    for exp in experts:
+        exp.advantages = torch.zeros(8)
     for exp in exps + experts:
         exp.info |= {"is_expert": exp in experts, "step": step}
         exp.custom_fields = fields

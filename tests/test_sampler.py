@@ -391,16 +391,3 @@ def test_an_update_that_does_not_fit_changes_nothing(make_sampler, state, word) 
         sampler.update_weights(state, 1)
     assert sampler.version == 0
     assert sampler.generate([prompt(30)], [params]) == before
-
-
-def test_other_work_runs_on_the_samplers_thread_with_gradients(make_sampler) -> None:
-    sampler = make_sampler()
-
-    def work() -> tuple[str, float]:
-        x = torch.tensor(3.0, requires_grad=True)
-        (x * x).backward()
-        return threading.current_thread().name, x.grad.item()
-
-    assert sampler.run_alone(work) == ("sampler", 6.0)
-    with pytest.raises(ZeroDivisionError):
-        sampler.run_alone(lambda: 1 / 0)

@@ -148,20 +148,16 @@ class ChatRequest(BaseModel):
         elif self.response_format is not None and self.response_format.type != "text":
             wanted = self.response_format.json_schema
             schema = wanted.schema_ if wanted is not None else {"type": "object"}
-        limits = (self.max_completion_tokens, self.max_tokens)
+        limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
+        names = ("n", "temperature", "top_p", "seed", "top_logprobs", "min_tokens", "ignore_eos")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            max_tokens=next((limit for limit in limits if limit is not None), default_max_tokens),
-            n=1 if self.n is None else self.n,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            max_tokens=next(limit for limit in limits if limit is not None),
             top_k=max(self.top_k or 0, 0),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            seed=self.seed,
-            top_logprobs=self.top_logprobs or 0,
-            min_tokens=self.min_tokens or 0,
-            ignore_eos=self.ignore_eos,
             json_schema=schema,
             grammar=grammar,
+            **given,
         )
 
 
@@ -173,7 +169,8 @@ def chat_response(
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
     """The body of the answer. `return_token_ids` adds the tokens of prompt and choices."""
-    generated = sum(len(completion.token_ids) for completion in completions)
+    read, drawn = len(prompt_ids), sum(len(completion.token_ids) for completion in completions)
+    usage = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
     body: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
@@ -183,11 +180,7 @@ def chat_response(
             _choice(request, index, completion, prompt_ids, vocabulary)
             for index, completion in enumerate(completions)
         ],
-        "usage": {
-            "prompt_tokens": len(prompt_ids),
-            "completion_tokens": generated,
-            "total_tokens": len(prompt_ids) + generated,
-        },
+        "usage": usage,
     }
     if request.return_token_ids:
         body["prompt_token_ids"] = prompt_ids
