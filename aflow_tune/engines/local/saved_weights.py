@@ -89,6 +89,15 @@ def _read_peft(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
 
     from aflow_tune.engines.local.weights import LoraSpec
 
+    def refused(found: str) -> BadInput:
+        return BadInput.of(
+            "The adapter cannot be sampled from.",
+            str(folder / ADAPTER_CONFIG),
+            "a plain LoRA adapter",
+            f"an adapter with {found}",
+            "merge it (PeftModel.merge_and_unload, save_pretrained) and name the merged folder",
+        )
+
     config = PeftConfig.from_pretrained(str(folder))
     beyond = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
     odd = [name for name in beyond if getattr(config, name, None)]
@@ -96,22 +105,15 @@ def _read_peft(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
         odd.insert(0, f"peft_type {config.peft_type}")
     if getattr(config, "bias", "none") != "none":
         odd.append(f"bias {config.bias}")
+    if odd:
+        raise refused(", ".join(odd))
     parts, state = {".lora_A.weight": ".A", ".lora_B.weight": ".B"}, {}
-    for name, tensor in load_peft_weights(str(folder), device="cpu").items() if not odd else ():
+    for name, tensor in load_peft_weights(str(folder), device="cpu").items():
         part = next((part for part in parts if name.endswith(part)), None)
         if part is None:
-            odd.append(f"a tensor called {name}")
-            break
+            raise refused(f"a tensor called {name}")
         path = name.removeprefix("base_model.model.").removesuffix(part)
         state[f"lora.{path}{parts[part]}"] = tensor.float()
-    if odd:
-        raise BadInput.of(
-            "The adapter cannot be sampled from.",
-            str(folder / ADAPTER_CONFIG),
-            "a plain LoRA adapter",
-            f"an adapter with {', '.join(odd)}",
-            "merge it (PeftModel.merge_and_unload, save_pretrained) and name the merged folder",
-        )
     # Rank-stabilised LoRA scales by alpha / sqrt(rank) (arXiv:2312.03732).
     alpha = config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1.0)
     return state, LoraSpec(config.r, alpha)

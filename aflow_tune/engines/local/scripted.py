@@ -106,8 +106,12 @@ def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int =
 
 def _folder(name: str) -> Path | None:
     folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
-    if not name.strip() or folder.is_dir() or name in BUNDLED:
-        return folder if name.strip() and folder.is_dir() else None
+    if not name.strip():
+        return None
+    if folder.is_dir():
+        return folder
+    if name in BUNDLED:
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

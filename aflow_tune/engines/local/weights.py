@@ -112,7 +112,9 @@ class Weights:
             weight = getattr(modules.get(path), "weight", None)
             paired = key.endswith(".A") and f"{_PREFIX}{path}.B" in adapter
             if paired and isinstance(weight, Tensor) and weight.dim() == 2:
-                out_width, in_width = weight.shape[:: -1 if _is_transposed(modules[path]) else 1]
+                out_width, in_width = weight.shape
+                if _is_transposed(modules[path]):
+                    out_width, in_width = in_width, out_width
                 shapes[key] = (A_RI.shape[0], in_width)
                 shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
         return shapes

@@ -120,7 +120,9 @@ class InlineRollouts:
             )
             metrics[f"eval/{taskset.name}/finished_task_count"] = float(len(results))
             stop_at_limit(self.config)
-        return metrics and {**metrics, "time/eval": time.time() - started}
+        if metrics:
+            metrics["time/eval"] = time.time() - started
+        return metrics
 
     async def run_tasks(
         self, tasks: list[Task], batch_id: int | str, repeat_times: int
@@ -278,18 +280,19 @@ class InlineRun:
     async def _batch(self, step: int) -> list[Experience] | None:
         """The experiences of `step`; None when there are no more. Saves the position first."""
         source = self.taskset if self.reader is None else self.reader
-        if self.reader is None:
-            self.phase("rolling out")
         try:
-            batch = await source.read()
+            batch: Any = await source.read()
         except StopAsyncIteration:
             return None
-        state = source.state_dict()
-        save_taskset_state(self.run_dir, step, state if self.reader is None else [state])
-        return batch if self.reader is not None else await self._roll_out(step, batch)
+        if self.reader is None:
+            save_taskset_state(self.run_dir, step, self.taskset.state_dict())
+            return await self._roll_out(step, batch)
+        save_taskset_state(self.run_dir, step, [self.reader.state_dict()])
+        return list(batch)
 
     async def _roll_out(self, step: int, tasks: list[Task]) -> list[Experience]:
         assert self.rollouts is not None
+        self.phase("rolling out")
         sampler = self.rollouts.sampler
         started, totals = time.time(), sampler.stats()
         results = await self.rollouts.run_tasks(tasks, step, self.config.algorithm.repeat_times)

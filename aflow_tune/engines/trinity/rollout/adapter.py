@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 
-
 DEFAULT_MAX_TOKENS = 4096
 MAX_DETAIL = 8000
 """Characters of a traceback that are kept, from its end."""

@@ -159,7 +159,9 @@ class RolloutRecorder:
             async with counted:
                 response = await ask()
                 told = response.usage
-                counted.settle(told and Usage(told.prompt_tokens, told.completion_tokens))
+                counted.settle(
+                    None if told is None else Usage(told.prompt_tokens, told.completion_tokens)
+                )
             return response
 
     def _next_seed(self, caller: str, messages: list[dict[str, Any]]) -> int:
