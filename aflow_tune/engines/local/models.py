@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.engines.local.smollm2 import fetch_smollm2
-from aflow_tune.errors import BadInput
+from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
     import torch
@@ -102,19 +102,25 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        random = sorted(loaded["missing_keys"])
-        random += [f"{it[0]} of {tuple(it[2])}" for it in sorted(loaded["mismatched_keys"])]
-        if random:
-            raise BadInput.of(
-                "The model's weights are not those that its config.json describes",
-                f"{path}/config.json",
-                "weights for all of the model, in its shapes",
-                f"{len(random)} are not in the files, {random[0]} among them",
-                "use the config.json that the weights were saved with",
-            )
+        _refuse_random_weights(path, loaded)
         return model.to(torch.device(device)).eval()
     finally:
         torch.set_num_threads(threads)
+
+
+def _refuse_random_weights(path: Path, loaded: dict[str, Any]) -> None:
+    faults = []
+    cure = "use the config.json that the weights were saved with"
+    if missing := sorted(loaded["missing_keys"]):
+        found = f"{len(missing)} missing, {missing[0]} among them"
+        faults.append(Fault(f"{path}/config.json", "weights for all of the model", found, cure))
+    if differing := sorted(loaded["mismatched_keys"]):
+        name, saved, wanted = differing[0]
+        expected = f"{name} of {tuple(wanted)}"
+        found = f"{tuple(saved)}; {len(differing)} of its weights differ so"
+        faults.append(Fault(f"{path}/config.json", expected, found, cure))
+    if faults:
+        raise BadInput("The model's weights are not those that its config.json describes", faults)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
