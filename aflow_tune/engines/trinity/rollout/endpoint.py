@@ -68,15 +68,16 @@ class EndpointModel(ModelWrapper):
         async def create(**kwargs: Any) -> Any:
             for name in ("logprobs", "top_logprobs"):  # for training; many endpoints refuse them
                 kwargs.pop(name, None)
+            name = self._limit_name[0]  # another call may change it meanwhile
             try:
-                response = await plain(**self._renamed(kwargs))
+                response = await plain(**_renamed(kwargs, name))
             except openai.BadRequestError as error:
                 # Newer models of OpenAI's take this name only, older servers the other.
                 newer = "max_completion_tokens"
-                if self._limit_name[0] == newer or newer not in str(error):
+                if name == newer or newer not in str(error):
                     raise
                 self._limit_name[0] = newer
-                response = await plain(**self._renamed(kwargs))
+                response = await plain(**_renamed(kwargs, newer))
             self.history.extend(_experiences(response))
             return response
 
@@ -84,9 +85,9 @@ class EndpointModel(ModelWrapper):
         client.model_path = self.config.model_path  # type: ignore[attr-defined]
         return client
 
-    def _renamed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = {"max_tokens": self._limit_name[0]}
-        return {names.get(key, key): value for key, value in kwargs.items()}
+
+def _renamed(kwargs: dict[str, Any], limit: str) -> dict[str, Any]:
+    return {limit if key == "max_tokens" else key: value for key, value in kwargs.items()}
 
 
 def base_url(url: str) -> str:
