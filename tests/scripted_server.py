@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from aflow_tune.engines.trinity.inline import InlineRunner
 from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
 
 # isort: split
@@ -23,8 +24,6 @@ from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
 from trinity.common.config import Config, GenerationConfig, InferenceModelConfig
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task
-from trinity.explorer.workflow_runner import WorkflowRunner
-from trinity.utils.log import get_logger
 
 END_TOKEN = 256
 
@@ -165,7 +164,7 @@ class ScriptedModel(ModelWrapper):
         return 0
 
 
-class ScriptedRunner(WorkflowRunner):
+class ScriptedRunner(InlineRunner):
     """Trinity's run loop without its look-up of actors."""
 
     def __init__(
@@ -174,15 +173,9 @@ class ScriptedRunner(WorkflowRunner):
         auxiliary: list[ModelWrapper] | None = None,
         mode: str = "asynchronous",
     ) -> None:
-        self.name = "scripted_runner"
-        self.logger = get_logger(self.name)
-        self.config = Config()
-        self.config.explorer.rollout_model = model.config
-        self.model_wrapper = model
-        self.auxiliary_model_wrappers = auxiliary or []
-        self.workflow_instance = None
-        self.runner_id = 0
-        self.runner_state = {}
+        config: Any = Config()
+        config.explorer.rollout_model = model.config
+        super().__init__(config, model, auxiliary or [])
         self.concurrent_mode = mode
         self.concurrent_run_fn = {
             "asynchronous": self._asynchronous_run,

@@ -83,10 +83,9 @@ def returning(value: Any) -> Callable[..., Any]:
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
-    """A workflow that makes one call and raises `error`."""
+    """A workflow that raises `error`."""
 
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        await model(ASK)
         raise error
 
     return workflow
@@ -127,27 +126,20 @@ async def loops_for_ever(task: dict, model: TrinityChatModel) -> float:
         pass
 
 
-class _NotAReward:
-    def __repr__(self) -> str:
-        return "<not a reward>"
-
-
 FAILURES = {
     "raises": (raising(LookupError("no such planet")), "raised", "no such planet"),
     "exits": (raising(SystemExit(3)), "raised", "SystemExit: 3"),
-    "interrupts": (raising(KeyboardInterrupt()), "raised", "KeyboardInterrupt"),
     "cancels itself": (raising(asyncio.CancelledError()), "raised", "CancelledError"),
     "raises a group": (
         raising(BaseExceptionGroup("several", [SystemExit(1), ValueError("second")])),
         "raised",
         "second",
     ),
-    "returns None": (returning(None), "returned_none", "the workflow returned None"),
+    "returns None": (returning(None), "returned_none", "the workflow"),
     "returns NaN": (returning(float("nan")), "not_finite", "nan"),
     "returns infinity": (returning(np.float32("-inf")), "not_finite", "-inf"),
     "returns a huge integer": (returning(10**400), "not_finite", "inf"),
     "returns text": (returning("0.5"), "not_a_number", "str: '0.5'"),
-    "returns an object": (returning(_NotAReward()), "not_a_number", "<not a reward>"),
     "returns two numbers": (returning(np.zeros(2)), "not_a_number", "ndarray"),
     "returns a complex number": (returning(1j), "not_a_number", "complex"),
     "returns no reward": (returning(WorkflowOutput(response="x")), "returned_none", "None"),
@@ -156,33 +148,38 @@ FAILURES = {
         "raised",
         "metric 'speed'",
     ),
-    "calls no model": (no_call, "no_call", "made no call"),
-    "has no answered call": (swallows_a_failed_call, "no_call", "made no call"),
+    "calls no model": (no_call, "no_call", "no call"),
+    "has no answered call": (swallows_a_failed_call, "no_call", "no call"),
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
-def test_a_failure_costs_only_its_own_run_and_has_its_name(
-    server: ScriptedServer, name: str
-) -> None:
-    broken, kind, detail = FAILURES[name]
-    runs = iter([broken, returning(0.75), returning(0.25)])
+NUMBERS = [True, 3, np.float64(0.5), np.bool_(False), torch.tensor(0.25), np.array([2.0])]
+NUMBERS.append(Decimal("0.5"))
+
+
+def one_after_the_other(*workflows: Callable[..., Any]) -> Callable[..., Any]:
+    """A workflow whose rollouts are these."""
+    parts = iter(workflows)
 
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        return await next(runs)(task=task, model=model)
+        return await next(parts)(task=task, model=model)
 
-    status, exps = run(server, workflow, repeat_times=3)
+    return workflow
 
-    (failed,) = [exp for exp in exps if FAILURE_KEY in exp.info]
-    others = [exp for exp in exps if exp is not failed]
-    assert failed.info[FAILURE_KEY] == kind
-    assert detail in failed.info[TRACE_KEY]
-    assert not failed.action_mask.any()
-    assert failed.metrics == {f"failure/{kind}:sum": 1.0}
-    assert sorted(exp.reward for exp in others) == [0.25, 0.75]
-    assert sorted(exp.eid.run for exp in exps) == [0, 1, 2]
-    assert status.completed_runs == 3
-    assert sum(metrics.get(f"failure/{kind}:sum", 0) for metrics in status.metrics) == 1
+
+def test_failures_cost_only_their_own_run_and_have_their_names(server: ScriptedServer) -> None:
+    broken = [workflow for workflow, _, _ in FAILURES.values()]
+    workflow = one_after_the_other(*broken, *map(returning, NUMBERS))
+    count = len(FAILURES) + len(NUMBERS)
+    status, exps = run(server, workflow, repeat_times=count, mode="sequential")
+    assert status.completed_runs == len(exps) == count
+    exps.sort(key=lambda exp: exp.eid.run)
+    for (name, (_, kind, detail)), exp in zip(FAILURES.items(), exps, strict=False):
+        assert exp.info[FAILURE_KEY] == kind, name
+        assert detail in exp.info[TRACE_KEY], name
+        assert not exp.action_mask.any()
+        assert exp.metrics == {f"failure/{kind}:sum": 1.0}
+    assert [exp.reward for exp in exps[len(FAILURES) :]] == [1.0, 3.0, 0.5, 0.0, 0.25, 2.0, 0.5]
 
 
 @pytest.mark.slow
@@ -191,52 +188,28 @@ def test_runs_that_hang_in_every_way_at_once_cost_only_themselves(
 ) -> None:
     monkeypatch.setattr(rollout_thread, "GRACE_SECONDS", 4.0)
     hanging = [hangs, hangs_and_ignores_its_cancellation, sleeps_without_await, loops_for_ever]
-    parts = iter([*hanging, returning(0.25), returning(0.75)])
-
-    async def workflow(task: dict, model: TrinityChatModel) -> float:
-        return await next(parts)(task=task, model=model)
-
+    workflow = one_after_the_other(*hanging, returning(0.25), returning(0.75))
     _, exps = run(server, workflow, repeat_times=6, run_timeout=8.0)
     assert sorted(exp.reward for exp in exps if FAILURE_KEY not in exp.info) == [0.25, 0.75]
-    found = [
-        (exp.info[FAILURE_KEY], exp.info[TRACE_KEY]) for exp in exps if FAILURE_KEY in exp.info
-    ]
-    assert sorted(kind for kind, _ in found) == ["blocked_loop"] * 2 + ["timed_out"] * 2
-    for kind, detail in [
-        ("timed_out", "asyncio.sleep(60)"),
-        ("timed_out", "not finished after 8 s"),
-        ("blocked_loop", "time.sleep(60)"),
-        ("blocked_loop", "in loops_for_ever"),
-    ]:
-        assert any(kind == name and detail in text for name, text in found), (kind, found)
-
-
-@pytest.mark.parametrize(
-    ("value", "reward"),
-    [
-        (True, 1.0),
-        (3, 3.0),
-        (np.float64(0.5), 0.5),
-        (np.bool_(False), 0.0),
-        (torch.tensor(0.25), 0.25),
-        (np.array([2.0]), 2.0),
-        (Decimal("0.5"), 0.5),
-    ],
-)
-def test_what_counts_as_a_number(server: ScriptedServer, value: Any, reward: float) -> None:
-    _, exps = run(server, returning(value))
-    assert exps[0].reward == reward
+    found = [exp.info for exp in exps if FAILURE_KEY in exp.info]
+    told = {kind: "" for kind in ("timed_out", "blocked_loop")}
+    for info in found:
+        told[info[FAILURE_KEY]] += info[TRACE_KEY]
+    assert len(found) == 4
+    assert "asyncio.sleep(60)" in told["timed_out"]
+    assert "not finished after 8 s" in told["timed_out"]
+    assert "time.sleep(60)" in told["blocked_loop"]
+    assert "in loops_for_ever" in told["blocked_loop"]
 
 
 def test_a_blocked_run_does_not_hold_up_the_others(server: ScriptedServer) -> None:
     """The others get their answers while one blocks; the thread in an endless loop ends."""
     finished: list[float] = []
-    runs = iter([loops_for_ever, returning(1.0), returning(1.0)])
+    parts = one_after_the_other(loops_for_ever, returning(1.0), returning(1.0))
 
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        reward = await next(runs)(task=task, model=model)
-        finished.append(reward)
-        return reward
+        finished.append(await parts(task=task, model=model))
+        return finished[-1]
 
     before = threading.active_count()
     run(server, workflow, repeat_times=3, run_timeout=8.0)
@@ -245,17 +218,6 @@ def test_a_blocked_run_does_not_hold_up_the_others(server: ScriptedServer) -> No
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= before
-
-
-def test_a_run_whose_time_is_up_gives_its_request_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_thread, "GRACE_SECONDS", 30.0)
-    with ScriptedServer(lambda request: Reply("late", delay=120)) as slow:
-        _, exps = run(slow, returning(1.0), run_timeout=5.0)  # the request has to be there
-        deadline = time.monotonic() + 60
-        while not slow.cancelled and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert slow.cancelled == 1
-    assert exps[0].info[FAILURE_KEY] == "timed_out"
 
 
 def test_every_step_carries_reward_caller_and_state_and_the_last_one_metrics(
@@ -298,10 +260,10 @@ def test_every_step_carries_reward_caller_and_state_and_the_last_one_metrics(
 
 def test_step_rewards_stay_and_the_last_step_gets_the_returned_one(server: ScriptedServer) -> None:
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        await model(ASK)
-        step_reward(0.125)
-        await model(ASK)
-        await model(ASK)
+        for given in (0.125, None, None):
+            await model(ASK)
+            if given is not None:
+                step_reward(given)
         return 1.0
 
     _, exps = run(server, workflow)
@@ -315,10 +277,8 @@ def test_a_call_sampled_otherwise_is_answered_but_not_trained(
     monkeypatch.setattr(adapter, "_said", set())
 
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        with caller("greedy"):
-            await model(ASK, temperature=0)
-        with caller("nucleus"):
-            await model(ASK, top_p=0.5)
+        await model(ASK, temperature=0)
+        await model(ASK, top_p=0.5)
         with caller("same"):
             await model(ASK, temperature=1)
         return 1.0
@@ -326,8 +286,7 @@ def test_a_call_sampled_otherwise_is_answered_but_not_trained(
     _, exps = run(server, workflow)
     assert [request["temperature"] for request in server.requests] == [0, 1.0, 1]
     assert [(exp.info["caller"], exp.eid.step) for exp in exps] == [("same", 0)]
-    assert exps[0].metrics["calls"] == 3.0
-    assert exps[0].metrics["untrained_calls"] == 2.0
+    assert (exps[0].metrics["calls"], exps[0].metrics["untrained_calls"]) == (3.0, 2.0)
 
     async def greedy(task: dict, model: TrinityChatModel) -> float:
         await model(ASK, temperature=0)
@@ -365,8 +324,13 @@ def test_seeds_differ_between_calls_and_runs_and_repeat_with_the_task(
     assert sorted(before) == sorted(after)  # before and after share their random numbers
 
 
-def test_the_runs_of_a_task_that_several_runners_share_differ(server: ScriptedServer) -> None:
-    def part() -> set[int]:
+def test_the_runs_of_a_task_differ_in_every_way_to_repeat_it(server: ScriptedServer) -> None:
+    for mode in ("asynchronous", "sequential", "multi-threading"):
+        _, exps = run(server, returning(1.0), repeat_times=4, mode=mode)
+        assert sorted(exp.eid.run for exp in exps) == [0, 1, 2, 3]
+        assert len({request["seed"] for request in server.requests}) == 4
+
+    def part() -> set[int]:  # one of several runners that share the task
         task = make_task(returning(1.0))
         task.repeat_times, task.rollout_args.n = 4, 2
         server.requests.clear()
@@ -375,13 +339,6 @@ def test_the_runs_of_a_task_that_several_runners_share_differ(server: ScriptedSe
         return {request["seed"] for request in server.requests}
 
     assert len(part() | part()) == 4
-
-
-@pytest.mark.parametrize("mode", ["asynchronous", "sequential", "multi-threading"])
-def test_all_of_trinitys_ways_to_repeat_a_task(server: ScriptedServer, mode: str) -> None:
-    _, exps = run(server, returning(1.0), repeat_times=4, mode=mode)
-    assert sorted(exp.eid.run for exp in exps) == [0, 1, 2, 3]
-    assert len({request["seed"] for request in server.requests}) == 4
 
 
 def test_a_judge_scores_the_response_and_auxiliary_models_have_names(
@@ -437,54 +394,38 @@ def test_an_evaluation_leaves_one_record_a_run_and_its_metrics_reach_the_curves(
     server: ScriptedServer, tmp_path: Path
 ) -> None:
     async def workflow(task: dict, model: TrinityChatModel) -> float:
-        with caller("solve"):
-            await model(ASK)
+        await model(ASK)
         record_metrics(right=1)
         return 0.5
 
-    status, records = _evaluate(server, tmp_path, workflow)
-    (record,) = records
+    status, (record,) = _evaluate(server, tmp_path, workflow)
     assert (record.step, record.taskset, record.item, record.run) == (2, "held_out", 3, 0)
     assert (record.score, record.reward, record.failure) == (1.0, 0.5, None)
     assert record.metrics == {"right": 1.0}
-    assert record.transcript == [
-        {"caller": "solve", "messages": ASK, "response": "four", "tokens": 5}
-    ]
+    assert [(it["messages"], it["response"]) for it in record.transcript] == [(ASK, "four")]
     task_metrics = calculate_task_level_metrics(status.metrics, is_eval=True)
     curves = aggregate_eval_metrics([task_metrics], prefix="eval/held_out")
     assert curves["eval/held_out/reward/mean@1"] == 0.5
     assert curves["eval/held_out/right/mean@1"] == 1.0
-
     _, records = _evaluate(server, tmp_path / "few", workflow, transcripts=3)
     assert records[0].transcript == []  # item 3 is not among the first three
 
 
-def test_a_score_that_nobody_recorded_is_none_and_said_once(
+def test_what_a_record_lacks_is_said_once_and_costs_no_rollout(
     server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: set[str] = set()
     monkeypatch.setattr(adapter, "_said", said)
     _, (record,) = _evaluate(server, tmp_path, returning(1.0))
-    assert (record.score, record.reward) == (None, 1.0)
+    assert (record.score, record.reward) == (None, 1.0)  # nobody recorded the score
     assert said == {"score right"}
-
-
-def test_a_record_that_cannot_be_written_costs_no_run(
-    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: set[str] = set()
-    monkeypatch.setattr(adapter, "_said", said)
-    (tmp_path / "held_out").write_text("a file where the folder should be")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "held_out").write_text("a file where the folder should be")
     status, _ = run(
-        server,
-        returning(1.0),
-        is_eval=True,
-        batch_id="2/held_out",
-        eval_dir=str(tmp_path),
-        repeat_times=2,
+        server, returning(1.0), is_eval=True, batch_id="2/held_out", eval_dir=str(tmp_path / "full")
     )
-    assert [metrics["reward"] for metrics in status.metrics] == [1.0, 1.0]
-    assert said == {"records"}
+    assert status.metrics[0]["reward"] == 1.0
+    assert said == {"score right", "records"}
 
 
 class Answer(BaseModel):
@@ -511,8 +452,7 @@ async def react(task: dict, model: TrinityChatModel) -> float:
 
 def test_agentscopes_react_agent_runs_and_each_of_its_calls_is_a_step() -> None:
     def answer(request: dict[str, Any]) -> Reply:
-        names = [tool["function"]["name"] for tool in request["tools"]]
-        assert "generate_response" in names
+        assert "generate_response" in [tool["function"]["name"] for tool in request["tools"]]
         if request.get("tool_choice") == "none":
             return Reply("It is four.")
         if any(message["role"] == "tool" for message in request["messages"]):
@@ -521,10 +461,8 @@ def test_agentscopes_react_agent_runs_and_each_of_its_calls_is_a_step() -> None:
 
     with ScriptedServer(answer) as scripted:
         _, exps = run(scripted, react, repeat_times=3)
-    assert all(FAILURE_KEY not in exp.info for exp in exps), exps[0].info
-    assert [exp.reward for exp in exps] == [1.0] * len(exps)
-    by_run = {index: [e.eid.step for e in exps if e.eid.run == index] for index in range(3)}
-    assert by_run == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
-    states = {exp.eid.step: exp.info["env_state_hash"] for exp in exps if exp.eid.run == 0}
-    for exp in exps:  # the ids that AgentScope draws for its calls do not split the states
-        assert exp.info["env_state_hash"] == states[exp.eid.step]
+    assert [exp.reward for exp in exps] == [1.0] * 9, exps[0].info
+    found = sorted((exp.eid.run, exp.eid.step) for exp in exps)
+    assert found == [(run, step) for run in range(3) for step in range(3)]
+    # The ids that AgentScope draws for its calls do not split the states.
+    assert len({(exp.eid.step, exp.info["env_state_hash"]) for exp in exps}) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
 )
 
 from aflow_tune.engines.local.packed_model import PackedModel, token_scores
@@ -36,13 +38,6 @@ def group(prompt: int, responses: list[int], *, vocabulary: int = 250) -> list[S
         tail = torch.randint(0, vocabulary, (n - 1,), generator=generator).tolist()
         samples.append(sample([*head, k, *tail], prompt))
     return samples
-
-
-def plain_logprobs(model: PreTrainedModel, s: Sample, temperature: float = 1.0) -> torch.Tensor:
-    logits = model(input_ids=s.tokens_T[None]).logits[0].float() / temperature
-    logp_TV = logits.log_softmax(-1)
-    chosen_T = logp_TV[:-1].gather(1, s.tokens_T[1:, None])[:, 0]
-    return chosen_T[s.prompt_length - 1 :] * s.action_mask_R
 
 
 def mixed_batch() -> list[Sample]:
@@ -79,27 +74,6 @@ def test_positions_and_scores_of_a_small_trie() -> None:
     assert row.column_M.tolist() == [0, 1, 1]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_equals_unpacked(tiny_model_dir: Path, temperature: float) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    packed = PackedModel(model, temperature=temperature)
-    assert packed.packed
-    assert packed.fused_head
-    batch = mixed_batch()
-    scores, entropy = packed.scores(batch, 40, entropy=True)
-    assert entropy is not None
-    for row, s in enumerate(batch):
-        expected = plain_logprobs(plain, s, temperature)
-        width = len(expected)
-        assert torch.allclose(scores[row, :width], expected, atol=1e-5, rtol=0)
-        logits = plain(input_ids=s.tokens_T[None]).logits[0, s.prompt_length - 1 : -1]
-        distribution = torch.distributions.Categorical(logits=logits / temperature)
-        assert torch.allclose(
-            entropy[row, :width], distribution.entropy() * s.action_mask_R, atol=1e-5, rtol=0
-        )
-
-
 def test_gradients_equal_those_of_unpacked_rows(tiny_model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()
@@ -119,42 +93,46 @@ def test_gradients_equal_those_of_unpacked_rows(tiny_model_dir: Path) -> None:
         assert torch.allclose(a.grad, b.grad, atol=2e-5, rtol=1e-4), name
 
 
-def small(model_class: type, config: object) -> PreTrainedModel:
+MISTRAL = MistralConfig(
+    vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, sliding_window=8, initializer_range=0.3,
+    attn_implementation="sdpa",
+)  # fmt: skip
+GPT2 = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+MAMBA = MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4)
+
+
+LLAMA = LlamaConfig(
+    vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "is_packed", "temperature"),
+    [
+        (LlamaForCausalLM, LLAMA, True, 1.0),
+        (LlamaForCausalLM, LLAMA, True, 0.7),
+        (MistralForCausalLM, MISTRAL, True, 1.0),  # its sliding window is respected
+        (GPT2LMHeadModel, GPT2, True, 1.0),
+        (MambaForCausalLM, MAMBA, False, 0.7),
+    ],
+)
+def test_scores_and_entropies_are_those_of_single_rows(
+    model_class, config, is_packed: bool, temperature: float
+) -> None:
     torch.manual_seed(0)
-    return model_class(config).eval()
-
-
-def test_sliding_windows_are_respected() -> None:
-    config = MistralConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=8, initializer_range=0.3,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    plain = small(MistralForCausalLM, config)
-    packed = PackedModel(small(MistralForCausalLM, config))
-    assert packed.packed
+    plain = model_class(config).eval()
+    packed = PackedModel(copy.deepcopy(plain), temperature=temperature)
+    assert packed.packed == is_packed
     batch = mixed_batch()
-    scores, _ = packed.scores(batch, 40)
+    scores, entropy = packed.scores(batch, 40, entropy=True)
     for row, s in enumerate(batch):
-        expected = plain_logprobs(plain, s)
-        assert torch.allclose(scores[row, : len(expected)], expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "mamba"])
-def test_other_models_run_packed_or_fall_back(kind: str) -> None:
-    if kind == "gpt2":
-        config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
-        model, plain = small(GPT2LMHeadModel, config), small(GPT2LMHeadModel, config)
-    else:
-        settings = MambaConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, state_size=4)
-        model, plain = small(MambaForCausalLM, settings), small(MambaForCausalLM, settings)
-    packed = PackedModel(model)
-    assert packed.packed == (kind == "gpt2")
-    batch = mixed_batch()
-    scores, _ = packed.scores(batch, 40)
-    for row, s in enumerate(batch):
-        expected = plain_logprobs(plain, s)
-        assert torch.allclose(scores[row, : len(expected)], expected, atol=1e-5, rtol=0)
+        logits = plain(input_ids=s.tokens_T[None]).logits[0, s.prompt_length - 1 : -1]
+        dist = torch.distributions.Categorical(logits=logits / temperature)
+        found = torch.stack([scores[row], entropy[row]])[:, : len(logits)]
+        expected = torch.stack([dist.log_prob(s.tokens_T[s.prompt_length :]), dist.entropy()])
+        assert torch.allclose(found, expected * s.action_mask_R, atol=1e-5, rtol=0)
 
 
 def test_token_scores_match_autograd_over_plain_logits(monkeypatch: pytest.MonkeyPatch) -> None:

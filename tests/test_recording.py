@@ -72,19 +72,15 @@ def test_concurrent_calls_keep_their_caller_and_the_order_in_which_they_started(
 
     with ScriptedServer(echo) as server:
         answers, calls = record(server, use)
-        arrived = [request["messages"][0]["content"] for request in server.requests]
     assert answers == [f"first {n}second {n}" for n in numbers]
-    assert len(calls) == 80
     assert [call.note.index for call in calls] == list(range(80))
-    for call in calls:
-        text = call.messages[0]["content"]
+    texts = [call.messages[0]["content"] for call in calls]
+    for call, text in zip(calls, texts, strict=True):
         assert call.note.caller == f"agent {text.split()[-1]}"
         (experience,) = call.experiences
         assert experience.response_text == text
         assert experience.tokens.tolist() == [*text.encode(), *text.encode(), 256]
-    firsts = [call.messages[0]["content"] for call in calls if "first" in str(call.messages)]
-    assert firsts == [f"first {n}" for n in numbers]
-    assert sorted(arrived) == sorted(call.messages[0]["content"] for call in calls)
+    assert [text for text in texts if "first" in text] == [f"first {n}" for n in numbers]
 
 
 def test_seeds_follow_what_is_asked_and_not_who_comes_first() -> None:
@@ -114,85 +110,58 @@ class City(BaseModel):
     people: int
 
 
-def test_structured_output_is_recorded() -> None:
-    async def use(model: TrinityChatModel) -> Any:
-        return await model(ask("which city?"), structured_model=City)
-
-    with ScriptedServer(lambda request: '{"name": "Ulm", "people": 126000}') as server:
-        response, (call,) = record(server, use)
-        (request,) = server.requests
-    assert response.metadata == {"name": "Ulm", "people": 126000}
-    assert request["response_format"]["type"] == "json_schema"
-    assert set(request["response_format"]["json_schema"]["schema"]["properties"]) == {
-        "name",
-        "people",
-    }
-    assert call.experiences[0].response_text == '{"name": "Ulm", "people": 126000}'
-    assert not call.off_policy
-
-
-def test_structured_output_that_does_not_fit_falls_back_to_a_tool_call() -> None:
+def test_structured_output_is_recorded_and_falls_back_to_a_tool_call() -> None:
     def answer(request: dict[str, Any]) -> Reply:
         if "response_format" in request:
-            return Reply('{"city": 1}')
+            fits = "fits" in request["messages"][0]["content"]
+            return Reply('{"name": "Ulm", "people": 1}' if fits else '{"city": 1}')
         name = request["tools"][0]["function"]["name"]
         return Reply("", tool_calls=[(name, {"name": "Ulm", "people": 1})])
 
-    async def use(model: TrinityChatModel) -> Any:
-        return await model(ask("which city?"), structured_model=City)
+    async def use(model: TrinityChatModel) -> list[Any]:
+        asked = ("what fits", "what does not")
+        return [(await model(ask(it), structured_model=City)).metadata for it in asked]
 
     with ScriptedServer(answer) as server:
-        response, calls = record(server, use)
-    assert response.metadata == {"name": "Ulm", "people": 1}
-    assert len(calls) == 2  # the answer that did not fit was sampled too
+        found, calls = record(server, use)
+        form = server.requests[0]["response_format"]
+    assert found == [{"name": "Ulm", "people": 1}] * 2
+    assert form["type"] == "json_schema"
+    assert set(form["json_schema"]["schema"]["properties"]) == {"name", "people"}
+    assert len(calls) == 3  # the answer that did not fit was sampled too
+    assert not any(call.off_policy for call in calls)
 
 
 def test_what_the_user_passes_wins_but_logprobs_stay() -> None:
+    given = {"max_completion_tokens": 5, "stop": ["x"], "logprobs": False}
+
     async def use(model: TrinityChatModel) -> None:
-        await model(
-            ask("hello"),
-            max_completion_tokens=5,
-            stop=["x"],
-            logprobs=False,
-            extra_body={"min_tokens": 2},
-        )
+        await model(ask("hello"), **given, extra_body={"min_tokens": 2})
 
     with ScriptedServer(echo) as server:
         _, (call,) = record(server, use, extra_body={"top_k": 20})
         (request,) = server.requests
-    assert request["max_completion_tokens"] == 5
     assert "max_tokens" not in request
-    assert request["stop"] == ["x"]
-    assert request["logprobs"] is True
-    assert (request["top_k"], request["min_tokens"]) == (20, 2)
+    expected = {**given, "logprobs": True, "top_k": 20, "min_tokens": 2}
+    assert {name: request[name] for name in expected} == expected
     assert not call.off_policy
 
 
-@pytest.mark.parametrize(
-    ("arguments", "off_policy"),
-    [
-        ({"temperature": 1}, False),
-        ({"temperature": 0.7}, True),
-        ({"temperature": 0}, True),
-        ({"top_p": 0.9}, True),
-        ({"presence_penalty": 0.0}, False),
-        ({"frequency_penalty": 0.5}, True),
-        ({"logit_bias": {}}, False),
-        ({"logit_bias": {"50": -100}}, True),
-        ({"extra_body": {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}}, False),
-        ({"extra_body": {"top_k": 1}}, True),
-        ({"extra_body": {"repetition_penalty": 1.1}}, True),
-    ],
-)
-def test_calls_that_the_trainer_cannot_reproduce_are_marked(
-    arguments: dict[str, Any], off_policy: bool
-) -> None:
+REPRODUCED = [{"temperature": 1}, {"presence_penalty": 0.0}, {"logit_bias": {}}]
+REPRODUCED += [{"extra_body": {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}}]
+OTHERWISE = [{"temperature": 0.7}, {"temperature": 0}, {"top_p": 0.9}, {"frequency_penalty": 0.5}]
+OTHERWISE += [{"logit_bias": {"50": -100}}, {"extra_body": {"top_k": 1}}]
+OTHERWISE += [{"extra_body": {"repetition_penalty": 1.1}}]
+
+
+def test_calls_that_the_trainer_cannot_reproduce_are_marked() -> None:
     async def use(model: TrinityChatModel) -> None:
-        await model(ask("hello"), **arguments)
+        for arguments in [*REPRODUCED, *OTHERWISE]:
+            await model(ask("hello"), **arguments)
 
     with ScriptedServer(echo) as server:
-        _, (call,) = record(server, use)
-    assert call.off_policy is off_policy
+        _, calls = record(server, use)
+    assert [call.off_policy for call in calls] == [False] * 4 + [True] * 7
 
 
 def test_streams_are_refused_and_failed_calls_are_not_recorded() -> None:
@@ -231,36 +200,30 @@ def test_a_run_that_is_over_records_nothing_more() -> None:
 def test_runs_share_one_client_and_leave_no_history_behind() -> None:
     async def main(server: ScriptedServer) -> None:
         shared = ScriptedModel(server.url)
-        sources = set()
-        for _ in range(3):
-            source = await recording_client(shared.clone_with_isolated_history())
-            recorder = RolloutRecorder(source, RolloutContext(), "1/0", None, CONFIGURED)
-            model = recorder.chat_model()
-            await asyncio.gather(*(model(ask(f"n {n}")) for n in range(5)))
-            assert len(recorder.close()) == 5
-            assert source.wrapper.history == []
-            sources.add(source)
-        assert len(sources) == 1
-        assert shared.history == []
+        sources = [await recording_client(shared.clone_with_isolated_history()) for _ in range(2)]
+        assert sources[0] is sources[1]
+        recorder = RolloutRecorder(sources[0], RolloutContext(), "1/0", None, CONFIGURED)
+        model = recorder.chat_model()
+        await asyncio.gather(*(model(ask(f"n {n}")) for n in range(5)))
+        assert len(recorder.close()) == 5
+        assert sources[0].wrapper.history == shared.history == []
 
     with ScriptedServer(echo) as server:
         asyncio.run(main(server))
 
 
 def test_the_state_is_task_caller_and_normalised_input() -> None:
-    with_ids = [
-        {"role": "user", "content": "a  question\n"},
-        {"role": "assistant", "tool_calls": [{"id": "call_1", "function": {"name": "f"}}]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "\uff11"},
-    ]
-    other_ids = [
-        {"role": "user", "content": " a question"},
-        {"role": "assistant", "tool_calls": [{"id": "call_2", "function": {"name": "f"}}]},
-        {"role": "tool", "tool_call_id": "call_2", "content": "1"},
-    ]
-    state = state_hash("1/0", "solve", with_ids)
-    assert state == state_hash("1/0", "solve", other_ids)
-    assert state != state_hash("1/1", "solve", with_ids)
-    assert state != state_hash("1/0", "check", with_ids)
-    assert state != state_hash("1/0", "solve", with_ids[:2])
-    assert state != state_hash("1/0", "solve", [{"role": "user", "content": "A question"}])
+    def messages(question: str, number: str, result: str) -> list[dict[str, Any]]:
+        call = {"id": number, "function": {"name": "f"}}
+        return [
+            {"role": "user", "content": question},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": number, "content": result},
+        ]
+
+    asked = messages("a  question\n", "call_1", "\uff11")
+    state = state_hash("1/0", "solve", asked)
+    assert state == state_hash("1/0", "solve", messages(" a question", "call_2", "1"))
+    others = [("1/1", "solve", asked), ("1/0", "check", asked), ("1/0", "solve", asked[:2])]
+    others.append(("1/0", "solve", messages("A question", "call_1", "1")))
+    assert state not in {state_hash(*other) for other in others}

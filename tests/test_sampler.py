@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections import Counter
@@ -12,16 +13,16 @@ import pytest
 import torch
 
 from aflow_tune.engines.local.decoder import GenericDecoder, make_decoder
-from aflow_tune.engines.local.kv_cache import PrefixStore, plan
 from aflow_tune.engines.local.llama import LlamaDecoder
 from aflow_tune.engines.local.models import load_model, load_tokenizer
-from aflow_tune.engines.local.sampler import Sampler, SamplingParams, _Job
+from aflow_tune.engines.local.sampler import Sampler, SamplingParams
 from aflow_tune.engines.local.sampling import RowRule, draw, invert
 from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.errors import BadInput, RunFailed
 
 CPU = torch.device("cpu")
 SPEC = LoraSpec(rank=2, alpha=4.0)
+ENDLESS = SamplingParams(max_tokens=90_000, ignore_eos=True)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -42,25 +43,25 @@ def worst_difference(model, prompt_ids, completion, temperature: float = 1.0) ->
     return (expected[len(prompt_ids) - 1 :] - found).abs().max().item()
 
 
-def other_architecture(name: str):
-    """A tiny random model of another architecture, seeded."""
+LLAMA_LIKE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "num_hidden_layers": 2, "intermediate_size": 64}  # fmt: skip
+PLAIN = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+ARCHITECTURES = {
+    "qwen2": (LlamaDecoder, LLAMA_LIKE),
+    "qwen3": (LlamaDecoder, {**LLAMA_LIKE, "head_dim": 16}),
+    "mistral": (LlamaDecoder, {**LLAMA_LIKE, "sliding_window": None}),
+    "gemma": (GenericDecoder, {**LLAMA_LIKE, "head_dim": 8}),
+    "gpt_neox": (GenericDecoder, PLAIN),
+    "opt": (GenericDecoder, {**PLAIN, "word_embed_proj_dim": 32, "ffn_dim": 64}),
+    "gpt2": (GenericDecoder, {"n_embd": 32, "n_head": 4, "n_layer": 2}),
+}
+"""Tiny models of other architectures, and the decoder that serves them."""
+
+
+def architecture(name: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {
-        "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2},
-        "opt": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
-                "word_embed_proj_dim": 32, "ffn_dim": 64},
-        "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
-        "qwen2": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-                  "num_hidden_layers": 2, "intermediate_size": 64},
-        "qwen3": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-                  "head_dim": 16, "num_hidden_layers": 2, "intermediate_size": 64},
-        "mistral": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1,
-                    "num_hidden_layers": 2, "intermediate_size": 64, "sliding_window": None},
-        "gemma": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-                  "head_dim": 8, "num_hidden_layers": 2, "intermediate_size": 64},
-    }  # fmt: skip
-    config = AutoConfig.for_model(name, vocab_size=259, eos_token_id=258, **sizes[name])
+    config = AutoConfig.for_model(name, vocab_size=259, eos_token_id=258, **ARCHITECTURES[name][1])
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -77,20 +78,15 @@ def model(tiny_model_dir: Path):
     return load_model(tiny_model_dir, torch.float32, CPU)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model_dir: Path):
-    return load_tokenizer(tiny_model_dir)
-
-
 @pytest.fixture
-def make_sampler(tiny_model_dir: Path, tokenizer):
+def make_sampler(tiny_model_dir: Path):
     """Builds samplers on fresh weights and closes them."""
     built: list[Sampler] = []
+    tokenizer = load_tokenizer(tiny_model_dir)
 
     def make(model=None, **options) -> Sampler:
         model = model or load_model(tiny_model_dir, torch.float32, CPU)
-        options = {"max_batch": 8, "max_model_len": 256, **options}
-        built.append(Sampler(model, tokenizer, **options))
+        built.append(Sampler(model, tokenizer, **{"max_batch": 8, "max_model_len": 256, **options}))
         return built[-1]
 
     yield make
@@ -98,25 +94,24 @@ def make_sampler(tiny_model_dir: Path, tokenizer):
         sampler.close()
 
 
-# --- drawing one token ---------------------------------------------------------------------
-
-
 def test_invert_picks_the_token_that_the_uniform_falls_into() -> None:
     weights = torch.zeros(6, 600)
     weights[:, [3, 255, 256, 599]] = torch.tensor([0.1, 0.2, 0.3, 0.4])
     uniforms = torch.tensor([0.0, 0.0999, 0.1001, 0.31, 0.61, 0.99999994])
-    assert invert(weights, uniforms).tolist() == [3, 3, 255, 256, 599, 599]
-    # Unnormalised weights mean the same distribution.
-    assert invert(weights * 7, uniforms).tolist() == [3, 3, 255, 256, 599, 599]
+    for scale in (1, 7):  # unnormalised weights mean the same distribution
+        assert invert(weights * scale, uniforms).tolist() == [3, 3, 255, 256, 599, 599]
 
 
 def test_draws_follow_the_distribution_and_report_its_log() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    count = 4096
-    uniforms = (torch.arange(count) + 0.5) / count
-    tokens, logprobs, _ = draw(probabilities.log().expand(count, 4), None, uniforms, {})
+    uniforms = (torch.arange(4096) + 0.5) / 4096
+    tokens, logprobs, _ = draw(probabilities.log().expand(4096, 4), None, uniforms, {})
     assert Counter(tokens.tolist()) == {0: 2048, 1: 1024, 2: 512, 3: 512}
     torch.testing.assert_close(logprobs, probabilities.log()[tokens], rtol=0, atol=1e-6)
+    # A token that is allowed alone is drawn though its probability underflows fp32.
+    rule = RowRule(banned=torch.tensor([True, False]))
+    tokens, logprobs, _ = draw(torch.tensor([[300.0, 0.0]]), None, torch.tensor([0.5]), {0: rule})
+    assert (tokens.tolist(), logprobs.item()) == ([1], -300.0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +120,6 @@ def test_draws_follow_the_distribution_and_report_its_log() -> None:
         (RowRule(top_k=2), {0, 1}),
         (RowRule(top_p=0.5), {0}),
         (RowRule(top_p=0.51), {0, 1}),
-        (RowRule(banned=torch.tensor([True, False, False, True])), {1, 2}),
         (RowRule(top_k=1, banned=torch.tensor([True, False, False, False])), {1}),
         (RowRule(greedy=True), {0}),
         (RowRule(greedy=True, banned=torch.tensor([True, True, False, False])), {2}),
@@ -139,45 +133,6 @@ def test_rules_restrict_what_is_drawn_but_not_what_is_reported(rule, possible) -
     torch.testing.assert_close(logprobs, logits[0][tokens], rtol=0, atol=1e-6)
 
 
-def test_a_banned_majority_leaves_only_unlikely_tokens() -> None:
-    # The allowed token's probability underflows fp32: it must be drawn all the same.
-    rule = RowRule(banned=torch.tensor([True, False]))
-    tokens, logprobs, _ = draw(torch.tensor([[300.0, 0.0]]), None, torch.tensor([0.5]), {0: rule})
-    assert tokens.tolist() == [1]
-    assert logprobs.item() == -300.0
-
-
-def test_parameters_out_of_range_are_refused_together() -> None:
-    params = SamplingParams(max_tokens=0, n=0, temperature=float("nan"), top_p=0, stop=("",))
-    with pytest.raises(BadInput) as caught:
-        params.validate()
-    refused = [fault.where for fault in caught.value.faults]
-    assert refused == ["max_tokens", "n", "temperature", "top_p", "stop"]
-
-
-# --- cache -----------------------------------------------------------------------------------
-
-
-def test_plan_computes_every_shared_token_once() -> None:
-    import numpy as np
-
-    shared = np.arange(100)
-    prompts = [np.append(shared, i) for i in (200, 201, 200, 202)]
-    result = plan(prompts, [], PrefixStore(1000))
-    assert [(s.index, s.offset, len(s.tokens)) for s in result.leaders] == [(0, 0, 101)]
-    assert [(s.index, s.donor, s.offset, len(s.tokens)) for s in result.followers] == [
-        (1, 0, 100, 1),
-        (3, 0, 100, 1),
-    ]
-    assert result.copies == {2: 0}
-    assert result.shared_tokens == 301
-    waves = list(result.waves(token_limit=1))
-    assert [[span.index for span in wave] for wave in waves] == [[0], [1], [3]]
-
-
-# --- log-probabilities -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_exact_for_mixed_lengths_and_shared_prompts(
     make_sampler, model, temperature
@@ -189,40 +144,29 @@ def test_logprobs_are_exact_for_mixed_lengths_and_shared_prompts(
         SamplingParams(max_tokens=10 + 3 * i, n=2, seed=i, temperature=temperature)
         for i in range(len(prompts))
     ]
-    completions = sampler.generate(prompts, params)
-    for ids, drawn in zip(prompts, completions, strict=True):
+    for ids, drawn in zip(prompts, sampler.generate(prompts, params), strict=True):
         assert len(drawn) == 2
-        for completion in drawn:
-            assert worst_difference(model, ids, completion, temperature) < 2e-5
+        assert max(worst_difference(model, ids, it, temperature) for it in drawn) < 2e-5
     assert sampler.stats()["shared_tokens"] > 0
 
 
 def test_next_turn_takes_over_the_finished_sequence(make_sampler, model) -> None:
     sampler = make_sampler()
     first = sampler.generate([prompt(50)], [SamplingParams(max_tokens=30, seed=1)])[0][0]
-    before = sampler.stats()
+    before = sampler.stats()["prefilled_tokens"]
     second_prompt = prompt(50) + first.token_ids + prompt(7)
     second = sampler.generate([second_prompt], [SamplingParams(max_tokens=8, seed=1)])[0][0]
     # The last drawn token never went through the model.
-    computed = sampler.stats()["prefilled_tokens"] - before["prefilled_tokens"]
+    computed = sampler.stats()["prefilled_tokens"] - before
     assert computed == len(second_prompt) - (50 + len(first.token_ids) - 1)
     assert worst_difference(model, second_prompt, second) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
-def test_lean_forward_covers_the_llama_family(make_sampler, name) -> None:
-    model = other_architecture(name)
-    sampler = make_sampler(model)
-    assert isinstance(sampler.decoder, LlamaDecoder)
-    drawn = sampler.generate([prompt(33)], [SamplingParams(max_tokens=20, n=2, seed=0)])[0]
-    assert max(worst_difference(model, prompt(33), c) for c in drawn) < 2e-5
-
-
-@pytest.mark.parametrize("name", ["gpt_neox", "opt", "gpt2", "gemma"])
-def test_other_architectures_use_their_own_forward(make_sampler, name) -> None:
-    model = other_architecture(name)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_sampled_exactly(make_sampler, name) -> None:
+    model = architecture(name)
     sampler = make_sampler(model, max_batch=3)
-    assert isinstance(sampler.decoder, GenericDecoder)
+    assert isinstance(sampler.decoder, ARCHITECTURES[name][0])
     prompts = [prompt(12), prompt(5), prompt(12), prompt(30)]
     params = [SamplingParams(max_tokens=6 + 4 * i, seed=i) for i in range(4)]
     for ids, drawn in zip(prompts, sampler.generate(prompts, params), strict=True):
@@ -237,17 +181,13 @@ def test_a_llama_that_computes_something_else_falls_back(tiny_model_dir: Path) -
     assert isinstance(make_decoder(model), GenericDecoder)
 
 
-# --- seeds and determinism -----------------------------------------------------------------
-
-
 def test_a_seed_fixes_the_tokens_in_any_company(make_sampler) -> None:
     sampler = make_sampler()
     wanted = SamplingParams(max_tokens=20, n=2, seed=11)
     alone = sampler.generate([prompt(30)], [wanted])[0]
     crowd = [prompt(10 + i, 7) for i in range(9)]
-    busy = sampler.generate(
-        [*crowd, prompt(30)], [SamplingParams(max_tokens=25, seed=3)] * 9 + [wanted]
-    )[-1]
+    others = [SamplingParams(max_tokens=25, seed=3)] * 9
+    busy = sampler.generate([*crowd, prompt(30)], [*others, wanted])[-1]
     assert [c.token_ids for c in alone] == [c.token_ids for c in busy]
     assert alone[0].token_ids != alone[1].token_ids
     # Sequence i of a request draws with seed + i.
@@ -267,39 +207,26 @@ def test_deterministic_is_bit_equal_whatever_else_runs(make_sampler) -> None:
     assert first[1:] == last[-2::-1]
 
 
-# --- where a sequence ends ---------------------------------------------------------------------
-
-
-def spelled_by(text: str, tokenizer) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def test_stop_string_across_tokens_cuts_the_text_and_keeps_the_tokens(
-    make_sampler, tokenizer
-) -> None:
+def test_stop_string_across_tokens_cuts_the_text_and_keeps_the_tokens(make_sampler) -> None:
     sampler = make_sampler()
-    params = SamplingParams(max_tokens=30, seed=2, grammar='start: "one two three four"')
-    full = sampler.generate([prompt(8)], [params])[0][0]
+    options = {"max_tokens": 30, "seed": 2, "grammar": 'start: "one two three four"'}
+    full = sampler.generate([prompt(8)], [SamplingParams(**options)])[0][0]
     assert (full.text, full.finish_reason) == ("one two three four", "stop")
-    params = SamplingParams(
-        max_tokens=30, seed=2, grammar='start: "one two three four"', stop=("e t", "o th")
-    )
-    cut = sampler.generate([prompt(8)], [params])[0][0]
+    stopped = SamplingParams(**options, stop=("e t", "o th"))
+    cut = sampler.generate([prompt(8)], [stopped])[0][0]
     assert (cut.text, cut.finish_reason) == ("on", "stop")
-    assert cut.token_ids == spelled_by("one t", tokenizer)
+    assert sampler.vocabulary.text(cut.token_ids) == "one t"
     assert len(cut.logprobs) == 5
 
 
 def test_end_of_sequence_min_tokens_and_ignore_eos(make_sampler, tiny_model_dir: Path) -> None:
     model = load_model(tiny_model_dir, torch.float32, CPU)
     sampler = make_sampler(model)
-    # A bias that makes the end of sequence near certain: scale its embedding row.
-    with torch.no_grad():
+    with torch.no_grad():  # scaled so that the end of sequence is near certain
         hidden = model.model(torch.tensor([prompt(8)])).last_hidden_state[0, -1]
         row = hidden / hidden.norm() * 20
-    sampler.update_weights(
-        {"lm_head.weight": torch.cat([model.lm_head.weight[:258], row[None]])}, version=1
-    )
+    head = torch.cat([model.lm_head.weight[:258], row[None]])
+    sampler.update_weights({"lm_head.weight": head}, version=1)
     greedy = {"temperature": 0.0, "max_tokens": 6}
     eos, no_eos, late = (
         sampler.generate([prompt(8)], [SamplingParams(**greedy, **options)])[0][0]
@@ -307,33 +234,30 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(make_sampler, tiny_model_dir:
     )
     assert (eos.token_ids, eos.text, eos.finish_reason) == ([258], "", "stop")
     assert eos.logprobs[0] > -0.1
-    assert len(no_eos.token_ids) == 6
-    assert no_eos.token_ids[0] == 258
+    assert (len(no_eos.token_ids), no_eos.token_ids[0]) == (6, 258)
     assert no_eos.finish_reason == "length"
     assert 258 not in late.token_ids[:3]
     assert len(late.token_ids) >= 3
 
 
-# --- refused and cancelled requests ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ids", "word"),
-    [([], "at least one token"), (list(range(256)), "fewer than 256"), ([5, 999], "999")],
-)
-def test_prompts_that_cannot_be_completed_are_refused(make_sampler, ids, word) -> None:
-    with pytest.raises(BadInput, match=word):
-        make_sampler().generate([ids], [SamplingParams(max_tokens=1)])
+def test_what_cannot_be_completed_is_refused(make_sampler) -> None:
+    params = SamplingParams(max_tokens=0, n=0, temperature=float("nan"), top_p=0, stop=("",))
+    with pytest.raises(BadInput) as caught:
+        params.validate()
+    refused = [fault.where for fault in caught.value.faults]
+    assert refused == ["max_tokens", "n", "temperature", "top_p", "stop"]
+    for ids, word in ([], "0 tokens"), (list(range(256)), "fewer than 256"), ([5, 999], "999"):
+        with pytest.raises(BadInput, match=word):
+            make_sampler().generate([ids], [SamplingParams(max_tokens=1)])
 
 
 def test_cancelling_frees_the_place(make_sampler) -> None:
     sampler = make_sampler(max_batch=1, max_model_len=100_000)
-    endless = SamplingParams(max_tokens=90_000, ignore_eos=True)
 
     async def scenario() -> int:
-        stuck = asyncio.ensure_future(sampler.submit(prompt(4), endless))
+        stuck = asyncio.ensure_future(sampler.submit(prompt(4), ENDLESS))
         behind = asyncio.ensure_future(sampler.submit(prompt(4), SamplingParams(max_tokens=2)))
-        waiting = asyncio.ensure_future(sampler.submit(prompt(4), endless))
+        waiting = asyncio.ensure_future(sampler.submit(prompt(4), ENDLESS))
         await asyncio.sleep(0.05)
         waiting.cancel()
         stuck.cancel()
@@ -347,11 +271,10 @@ def test_an_engine_error_reaches_everyone_and_the_sampler_goes_on(
 ) -> None:
     sampler = make_sampler(max_batch=2)
     step = sampler.decoder.step
-    calls = Counter()
+    calls = iter(range(1000))
 
     def failing(tokens):
-        calls["step"] += 1
-        if calls["step"] == 3:
+        if next(calls) == 2:
             raise MemoryError("no room")
         return step(tokens)
 
@@ -369,7 +292,7 @@ def test_close_fails_what_is_waiting(make_sampler) -> None:
 
     def wait() -> None:
         try:
-            sampler.generate([prompt(3)], [SamplingParams(max_tokens=90_000, ignore_eos=True)])
+            sampler.generate([prompt(3)], [ENDLESS])
         except RunFailed as error:
             errors.append(error)
 
@@ -384,14 +307,11 @@ def test_close_fails_what_is_waiting(make_sampler) -> None:
         sampler.token_logprobs([1, 2])
 
 
-# --- weights ---------------------------------------------------------------------------------
-
-
 def adapter(model, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, module in model.named_modules():
-        if name.endswith("_proj") or name.endswith(("query_key_value", "c_attn")):
+        if name.endswith(("_proj", "query_key_value", "c_attn")):
             rows, columns = module.weight.shape
             if type(module).__name__ == "Conv1D":
                 rows, columns = columns, rows
@@ -402,24 +322,19 @@ def adapter(model, seed: int) -> dict[str, torch.Tensor]:
 
 def merged_reference(model, state):
     """The same model with scaling B A added to its weights, as LoRA defines it."""
-    import copy
-
     merged = copy.deepcopy(model)
     with torch.no_grad():
         for name, module in merged.named_modules():
             if f"lora.{name}.A" in state:
                 delta = 2.0 * state[f"lora.{name}.B"] @ state[f"lora.{name}.A"]
-                transposed = type(module).__name__ == "Conv1D"
-                module.weight += delta.T if transposed else delta
+                module.weight += delta.T if type(module).__name__ == "Conv1D" else delta
     return merged
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_adapters_replace_each_other_without_drift(make_sampler, tiny_model_dir, name) -> None:
-    import copy
-
-    model = load_model(tiny_model_dir, torch.float32, CPU)
-    model = model if name == "llama" else other_architecture(name)
+    llama = name == "llama"
+    model = load_model(tiny_model_dir, torch.float32, CPU) if llama else architecture(name)
     pristine = copy.deepcopy(model)
     sampler = make_sampler(model, lora=SPEC)
     params = SamplingParams(max_tokens=20, seed=4)
@@ -437,34 +352,16 @@ def test_adapters_replace_each_other_without_drift(make_sampler, tiny_model_dir,
     assert sampler.version == 5
 
 
-def test_full_weights_update_in_place(make_sampler, tiny_model_dir: Path) -> None:
-    target = load_model(tiny_model_dir, torch.float32, CPU)
-    with torch.no_grad():
-        for parameter in target.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    sampler = make_sampler()
-    sampler.update_weights(dict(target.named_parameters()), 7)
-    drawn = sampler.generate([prompt(25)], [SamplingParams(max_tokens=15, seed=0)])[0][0]
-    assert worst_difference(target, prompt(25), drawn) < 2e-5
-
-
 def test_an_update_waits_for_earlier_requests_and_precedes_later_ones(make_sampler, model) -> None:
     sampler = make_sampler(max_batch=2, lora=SPEC)
     state = adapter(model, 1)
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
 
-    def in_line() -> bool:
-        with sampler._wake:
-            return sampler.version == 1 or any(isinstance(item, _Job) for item in sampler._queue)
-
     async def scenario():
         earlier = [asyncio.ensure_future(sampler.submit(prompt(20 + i), params)) for i in range(5)]
-        await asyncio.sleep(0.02)
-        update = asyncio.ensure_future(asyncio.to_thread(sampler.update_weights, state, 1))
-        while not in_line():
-            await asyncio.sleep(0.002)
+        await asyncio.sleep(0)  # they are in line
+        sampler.update_weights(state, 1)
         later = await sampler.submit(prompt(20), params)
-        await update
         return [(await task)[0] for task in earlier], later[0]
 
     earlier, later = asyncio.run(scenario())
@@ -473,19 +370,16 @@ def test_an_update_waits_for_earlier_requests_and_precedes_later_ones(make_sampl
     assert worst_difference(merged_reference(model, state), prompt(20), later) < 2e-5
 
 
+UP = "lora.model.layers.0.mlp.up_proj"
+
+
 @pytest.mark.parametrize(
     ("state", "word"),
     [
         ({"lora.model.nowhere.A": torch.zeros(2, 64)}, "nowhere"),
-        ({"lora.model.layers.0.mlp.up_proj.A": torch.zeros(2, 64)}, "up_proj"),
-        (
-            {
-                "lora.model.layers.0.mlp.up_proj.A": torch.zeros(2, 63),
-                "lora.model.layers.0.mlp.up_proj.B": torch.zeros(128, 2),
-            },
-            r"shape \(2, 64\)",
-        ),
-        ({"model.norm.weight": torch.zeros(3)}, r"shape \(64,\)"),
+        ({f"{UP}.A": torch.zeros(2, 64)}, "up_proj"),
+        ({f"{UP}.A": torch.zeros(2, 63), f"{UP}.B": torch.zeros(128, 2)}, r"\(2, 64\)"),
+        ({"model.norm.weight": torch.zeros(3)}, r"\(64,\)"),
         ({"model.norm.weights": torch.zeros(64)}, "no such parameter"),
     ],
 )
@@ -497,18 +391,3 @@ def test_an_update_that_does_not_fit_changes_nothing(make_sampler, state, word) 
         sampler.update_weights(state, 1)
     assert sampler.version == 0
     assert sampler.generate([prompt(30)], [params]) == before
-
-
-def test_other_work_runs_on_the_samplers_thread_with_gradients(make_sampler) -> None:
-    sampler = make_sampler()
-
-    def work() -> tuple[str, float]:
-        x = torch.tensor(3.0, requires_grad=True)
-        (x * x).backward()
-        assert x.grad is not None
-        return threading.current_thread().name, x.grad.item()
-
-    assert sampler.run_alone(work) == ("sampler", 6.0)
-    with pytest.raises(ZeroDivisionError):
-        sampler.run_alone(lambda: 1 / 0)
-    assert sampler.generate([prompt(5)], [SamplingParams(max_tokens=2)])

@@ -22,6 +22,8 @@ from aflow_tune.engines.local.protocol import (
 )
 from aflow_tune.engines.local.sampler import Sampler, SamplingParams
 from aflow_tune.engines.local.server import SamplerServer
+from aflow_tune.models import ModelError, ModelFailure, make_client
+from aflow_tune.sections import ModelSettings, PriceSettings
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -99,7 +101,6 @@ def test_tokens_and_logprobs_are_the_samplers(
     ("options", "status", "words"),
     [
         ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"n": 0}, 400, "n\n"),
         ({"temperature": -1}, 400, "temperature"),
         ({"stream": True}, 400, "stream"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
@@ -109,7 +110,6 @@ def test_tokens_and_logprobs_are_the_samplers(
         ({"messages": [{"content": "x"}]}, 400, "role"),
         ({"messages": [{"role": "user", "content": "x" * 1000}]}, 400, "max_model_len"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
-        ({"tool_choice": "required"}, 400, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
          400, "meet"),
         ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),
@@ -134,13 +134,38 @@ def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_structured_output_parses(client: openai.OpenAI) -> None:
+def test_tools_are_offered_hidden_and_answered(client: openai.OpenAI) -> None:
+    ids = {"extra_body": {"return_token_ids": True}}
+    hidden = ask(client, tools=[TOOL], tool_choice="none", **ids)
+    assert hidden.prompt_token_ids == ask(client, **ids).prompt_token_ids
+    shown = ask(client, tools=[TOOL], tool_choice="required", max_tokens=300, **ids)
+    assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
+    said = shown.choices[0].message
+    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "met"}
+    messages = [*HELLO, said.model_dump(exclude_none=True), result]
+    followed = ask(client, tools=[TOOL], messages=messages)
+    assert followed.usage.prompt_tokens > shown.usage.prompt_tokens
+
+
+def test_structured_output_parses_also_through_agentscope(client, url: str) -> None:
+    from agentscope.model import OpenAIChatModel
+
     for seed in range(4):
         answer = client.chat.completions.parse(
             model="tiny", messages=HELLO, response_format=Person, seed=seed, max_tokens=200
         )
         assert isinstance(answer.choices[0].message.parsed, Person)
         assert answer.choices[0].finish_reason == "stop"
+    for fallback in (False, True):
+        model = OpenAIChatModel(
+            "tiny",
+            api_key="none",
+            stream=False,
+            client_kwargs={"base_url": f"{url}/v1"},
+            generate_kwargs={"max_tokens": 300, "seed": 1},
+        )
+        model._structured_output_fallback = fallback
+        Person.model_validate(asyncio.run(model(HELLO, structured_model=Person)).metadata)
 
 
 @pytest.mark.parametrize(
@@ -156,39 +181,16 @@ def test_a_forced_tool_call_is_valid(client: openai.OpenAI, choice, reason) -> N
         assert answer.choices[0].finish_reason == reason
 
 
-def test_tool_choice_none_hides_the_tools(client: openai.OpenAI) -> None:
-    ids = {"extra_body": {"return_token_ids": True}}
-    hidden = ask(client, tools=[TOOL], tool_choice="none", **ids)
-    assert hidden.prompt_token_ids == ask(client, **ids).prompt_token_ids
-    shown = ask(client, tools=[TOOL], **ids)
-    assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
-
-
-def test_a_conversation_with_tool_results_is_rendered(client: openai.OpenAI) -> None:
-    first = ask(client, tools=[TOOL], tool_choice="required", max_tokens=300)
-    call = first.choices[0].message.tool_calls[0]
-    followed = ask(
-        client,
-        tools=[TOOL],
-        messages=[
-            *HELLO,
-            first.choices[0].message.model_dump(exclude_none=True),
-            {"role": "tool", "tool_call_id": call.id, "content": "met"},
-        ],
-    )
-    assert followed.usage.prompt_tokens > first.usage.prompt_tokens
-
-
 def test_a_client_that_leaves_frees_its_place(url: str, sampler: Sampler) -> None:
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 900, "ignore_eos": True, "n": 4}
+    patience = httpx.Timeout(60, read=0.1)
 
-    def ask_until_one_is_slow_enough_to_be_cut_off() -> None:
-        patience = httpx.Timeout(60, read=0.1)
+    def until_one_is_cut_off() -> None:
         for _ in range(50):
             httpx.post(f"{url}/v1/chat/completions", json=body, timeout=patience)
 
     with pytest.raises(httpx.ReadTimeout):
-        ask_until_one_is_slow_enough_to_be_cut_off()
+        until_one_is_cut_off()
     deadline = time.monotonic() + 60
     while sampler._active and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -199,37 +201,18 @@ def test_the_key_is_asked_for(sampler: Sampler, tiny_model_dir: Path) -> None:
     server = SamplerServer(sampler, load_tokenizer(tiny_model_dir), "tiny", api_key="secret")
     url = server.start()
     try:
-        for key, allowed in (("wrong", False), ("secret", True)):
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-            if allowed:
-                assert ask(client).choices
-                continue
+        wrong, right = (
+            openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+            for key in ("wrong", "secret")
+        )
+        assert ask(right).choices
+        for call in (lambda: ask(wrong), wrong.models.list):
             with pytest.raises(openai.AuthenticationError):
-                ask(client)
-            with pytest.raises(openai.AuthenticationError):
-                client.models.list()
+                call()
     finally:
         server.stop()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", timeout=60)
-
-
-def test_agentscope_structured_output_both_ways(url: str) -> None:
-    from agentscope.model import OpenAIChatModel
-
-    async def scenario(fallback: bool) -> dict:
-        model = OpenAIChatModel(
-            "tiny",
-            api_key="none",
-            stream=False,
-            client_kwargs={"base_url": f"{url}/v1"},
-            generate_kwargs={"max_tokens": 300, "seed": 1},
-        )
-        model._structured_output_fallback = fallback
-        return (await model(HELLO, structured_model=Person)).metadata
-
-    for fallback in (False, True):
-        Person.model_validate(asyncio.run(scenario(fallback)))
 
 
 # --- tool-call text ----------------------------------------------------------------------------
@@ -279,3 +262,29 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert '"name": "meet"' in system["content"]
     assert assistant == {"role": "assistant", "content": call_text("meet", {"age": 3})}
     assert result == {"role": "user", "content": "<tool_response>\nmet\n</tool_response>"}
+
+
+def test_our_own_client_reaches_it_as_any_endpoint(url: str) -> None:
+    free = PriceSettings(input=0.0, output=0.0)
+    settings = ModelSettings(model="tiny", base_url=f"{url}/v1", prices=free, max_tokens=8)
+    client = make_client(settings, "policy")
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+
+    async def scenario() -> None:
+        asked = (client.complete(HELLO, seed=seed) for seed in (1, 2, 1))
+        first, other, again = await asyncio.gather(*asked)
+        assert first.text == again.text != other.text
+        assert first.usage.completion_tokens <= 8
+        assert (first.model, first.cost) == ("tiny", 0.0)
+        reply = await client.complete(HELLO, schema=schema, max_tokens=60, seed=0)
+        assert 0 <= json.loads(reply.text)["n"] <= 9
+        with pytest.raises(ModelError, match="max_model_len") as caught:
+            await client.complete([{"role": "user", "content": "word " * 2000}])
+        assert caught.value.failure is ModelFailure.REFUSED
+
+    asyncio.run(scenario())

@@ -21,41 +21,38 @@ def shifted(by: float) -> list[float]:
     return [value + by for value in BASE]
 
 
-@pytest.mark.parametrize("sixteen_bit", [False, True])
-def test_a_sampler_that_follows_passes_however_far_the_trainer_goes(sixteen_bit: bool) -> None:
+def test_a_sampler_that_follows_passes_however_far_the_trainer_goes() -> None:
+    for sixteen_bit in (False, True):
+        check = SyncCheck(sixteen_bit)
+        for version in range(6):
+            drift = 0.3 * version
+            found = check.compare(version, shifted(drift + check.floor), shifted(drift))
+            assert found == pytest.approx(check.floor)
+
+
+LEAST = 1e-3
+MOVED_ONE_TOKEN = [BASE[0] - 8 * LEAST, *BASE[1:]]
+
+
+@pytest.mark.parametrize(
+    ("sixteen_bit", "passing", "stopped", "word"),
+    [
+        # It stays: not told after a first step of warm-up, nor after one of four tokens moved.
+        (True, [(0, 0), (0, LEAST / 2)], (0, 2 * LEAST), "does not have"),
+        # It stops following.
+        (True, [(0, 0), (0.01, 0.01)], (0.01, 0.02), "does not have"),
+        # Rounding is measured on equal weights: what differs by 0.04 may by 0.1 later, not by 0.5.
+        (False, [(0.04, 0), (0.3, 0.2)], (0.9, 0.4), "disagree"),
+    ],
+)
+def test_a_sampler_with_other_weights_is_told(sixteen_bit, passing, stopped, word) -> None:
     check = SyncCheck(sixteen_bit)
-    rounding = check.floor
-    for version in range(6):
-        drift = 0.3 * version
-        found = check.compare(version, shifted(drift + rounding), shifted(drift))
-        assert found == pytest.approx(rounding)
-
-
-@pytest.mark.parametrize("sixteen_bit", [False, True])
-def test_a_sampler_that_stays_is_told_once_the_trainer_has_moved(sixteen_bit: bool) -> None:
-    check = SyncCheck(sixteen_bit)
-    check.compare(0, BASE, BASE)
-    check.compare(1, BASE, shifted(check.least / 2))  # a first step of warm-up
-    check.compare(2, BASE, [BASE[0] - 8 * check.least, *BASE[1:]])  # one of four tokens
-    with pytest.raises(RunFailed, match="does not have the trainer's weights"):
-        check.compare(3, BASE, shifted(2 * check.least))
-
-
-def test_a_sampler_that_stops_following_is_told() -> None:
-    check = SyncCheck(sixteen_bit=True)
-    check.compare(0, BASE, BASE)
-    check.compare(1, shifted(0.01), shifted(0.01))
-    with pytest.raises(RunFailed, match="does not have the trainer's weights"):
-        check.compare(2, shifted(0.01), shifted(0.02))
-
-
-def test_what_rounding_is_is_measured_on_equal_weights() -> None:
-    """Kernels that differ by 0.04 from the start may differ by 0.1 later, by 0.5 not."""
-    check = SyncCheck(sixteen_bit=False)
-    check.compare(0, shifted(0.04), BASE)
-    check.compare(1, shifted(0.3), shifted(0.2))
-    with pytest.raises(RunFailed, match="disagree"):
-        check.compare(2, shifted(0.9), shifted(0.4))
+    for version, (sampler, trainer) in enumerate(passing):
+        check.compare(version, shifted(sampler), shifted(trainer))
+    if stopped == (0, 2 * LEAST):
+        check.compare(2, BASE, MOVED_ONE_TOKEN)
+    with pytest.raises(RunFailed, match=word):
+        check.compare(3, shifted(stopped[0]), shifted(stopped[1]))
 
 
 def test_after_three_updates_that_were_followed_it_is_only_recorded() -> None:
@@ -87,11 +84,7 @@ def test_each_sync_of_a_run_is_checked_and_drawn(project: Path) -> None:
     [("nothing arrives", "does not have the trainer's weights"), ("noise arrives", "disagree")],
 )
 def test_a_broken_sync_ends_the_run(
-    project: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    broken: str,
-    told: str,
+    project: Path, monkeypatch, capsys, broken: str, told: str
 ) -> None:
     update = Sampler.update_weights
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,8 @@ from pydantic import BaseModel
 
 from aflow_tune import caller, record_metrics
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
+NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"name": "add", "description": "adds", "parameters": NUMBER}
 
 
 class Verdict(BaseModel):
@@ -59,25 +52,26 @@ def said(reply) -> str:
     return "".join(block.get("text", "") for block in reply.content)
 
 
+def letters(text: str) -> float:
+    share = sum(c.isalpha() for c in text) / max(1, len(text))
+    record_metrics(letters=share)
+    return share
+
+
 async def calls(task: Dict, model: TrinityChatModel) -> float:
     """Three calls: plain, with a tool on offer, and one that must answer in JSON."""
     ask = [{"role": "user", "content": task["question"]}]
     with caller("plain"):
         text = said(await model(ask))
     with caller("tool"):
-        text += said(await model(ask, tools=[TOOL]))
+        text += said(await model(ask, tools=[{"type": "function", "function": TOOL}]))
     with caller("verdict"), contextlib.suppress(LengthFinishReasonError):
         await model(ask, structured_model=Verdict)
-    share = sum(c.isalpha() for c in text) / max(1, len(text))
-    record_metrics(letters=share)
-    return share
+    return letters(text)
 
 
 async def one_call(task: Dict, model: TrinityChatModel) -> float:
-    text = said(await model([{"role": "user", "content": task["question"]}]))
-    share = sum(c.isalpha() for c in text) / max(1, len(text))
-    record_metrics(letters=share)
-    return share
+    return letters(said(await model([{"role": "user", "content": task["question"]}])))
 
 
 async def with_judge(task: Dict, model: TrinityChatModel, auxiliary_models) -> float:
@@ -188,17 +182,6 @@ BF16 = 0.1
 EXACT = 1e-4
 
 
-def held_out(run: Path) -> set[int]:
-    return {step for step, found in metrics(run) if any(key.startswith("eval/") for key in found)}
-
-
-def experiences(run: Path) -> Iterator[dict[str, Any]]:
-    """The model calls that were trained on: tokens, prompt length, log-probabilities, version."""
-    (path,) = (run / "buffer").glob("*.jsonl")
-    for line in path.read_text().splitlines():
-        yield json.loads(line)
-
-
 def test_full_weights_reach_the_sampler_by_checkpoint(tmp_path: Path, model: Path) -> None:
     content = settings(tmp_path, model, "calls", calls=3)
     content["synchronizer"] = {"sync_method": "checkpoint"}
@@ -206,7 +189,10 @@ def test_full_weights_reach_the_sampler_by_checkpoint(tmp_path: Path, model: Pat
     run = folder(tmp_path)
     assert mismatches(run).keys() == {0, 1, 2, 3}  # the last evaluation has the last weights
     assert max(mismatches(run).values()) < BF16
-    assert {0, 3} <= held_out(run)
+    evaluated = {
+        step for step, found in metrics(run) if any(it.startswith("eval/") for it in found)
+    }
+    assert {0, 3} <= evaluated
     assert (run / "global_step_3" / "actor" / "huggingface" / "config.json").exists()
 
 
@@ -292,46 +278,27 @@ def test_rollouts_without_the_adapter_end_the_run(tmp_path: Path, model: Path) -
 def test_stages_of_examples_pairs_and_rollouts(tmp_path: Path, model: Path) -> None:
     """SFT, DPO on whole pairs, then GRPO, each from what the one before left."""
     content = settings(tmp_path, model)
-    examples = [{"prompt": f"say {n}", "response": "yes"} for n in range(8)]
-    pairs = [{"prompt": f"say {n}", "chosen": "yes", "rejected": "no no no"} for n in range(6)]
-    for name, rows in (("examples", examples), ("pairs", pairs)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def data(name: str) -> dict[str, Any]:
-        return {
-            "name": name,
-            "storage_type": "file",
-            "path": str(tmp_path / f"{name}.jsonl"),
-            "format": {"prompt_type": "plaintext"},
-        }
-
-    def stage(name: str, rows: str, size: int) -> dict[str, Any]:
-        return {
-            "stage_name": name,
-            "mode": "train",
-            "algorithm": {"algorithm_type": name, "optimizer": {"lr": 1e-3}},
-            "buffer": {
-                "train_batch_size": size,
-                "total_steps": 2,
-                "explorer_input": {"eval_tasksets": []},
-                "trainer_input": {"experience_buffer": data(rows)},
-            },
-        }
-
-    content["stages"] = [
-        stage("sft", "examples", 4),
-        stage("dpo", "pairs", 3),
-        {"stage_name": "grpo", "mode": "both"},
-    ]
+    sets = {
+        "sft": (4, [{"prompt": f"say {n}", "response": "yes"} for n in range(8)]),
+        "dpo": (3, [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no no"} for n in range(6)]),
+    }
+    content["stages"] = []
+    for name, (size, rows) in sets.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = {"name": name, "storage_type": "file", "path": str(path)}
+        data["format"] = {"prompt_type": "plaintext"}
+        buffer = {"train_batch_size": size, "total_steps": 2}
+        buffer["explorer_input"] = {"eval_tasksets": []}
+        buffer["trainer_input"] = {"experience_buffer": data}
+        algorithm = {"algorithm_type": name, "optimizer": {"lr": 1e-3}}
+        stage = {"stage_name": name, "mode": "train", "algorithm": algorithm, "buffer": buffer}
+        content["stages"].append(stage)
+    content["stages"].append({"stage_name": "grpo", "mode": "both"})
     finished(tmp_path, content)
-    (dpo,) = (
-        path.parent for path in (tmp_path / "runs").rglob("metrics.jsonl") if "dpo" in str(path)
-    )
-    first = metrics(dpo)[0][1]
+    runs = [path.parent for path in (tmp_path / "runs").rglob("metrics.jsonl")]
+    dpo, grpo = (next(run for run in runs if name in str(run)) for name in ("dpo", "grpo"))
     # Before the first step policy and reference (which verl holds in bf16) are about equal:
     # -log sigmoid(0), of every pair.
-    assert first["actor/dpo_loss"] == pytest.approx(0.6931, abs=0.03)
-    (grpo,) = (
-        path.parent for path in (tmp_path / "runs").rglob("metrics.jsonl") if "grpo" in str(path)
-    )
+    assert metrics(dpo)[0][1]["actor/dpo_loss"] == pytest.approx(0.6931, abs=0.03)
     assert max(mismatches(grpo).values()) < BF16

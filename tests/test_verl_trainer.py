@@ -1,11 +1,11 @@
-"""What our trainer adds to Trinity's on verl: padding without flash-attn, whole DPO pairs."""
+"""What is added where vLLM or flash-attn is not installed, and whole DPO pairs on verl."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import attention_utils
 
+from aflow_tune import config as vllm_stub
 from aflow_tune.config.engine import removes_padding
 from aflow_tune.engines.trinity.training.verl_trainer import PairLoss, provide_unpadding
 
@@ -36,12 +37,11 @@ def batch() -> TensorDict:
     )
 
 
-def test_the_stock_trainer_cannot_do_without_flash_attn() -> None:
+def test_ours_takes_the_padding_out_and_the_stock_trainer_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ModuleNotFoundError, match="flash_attn"):
         left_right_2_no_padding(batch())
-
-
-def test_ours_takes_the_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
     before: Any = attention_utils._get_attention_functions
     monkeypatch.setattr(attention_utils, "_get_attention_functions", before)  # put back after
     provide_unpadding()
@@ -49,15 +49,6 @@ def test_ours_takes_the_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed["input_ids"].values().tolist() == [5, 6, 7, 8, 9]
     assert packed["input_ids"].offsets().tolist() == [0, 3, 5]
     assert packed["position_ids"].values().tolist() == [0, 1, 2, 0, 1]
-
-
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path; what is imported from it as flash_attn is forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize(
@@ -69,14 +60,19 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_flash_attn_counts_if_its_module_can_be_had(
-    packages: Path, init: str, module: str | None, found: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, module: str | None, found: bool
 ) -> None:
-    (packages / "flash_attn").mkdir()
-    (packages / "flash_attn" / "__init__.py").write_text(init)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text(init)
     if module is not None:
-        (packages / "flash_attn" / "bert_padding.py").write_text(module)
+        (tmp_path / "flash_attn" / "bert_padding.py").write_text(module)
     importlib.invalidate_caches()
-    assert removes_padding() is found
+    try:
+        assert removes_padding() is found
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+            del sys.modules[name]
 
 
 def test_every_pair_keeps_a_dpo_loss_of_its_own() -> None:
@@ -92,3 +88,28 @@ def test_every_pair_keeps_a_dpo_loss_of_its_own() -> None:
     assert metrics["accuracy_mean"] == 0.5
     halves = [ours(logprob[at], reference[at], mask[at])[0] for at in (slice(2), slice(2, 4))]
     assert float(sum(halves)) == pytest.approx(float(whole))  # as verl adds micro-batches up
+
+
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_trinity_imports_and_the_names_say_what_is_missing() -> None:
+    vllm_stub.stand_in_for_vllm()
+    import trinity.common.models.mm_utils as mm_utils
+
+    with pytest.raises(ImportError, match="needs vLLM"):
+        mm_utils.ModelConfig(model="x")
+    assert not vllm_stub.vllm_installed()
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_a_real_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ModuleType("vllm")
+    monkeypatch.setitem(sys.modules, "vllm", real)
+    vllm_stub.stand_in_for_vllm()
+    assert sys.modules["vllm"] is real
+    assert vllm_stub.vllm_installed()

@@ -48,17 +48,15 @@ def verify_checkpoint(path: Path) -> list[str]:
         )
     for name, (size, digest) in files.items():
         file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing")
-        if file.stat().st_size != size:
-            raise CheckpointError(f"{file}: {file.stat().st_size} bytes, expected {size}")
         try:
-            found = sha256_of(file)
+            found = file.stat().st_size
+            if found != size:
+                raise CheckpointError(f"{file}: {found} bytes, expected {size}")
+            if sha256_of(file) != digest:
+                raise CheckpointError(f"{file}: the content does not match its SHA-256")
         except OSError as error:
-            raise CheckpointError(f"{file}: unreadable ({error.strerror})") from error
-        if found != digest:
-            raise CheckpointError(f"{file}: the content does not match its SHA-256")
-    return sorted(files)
+            raise CheckpointError(f"{file}: missing or unreadable ({error.strerror})") from error
+    return list(files)
 
 
 def sha256_of(path: Path) -> str:
@@ -79,30 +77,26 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
     for left_over in target.parent.glob(f".{target.name}.tmp-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     temporary = target.parent / f".{target.name}.tmp-{os.getpid()}"
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
     try:
         temporary.mkdir()
         write(temporary)
         for path in (*temporary.rglob("*"), temporary):
             _fsync(path)
         if target.exists():
-            old = target.parent / f".{target.name}.old-{os.getpid()}"
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
-            temporary.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            temporary.rename(target)
+        temporary.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
         _fsync(target.parent)
     except BaseException as error:
-        written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
         shutil.rmtree(temporary, ignore_errors=True)
         problem = disk_fault(error)
         if problem is None:
             raise
         free = shutil.disk_usage(target.parent).free
         raise CheckpointError(
-            f"{target} could not be written: {problem}. It was given up after {written:,} bytes; "
-            f"{free:,} bytes are free there now."
+            f"{target} could not be written: {problem}. {free:,} bytes are free there now."
         ) from error
 
 
@@ -149,22 +143,15 @@ def read_checkpoint(
     except (OSError, SafetensorError) as error:  # taken away since it was checked
         raise CheckpointError(f"{path}: {error}") from error
     if expected_weights is not None:
-        _check_weights(path, tensors.get("weights", {}), expected_weights)
-    return tensors, state
-
-
-def _check_weights(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    odd = sorted(set(found) ^ set(expected))
-    if odd:
-        raise CheckpointError(
-            f"{path}: holds other weights than this model and adapter have "
-            f"({len(odd)} names differ, first {odd[0]!r})"
-        )
-    for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
+        found = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
+        expected = {name: tuple(tensor.shape) for name, tensor in expected_weights.items()}
+        odd = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+        if odd:
             raise CheckpointError(
-                f"{path}: {name} is {tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
+                f"{path}: holds other weights than this model and adapter have: {len(odd)} differ, "
+                f"first {odd[0]!r}: {found.get(odd[0])}, expected {expected.get(odd[0])}"
             )
+    return tensors, state
 
 
 def _fsync(path: Path) -> None:

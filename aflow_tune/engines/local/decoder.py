@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from aflow_tune.engines.local.sampling import logprobs_of
 from aflow_tune.engines.local.weights import Weights
@@ -38,19 +39,15 @@ class Decoder(Protocol):
 
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Append one row a prompt; returns the logits after each prompt, [N, V]."""
-        ...
 
     def step(self, tokens_B: Tensor) -> Tensor:
         """Append one token to every row; returns the logits after it, [B, V]."""
-        ...
 
     def drop(self, rows: set[int]) -> list[int]:
         """Remove rows; returns for each remaining row the row that it was before."""
-        ...
 
     def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
         """Teacher-forced log-probabilities of tokens 1..T-1; active rows are not touched."""
-        ...
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Change the weights: an adapter state, or parameters by their names. No active rows.
@@ -58,41 +55,33 @@ class Decoder(Protocol):
         Raises:
             BadInput: a name or shape that the model does not have; nothing was changed.
         """
-        ...
 
     def reset(self) -> None:
         """Drop all rows and every stored prefix."""
-        ...
 
 
+@torch.inference_mode()
 def make_decoder(model: PreTrainedModel) -> Decoder:
-    """The fastest decoder that computes what `model` computes."""
+    """The fastest decoder that computes what `model` computes.
+
+    The lean one is tried on a short probe, which catches configurations that look like Llama but
+    compute something else. The tolerance is the rounding of the number format over a few dozen
+    layers, far below a wrong formula.
+    """
     from aflow_tune.engines.local.llama import LlamaDecoder, supports
 
     if not supports(model):
         return GenericDecoder(model)
-    fast = LlamaDecoder(model)
-    if _agrees(fast, model):
-        return fast
-    log.warning("the lean decoder disagrees with %s; using its own forward", type(model).__name__)
-    return GenericDecoder(model)
-
-
-@torch.inference_mode()
-def _agrees(decoder: Decoder, model: PreTrainedModel) -> bool:
-    """Whether both give the same log-probabilities on a short probe.
-
-    Catches configurations that look like Llama but compute something else. The tolerance is
-    the rounding of the number format over a few dozen layers, far below a wrong formula.
-    """
+    lean = LlamaDecoder(model)
     vocabulary = model.config.get_text_config().vocab_size
     probe = [(7 + 31 * i) % vocabulary for i in range(8)]
-    ids = torch.tensor([probe], device=model.device)
-    logits_TV = model(input_ids=ids, use_cache=False).logits[0]
-    expected_T = logprobs_of(logits_TV[:-1], ids[0, 1:], 1.0)
-    found_T = torch.tensor(decoder.score(probe, 1.0))
+    expected_T = torch.tensor(GenericDecoder(model).score(probe, 1.0))
+    found_T = torch.tensor(lean.score(probe, 1.0))
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.5
-    return bool((expected_T.cpu() - found_T).abs().max() < tolerance)
+    if bool((expected_T - found_T).abs().max() < tolerance):
+        return lean
+    log.warning("the lean decoder disagrees with %s; using its own forward", type(model).__name__)
+    return GenericDecoder(model)
 
 
 class GenericDecoder:
@@ -137,8 +126,17 @@ class GenericDecoder:
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
         logits, layers = self._forward(ids.to(self.model.device), lengths, None)
         repeat = torch.tensor(places, device=self.model.device)
-        new_layers = [(k[repeat], v[repeat]) for k, v in layers]
-        self.layers = _join(self.layers, new_layers) if self.lengths else new_layers
+        layers = [(k[repeat], v[repeat]) for k, v in layers]
+        if self.lengths:  # the shorter rows are padded on the left, as all are
+            columns = max(width, self.layers[0][0].shape[2])
+
+            def stacked(held: Tensor, added: Tensor) -> Tensor:
+                parts = (held, added)
+                return torch.cat([F.pad(it, (0, 0, columns - it.shape[2], 0)) for it in parts])
+
+            pairs = zip(self.layers, layers, strict=True)
+            layers = [(stacked(k0, k1), stacked(v0, v1)) for (k0, v0), (k1, v1) in pairs]
+        self.layers = layers
         self.lengths += [len(prompt) for prompt in prompts]
         self.computed_tokens += sum(lengths)
         self.shared_tokens += sum(len(prompt) for prompt in prompts) - sum(lengths)
@@ -175,6 +173,7 @@ class GenericDecoder:
         `lengths` counts each row's real tokens, the new ones included.
         """
         from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
 
         cache = DynamicCache()
         for number, (k, v) in enumerate(layers or []):
@@ -192,35 +191,14 @@ class GenericDecoder:
             positions_BL = (column_1L - pads_B1).clamp_(min=0)
             inputs["position_ids"] = positions_BL[:, -ids_BN.shape[1] :]
         logits = self.model(**inputs).logits[:, -1]
-        return logits, [(layer.keys, layer.values) for layer in _plain_layers(cache)]
-
-
-def _plain_layers(cache: Any) -> list[Any]:
-    from transformers.cache_utils import DynamicLayer
-
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
-    if odd or not cache.layers:
-        raise BadInput.of(
-            "The local sampler cannot serve this architecture",
-            "model.model_path",
-            "a causal LM with ordinary key-value caches",
-            f"cache layers of type {', '.join(sorted(odd)) or 'unknown'}",
-            "use another model, or engine: trinity on a GPU machine",
-        )
-    layers: list[Any] = cache.layers
-    return layers
-
-
-def _join(
-    old: list[tuple[Tensor, Tensor]], new: list[tuple[Tensor, Tensor]]
-) -> list[tuple[Tensor, Tensor]]:
-    """Stack two caches row-wise, padding the shorter one's columns on the left."""
-    width = max(old[0][0].shape[2], new[0][0].shape[2])
-
-    def padded(part: Tensor) -> Tensor:
-        return torch.nn.functional.pad(part, (0, 0, width - part.shape[2], 0))
-
-    return [
-        (torch.cat([padded(k0), padded(k1)]), torch.cat([padded(v0), padded(v1)]))
-        for (k0, v0), (k1, v1) in zip(old, new, strict=True)
-    ]
+        made: list[Any] = cache.layers
+        odd = {type(layer).__name__ for layer in made if type(layer) is not DynamicLayer}
+        if odd or not made:
+            raise BadInput.of(
+                "The local sampler cannot serve this architecture",
+                "model.model_path",
+                "a causal LM with ordinary key-value caches",
+                f"cache layers of type {', '.join(sorted(odd)) or 'unknown'}",
+                "use another model, or engine: trinity on a GPU machine",
+            )
+        return logits, [(layer.keys, layer.values) for layer in made]

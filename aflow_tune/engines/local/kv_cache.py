@@ -4,10 +4,9 @@ Rows 0..rows-1 are always the active sequences, each one's tokens at columns 0..
 decode step reads one dense block. `PrefixStore` keeps finished sequences for a while, because an
 agent's next prompt usually begins with its last one.
 
-Prompts that arrive together usually share a system prompt or worked examples, and a group of
-rollouts shares everything. `plan` computes each such part once: equal prompts are copies of one; a
-prompt that begins like an active or a finished sequence takes over that beginning; among the rest,
-those that begin alike wait for the first of them. Nothing here computes attention.
+`plan` computes what prompts share once: equal prompts are copies of one; a prompt that begins like
+an active or a finished sequence takes over that beginning; among the rest, those that begin alike
+wait for the first of them. Nothing here computes attention.
 """
 
 from __future__ import annotations
@@ -41,12 +40,15 @@ class KVCache:
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
-        self.lengths: list[int] = []
-        self.kv = self._empty(0, 0)
+        self.clear()
 
     @property
     def rows(self) -> int:
         return len(self.lengths)
+
+    def clear(self) -> None:
+        self.lengths: list[int] = []
+        self.kv = self._empty(0, 0)
 
     def _empty(self, rows: int, columns: int) -> Tensor:
         s = self.shape
@@ -95,10 +97,6 @@ class KVCache:
             order.pop()
             self.lengths.pop()
         return order
-
-    def clear(self) -> None:
-        self.lengths = []
-        self.kv = self._empty(0, 0)
 
 
 def common_prefix(a: TokenArray, b: TokenArray) -> int:

@@ -35,16 +35,6 @@ _ROWS_HINT = 32
 """Row count that the packed layout is chosen for; other counts run with it as well."""
 
 
-def _can_pack(weight: Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
-
-
 class PackedLinear:
     """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails.
 
@@ -57,24 +47,26 @@ class PackedLinear:
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
-        self.packed = _can_pack(weight_OI)
-        self.bias_O = bias_O
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _ROWS_HINT)
-            if self.packed
-            else weight_OI
+        self.packed = (
+            weight_OI.device.type == "cpu"
+            and weight_OI.dtype in (torch.float32, torch.bfloat16)
+            and torch.backends.mkldnn.is_available()
+            and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+            and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         )
+        self.bias_O = bias_O
+        self.weight = weight_OI
+        if self.packed:
+            order = torch.ops.mkldnn._reorder_linear_weight
+            self.weight = order(weight_OI.contiguous(), _ROWS_HINT)
 
-    def __call__(self, x_NI: Tensor) -> Tensor:
-        """x W' + b."""
-        if not self.packed:
-            return F.linear(x_NI, self.weight, self.bias_O)
-        return torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias_O, "none", [], "")
-
-    def silu(self, x_NI: Tensor) -> Tensor:
-        if not self.packed:
-            return F.silu(F.linear(x_NI, self.weight, self.bias_O))
-        return torch.ops.mkldnn._linear_pointwise(x_NI, self.weight, self.bias_O, "swish", [], "")
+    def __call__(self, x_NI: Tensor, activation: str = "none") -> Tensor:
+        """x W' + b; with the activation 'swish', its SiLU."""
+        if self.packed:
+            multiply = torch.ops.mkldnn._linear_pointwise
+            return multiply(x_NI, self.weight, self.bias_O, activation, [], "")
+        y_NO = F.linear(x_NI, self.weight, self.bias_O)
+        return F.silu(y_NO) if activation == "swish" else y_NO
 
     def combined(self, x_NI: Tensor, operation: str, other_NO: Tensor) -> Tensor:
         """(x W' + b) * other for 'mul', x W' + b + other for 'add'."""
@@ -166,43 +158,37 @@ class LlamaDecoder:
         self.head = PackedLinear(self.weights.effective("lm_head"))
 
     def _pack_layer(self, index: int, layer: Any) -> _Layer:
-        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
-
         def linear(path: str) -> PackedLinear:
+            path = f"model.layers.{index}.{path}"
             return PackedLinear(self.weights.effective(path), self.weights.bias(path))
 
-        parts = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
-        turned = (True, True, False)
-        weights = [
-            self._interleave(self.weights.effective(path), turn)
-            for path, turn in zip(parts, turned, strict=True)
-        ]
-        biases = [self.weights.bias(path) for path in parts]
+        attention = f"model.layers.{index}.self_attn."
+        paths = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+        q, k, v = map(self.weights.effective, paths)
+        q_bias, k_bias, v_bias = map(self.weights.bias, paths)
         bias = None
-        if biases[0] is not None:
-            bias = torch.cat([self._interleave(b, t) for b, t in zip(biases, turned, strict=True)])
+        if v_bias is not None:
+            bias = torch.cat([self._interleave(q_bias), self._interleave(k_bias), v_bias])
         norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
-        norm_q, norm_k = (self._interleave(n.weight, True) if n else None for n in norms)
+        norm_q, norm_k = (self._interleave(n.weight) if n else None for n in norms)
         return _Layer(
-            qkv=PackedLinear(torch.cat(weights), bias),
-            out=linear(attention + "o_proj"),
-            gate=linear(mlp + "gate_proj"),
-            up=linear(mlp + "up_proj"),
-            down=linear(mlp + "down_proj"),
+            qkv=PackedLinear(torch.cat([self._interleave(q), self._interleave(k), v]), bias),
+            out=linear("self_attn.o_proj"),
+            gate=linear("mlp.gate_proj"),
+            up=linear("mlp.up_proj"),
+            down=linear("mlp.down_proj"),
             norm_attention=layer.input_layernorm.weight,
             norm_mlp=layer.post_attention_layernorm.weight,
             norm_q=norm_q,
             norm_k=norm_k,
         )
 
-    def _interleave(self, weight: Tensor | None, turn: bool) -> Tensor:
+    def _interleave(self, weight: Tensor | None) -> Tensor:
         """Put the two halves of every head that rotate together next to each other.
 
         Queries and keys are permuted alike, so their products are unchanged.
         """
         assert weight is not None
-        if not turn:
-            return weight
         halves = weight.view(-1, 2, self.head_dim // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -211,33 +197,31 @@ class LlamaDecoder:
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Equal prompts and common prefixes are computed once."""
         arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
-        first = self.cache.rows
-        self.cache.reserve(first + len(arrays), max(map(len, arrays)) + 1)
+        first, cache = self.cache.rows, self.cache
+        cache.reserve(first + len(arrays), max(map(len, arrays)) + 1)
         active = [
-            (np.asarray(tokens, dtype=np.int64), self.cache.row(row))
+            (np.asarray(tokens, dtype=np.int64), cache.row(row))
             for row, tokens in enumerate(self.tokens)
         ]
         prefill = plan(arrays, active, self.store)
         logits_NV: Tensor | None = None
         for wave in prefill.waves(_PREFILL_TOKENS):
             for span in wave:
-                if span.storage is not None:
-                    self.cache.copy_prefix(span.storage, first + span.index, span.offset)
-                elif span.donor is not None:
-                    donor = self.cache.row(first + span.donor)
-                    self.cache.copy_prefix(donor, first + span.index, span.offset)
-            rows_KV = self.head(self._extend(self.cache, first, wave, last_only=True))
+                donor = None if span.donor is None else cache.row(first + span.donor)
+                source = donor if span.storage is None else span.storage
+                if source is not None:
+                    cache.copy_prefix(source, first + span.index, span.offset)
+            rows_KV = self.head(self._extend(cache, first, wave, last_only=True))
             if logits_NV is None:
                 logits_NV = rows_KV.new_empty(len(arrays), rows_KV.shape[1])
             logits_NV[[span.index for span in wave]] = rows_KV
             self.computed_tokens += sum(len(span.tokens) for span in wave)
         assert logits_NV is not None
         for copy, original in prefill.copies.items():
-            source = self.cache.row(first + original)
-            self.cache.copy_prefix(source, first + copy, len(arrays[copy]))
+            cache.copy_prefix(cache.row(first + original), first + copy, len(arrays[copy]))
             logits_NV[copy] = logits_NV[original]
         self.shared_tokens += prefill.shared_tokens
-        self.cache.lengths += [len(array) for array in arrays]
+        cache.lengths += [len(array) for array in arrays]
         self.tokens += [array.tolist() for array in arrays]
         return logits_NV
 
@@ -269,12 +253,8 @@ class LlamaDecoder:
         cache.reserve(1, len(inputs))
         span = Span(index=0, offset=0, tokens=inputs)
         hidden_TE = self._extend(cache, 0, [span], last_only=False)
-        pieces = [
-            logprobs_of(self.head(hidden_TE[i : i + _SCORE_ROWS]), targets, temperature)
-            for i, targets in zip(
-                range(0, len(inputs), _SCORE_ROWS), targets_T.split(_SCORE_ROWS), strict=True
-            )
-        ]
+        chunks = zip(hidden_TE.split(_SCORE_ROWS), targets_T.split(_SCORE_ROWS), strict=True)
+        pieces = [logprobs_of(self.head(hidden), it, temperature) for hidden, it in chunks]
         return torch.cat(pieces).tolist()
 
     def reset(self) -> None:
@@ -293,31 +273,29 @@ class LlamaDecoder:
         sorted to that end, and the result is in its new order.
         """
         spans.sort(key=lambda span: (span.offset, len(span.tokens)))
-        starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
+        lengths = [len(span.tokens) for span in spans]
+        starts = np.cumsum([0, *lengths])
         tokens_T = torch.from_numpy(np.concatenate([span.tokens for span in spans]))
         positions_T = torch.from_numpy(
             np.concatenate([span.offset + np.arange(len(span.tokens)) for span in spans])
         )
         rows = torch.tensor([first_row + span.index for span in spans])
-        rows_T = rows.repeat_interleave(torch.tensor([len(span.tokens) for span in spans]))
+        rows_T = rows.repeat_interleave(torch.tensor(lengths)).to(self.device)
+        rows, tokens_T = rows.to(self.device), tokens_T.to(self.device)
+        positions_T = positions_T.to(self.device)
         blocks: dict[tuple[int, int], list[int]] = {}
         for i, span in enumerate(spans):
-            blocks.setdefault((span.offset, len(span.tokens)), []).append(i)
-        rows, rows_T = rows.to(self.device), rows_T.to(self.device)
-        tokens_T, positions_T = tokens_T.to(self.device), positions_T.to(self.device)
+            blocks.setdefault((span.offset, lengths[i]), []).append(i)
 
         def attend(layer: int, qkv_TW: Tensor) -> Tensor:
-            return torch.cat(
-                [
-                    self._attend_block(
-                        cache.kv[layer],
-                        qkv_TW[starts[members[0]] : starts[members[-1] + 1]],
-                        rows[members[0] : members[-1] + 1],
-                        offset,
-                    )
-                    for (offset, _), members in blocks.items()
-                ]
-            )
+            outputs = []
+            for (offset, _), members in blocks.items():
+                start, stop = members[0], members[-1] + 1
+                part_TW = qkv_TW[starts[start] : starts[stop]]
+                outputs.append(
+                    self._attend_block(cache.kv[layer], part_TW, rows[start:stop], offset)
+                )
+            return torch.cat(outputs)
 
         index = self._cache_index(cache, rows_T, positions_T)
         wanted = torch.from_numpy(starts[1:] - 1).to(self.device) if last_only else None
@@ -409,7 +387,7 @@ class LlamaDecoder:
                 attended, x = attended[wanted], x[wanted]
             x = layer.out.combined(attended, "add", x)
             h = self._rms(x, layer.norm_mlp)
-            gated = layer.up.combined(h, "mul", layer.gate.silu(h))
+            gated = layer.up.combined(h, "mul", layer.gate(h, "swish"))
             x = layer.down.combined(gated, "add", x)
         return self._rms(x, self.norm)
 

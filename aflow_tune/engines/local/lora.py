@@ -1,10 +1,9 @@
 """Low-rank adapters: one description, one state format, one lean forward pass.
 
-PEFT owns the adapter: it injects the layers, names them, saves and loads them. This module
-adds what training on few cores needs. `FusedLoraLinear` computes y = x W' + s (x A') B' in
-one autograd node that knows W is frozen, keeps A and B in fp32 and multiplies in the type of
-x; PEFT's own layer upcasts x and multiplies the adapter in fp32, which is most of the cost
-of a bf16 step on a CPU.
+PEFT owns the adapter: it injects the layers, names them, saves and loads them. `FusedLoraLinear`
+adds what training on few cores needs: y = x W' + s (x A') B' in one autograd node that knows W is
+frozen, keeps A and B in fp32 and multiplies in the type of x. PEFT's own layer upcasts x and
+multiplies the adapter in fp32, which is most of the cost of a bf16 step on a CPU.
 
 The adapter state that trainer and sampler exchange is a flat dict of fp32 CPU tensors,
 `lora.<module path>.A` [rank, in] and `lora.<module path>.B` [out, rank], module paths as in
@@ -63,11 +62,8 @@ class _FusedLora(torch.autograd.Function):
 
 
 class FusedLoraLinear(PeftLoraLinear):
-    """PEFT's LoRA linear layer with a fused pass for the one case that we train.
-
-    That case: one plain adapter, no dropout, nothing merged, a frozen `nn.Linear` below.
-    Everything else (several adapters, variants, disabled adapter) is PEFT's own forward.
-    """
+    """PEFT's LoRA linear layer with a fused pass for the one case that we train: one plain adapter,
+    no dropout, nothing merged, a frozen `nn.Linear` below. All else is PEFT's own forward."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.get_base_layer()
@@ -108,11 +104,8 @@ def inject(model: nn.Module, spec: LoraSpec, *, seed: int) -> PeftModel:
 
 
 def adapter_layers(model: PeftModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Module path in the base model, A [rank, in], B [out, rank] of every adapted layer.
-
-    A and B are the live parameters. Layers stored transposed (GPT-2's Conv1D) appear as
-    well; their A and B have the same meaning.
-    """
+    """Module path in the base model, live A [rank, in], B [out, rank] of every adapted layer;
+    layers stored transposed (GPT-2's Conv1D) too."""
     for name, module in model.get_base_model().named_modules():
         weights = getattr(module, "lora_A", None)
         if isinstance(weights, nn.ModuleDict) and ADAPTER in weights:

@@ -2,7 +2,6 @@
 
 A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` answers without
 any network, for `validate`; `resolve_model` may fetch. Importing this module imports no torch.
-What a model computes is left to the sampler and the trainer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ BUNDLED: dict[str, Callable[[Path], Path]] = {"smollm2-135m": fetch_smollm2}
 """Models with a name of ours: each function fills the folder it is given, once."""
 
 DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda", "mps")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
@@ -44,11 +42,25 @@ def resolve_model(name_or_path: str) -> Path:
     if name_or_path in BUNDLED:
         return BUNDLED[name_or_path](cache_dir() / name_or_path)
     folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        if (folder / "config.json").is_file():
-            return folder
-        raise _not_a_model(name_or_path, "a folder without config.json")
-    return _fetch_from_hub(name_or_path)
+    if (folder / "config.json").is_file():
+        return folder
+    cause = None
+    found = "a folder without config.json"
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES))
+        except Exception as error:
+            # A dozen unrelated classes (names, network, rights, disk) mean the same to the user.
+            cause, found = error, f"{type(error).__name__}: {error}"
+    raise BadInput.of(
+        "The model cannot be loaded",
+        f"model.model_path: {name_or_path}",
+        f"a folder with config.json and weights, a hub id, or one of {', '.join(BUNDLED)}",
+        found,
+        "check the path, or start with model.model_path: smollm2-135m",
+    ) from cause
 
 
 def is_cached(name_or_path: str) -> bool:
@@ -129,19 +141,16 @@ def pick_device(setting: str) -> torch.device:
     """
     import torch
 
-    here = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    here = [name for name, found in {**there, "cpu": True}.items() if found]
     if setting == "auto":
-        return torch.device(next(d for d in ("cuda", "mps", "cpu") if here[d]))
-    if here.get(setting.split(":")[0]):
+        return torch.device(here[0])
+    if setting.split(":")[0] in here:
         return torch.device(setting)
     raise BadInput.of(
         "The configured device cannot be used",
         "local.device",
-        ", ".join(["auto", *(device for device in here if here[device])]),
+        ", ".join(["auto", *here]),
         repr(setting),
         "local.device: auto",
     )
@@ -158,40 +167,16 @@ def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
     """
     import torch
 
-    if setting in ("fp32", "float32"):
-        return torch.float32
-    if setting in ("bf16", "bfloat16"):
-        return torch.bfloat16
-    if setting != "auto":
-        title = "The configured number format is unknown"
-        known = ", ".join(DTYPES)
+    if setting not in DTYPES:
+        title, known = "The configured number format is unknown", ", ".join(DTYPES)
         raise BadInput.of(title, "local.dtype", known, repr(setting), "local.dtype: auto")
+    if setting != "auto":
+        return torch.float32 if setting in ("fp32", "float32") else torch.bfloat16
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         native = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if native else torch.float32
-
-
-def _fetch_from_hub(repo_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES))
-    except Exception as error:
-        # The hub client raises a dozen unrelated classes (names, network, rights, disk); all
-        # of them mean the same to the user, and the cause is kept in the message.
-        raise _not_a_model(repo_id, f"{type(error).__name__}: {error}") from error
-
-
-def _not_a_model(name: str, found: str) -> BadInput:
-    return BadInput.of(
-        "The model cannot be loaded",
-        f"model.model_path: {name}",
-        f"a folder with config.json and weights, a hub id, or one of {', '.join(BUNDLED)}",
-        found,
-        "check the path, or start with model.model_path: smollm2-135m",
-    )
 
 
 def cache_dir() -> Path:
@@ -204,56 +189,45 @@ _LONGEST_HEADER = 100 << 20
 
 
 def header_of(file: Path) -> dict[str, Any] | None:
-    """The header of a safetensors file, which names every tensor; None where there is none."""
+    """The header of a safetensors file, which names every tensor; None if it has none."""
     found = _read(file)
     return None if found is None else found[0]
 
 
 def damage_of(file: Path) -> str:
-    """What is wrong with a safetensors file, in words; empty where it is as long as it says."""
+    """What is wrong with a safetensors file, in words; empty if it is as long as it says."""
     found = _read(file)
     if found is None:
         return f"{file.name} has no header that can be read"
-    header, length = found
-    ends = [item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"]
-    wanted, size = 8 + length + max(ends, default=0), file.stat().st_size
+    wanted, size = found[1], file.stat().st_size
     return "" if size >= wanted else f"{file.name} has {size:,} of its {wanted:,} bytes"
 
 
 def _read(file: Path) -> tuple[dict[str, Any], int] | None:
+    """The header, and the bytes that a whole file has."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             if length > _LONGEST_HEADER:
                 return None
             header = json.loads(opened.read(length))
-    except (OSError, struct.error, ValueError):
+        tensors = [item for name, item in header.items() if name != "__metadata__"]
+        ends = [int(item["data_offsets"][1]) for item in tensors]
+    except (OSError, struct.error, ValueError, TypeError, LookupError, AttributeError):
         return None
-    if not isinstance(header, dict) or not all(_is_tensor(*item) for item in header.items()):
-        return None
-    return header, length
-
-
-def _is_tensor(name: str, described: Any) -> bool:
-    if name == "__metadata__":
-        return True
-    ends = described.get("data_offsets") if isinstance(described, dict) else None
-    return isinstance(ends, list) and len(ends) == 2 and all(isinstance(it, int) for it in ends)
+    return header, 8 + length + max(ends, default=0)
 
 
 def give_back() -> None:
-    """Return freed memory to the system; does nothing where the C library has no `malloc_trim`."""
+    """Return freed memory to the system; does nothing if the C library has no `malloc_trim`."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def _malloc_trim() -> Any:
     try:
-        trim = ctypes.CDLL(None).malloc_trim
+        return ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):
         return None
-    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    found: Callable[[int], int] = trim
-    return found

@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -52,20 +51,9 @@ _MAX_SCORES = 1 << 24
 flash kernel's constant memory matters more than its speed."""
 
 
-@contextmanager
-def use_layout(row: PackedRow) -> Iterator[None]:
-    token = _layout.set(row)
-    try:
-        yield
-    finally:
-        _layout.reset(token)
-
-
 def _paths(x_NHD: Tensor, index_SL: Tensor) -> Tensor:
-    """Rows of x by path, [S, H, L, D].
-
-    `index_select` because its backward pass is many times faster than that of indexing.
-    """
+    """Rows of x by path, [S, H, L, D]; the backward pass of `index_select` is many times faster
+    than that of indexing."""
     rows = x_NHD.flatten(1).index_select(0, index_SL.flatten())
     return rows.view(*index_SL.shape, *x_NHD.shape[1:]).transpose(1, 2)
 
@@ -132,19 +120,16 @@ def _block_attention(
     window: int | None,
 ) -> Tensor:
     """Outputs of a block's queries, [S Q, H D]."""
-    q, k, v = (
-        _paths(q_NHD, block.queries_SQ),
-        _paths(k_NGD, block.keys_SK),
-        _paths(v_NGD, block.keys_SK),
-    )
-    windowed = window is not None and block.keys_SK.shape[1] > window
+    q, k = _paths(q_NHD, block.queries_SQ), _paths(k_NGD, block.keys_SK)
+    v = _paths(v_NGD, block.keys_SK)
+    if window is not None and block.keys_SK.shape[1] <= window:
+        window = None
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if torch.is_grad_enabled() and q.device.type == "cpu" and scores <= _MAX_SCORES:
-        o = _BlockAttention.apply(q, k, v, block.mask(window if windowed else None), scale)
-    elif block.causal and not windowed:
-        o = _attend(q, k, v, None, scale)
+        o = _BlockAttention.apply(q, k, v, block.mask(window), scale)
     else:
-        o = _attend(q, k, v, block.mask(window if windowed else None), scale)
+        flagged = block.causal and window is None
+        o = _attend(q, k, v, None if flagged else block.mask(window), scale)
     return o.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -161,14 +146,11 @@ def trie_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D].
 
-    Returns [1, N, H, D]. Raises NotImplementedError for variants that it does not know, and
-    RuntimeError outside `use_layout`.
+    Returns [1, N, H, D]. Raises NotImplementedError for variants that it does not know.
     """
     row = _layout.get()
-    if row is None:
-        raise RuntimeError("packed attention is only defined inside use_layout(row)")
     unknown = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if unknown or dropout or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+    if row is None or unknown or dropout or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"packed attention with {unknown or 'dropout or a cache'}")
     q_NHD, k_NGD, v_NGD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q_NHD.shape[-1] ** -0.5 if scaling is None else scaling
@@ -329,62 +311,60 @@ class PackedModel:
 
         `width` is R. Columns that do not count are 0 and carry no gradient.
         """
-        parts = [list(samples)] if self.packed else [[sample] for sample in samples]
-        index: list[tuple[Tensor, Tensor]] = []
+        size = len(samples) if self.packed else 1
+        rows: list[Tensor] = []
+        columns: list[Tensor] = []
         values: list[Tensor] = []
         entropies: list[Tensor] = []
-        first = 0
-        for part in parts:
-            row = pack(part, self.device)
+        for first in range(0, len(samples), size or 1):
+            row = pack(samples[first : first + size], self.device)
             if row is not None:
                 logprobs_M, entropy_U = self._row(row, entropy)
-                index.append((row.row_M + first, row.column_M))
+                rows.append(row.row_M + first)
+                columns.append(row.column_M)
                 values.append(logprobs_M)
                 if entropy_U is not None:
                     entropies.append(entropy_U[row.node_M])
-            first += len(part)
-        shape = (len(samples), width)
-        if not values:
-            zero = torch.zeros(shape, device=self.device)
-            return zero, zero.clone() if entropy else None
-        where = (torch.cat([r for r, _ in index]), torch.cat([c for _, c in index]))
 
         def spread(scores: list[Tensor]) -> Tensor:
-            return torch.zeros(shape, device=self.device).index_put(where, torch.cat(scores))
+            zeros_BR = torch.zeros((len(samples), width), device=self.device)
+            if not values:
+                return zeros_BR
+            return zeros_BR.index_put((torch.cat(rows), torch.cat(columns)), torch.cat(scores))
 
         return spread(values), spread(entropies) if entropy else None
 
     def _row(self, row: PackedRow, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        inputs: dict[str, Tensor] = {"input_ids": row.tokens_N[None]}
-        if self.packed:
-            inputs["position_ids"] = row.positions_N[None]
-        with self._attention_of(row) if self.packed else nullcontext():
-            if self.fused_head:
-                hidden_NH = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
-                head = self.model.get_output_embeddings()
-                return token_scores(
-                    hidden_NH.index_select(0, row.scored_U),
-                    head.weight,
-                    getattr(head, "bias", None),
-                    row.node_M,
-                    row.target_M,
-                    temperature=self.temperature,
-                    entropy=entropy,
-                )
-            logits_NV = self.model(**inputs).logits[0]
+        if not self.packed:
+            return self._forward(row, {"input_ids": row.tokens_N[None]}, entropy)
+        self.model.set_attn_implementation(NAME)
+        token = _layout.set(row)
+        try:
+            inputs = {"input_ids": row.tokens_N[None], "position_ids": row.positions_N[None]}
+            return self._forward(row, inputs, entropy)
+        finally:
+            _layout.reset(token)
+            self.model.set_attn_implementation(self._own_attention)
+
+    def _forward(
+        self, row: PackedRow, inputs: dict[str, Tensor], entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.fused_head:
+            hidden_NH = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+            head = self.model.get_output_embeddings()
+            return token_scores(
+                hidden_NH.index_select(0, row.scored_U),
+                head.weight,
+                getattr(head, "bias", None),
+                row.node_M,
+                row.target_M,
+                temperature=self.temperature,
+                entropy=entropy,
+            )
+        logits_NV = self.model(**inputs).logits[0]
         logp_UV = (logits_NV[row.scored_U].float() / self.temperature).log_softmax(-1)
         entropy_U = -(logp_UV.exp() * logp_UV).sum(-1) if entropy else None
         return logp_UV[row.node_M, row.target_M], entropy_U
-
-    @contextmanager
-    def _attention_of(self, row: PackedRow) -> Iterator[None]:
-        """The model's attention is that of `row`; outside it is the model's own."""
-        self.model.set_attn_implementation(NAME)
-        try:
-            with use_layout(row):
-                yield
-        finally:
-            self.model.set_attn_implementation(self._own_attention)
 
     @torch.no_grad()
     def _probe(self) -> None:
@@ -409,19 +389,12 @@ class PackedModel:
             logger.info("%s is off: log-probabilities differ by %.3g", name, difference)
             return False
 
-        self.fused_head = self._has_plain_head()
-        self.fused_head = self.fused_head and agrees("the fused output head")
-        self.packed = self._takes_layouts()
-        self.packed = self.packed and agrees("packing")
-
-    def _has_plain_head(self) -> bool:
-        return (
+        self.fused_head = (
             isinstance(self.model.get_output_embeddings(), nn.Linear)
             and self.model.base_model is not self.model
         )
-
-    def _takes_layouts(self) -> bool:
-        takes = inspect.signature(self.model.forward).parameters
-        return "position_ids" in takes and bool(
-            getattr(self.model, "_supports_attention_backend", False)
-        )
+        self.fused_head = self.fused_head and agrees("the fused output head")
+        takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+        takes_attention = bool(getattr(self.model, "_supports_attention_backend", False))
+        self.packed = takes_positions and takes_attention
+        self.packed = self.packed and agrees("packing")

@@ -1,13 +1,12 @@
 """Train samples as token tries: a shared prefix is computed once, and nothing is padded.
 
-The runs of a group start with the same prompt, and a later call of a run often repeats the
+The rollouts of a group start with the same prompt, and a later call of a rollout often repeats the
 earlier ones. All samples of a micro-batch go into one trie; every node is one token of one
 packed row, with the position it has in its sample. A node attends to its ancestors, which
 makes the row equal to the separate samples for any causal model. Tokens after the last
 scored one are left out, and the output head is applied only to nodes whose next token counts.
 
-This module builds layouts from plain token lists; the arithmetic is in
-`packed_model.py`.
+This module builds layouts from plain token lists; the arithmetic is in `packed_model.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BUCKET_FILL = 0.75
 
 @dataclass
 class Sample:
-    """One model call (or one conversation) of one run.
+    """One model call (or one conversation) of one rollout.
 
     tokens_T: prompt and response. action_mask_R marks the response tokens that the policy
     made; R may exceed T - prompt_length for truncated prompts, such columns never count.
@@ -49,9 +48,7 @@ class Sample:
     def path(self) -> list[int]:
         """The tokens that must be computed: up to the one before the last scored token."""
         columns = self.scored_columns()
-        if not columns:
-            return []
-        return self.tokens_T[: self.prompt_length + columns[-1]].tolist()
+        return self.tokens_T[: self.prompt_length + columns[-1]].tolist() if columns else []
 
 
 class TokenTrie:
@@ -143,11 +140,6 @@ def _long(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device)
     return torch.tensor(values, dtype=torch.long, device=device)  # type: ignore[return-value]
 
 
-def _pad(rows: list[list[int]]) -> list[list[int]]:
-    width = max(len(row) for row in rows)
-    return [row + [row[0]] * (width - len(row)) for row in rows]
-
-
 def _blocks(
     segments: list[tuple[list[int], int]], size: int, device: torch.device
 ) -> tuple[tuple[AttentionBlock, ...], list[int]]:
@@ -159,6 +151,11 @@ def _blocks(
     blocks: list[AttentionBlock] = []
     place = [0] * size
     done = 0
+
+    def padded(rows: list[list[int]]) -> LongTensor:
+        width = max(len(row) for row in rows)
+        return _long([row + [row[0]] * (width - len(row)) for row in rows], device)
+
     for causal in (True, False):
         todo = sorted(
             (segment for segment in segments if (segment[1] == 0) == causal),
@@ -172,21 +169,15 @@ def _blocks(
                 fits = len(path) >= BUCKET_FILL * longest and len(path) - own <= max(16, widest)
                 (bucket if fits else rest).append((path, own))
             todo = rest
-            queries = _pad([path[own:] for path, own in bucket])
-            keys = _pad([path for path, _ in bucket])
-            width = len(queries[0])
+            queries_SQ = padded([path[own:] for path, own in bucket])
+            width = queries_SQ.shape[1]
             for s, (path, own) in enumerate(bucket):
                 for i, node in enumerate(path[own:]):
                     place[node] = done + s * width + i
             done += len(bucket) * width
-            blocks.append(
-                AttentionBlock(
-                    queries_SQ=_long(queries, device),
-                    keys_SK=_long(keys, device),
-                    offsets_S=_long([own for _, own in bucket], device),
-                    causal=causal,
-                )
-            )
+            keys_SK = padded([path for path, _ in bucket])
+            offsets_S = _long([own for _, own in bucket], device)
+            blocks.append(AttentionBlock(queries_SQ, keys_SK, offsets_S, causal))
     return tuple(blocks), place
 
 
@@ -195,10 +186,7 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
     device = torch.device(device)
     trie = TokenTrie()
     segments: list[tuple[list[int], int]] = []
-    node_of_score: list[int] = []
-    target: list[int] = []
-    row: list[int] = []
-    column: list[int] = []
+    scores: list[tuple[int, int, int, int]] = []  # node, target, row, column
     for index, sample in enumerate(samples):
         columns = sample.scored_columns()
         if not columns:
@@ -209,15 +197,13 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
         if created:
             segments.append((path, len(path) - created))
         tokens = sample.tokens_T.tolist()
-        for c in columns:
-            node_of_score.append(path[sample.prompt_length + c - 1])
-            target.append(tokens[sample.prompt_length + c])
-            row.append(index)
-            column.append(c)
-    if not target:
+        start = sample.prompt_length
+        scores += [(path[start + c - 1], tokens[start + c], index, c) for c in columns]
+    if not scores:
         return None
     blocks, place = _blocks(segments, len(trie), device)
-    scored = sorted(set(node_of_score))
+    nodes, target, row, column = zip(*scores, strict=True)
+    scored = sorted(set(nodes))
     rank = {node: u for u, node in enumerate(scored)}
     return PackedRow(
         tokens_N=_long(trie.tokens, device),
@@ -225,40 +211,24 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
         blocks=blocks,
         place_N=_long(place, device),
         scored_U=_long(scored, device),
-        node_M=_long([rank[node] for node in node_of_score], device),
+        node_M=_long([rank[node] for node in nodes], device),
         target_M=_long(target, device),
         row_M=_long(row, device),
         column_M=_long(column, device),
     )
 
 
-def _runs(group: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
-    """The sample indices of a group by run, in order of first appearance."""
-    runs: dict[Hashable, list[int]] = {}
-    for index in group:
-        run = samples[index].run
-        runs.setdefault(("sample", index) if run is None else ("run", run), []).append(index)
-    return list(runs.values())
-
-
 def micro_batches(
     samples: Sequence[Sample], groups: Sequence[Sequence[int]], max_tokens: int
 ) -> list[list[int]]:
-    """Split a train batch into micro-batches of whole runs, at most `max_tokens` packed tokens.
+    """Split a train batch into micro-batches of whole rollouts, at most `max_tokens` packed tokens.
 
-    `groups` lists sample indices by task. A group that fits into one micro-batch is not cut;
-    a run longer than `max_tokens` is a micro-batch of its own. The order is kept.
+    `groups` lists sample indices by task. A group that fits into one micro-batch is not cut; a
+    rollout longer than `max_tokens` is a micro-batch of its own. The order is kept.
     """
     paths = [sample.path() for sample in samples]
-    batches: list[list[int]] = []
-    current: list[int] = []
+    batches: list[list[int]] = [[]]
     trie = TokenTrie()
-
-    def close() -> None:
-        nonlocal current, trie
-        if current:
-            batches.append(current)
-        current, trie = [], TokenTrie()
 
     def cost(indices: Sequence[int], base: TokenTrie) -> int:
         """Upper bound of the nodes that `indices` add: exact unless both tries share parts."""
@@ -270,14 +240,16 @@ def micro_batches(
         return total
 
     for group in groups:
-        too_much = len(trie) + cost(group, trie) > max_tokens
-        if too_much and cost(group, TokenTrie()) <= max_tokens:
-            close()
-        for run in _runs(group, samples):
-            if current and len(trie) + cost(run, trie) > max_tokens:
-                close()
-            for index in run:
+        runs: dict[Hashable, list[int]] = {}
+        for index in group:
+            run = samples[index].run
+            runs.setdefault(("sample", index) if run is None else ("run", run), []).append(index)
+        if len(trie) + cost(group, trie) > max_tokens and cost(group, TokenTrie()) <= max_tokens:
+            batches, trie = [*batches, []], TokenTrie()
+        for indices in runs.values():
+            if batches[-1] and len(trie) + cost(indices, trie) > max_tokens:
+                batches, trie = [*batches, []], TokenTrie()
+            for index in indices:
                 trie.add(paths[index])
-            current.extend(run)
-    close()
-    return batches
+            batches[-1].extend(indices)
+    return [batch for batch in batches if batch]

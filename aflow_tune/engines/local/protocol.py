@@ -54,7 +54,6 @@ Message = dict[str, Any]
 
 
 class JsonSchema(BaseModel):
-    name: str = "response"
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
@@ -72,7 +71,6 @@ class Function(BaseModel):
 
 
 class NamedToolChoice(BaseModel):
-    type: Literal["function"] = "function"
     function: Function
 
 
@@ -129,18 +127,15 @@ class ChatRequest(BaseModel):
             if not isinstance(message.get("role"), str):
                 faults.append(Fault(f"messages[{number}]", "a role", repr(message), "add role"))
         if self.tool_choice not in (None, "none", "auto") and not self.forced_tools():
-            names = [tool.function.name for tool in self.tools or []]
-            expected = f"one of {names}" if names else "tools to choose from"
+            expected = f"one of {[tool.function.name for tool in self.tools or []]}"
             faults.append(
-                Fault("tool_choice", expected, repr(self.tool_choice), "send and name a tool")
+                Fault("tool_choice", expected, repr(self.tool_choice), "send and name tools")
             )
         if self.top_logprobs and not self.logprobs:
             faults.append(Fault("top_logprobs", "logprobs: true", "false", "set logprobs"))
-        schema = self.response_format
-        if schema is not None and schema.type == "json_schema" and schema.json_schema is None:
-            faults.append(
-                Fault("response_format", "json_schema.schema", "no schema", "send the schema")
-            )
+        form = self.response_format
+        if form is not None and form.type == "json_schema" and form.json_schema is None:
+            faults.append(Fault("response_format", "json_schema.schema", "none", "send the schema"))
         if faults:
             raise BadInput("The request cannot be served", faults)
 
@@ -153,40 +148,17 @@ class ChatRequest(BaseModel):
         elif self.response_format is not None and self.response_format.type != "text":
             wanted = self.response_format.json_schema
             schema = wanted.schema_ if wanted is not None else {"type": "object"}
-        limits = (self.max_completion_tokens, self.max_tokens)
+        limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
+        names = ("n", "temperature", "top_p", "seed", "top_logprobs", "min_tokens", "ignore_eos")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            max_tokens=next((limit for limit in limits if limit is not None), default_max_tokens),
-            n=1 if self.n is None else self.n,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            max_tokens=next(limit for limit in limits if limit is not None),
             top_k=max(self.top_k or 0, 0),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            seed=self.seed,
-            top_logprobs=self.top_logprobs or 0,
-            min_tokens=self.min_tokens or 0,
-            ignore_eos=self.ignore_eos,
             json_schema=schema,
             grammar=grammar,
+            **given,
         )
-
-
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a request body.
-
-    Raises:
-        BadInput: it is none.
-    """
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise BadInput(f"The body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadInput(f"The body is a JSON {type(body).__name__}, expected an object")
-    return body
-
-
-def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def chat_response(
@@ -197,7 +169,8 @@ def chat_response(
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
     """The body of the answer. `return_token_ids` adds the tokens of prompt and choices."""
-    generated = sum(len(completion.token_ids) for completion in completions)
+    read, drawn = len(prompt_ids), sum(len(completion.token_ids) for completion in completions)
+    usage = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
     body: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
@@ -207,11 +180,7 @@ def chat_response(
             _choice(request, index, completion, prompt_ids, vocabulary)
             for index, completion in enumerate(completions)
         ],
-        "usage": {
-            "prompt_tokens": len(prompt_ids),
-            "completion_tokens": generated,
-            "total_tokens": len(prompt_ids) + generated,
-        },
+        "usage": usage,
     }
     if request.return_token_ids:
         body["prompt_token_ids"] = prompt_ids
@@ -238,25 +207,23 @@ def _choice(
         # OpenAI reports 'stop' when the caller itself named the function.
         reason = "stop" if isinstance(request.tool_choice, NamedToolChoice) else "tool_calls"
     choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+
+    def scored(token: int, logprob: float) -> dict[str, Any]:
+        shown = vocabulary.token_text(token)
+        return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
+
     if request.logprobs:
         tops = completion.top_logprobs or [{} for _ in completion.token_ids]
-        scored = zip(completion.token_ids, completion.logprobs, tops, strict=True)
         content = [
-            {
-                **_token(token, logprob, vocabulary),
-                "top_logprobs": [_token(t, value, vocabulary) for t, value in top.items()],
-            }
-            for token, logprob, top in scored
+            {**scored(token, logprob), "top_logprobs": [scored(*it) for it in top.items()]}
+            for token, logprob, top in zip(
+                completion.token_ids, completion.logprobs, tops, strict=True
+            )
         ]
         choice["logprobs"] = {"content": content, "refusal": None}
     if request.return_token_ids:
         choice["token_ids"] = completion.token_ids
     return choice
-
-
-def _token(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
-    text = vocabulary.token_text(token)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def template_messages(
@@ -275,66 +242,53 @@ def template_messages(
     plain = [_plain(message, number) for number, message in enumerate(messages)]
     if native:
         return plain
-    told = [_without_tool_fields(message) for message in plain]
+    told: list[Message] = []
+    for message in plain:  # the same for a template that knows only roles and text
+        role, content = message["role"], message["content"]
+        for call in message.get("tool_calls", []):
+            written = json.dumps(call["function"], ensure_ascii=False)
+            content += f"\n<tool_call>\n{written}\n</tool_call>"
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        told.append({"role": role, "content": content.lstrip("\n")})
     if tools:
         listing = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         preamble = _PREAMBLE.format(tools=listing)
         if told and told[0]["role"] == "system":
-            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{preamble}"}
+            told[0]["content"] += f"\n\n{preamble}"
         else:
             told.insert(0, {"role": "system", "content": preamble})
     return told
 
 
 def _plain(message: Message, number: int) -> Message:
-    """The message with text for content and objects for the arguments of its tool calls."""
+    """The message with text for content, and the arguments of its tool calls as objects, which
+    templates print as JSON themselves."""
+
+    def refused(key: str, expected: str, found: str, fix: str) -> BadInput:
+        where = f"messages[{number}].{key}"
+        return BadInput.of("A message cannot be rendered", where, expected, found, fix)
+
     content = message.get("content")
     if isinstance(content, list):
         odd = [p.get("type") for p in content if p.get("type") not in ("text", "refusal")]
         if odd:
-            raise BadInput.of(
-                "A message cannot be rendered",
-                f"messages[{number}].content",
-                "a string or parts of type text",
-                f"a part of type {odd[0]}",
-                "send text only: the local engine has no vision or audio models",
-            )
+            fix = "send text only: the local engine has no vision or audio models"
+            raise refused("content", "a string or parts of type text", f"a part of {odd[0]}", fix)
         content = "".join(part.get("text") or part.get("refusal") or "" for part in content)
     result = {**message, "content": content or ""}
-    if message.get("tool_calls"):
-        result["tool_calls"] = [_with_parsed_arguments(c, number) for c in message["tool_calls"]]
-    else:
-        result.pop("tool_calls", None)
-    return result
-
-
-def _with_parsed_arguments(call: Message, number: int) -> Message:
-    """Templates print arguments as JSON themselves, so they take them as an object."""
-    function = call["function"]
-    arguments = function.get("arguments") or "{}"
-    if isinstance(arguments, str):
+    calls = []
+    for call in result.pop("tool_calls", None) or ():
+        function = call["function"]
+        arguments = function.get("arguments") or "{}"
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except json.JSONDecodeError as error:
-            raise BadInput.of(
-                "A message cannot be rendered",
-                f"messages[{number}].tool_calls",
-                "arguments as a JSON object",
-                str(error),
-                "send the arguments as the model returned them",
-            ) from error
-    return {**call, "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _without_tool_fields(message: Message) -> Message:
-    """The same message for a template that knows only roles and text."""
-    content = message["content"]
-    for call in message.get("tool_calls", []):
-        written = json.dumps(call["function"], ensure_ascii=False)
-        content += f"\n<tool_call>\n{written}\n</tool_call>"
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    return {"role": message["role"], "content": content.lstrip("\n")}
+            fix = "send the arguments as the model returned them"
+            expected = "arguments as a JSON object"
+            raise refused("tool_calls", expected, str(error), fix) from error
+        calls.append({**call, "function": {"name": function["name"], "arguments": arguments}})
+    return result | ({"tool_calls": calls} if calls else {})
 
 
 def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
@@ -362,34 +316,29 @@ def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | No
         written = json.dumps(arguments, ensure_ascii=False)
         function = {"name": call["name"], "arguments": written}
         calls.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
-    if not calls:
-        return text, []
-    return _CALL.sub("", text).strip() or None, calls
+    return (_CALL.sub("", text).strip() or None, calls) if calls else (text, [])
 
 
 def forced_call_grammar(tools: Sequence[Message]) -> str:
     """A Lark grammar (llguidance's dialect) of exactly one call of one of `tools`."""
-    names = [f"call_{number}" for number in range(len(tools))]
+    names, schemas = [f"call_{number}" for number in range(len(tools))], []
+    for tool in tools:
+        function = tool["function"]
+        arguments = dict(function.get("parameters") or {"type": "object", "properties": {}})
+        # Definitions move to the root, where references look for them.
+        named = [key for key in ("$defs", "definitions") if key in arguments]
+        schema = {key: arguments.pop(key) for key in named}
+        # Arguments that the schema does not name are left out: an open object lets a weak model
+        # invent names without end.
+        if not {"allOf", "anyOf", "oneOf", "$ref"} & arguments.keys():
+            arguments.setdefault("additionalProperties", False)
+        schema |= {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+            "x-guidance": JSON_STYLE,
+        }
+        schemas.append(f"%json {json.dumps(schema)}")
     start = f'start: "<tool_call>\\n" ({" | ".join(names)}) "\\n</tool_call>"'
-    schemas = [f"%json {json.dumps(_call_schema(tool))}" for tool in tools]
     return "\n".join([start, *(f"{n}: {schema}" for n, schema in zip(names, schemas, strict=True))])
-
-
-def _call_schema(tool: Message) -> dict[str, Any]:
-    """The JSON schema of one call of `tool`.
-
-    Definitions move to the root, where references look for them. Arguments that the schema
-    does not name are left out: an open object lets a weak model invent names without end.
-    """
-    arguments = dict(tool["function"].get("parameters") or {"type": "object", "properties": {}})
-    definitions = {key: arguments.pop(key) for key in ("$defs", "definitions") if key in arguments}
-    if not {"allOf", "anyOf", "oneOf", "$ref"} & arguments.keys():
-        arguments.setdefault("additionalProperties", False)
-    return {
-        **definitions,
-        "type": "object",
-        "properties": {"name": {"const": tool["function"]["name"]}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-        "x-guidance": JSON_STYLE,
-    }

@@ -81,14 +81,6 @@ class Sampler:
         deterministic: bool = False,
         lora: LoraSpec | None = None,
     ) -> None:
-        if max_batch < 1 or max_model_len < 2:
-            raise BadInput.of(
-                "The sampler's limits are out of range",
-                "max_batch, max_model_len",
-                "at least 1 and 2",
-                f"{max_batch}, {max_model_len}",
-                "local.max_batch: 64, and a model.max_model_len of prompt + response",
-            )
         self.threads = threads or psutil.cpu_count(logical=False) or 1
         self.max_batch = max_batch
         self.max_model_len = max_model_len
@@ -123,8 +115,6 @@ class Sampler:
             BadInput: a prompt or its parameters are refused; nothing was drawn.
             RunFailed: the engine met an error, which is the cause, or was closed.
         """
-        if len(prompts) != len(params):
-            raise BadInput(f"{len(prompts)} prompts but {len(params)} sampling parameters")
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         self._enqueue(requests)
         try:
@@ -146,14 +136,14 @@ class Sampler:
     def token_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Teacher-forced log-probabilities of tokens 1..T-1, fp32, length T-1; blocks.
 
+        Args:
+            token_ids: at least two.
+            temperature: positive.
+
         Raises:
-            BadInput: fewer than two tokens, or a temperature that is not positive.
             RunFailed: as in `generate`.
         """
-        if len(token_ids) < 2 or temperature <= 0:
-            raise BadInput("token_logprobs takes at least two tokens and a positive temperature")
-        values: list[float] = self._on_thread(lambda: self.decoder.score(token_ids, temperature))
-        return values
+        return self._on_thread(lambda: self.decoder.score(token_ids, temperature))
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Take new weights; blocks until they are in use.
@@ -187,8 +177,7 @@ class Sampler:
             with torch.inference_mode(False):
                 return work()
 
-        result: T = self._on_thread(ordinary_mode)
-        return result
+        return self._on_thread(ordinary_mode)
 
     def stats(self) -> dict[str, float]:
         """Totals since the start: tokens, and seconds with work to do."""
@@ -220,10 +209,11 @@ class Sampler:
         request.drafts = [Draft(request, i, limit, self.vocabulary) for i in range(params.n)]
         return request
 
-    def _on_thread(self, work: Callable[[], Any]) -> Any:
+    def _on_thread(self, work: Callable[[], T]) -> T:
         job = _Job(work)
         self._enqueue([job])
-        return job.future.result()
+        result: T = job.future.result()
+        return result
 
     def _enqueue(self, items: list[Any]) -> None:
         with self._wake:
@@ -243,7 +233,12 @@ class Sampler:
         _settle(ready, lambda: make_decoder(model))
         if ready.exception() is not None:
             return
-        while self._await_work():
+        while True:
+            with self._wake:
+                while not (self._queue or self._waiting or self._active or self._closing):
+                    self._wake.wait()
+            if self._closing:
+                break
             start = time.perf_counter()
             try:
                 self._advance()
@@ -251,13 +246,6 @@ class Sampler:
                 self._fail_all(error)
             self._busy += time.perf_counter() - start
         self._fail_all(RunFailed("the sampler was closed"))
-
-    def _await_work(self) -> bool:
-        """Sleep until there is something to do; False when closing."""
-        with self._wake:
-            while not (self._queue or self._waiting or self._active or self._closing):
-                self._wake.wait()
-            return not self._closing
 
     def _advance(self) -> None:
         """Let waiting work in, then make one token for every active sequence."""
@@ -314,7 +302,7 @@ class Sampler:
         tokens_B, logprobs_B, probs_BV = draw(
             logits_BV,
             torch.tensor(temperatures, device=self.device)[:, None] if scaled else None,
-            torch.tensor([d.uniform for d in drafts], device=self.device),
+            torch.tensor([d.uniforms[len(d.tokens)] for d in drafts], device=self.device),
             {row: rule for row, d in enumerate(drafts) if (rule := d.rule()) is not None},
         )
         tokens, logprobs = tokens_B.tolist(), logprobs_B.tolist()
@@ -346,24 +334,22 @@ class Sampler:
         self._active, self._logits_BV = [], None
         self._waiting.clear()
         self.decoder.reset()
-        reason: Exception = error
         if not isinstance(error, BadInput | RunFailed):
             reason = RunFailed(f"the sampler met an error: {type(error).__name__}: {error}")
             reason.__cause__ = error
+            error = reason
         for item in (*requests.values(), *queued):
-            _settle(item.future, reason)
+            _settle(item.future, error)
 
 
 def _settle(future: Future[Any], outcome: Callable[[], Any] | Exception) -> None:
     """Give a waiting caller its result or exception, unless it left meanwhile."""
-    result = None
-    if not isinstance(outcome, Exception):
-        try:
-            result = outcome()
-        except Exception as error:
-            outcome = error
     with contextlib.suppress(InvalidStateError):
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(result)
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            future.set_result(outcome())
+        except InvalidStateError:
+            raise
+        except Exception as error:
+            future.set_exception(error)

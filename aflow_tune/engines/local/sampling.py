@@ -186,12 +186,6 @@ def invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     return (block_B1 * _BLOCK + offset_B1)[:, 0]
 
 
-def top_tokens(probs_V: Tensor, count: int) -> dict[int, float]:
-    """The `count` likeliest tokens and their log-probabilities, likeliest first."""
-    values, indices = probs_V.topk(min(count, len(probs_V)))
-    return dict(zip(indices.tolist(), values.log().tolist(), strict=True))
-
-
 def _restricted(scaled_V: Tensor, rule: RowRule) -> Tensor:
     """Probabilities of one row after banning, top-k and top-p (in this order), fp32."""
     if rule.banned is not None:
@@ -209,21 +203,16 @@ def _restricted(scaled_V: Tensor, rule: RowRule) -> Tensor:
 
 def prompt_faults(prompt_ids: Sequence[int], max_model_len: int) -> list[Fault]:
     """Why a prompt cannot be completed at all."""
-    if not prompt_ids:
-        return [Fault("prompt", "at least one token", "none", "send a message")]
-    if len(prompt_ids) < max_model_len:
+    if 0 < len(prompt_ids) < max_model_len:
         return []
-    expected = f"fewer than {max_model_len} tokens (max_model_len), to leave room to answer"
+    expected = f"1 to fewer than {max_model_len} tokens (max_model_len), to leave room to answer"
     cure = "shorten the prompt or raise model.max_model_len"
     return [Fault("prompt", expected, f"{len(prompt_ids)} tokens", cure)]
 
 
 class Vocabulary:
-    """How token ids become text, which of them end a sequence, and which may come next where a
-    request asks for a form.
-
-    llguidance's view of the tokenizer is made on first use, because it takes about a second.
-    """
+    """How token ids become text, which of them end a sequence, and which may come next if a request
+    asks for a form. llguidance's view of the tokenizer takes about a second: made on first use."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -241,8 +230,7 @@ class Vocabulary:
 
     def text(self, token_ids: list[int]) -> str:
         """The text of a completion: special tokens are left out."""
-        decoded: Any = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return str(decoded)
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
         """One token's text, special tokens included; parts of a character show as U+FFFD."""
@@ -312,12 +300,7 @@ class Draft:
         self.finish_reason: str | None = None
         # A token adds at least one byte of text, so a stop string that ends here began at
         # most this many tokens ago; the rest is slack for special tokens in between.
-        longest = max((len(s.encode()) for s in self.params.stop), default=0)
-        self._window = longest + 8 if longest else 0
-
-    @property
-    def uniform(self) -> float:
-        return self.uniforms[len(self.tokens)]
+        self._window = 8 + max((len(s.encode()) for s in self.params.stop), default=0)
 
     def rule(self) -> RowRule | None:
         """What restricts the next token, or None when only the temperature matters."""
@@ -335,16 +318,18 @@ class Draft:
 
     def take(self, token: int, logprob: float, probs_V: Tensor) -> bool:
         """Append a drawn token; returns whether the sequence has ended."""
+        params = self.params
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if self.params.top_logprobs:
-            self.tops.append(top_tokens(probs_V, self.params.top_logprobs))
+        if params.top_logprobs:
+            values, indices = probs_V.topk(min(params.top_logprobs, len(probs_V)))
+            self.tops.append(dict(zip(indices.tolist(), values.log().tolist(), strict=True)))
         if self.matcher is not None:
             self.matcher.consume_token(token)
-        ended = len(self.tokens) >= self.params.min_tokens and (
-            (token in self.vocabulary.eos and not self.params.ignore_eos)
+        ended = len(self.tokens) >= params.min_tokens and (
+            (token in self.vocabulary.eos and not params.ignore_eos)
             or (self.matcher is not None and self.matcher.is_stopped())
-            or self._stop_string_reached()
+            or (bool(params.stop) and self._stop_string_reached())
         )
         if ended:
             self.finish_reason = "stop"
@@ -356,22 +341,20 @@ class Draft:
         """The sequence, which has ended."""
         assert self.finish_reason is not None
         text = self.vocabulary.text(self.tokens)
-        if self.params.stop and self.finish_reason == "stop":
-            cuts = [at for stop in self.params.stop if (at := text.find(stop)) >= 0]
-            text = text[: min(cuts, default=len(text))]
-        return Completion(
-            token_ids=self.tokens,
-            logprobs=self.logprobs,
-            text=text,
-            finish_reason=self.finish_reason,
-            top_logprobs=self.tops if self.params.top_logprobs else None,
-        )
+        if self.finish_reason == "stop":
+            text = before_stop(text, self.params.stop)
+        tops = self.tops if self.params.top_logprobs else None
+        return Completion(self.tokens, self.logprobs, text, self.finish_reason, tops)
 
     def _stop_string_reached(self) -> bool:
-        if not self._window:
-            return False
         tail = self.vocabulary.text(self.tokens[-self._window :])
         return any(stop in tail for stop in self.params.stop)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of the stop strings."""
+    cuts = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(cuts, default=len(text))]
 
 
 def logprobs_of(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:

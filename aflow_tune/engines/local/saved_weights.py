@@ -37,7 +37,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-_PEFT_PREFIX = "base_model.model."
 
 
 class Kind(StrEnum):
@@ -48,19 +47,13 @@ class Kind(StrEnum):
 
 def kind_of(folder: Path) -> Kind | None:
     """What `folder` holds; None for nothing that can be sampled from."""
-    names = {
-        MANIFEST: Kind.CHECKPOINT,
-        ADAPTER_CONFIG: Kind.ADAPTER,
-        "config.json": Kind.MODEL,
-    }
+    names = {MANIFEST: Kind.CHECKPOINT, ADAPTER_CONFIG: Kind.ADAPTER, "config.json": Kind.MODEL}
     return next((kind for name, kind in names.items() if (folder / name).is_file()), None)
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes when the weights in `folder` do; reads no large file.
-
-    A checkpoint's manifest holds the hash of every file; elsewhere sizes and times stand in.
-    """
+    """Changes when the weights in `folder` do; reads no large file: a checkpoint's manifest has the
+    hash of every file, elsewhere sizes and times stand in."""
     manifest = folder / MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
@@ -70,10 +63,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], LoraSpec | None]:
-    """Weights for a sampler of the base model, from a checkpoint or a PEFT adapter.
-
-    Returns:
-        An adapter state with its shape, or all parameters by name and None.
+    """Weights for a sampler of the base model, from a checkpoint or a PEFT adapter: an adapter
+    state with its shape, or all parameters by name and None.
 
     Raises:
         BadInput: a kind of adapter that the sampler does not compute.
@@ -98,39 +89,34 @@ def _read_peft(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
 
     from aflow_tune.engines.local.weights import LoraSpec
 
+    def refused(found: str) -> BadInput:
+        return BadInput.of(
+            "The adapter cannot be sampled from.",
+            str(folder / ADAPTER_CONFIG),
+            "a plain LoRA adapter",
+            f"an adapter with {found}",
+            "merge it (PeftModel.merge_and_unload, save_pretrained) and name the merged folder",
+        )
+
     config = PeftConfig.from_pretrained(str(folder))
-    odd = [
-        name
-        for name in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
-        if getattr(config, name, None)
-    ]
+    beyond = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+    odd = [name for name in beyond if getattr(config, name, None)]
     if str(config.peft_type) != "PeftType.LORA" and config.peft_type != "LORA":
         odd.insert(0, f"peft_type {config.peft_type}")
     if getattr(config, "bias", "none") != "none":
         odd.append(f"bias {config.bias}")
     if odd:
-        raise _refused(folder, f"an adapter with {', '.join(odd)}")
+        raise refused(", ".join(odd))
+    parts, state = {".lora_A.weight": ".A", ".lora_B.weight": ".B"}, {}
+    for name, tensor in load_peft_weights(str(folder), device="cpu").items():
+        part = next((part for part in parts if name.endswith(part)), None)
+        if part is None:
+            raise refused(f"a tensor called {name}")
+        path = name.removeprefix("base_model.model.").removesuffix(part)
+        state[f"lora.{path}{parts[part]}"] = tensor.float()
     # Rank-stabilised LoRA scales by alpha / sqrt(rank) (arXiv:2312.03732).
     alpha = config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1.0)
-    parts = {".lora_A.weight": ".A", ".lora_B.weight": ".B"}
-    state = {}
-    for name, tensor in load_peft_weights(str(folder), device="cpu").items():
-        peft_part = next((part for part in parts if name.endswith(part)), None)
-        if peft_part is None:
-            raise _refused(folder, f"a tensor called {name}")
-        path = name.removeprefix(_PEFT_PREFIX).removesuffix(peft_part)
-        state[f"lora.{path}{parts[peft_part]}"] = tensor.float()
     return state, LoraSpec(config.r, alpha)
-
-
-def _refused(folder: Path, found: str) -> BadInput:
-    return BadInput.of(
-        "The adapter cannot be sampled from.",
-        str(folder / ADAPTER_CONFIG),
-        "a plain LoRA adapter",
-        found,
-        "merge it (PeftModel.merge_and_unload, save_pretrained) and name the merged folder",
-    )
 
 
 def write_peft(model: PeftModel, model_path: Path, target: Path) -> None:

@@ -1,20 +1,20 @@
 """What a dry run loads: a tiny random model, and a sampler that says what it is told.
 
 The model has the tokenizer and the chat template of the one that it stands for, so that prompts
-and answers have the lengths that they will have. Where that tokenizer is not on this machine
-another one is taken, and the caller is told which. Nothing is fetched.
+and answers have the lengths that they will have; if that tokenizer is not on this machine, another
+one is taken, and the caller is told which. Nothing is fetched.
 
 A request may carry its answer under `ANSWER_FIELD`; one without is answered with plain words, or,
-where it asks for JSON of a schema or forces a tool call, with the smallest example of it. The
-answer becomes tokens, ends with the end-of-sequence token and is cut at `max_tokens` and at stop
-strings, as a drawn one is. Its log-probabilities are those that the model gives these very tokens,
-so that a trainer with the same weights finds a ratio of 1, as after a real rollout. HTTP, chat
-template and the parsing of tool calls are the real server's.
+if it asks for JSON of a schema or forces a tool call, with the smallest example of it. The answer
+is cut at `max_tokens` and at stop strings, as a drawn one is. Its log-probabilities are those that
+the model gives these very tokens, so that a trainer with the same weights finds a ratio of 1. HTTP,
+chat template and the parsing of tool calls are the real server's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -29,7 +29,13 @@ import torch
 from aflow_tune.engines.local.models import BUNDLED, cache_dir
 from aflow_tune.engines.local.protocol import ChatRequest, NamedToolChoice
 from aflow_tune.engines.local.sampler import Sampler
-from aflow_tune.engines.local.sampling import Completion, SamplingParams, logprobs_of, prompt_faults
+from aflow_tune.engines.local.sampling import (
+    Completion,
+    SamplingParams,
+    before_stop,
+    logprobs_of,
+    prompt_faults,
+)
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.errors import BadInput
 
@@ -40,16 +46,13 @@ if TYPE_CHECKING:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block, by the names that an adapter's `target_modules` gives them."""
 
-_BYTES = "a tokenizer of single bytes"
-_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
     "+ (message['content'] or '') + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""The chat template where there is no other."""
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_LONGEST = 2**20
+"""The chat template if there is no other."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,11 @@ class StandInTokenizer:
 def tokenizer_for(name: str) -> StandInTokenizer:
     """The tokenizer of the model `name` if it is on this machine, else SmolLM2's if that is,
     else one of single bytes that is made here."""
-    own = _load(_folder(name))
-    if own is not None:
-        return StandInTokenizer(own, f"the tokenizer of {name}", True)
-    for bundled in BUNDLED:
-        other = _load(_folder(bundled)) if bundled != name else None
-        if other is not None:
-            return StandInTokenizer(other, f"the tokenizer of {bundled}", False)
-    return StandInTokenizer(byte_tokenizer(), _BYTES, False)
+    for candidate in (name, *BUNDLED):
+        found = _load(_folder(candidate))
+        if found is not None:
+            return StandInTokenizer(found, f"the tokenizer of {candidate}", candidate == name)
+    return StandInTokenizer(byte_tokenizer(), "a tokenizer of single bytes", False)
 
 
 def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> int:
@@ -79,7 +79,6 @@ def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int =
 
     Equal seeds write equal weights.
     """
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     highest = max(tokenizer.get_vocab().values(), default=0)
@@ -90,7 +89,7 @@ def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int =
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=_LONGEST,
+        max_position_embeddings=2**20,
         initializer_range=0.2,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
@@ -106,9 +105,9 @@ def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int =
 
 
 def _folder(name: str) -> Path | None:
+    folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
     if not name.strip():
         return None
-    folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
     if folder.is_dir():
         return folder
     if name in BUNDLED:
@@ -116,20 +115,18 @@ def _folder(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    for file in _FILES:
-        try:
+    with contextlib.suppress(HFValidationError):
+        for file in _TOKENIZER_FILES:
             found = try_to_load_from_cache(name, file)
-        except HFValidationError:
-            return None
-        if isinstance(found, str):
-            return Path(found).parent
+            if isinstance(found, str):
+                return Path(found).parent
     return None
 
 
 def _load(folder: Path | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder; None where there is none that loads without a download."""
+    """The tokenizer of a folder; None if none of it loads without a download."""
     # Without such a file transformers may make a tokenizer of a few special tokens and no words.
-    if folder is None or not any((folder / name).is_file() for name in _FILES):
+    if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
 
@@ -157,7 +154,8 @@ def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerBase:
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -188,12 +186,11 @@ def example_of(schema: Mapping[str, Any]) -> Any:
                 if name:
                     found = found.get(name) if isinstance(found, Mapping) else None
             return example(found, depth + 1)
-        if "const" in part:
-            return part["const"]
+        for key in ("const", "default"):
+            if key in part:
+                return part[key]
         if "enum" in part:
             return part["enum"][0]
-        if "default" in part:
-            return part["default"]
         if parts := part.get("allOf"):
             merged = [example(one, depth + 1) for one in parts]
             if all(isinstance(one, dict) for one in merged):
@@ -211,23 +208,18 @@ def example_of(schema: Mapping[str, Any]) -> Any:
             items = list(part.get("prefixItems") or ())
             items += [part.get("items", {})] * (int(part.get("minItems", 0)) - len(items))
             return [example(item, depth + 1) for item in items]
-        if kind in ("integer", "number"):
-            return _number(part, whole=kind == "integer")
+        if kind in ("integer", "number"):  # zero, or the bound that is nearest to it
+            step = 1 if kind == "integer" else 0.5
+            low = part.get("minimum", part.get("exclusiveMinimum", -math.inf) + step)
+            high = part.get("maximum", part.get("exclusiveMaximum", math.inf) - step)
+            value = min(max(0, low), high)
+            return int(value) if kind == "integer" else value
         if kind in ("boolean", "null"):
             return False if kind == "boolean" else None
         text = "words".ljust(int(part.get("minLength", 0)), ".")
         return text[: int(part.get("maxLength", len(text)))]
 
     return example(schema)
-
-
-def _number(part: Mapping[str, Any], *, whole: bool) -> int | float:
-    """Zero, or the bound that is nearest to it."""
-    step = 1 if whole else 0.5
-    low = part.get("minimum", part.get("exclusiveMinimum", -math.inf - step) + step)
-    high = part.get("maximum", part.get("exclusiveMaximum", math.inf) - step)
-    value = min(max(0, low), high)
-    return int(value) if whole else value
 
 
 ANSWER_FIELD = "aflow_scripted_answer"
@@ -237,7 +229,6 @@ _WORDS = (
     "the answer to this question follows from what was given first one puts together what "
     "belongs together then one takes away what does not and the rest is looked at once more"
 )
-_FEWEST, _MOST = 12, 32
 
 _answer: ContextVar[str | None] = ContextVar("aflow_scripted_answer", default=None)
 
@@ -245,7 +236,7 @@ _answer: ContextVar[str | None] = ContextVar("aflow_scripted_answer", default=No
 def plain_words(key: str) -> str:
     """A sentence of 12 to 32 plain words that answers nothing; equal keys give equal sentences."""
     words, draw = _WORDS.split(), random.Random(key)
-    start, count = draw.randrange(len(words)), draw.randint(_FEWEST, _MOST)
+    start, count = draw.randrange(len(words)), draw.randint(12, 32)
     return " ".join(words[(start + n) % len(words)] for n in range(count)).capitalize() + "."
 
 
@@ -286,14 +277,17 @@ class ScriptedSampler(Sampler):
     ) -> Completion:
         limit = min(params.max_tokens, self.max_model_len - len(prompt_ids))
         words = plain_words(f"{len(prompt_ids)}|{params.seed}|{number}")
-        given = words if text is None else text
-        said, stopped = _until_stop(given, params.stop)
+        said = words if text is None else text
+        # Up to the end of its first stop string.
+        stops = [(said.find(stop), len(stop)) for stop in params.stop if stop in said]
+        if stops:
+            said = said[: sum(min(stops))]
         encoded: Any = self.vocabulary.tokenizer(said, add_special_tokens=False)
         ids: list[int] = list(encoded["input_ids"])
         if text is None:
             ids = ids[: max(1, limit - 1)]  # words of ours are as many as fit
         end: Any = self.vocabulary.tokenizer.eos_token_id
-        if not stopped and end is not None:
+        if not stops and end is not None:
             ids.append(end)
         whole = 0 < len(ids) <= limit
         ids = ids[:limit] or [prompt_ids[-1]]
@@ -301,13 +295,10 @@ class ScriptedSampler(Sampler):
         if self.scored:
             temperature = params.temperature or 1.0
             logprobs = await asyncio.to_thread(self._scores, prompt_ids, ids, temperature)
-        shown = self.vocabulary.text(ids)
-        cuts = [at for stop in params.stop if (at := shown.find(stop)) >= 0]
-        shown = shown[: min(cuts, default=len(shown))]
-        tops = None
-        if params.top_logprobs:
-            tops = [{token: value} for token, value in zip(ids, logprobs, strict=True)]
-        return Completion(ids, logprobs, shown, "stop" if whole else "length", tops)
+        shown = before_stop(self.vocabulary.text(ids), params.stop)
+        tops = [{token: value} for token, value in zip(ids, logprobs, strict=True)]
+        reason = "stop" if whole else "length"
+        return Completion(ids, logprobs, shown, reason, tops if params.top_logprobs else None)
 
     def _scores(self, prompt_ids: list[int], ids: list[int], temperature: float) -> list[float]:
         """Log-probabilities of `ids` after the prompt, fp32; blocks.
@@ -352,12 +343,3 @@ def _forced_call(chat: ChatRequest) -> str | None:
     arguments = example_of(chosen.get("parameters") or {"type": "object"})
     call = json.dumps({"name": chosen["name"], "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
-
-
-def _until_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
-    """The text up to the end of its first stop string, and whether there is one."""
-    found = [(text.find(stop), len(stop)) for stop in stops if stop in text]
-    if not found:
-        return text, False
-    at, length = min(found)
-    return text[: at + length], True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import socket
 import threading
@@ -17,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -27,8 +28,6 @@ from pydantic import ValidationError
 from aflow_tune.engines.local.protocol import (
     ChatRequest,
     chat_response,
-    error_body,
-    parse_body,
     template_messages,
 )
 from aflow_tune.engines.local.sampling import Completion, SamplingParams
@@ -77,7 +76,7 @@ class GreedyAnswers:
         if entry is None:
             task = asyncio.ensure_future(self._submit(prompt_ids, params))
             entry = self._entries[key] = _Entry(task)
-            while len(self._entries) > MOST:
+            if len(self._entries) > MOST:
                 self._entries.popitem(last=False)
         self._entries.move_to_end(key)
         entry.waiting += 1
@@ -102,7 +101,6 @@ class SamplerServer:
     """Serves `sampler` under `model_name`; `start()` returns the base URL without `/v1`.
 
     Args:
-        port: 0 takes a free one.
         tool_call_parser: only 'hermes'.
         api_key: when given, /v1 asks for it as a bearer token.
         frozen: the sampler's weights never change, so greedy answers are remembered.
@@ -114,29 +112,23 @@ class SamplerServer:
         tokenizer: PreTrainedTokenizerBase,
         model_name: str,
         host: str = "127.0.0.1",
-        port: int = 0,
         tool_call_parser: str = "hermes",
         api_key: str | None = None,
         frozen: bool = False,
     ) -> None:
         if tool_call_parser != "hermes":
-            raise BadInput.of(
-                "The tool-call parser is unknown",
-                "explorer.rollout_model.tool_call_parser",
-                "hermes",
-                tool_call_parser,
-                "tool_call_parser: hermes",
-            )
+            where = "explorer.rollout_model.tool_call_parser"
+            fix = "tool_call_parser: hermes"
+            title = "The tool-call parser is unknown"
+            raise BadInput.of(title, where, "hermes", tool_call_parser, fix)
         self.sampler = sampler
         self._submit = GreedyAnswers(sampler.submit).submit if frozen else sampler.submit
         self.tokenizer = tokenizer
         self.model_name = model_name
-        self.host, self.port = host, port
+        self.host = host
         self.api_key = api_key
-        template = tokenizer.chat_template
-        self._template_has_tools = "tools" in str(template or "")
+        self._template_has_tools = "tools" in str(tokenizer.chat_template or "")
         self._server: uvicorn.Server | None = None
-        self._thread: threading.Thread | None = None
 
     def start(self) -> str:
         """Listen; returns e.g. 'http://127.0.0.1:51234'.
@@ -147,7 +139,6 @@ class SamplerServer:
         config = uvicorn.Config(
             self._app(),
             host=self.host,
-            port=self.port,
             log_level="error",
             access_log=False,
             lifespan="off",
@@ -156,8 +147,8 @@ class SamplerServer:
             # reused would fail that call.
             timeout_keep_alive=600,
         )
-        listener = bound_socket(self.host, self.port)
-        self.port = listener.getsockname()[1]
+        listener = bound_socket(self.host, 0)
+        url = f"http://{self.host}:{listener.getsockname()[1]}"
         server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=server.run, args=([listener],), name="sampler-server", daemon=True
@@ -166,13 +157,13 @@ class SamplerServer:
         deadline = time.monotonic() + _START_SECONDS
         while not server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise RunFailed(f"the server on {self.host}:{self.port} did not start")
+                raise RunFailed(f"the server on {url} did not start")
             time.sleep(0.01)
         self._server = server
-        return f"http://{self.host}:{self.port}"
+        return url
 
     def stop(self) -> None:
-        if self._server is not None and self._thread is not None:
+        if self._server is not None:
             self._server.should_exit = True
             self._thread.join()
             self._server = None
@@ -186,54 +177,46 @@ class SamplerServer:
 
         @app.get("/v1/models")
         async def models(request: Request) -> Response:
-            if (refused := self._unauthorized(request)) is not None:
-                return refused
-            entry = {
-                "id": self.model_name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "aflow-tune",
-                "max_model_len": self.sampler.max_model_len,
-            }
+            if not self._authorized(request):
+                return _error(401, "wrong or missing API key", "invalid_api_key")
+            entry = {"id": self.model_name, "object": "model", "created": 0}
+            entry |= {"owned_by": "aflow-tune", "max_model_len": self.sampler.max_model_len}
             return JSONResponse({"object": "list", "data": [entry]})
 
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> Response:
-            if (refused := self._unauthorized(request)) is not None:
-                return refused
+            if not self._authorized(request):
+                return _error(401, "wrong or missing API key", "invalid_api_key")
             try:
                 return await self._chat(request)
             except (BadInput, ValidationError) as error:
-                code = "context_length_exceeded" if "max_model_len" in str(error) else None
-                return JSONResponse(error_body(str(error), "invalid_request_error", code), 400)
+                long = "max_model_len" in str(error)
+                return _error(400, str(error), "context_length_exceeded" if long else None)
             except Exception as error:
                 log.exception("a chat completion failed")
-                return JSONResponse(error_body(str(error), "server_error"), 500)
+                return _error(500, str(error))
 
         return app
 
-    def _unauthorized(self, request: Request) -> Response | None:
-        if self.api_key is None:
-            return None
+    def _authorized(self, request: Request) -> bool:
         given = request.headers.get("authorization", "")
-        if hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode()):
-            return None
-        body = error_body("wrong or missing API key", "authentication_error", "invalid_api_key")
-        return JSONResponse(body, 401)
+        wanted = f"Bearer {self.api_key}"
+        return self.api_key is None or hmac.compare_digest(given.encode(), wanted.encode())
 
     async def _chat(self, request: Request) -> Response:
-        chat = ChatRequest.model_validate(parse_body(await request.body()))
+        try:  # not by pydantic, which refuses half of a surrogate pair that a model can write
+            body = json.loads(await request.body())
+        except ValueError as error:
+            raise BadInput(f"The body is not JSON: {error}") from error
+        chat = ChatRequest.model_validate(body)
         chat.check()
         if chat.model not in (None, self.model_name):
             message = f"the model {chat.model!r} does not exist here; it is {self.model_name!r}"
-            return JSONResponse(
-                error_body(message, "invalid_request_error", "model_not_found"), 404
-            )
+            return _error(404, message, "model_not_found")
         prompt_ids = self._render(chat)
         room = max(self.sampler.max_model_len - len(prompt_ids), 1)
-        answer = asyncio.ensure_future(
-            self._submit(prompt_ids, chat.sampling_params(default_max_tokens=room))
-        )
+        params = chat.sampling_params(default_max_tokens=room)
+        answer = asyncio.ensure_future(self._submit(prompt_ids, params))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -243,10 +226,9 @@ class SamplerServer:
                 answer.cancel()
         if not answer.done():
             return Response(status_code=_CLIENT_CLOSED)
+        vocabulary = self.sampler.vocabulary
         return JSONResponse(
-            chat_response(
-                chat, self.model_name, prompt_ids, answer.result(), self.sampler.vocabulary
-            )
+            chat_response(chat, self.model_name, prompt_ids, answer.result(), vocabulary)
         )
 
     def _render(self, chat: ChatRequest) -> list[int]:
@@ -257,14 +239,11 @@ class SamplerServer:
         """
         tools = chat.offered_tools()
         messages = template_messages(chat.messages, tools, native=self._template_has_tools)
-        options: dict[str, Any] = {"add_generation_prompt": True}
-        options.update(chat.chat_template_kwargs or {})
+        options = {"add_generation_prompt": True, **(chat.chat_template_kwargs or {})}
+        shown = tools if tools and self._template_has_tools else None
         try:
             text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools if tools and self._template_has_tools else None,
-                tokenize=False,
-                **options,
+                messages, tools=shown, tokenize=False, **options
             )
         except Exception as error:
             # Templates are programs: they raise jinja2 errors of many classes, by purpose
@@ -272,6 +251,15 @@ class SamplerServer:
             raise BadInput(f"the chat template refused the messages: {error}") from error
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+_KINDS = {401: "authentication_error", 500: "server_error"}
+
+
+def _error(status: int, message: str, code: str | None = None) -> Response:
+    kind = _KINDS.get(status, "invalid_request_error")
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": error}, status)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

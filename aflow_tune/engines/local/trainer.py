@@ -14,13 +14,14 @@ What a loss is and where samples come from is left to `engines/trinity/training/
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from peft import PeftModel
@@ -35,32 +36,17 @@ from aflow_tune.engines.local.packed_model import PackedModel
 from aflow_tune.engines.local.packing import Sample, micro_batches
 from aflow_tune.engines.local.weights import LoraSpec
 
-KINDS = ("constant", "linear", "cosine")
-
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule. `total_steps` is needed by 'linear' and 'cosine' only.
-
-    Raises ValueError for an unknown kind, a missing or too small total, or a floor outside
-    [0, 1].
-    """
+    """A learning-rate schedule: constant, linear or cosine after a linear warm-up, down to
+    `floor` times the peak. `total_steps` is needed by 'linear' and 'cosine' only."""
 
     kind: str = "constant"
     peak: float = 1e-6
     warmup_steps: int = 0
     total_steps: int | None = None
     floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"lr_scheduler_type is one of {', '.join(KINDS)}, not {self.kind!r}")
-        if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"min_lr_ratio lies in [0, 1], not {self.floor}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"lr_warmup_steps is at least 0, not {self.warmup_steps}")
-        if self.kind != "constant" and not self.total_steps:
-            raise ValueError(f"a {self.kind} schedule needs the total number of steps")
 
     def factor(self, updates_done: int) -> float:
         if updates_done < self.warmup_steps:
@@ -117,11 +103,12 @@ class LossBatch:
 
     def rows(self, index: slice) -> LossBatch:
         """The batch of some of its rows."""
+        old, entropy = self.old_logprobs_BR, self.entropy_BR
         return LossBatch(
             self.logprobs_BR[index],
             self.action_mask_BR[index],
-            None if self.old_logprobs_BR is None else self.old_logprobs_BR[index],
-            None if self.entropy_BR is None else self.entropy_BR[index],
+            None if old is None else old[index],
+            None if entropy is None else entropy[index],
             {name: tensor[index] for name, tensor in self.extra.items()},
         )
 
@@ -155,15 +142,20 @@ class LocalTrainer:
         self.torn = False
         """Whether an update began that did not end: the weights are of no step."""
         torch.manual_seed(settings.seed)
-        base = load_model(self.model_path, settings.dtype, settings.device)
-        base.config.use_cache = False
+        self.base: PreTrainedModel = load_model(self.model_path, settings.dtype, settings.device)
+        self.base.config.use_cache = False
         self.peft: PeftModel | None = None
         self._reference: PackedModel | None = None
         if settings.lora is not None:
-            self.peft = inject(base, settings.lora, seed=settings.seed)
-        self.base: PreTrainedModel = base
-        self.policy = PackedModel(base, temperature=settings.temperature)
-        self._params = {n: p for n, p in self._named_parameters() if p.requires_grad}
+            self.peft = inject(self.base, settings.lora, seed=settings.seed)
+        self.policy = PackedModel(self.base, temperature=settings.temperature)
+        self._params: dict[str, Tensor] = {}
+        if self.peft is None:
+            named = self.base.named_parameters()
+            self._params = {name: param for name, param in named if param.requires_grad}
+        else:
+            for name, A_RI, B_OR in adapter_layers(self.peft):
+                self._params |= {f"lora.{name}.A": A_RI, f"lora.{name}.B": B_OR}
         # Adam in bf16 loses updates smaller than the weights' last bit: fp32 masters.
         self._masters = {
             name: param if param.dtype == torch.float32 else param.detach().float().clone()
@@ -178,14 +170,6 @@ class LocalTrainer:
             fused=settings.device.type in ("cpu", "cuda"),
         )
 
-    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        if self.peft is None:
-            yield from self.base.named_parameters()
-            return
-        for name, A_RI, B_OR in adapter_layers(self.peft):
-            yield f"lora.{name}.A", A_RI
-            yield f"lora.{name}.B", B_OR
-
     # -- one step ------------------------------------------------------------------------
 
     def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
@@ -194,7 +178,7 @@ class LocalTrainer:
         A gradient that is not finite changes nothing: the step is counted and skipped. An
         empty batch raises ValueError.
         """
-        metrics = self._step(groups, loss)
+        metrics = self._step([group for group in groups if group], loss)
         give_back()  # here, where the tensors of the step are gone
         return metrics
 
@@ -203,26 +187,25 @@ class LocalTrainer:
         samples = [sample for group in groups for sample in group]
         if not samples:
             raise ValueError("a train batch without samples")
-        spans = _spans(groups)
+        stops = list(itertools.accumulate(len(group) for group in groups))
+        spans = [slice(stop - len(group), stop) for group, stop in zip(groups, stops, strict=True)]
         batch = self.pad(samples, entropy=loss.needs_entropy)
         self._zero_grad()
-        passes = self._micro_batches(samples, spans, whole_groups=loss.per_group)
-        tokens = 0
+        passes = [list(range(span.start, span.stop)) for span in spans]
+        if not loss.per_group:
+            passes = micro_batches(samples, passes, self.settings.micro_batch_tokens)
         for indices in passes:
             part = [samples[i] for i in indices]
-            tokens += sum(len(sample.tokens_T) for sample in part)
-            logprobs, entropy = self.policy.scores(
-                part, batch.logprobs_BR.shape[1], entropy=loss.needs_entropy
-            )
-            self._backward(loss, batch, spans, indices, logprobs, entropy)
+            width = batch.logprobs_BR.shape[1]
+            logprobs, entropy = self.policy.scores(part, width, entropy=loss.needs_entropy)
+            self._backward(loss, batch, len(spans), indices, logprobs, entropy)
         with torch.no_grad():
             value, metrics = _evaluate(loss, batch, spans)
         metrics["actor/final_loss"] = float(value)
         metrics |= self._update()
-        seconds = time.perf_counter() - started
-        metrics["perf/train_tokens"] = float(tokens)
+        metrics["perf/train_tokens"] = float(sum(len(sample.tokens_T) for sample in samples))
         metrics["perf/micro_batches"] = float(len(passes))
-        metrics["time/train_step"] = seconds
+        metrics["time/train_step"] = time.perf_counter() - started
         return metrics
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[Tensor]:
@@ -234,7 +217,13 @@ class LocalTrainer:
         groups = [[i] for i in range(len(samples))]
         width = max((len(sample.action_mask_R) for sample in samples), default=0)
         out: list[Tensor] = [torch.empty(0)] * len(samples)
-        with torch.no_grad(), self._reference_policy(reference) as policy:
+        policy = self.policy
+        if reference and self.peft is None:
+            self.keep_reference()
+            assert self._reference is not None
+            policy = self._reference
+        adapted = self.peft.disable_adapter() if reference and self.peft else nullcontext()
+        with torch.no_grad(), adapted:
             for indices in micro_batches(samples, groups, self.settings.micro_batch_tokens):
                 scores, _ = policy.scores([samples[i] for i in indices], width)
                 for row, i in enumerate(indices):
@@ -248,26 +237,6 @@ class LocalTrainer:
             self._reference = PackedModel(
                 copy.requires_grad_(False), temperature=self.settings.temperature
             )
-
-    @contextmanager
-    def _reference_policy(self, reference: bool) -> Iterator[PackedModel]:
-        if not reference:
-            yield self.policy
-        elif self.peft is not None:
-            with self.peft.disable_adapter():
-                yield self.policy
-        else:
-            self.keep_reference()
-            assert self._reference is not None
-            yield self._reference
-
-    def _micro_batches(
-        self, samples: Sequence[Sample], spans: Sequence[slice], *, whole_groups: bool
-    ) -> list[list[int]]:
-        groups = [list(range(span.start, span.stop)) for span in spans]
-        if whole_groups:
-            return [group for group in groups if group]
-        return micro_batches(samples, groups, self.settings.micro_batch_tokens)
 
     def pad(self, samples: Sequence[Sample], *, entropy: bool = False) -> LossBatch:
         """The batch of `samples` before anything is computed: stand-ins for log-probabilities."""
@@ -303,7 +272,7 @@ class LocalTrainer:
         self,
         loss: LossFn,
         batch: LossBatch,
-        spans: Sequence[slice],
+        groups: int,
         indices: list[int],
         logprobs: Tensor,
         entropy: Tensor | None,
@@ -322,12 +291,9 @@ class LocalTrainer:
             assert batch.entropy_BR is not None
             batch.entropy_BR[rows] = entropy_leaf.detach()
             entropy_BR = batch.entropy_BR.index_put((rows,), entropy_leaf)
-        seen = LossBatch(
-            with_grad, batch.action_mask_BR, batch.old_logprobs_BR, entropy_BR, batch.extra
-        )
-        if loss.per_group:
-            span = next(span for span in spans if span.start == indices[0])
-            value = loss(seen.rows(span))[0] / len([s for s in spans if s.stop > s.start])
+        seen = replace(batch, logprobs_BR=with_grad, entropy_BR=entropy_BR)
+        if loss.per_group:  # a micro-batch is a group
+            value = loss(seen.rows(slice(indices[0], indices[-1] + 1)))[0] / groups
         else:
             value = loss(seen)[0]
         if not value.requires_grad or not logprobs.requires_grad:
@@ -335,10 +301,7 @@ class LocalTrainer:
         grads = torch.autograd.grad(value, leaves, allow_unused=True)
         used = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
         torch.autograd.backward([o for o, _ in used], [g for _, g in used])
-        self._collect()
-
-    def _collect(self) -> None:
-        """Move gradients of bf16 weights to their fp32 masters, so that sums stay exact."""
+        # Gradients of bf16 weights move to their fp32 masters, so that sums stay exact.
         for name, param in self._params.items():
             master = self._masters[name]
             if master is param or param.grad is None:
@@ -387,8 +350,8 @@ class LocalTrainer:
             return adapter_state(self.peft)
         return {n: p.detach().to("cpu", copy=True) for n, p in self.base.named_parameters()}
 
-    def save(self, directory: Path | str, extra: Mapping[str, Any] | None = None) -> None:
-        """Write everything that the next step depends on, atomically. `extra` is JSON."""
+    def save(self, directory: Path | str) -> None:
+        """Write everything that the next step depends on, atomically."""
         moments = {}
         for name, master in self._masters.items():
             for key, value in self.optimizer.state.get(master, {}).items():
@@ -396,22 +359,19 @@ class LocalTrainer:
         rng = {"cpu": torch.get_rng_state()}
         if self.settings.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.settings.device)
-        write_checkpoint(
-            Path(directory),
-            {"weights": self._masters, "optimizer": moments, "rng": rng},
-            {
-                "step": self.step_count,
-                "skipped_steps": self.skipped_steps,
-                "lora": None if self.settings.lora is None else vars(self.settings.lora),
-                "extra": dict(extra or {}),
-            },
-        )
+        lora = self.settings.lora
+        state = {
+            "step": self.step_count,
+            "skipped_steps": self.skipped_steps,
+            "lora": None if lora is None else vars(lora),
+            "extra": {},
+        }
+        tensors = {"weights": self._masters, "optimizer": moments, "rng": rng}
+        write_checkpoint(Path(directory), tensors, state)
 
-    def load(self, directory: Path | str) -> dict[str, Any]:
-        """Continue from `save`; returns its `extra`.
-
-        Raises CheckpointError if the files are damaged or belong to another set of weights.
-        """
+    def load(self, directory: Path | str) -> None:
+        """Continue from `save`. Raises CheckpointError if the files are damaged or belong to
+        another set of weights."""
         tensors, state = read_checkpoint(Path(directory), expected_weights=self._masters)
         with torch.no_grad():
             for name, master in self._masters.items():
@@ -427,7 +387,6 @@ class LocalTrainer:
             torch.cuda.set_rng_state(tensors["rng"]["cuda"], self.settings.device)
         self.step_count = int(state["step"])
         self.skipped_steps = int(state["skipped_steps"])
-        return dict(state["extra"])
 
     def export_peft(self, directory: Path | str) -> None:
         """A folder that `PeftModel.from_pretrained` loads. ValueError for full weights."""
@@ -442,21 +401,13 @@ class LocalTrainer:
         )
 
 
-def _spans(groups: Sequence[Sequence[Sample]]) -> list[slice]:
-    spans, start = [], 0
-    for group in groups:
-        spans.append(slice(start, start + len(group)))
-        start += len(group)
-    return spans
-
-
 def _evaluate(
     loss: LossFn, batch: LossBatch, spans: Sequence[slice]
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss and its metrics over the whole batch, all rows computed."""
     if not loss.per_group:
         return loss(batch)
-    parts = [loss(batch.rows(span)) for span in spans if span.stop > span.start]
+    parts = [loss(batch.rows(span)) for span in spans]
     value = torch.stack([part for part, _ in parts]).mean()
     names = parts[0][1]
     return value, {name: sum(m[name] for _, m in parts) / len(parts) for name in names}

@@ -1,8 +1,8 @@
 """The sampler's weights: a pristine model plus, perhaps, one adapter.
 
-`Weights` checks an update as a whole before it changes anything, and answers with the weight that
-a layer has now. The adapter is never added to the model's own tensors, so any number of updates
-leaves the base untouched. PEFT, which takes seconds to import, is not needed here.
+`Weights` checks an update as a whole before it changes anything. The adapter is never added to the
+model's own tensors, so any number of updates leaves the base untouched. PEFT, which takes seconds
+to import, is not needed here.
 """
 
 from __future__ import annotations
@@ -56,21 +56,16 @@ class Weights:
         """
         adapter = {key: value for key, value in state.items() if key.startswith(_PREFIX)}
         if adapter and (lora is None or len(adapter) < len(state)):
-            raise BadInput(
-                "The weight update mixes an adapter with full parameters"
-                if lora
-                else "The weight update is an adapter, but the sampler was built without lora="
-            )
+            raise BadInput("The weight update is an adapter, mixed or without the sampler's lora=")
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         if adapter:
             shapes = self._adapter_shapes(adapter)
-        else:
-            shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         faults = [
             Fault(
                 name,
-                "a weight of the model" if shapes.get(name) is None else f"shape {shapes[name]}",
-                "no such parameter" if shapes.get(name) is None else f"shape {tuple(value.shape)}",
+                f"shape {shapes[name]}" if name in shapes else "a weight of the model",
+                f"shape {tuple(value.shape)}" if name in shapes else "no such parameter",
                 "build sampler and trainer from the same model and lora",
             )
             for name, value in state.items()
@@ -85,10 +80,8 @@ class Weights:
                     parameters[name].copy_(value)
 
     def effective(self, path: str) -> Tensor:
-        """The weight [out, in] of the linear layer at `path`, adapter included.
-
-        The sum is made in fp32 and rounded once to the model's number format.
-        """
+        """The weight [out, in] of the linear layer at `path`, adapter included: summed in fp32 and
+        rounded once to the model's number format."""
         weight: Tensor = self.model.get_submodule(path).weight
         return self.merged(path, weight)
 
@@ -111,21 +104,19 @@ class Weights:
         return [key[len(_PREFIX) : -2] for key in self.adapter if key.endswith(".A")]
 
     def _adapter_shapes(self, adapter: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """The shapes that A [rank, in] and B [out, rank] of the adapter must have, where both are
-        there for a linear layer of the model."""
+        """The shapes of A [rank, in] and B [out, rank] of each linear layer that has both."""
         shapes: dict[str, tuple[int, ...]] = {}
         modules = dict(self.model.named_modules())
         for key, A_RI in adapter.items():
             path = key[len(_PREFIX) : -2]
             weight = getattr(modules.get(path), "weight", None)
             paired = key.endswith(".A") and f"{_PREFIX}{path}.B" in adapter
-            if not paired or not isinstance(weight, Tensor) or weight.dim() != 2:
-                continue
-            out_width, in_width = weight.shape
-            if _is_transposed(modules[path]):
-                out_width, in_width = in_width, out_width
-            shapes[key] = (A_RI.shape[0], in_width)
-            shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
+            if paired and isinstance(weight, Tensor) and weight.dim() == 2:
+                out_width, in_width = weight.shape
+                if _is_transposed(modules[path]):
+                    out_width, in_width = in_width, out_width
+                shapes[key] = (A_RI.shape[0], in_width)
+                shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
         return shapes
 
 

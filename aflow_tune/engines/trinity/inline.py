@@ -1,14 +1,12 @@
 """The whole run in one process, without Ray: it rolls out or reads a data set, trains, evaluates.
 
-Trinity's own parts do the same work as in the split: its runner runs the workflows, its task sets
-are read by its readers, its pipeline computes advantages with its registered functions, its metric
-functions aggregate. Only what needs actors is replaced: the model wrapper asks the sampler
-directly for its version, the pipeline writes to a list, and `InlineRun` takes the place of
-Explorer, Trainer, Synchronizer and queue.
+Trinity's own parts do the same work as in the split: its runner runs the workflows, its readers
+read the task sets, its pipeline computes advantages, its metric functions aggregate. Only what
+needs actors is replaced: the model wrapper asks the sampler directly for its version, the pipeline
+writes to a list, and `InlineRun` takes the place of Explorer, Trainer, Synchronizer and queue.
 
-`mode: train` (`sft`, `dpo`, `cpt`) takes its batches from Trinity's reader, so batches, shuffling
-and epochs are Trinity's, and which tokens are learned is decided by its formatters. If there are
-held-out task sets, the workflow is evaluated before, between and after.
+`mode: train` (`sft`, `dpo`, `cpt`) takes its batches from Trinity's reader. If there are held-out
+task sets, the workflow is evaluated before, between and after.
 """
 
 from __future__ import annotations
@@ -83,20 +81,15 @@ class InlineRollouts:
     def __init__(self, config: AflowConfig, phase: Callable[[str], None]) -> None:
         self.config = config
         self.phase = phase
-        self.run_dir = Path(config.checkpoint_job_dir)
         self._hosts: list[SamplerHost] = []
 
     async def prepare(self) -> None:
         explorer = self.config.explorer
         host = await self._host(explorer.rollout_model)
         self.sampler = host.sampler
-        auxiliary = [
-            InlineModel(await self._host(model_config), model_config)
-            for model_config in explorer.auxiliary_models
-        ]
-        self.runner = InlineRunner(
-            self.config, InlineModel(host, explorer.rollout_model), auxiliary
-        )
+        model = InlineModel(host, explorer.rollout_model)
+        auxiliary = [InlineModel(await self._host(it), it) for it in explorer.auxiliary_models]
+        self.runner = InlineRunner(self.config, model, auxiliary)
 
     async def _host(self, model_config: Any) -> SamplerHost:
         host = await asyncio.to_thread(SamplerHost.from_model_config, model_config)
@@ -106,19 +99,6 @@ class InlineRollouts:
     async def sync(self, engine: LocalTrainEngine) -> None:
         weights = await asyncio.to_thread(engine.trainer.weights)
         await asyncio.to_thread(self.sampler.update_weights, weights, engine.train_step_num)
-
-    def is_due(self, step: int) -> bool:
-        """Whether the weights of `step` are to be evaluated before the next step."""
-        explorer = self.config.explorer
-        return step % explorer.eval_interval == 0 if step else explorer.eval_on_startup
-
-    def is_evaluated(self, step: int) -> bool:
-        """Whether the weights of `step` were evaluated to the end on every held-out task set.
-
-        The run that is resumed may have been killed while it evaluated them.
-        """
-        tasksets = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
-        return is_evaluated(self.run_dir, step, tasksets)
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Run the held-out task sets with the current weights; the metrics to log for `step`.
@@ -156,12 +136,8 @@ class InlineRollouts:
         slots = asyncio.Semaphore(math.ceil(self.config.local.max_batch / max(1, repeat_times)))
 
         async def run(index: int, task: Task) -> tuple[Status, bytes]:
-            numbered = replace(
-                task,
-                batch_id=batch_id,
-                task_id=index,
-                rollout_args=replace(task.rollout_args, n=repeat_times),
-            )
+            arguments = replace(task.rollout_args, n=repeat_times)
+            numbered = replace(task, batch_id=batch_id, task_id=index, rollout_args=arguments)
             started = time.time()
             async with slots:
                 status, payload = await self.runner.run_task(
@@ -180,23 +156,16 @@ class InlineRollouts:
             await asyncio.to_thread(host.close)
 
 
-class _Collected:
-    def __init__(self) -> None:
-        self.experiences: list[Experience] = []
-
-    async def write(self, experiences: list[Experience]) -> None:
-        self.experiences = list(experiences)
-
-
 class InlinePipeline(ExperiencePipeline):
-    """Trinity's experience pipeline with its operators, written to a list."""
+    """Trinity's experience pipeline with its operators; it is its own output, a list."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.logger = logger
         self.config = config
         self.input_store = None
-        self.output = _Collected()
+        self.output = self
         self.auxiliary_models: dict[Any, Any] = {}
+        self.experiences: list[Experience] = []
 
     async def prepare(self) -> None:
         self.operators = create_operators(
@@ -205,6 +174,9 @@ class InlinePipeline(ExperiencePipeline):
         self._set_algorithm_operators(self.config.algorithm)
         for operator in self.operators:
             await operator.prepare()
+
+    async def write(self, experiences: list[Experience]) -> None:
+        self.experiences = list(experiences)
 
 
 class InlineRun:
@@ -226,15 +198,13 @@ class InlineRun:
         stop: Callable[[], bool],
         reader: Experiences | None = None,
     ) -> None:
-        self.config = config
-        self.target = target
-        self.phase = phase
-        self.stop = stop
+        self.config, self.target, self.phase, self.stop = config, target, phase, stop
         self.reader = reader
         self.run_dir = Path(config.checkpoint_job_dir)
         self.engine = LocalTrainEngine(config)
+        self.tasksets = [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets]
         self.rollouts: InlineRollouts | None = None
-        if reader is None or config.buffer.explorer_input.eval_tasksets:
+        if reader is None or self.tasksets:
             self.rollouts = InlineRollouts(config, phase)
         self.monitors: dict[str, Any] = {}
         self._evaluated = -1
@@ -253,10 +223,14 @@ class InlineRun:
             await self._loop()
             return self.engine.train_step_num
         finally:
-            await self._close()
+            for monitor in self.monitors.values():
+                monitor.close()
+            await asyncio.to_thread(self.engine.close)
+            if self.rollouts is not None:
+                await self.rollouts.close()
 
     async def _open(self) -> None:
-        """Open what is trained on, at the position where an earlier command left it."""
+        """Open what is trained on, at the position at which an earlier command left it."""
         path = self.run_dir / f"{self.config.explorer.name}_meta.json"
         state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if self.reader is None:
@@ -267,14 +241,15 @@ class InlineRun:
             self.reader.load_state_dict(position[0])
 
     async def _loop(self) -> None:
-        engine, rollouts = self.engine, self.rollouts
+        engine, rollouts, explorer = self.engine, self.rollouts, self.config.explorer
         step = engine.train_step_num
         if rollouts is not None:
             if step:
                 await rollouts.sync(engine)
             await self._check_sync(rollouts)
-            self._evaluated = step if rollouts.is_evaluated(step) else -1
-            if rollouts.is_due(step):
+            # The run that is resumed may have been killed while it evaluated these weights.
+            self._evaluated = step if is_evaluated(self.run_dir, step, self.tasksets) else -1
+            if step % explorer.eval_interval == 0 if step else explorer.eval_on_startup:
                 await self._evaluate(step)
         while step < self.target and not self.stop():
             try:
@@ -282,7 +257,7 @@ class InlineRun:
                 if experiences is None:
                     break
                 step = await self._train(experiences)
-                if step % self.config.explorer.eval_interval == 0:
+                if step % explorer.eval_interval == 0:
                     await self._evaluate(step)
             except BudgetReached:
                 break
@@ -304,23 +279,20 @@ class InlineRun:
 
     async def _batch(self, step: int) -> list[Experience] | None:
         """The experiences of `step`; None when there are no more. Saves the position first."""
-        if self.reader is None:
-            return await self._roll_out(step)
+        source = self.taskset if self.reader is None else self.reader
         try:
-            experiences: list[Experience] = await self.reader.read()
+            batch: Any = await source.read()
         except StopAsyncIteration:
             return None
+        if self.reader is None:
+            save_taskset_state(self.run_dir, step, self.taskset.state_dict())
+            return await self._roll_out(step, batch)
         save_taskset_state(self.run_dir, step, [self.reader.state_dict()])
-        return experiences
+        return list(batch)
 
-    async def _roll_out(self, step: int) -> list[Experience] | None:
+    async def _roll_out(self, step: int, tasks: list[Task]) -> list[Experience]:
         assert self.rollouts is not None
         self.phase("rolling out")
-        try:
-            tasks = await self.taskset.read()
-        except StopAsyncIteration:
-            return None
-        save_taskset_state(self.run_dir, step, self.taskset.state_dict())
         sampler = self.rollouts.sampler
         started, totals = time.time(), sampler.stats()
         results = await self.rollouts.run_tasks(tasks, step, self.config.algorithm.repeat_times)
@@ -333,7 +305,7 @@ class InlineRun:
         metrics["rollout/finished_task_count"] = float(len(results))
         metrics |= sampling_speed(totals, sampler.stats())
         self.monitors[self.config.explorer.name].log(metrics, step)
-        return self.pipeline.output.experiences
+        return self.pipeline.experiences
 
     async def _train(self, experiences: list[Experience]) -> int:
         self.phase("training")
@@ -363,19 +335,11 @@ class InlineRun:
 
     async def _evaluate(self, step: int) -> None:
         """Evaluate the current weights, unless that was done already."""
-        if self.rollouts is None or self._evaluated >= step:
-            return
-        metrics = await self.rollouts.evaluate(step)
-        if metrics:
-            self.monitors[self.config.explorer.name].log(metrics, step)
-        self._evaluated = step
-
-    async def _close(self) -> None:
-        for monitor in self.monitors.values():
-            monitor.close()
-        await asyncio.to_thread(self.engine.close)
-        if self.rollouts is not None:
-            await self.rollouts.close()
+        if self.rollouts is not None and self._evaluated < step:
+            metrics = await self.rollouts.evaluate(step)
+            if metrics:
+                self.monitors[self.config.explorer.name].log(metrics, step)
+            self._evaluated = step
 
 
 def make_monitor(config: AflowConfig, role: str) -> Any:

@@ -7,10 +7,7 @@ cause, and turns Ctrl-C and SIGTERM into a saved state.
 
 `run_cluster` (`engine: trinity`) leaves vLLM and verl to Trinity's stage runner and adds what it
 leaves out: a stage that failed, or a trainer that ended early, is an error here instead of exit
-code 0, and two of its actors are made from subclasses of ours that repair what does not work in
-0.6.0 (`our_actors`).
-
-Both join or start the run's Ray before, with the user's code and keys in every worker.
+code 0, and its actors are ours (`our_actors`).
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed, disk_fau
 
 STOP_SECONDS = 180.0
 """How long a stop waits for the trainer's step under way and its checkpoint."""
-
 _POLL_SECONDS = 0.5
 
 Functions = Sequence[Callable[..., Any] | None]
@@ -62,101 +58,73 @@ def run_split(
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     with ray_for_run(config, functions, {**config.get_envs(), **passive}, phase):
         try:
-            return _Split(config, target, phase, stop).run()
-        except ray.exceptions.RayTaskError as error:
+            return _split(config, target, phase, stop)
+        except ray.exceptions.RayError as error:
             raise _cause(error) from error
-        except ray.exceptions.RayActorError as error:
-            raise _died(error) from error
 
 
-class _Split:
-    def __init__(
-        self,
-        config: AflowConfig,
-        target: int,
-        phase: Callable[[str], None],
-        stop: Callable[[], bool],
-    ) -> None:
-        self.config, self.target, self.phase, self.stop = config, target, phase, stop
-
-    def run(self) -> int:
-        self.phase("starting explorer and trainer")
-        explorer = LocalExplorer.get_actor(self.config)
-        trainer = LocalTrainActor.get_actor(self.config)
-        self._wait([explorer.prepare.remote(), trainer.prepare.remote()])
-        self._wait([trainer.sync_weight.remote()])
-        self._wait([explorer.sync_weight.remote()])
-        if self.stop():
-            return ray.get(trainer.finish.remote())
-        exploring, training = explorer.explore.remote(), trainer.train.remote()
-        self.phase("rolling out and training")
-        stopped = self._watch(exploring, training, explorer, trainer)
-        self.phase("saving")
-        reached: int = ray.get(trainer.finish.remote())
-        if reached >= self.target and not stopped:
-            self.phase("evaluating the trained model")
-            self._wait([explorer.evaluate_last.remote(reached)])
-        if not stopped:
-            self._wait([explorer.shutdown.remote(), trainer.shutdown.remote()])
-        return reached
-
-    def _watch(self, exploring: Any, training: Any, explorer: Any, trainer: Any) -> bool:
-        """Until both sides ended; True if they were asked to. Raises the first error."""
-        pending, deadline = [exploring, training], None
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
-            try:
-                spent = _ended_by_budget(ready)
-            except ray.exceptions.RayError:
-                # The explorer failed; what the trainer learned since its last save is not lost.
-                if training in pending:
-                    self.phase("stopping: saving the state")
-                    trainer.request_stop.remote()
-                    ray.wait([training], timeout=STOP_SECONDS)
-                raise
-            if deadline is None and (spent or self.stop()):
-                self.phase("stopping: saving the state")
-                trainer.request_stop.remote()
-                explorer.request_stop.remote()
-                deadline = time.monotonic() + STOP_SECONDS
-                pending = [training] if training in pending else []
-            elif deadline is not None and time.monotonic() > deadline:
-                raise RunFailed(f"the trainer did not save its state within {STOP_SECONDS:.0f} s")
-        return deadline is not None
-
-    def _wait(self, references: list[Any]) -> None:
-        """Until all are done; the first error is raised as soon as it happens."""
-        pending = references
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
+def _split(
+    config: AflowConfig, target: int, phase: Callable[[str], None], stop: Callable[[], bool]
+) -> int:
+    phase("starting explorer and trainer")
+    explorer, trainer = LocalExplorer.get_actor(config), LocalTrainActor.get_actor(config)
+    _wait([explorer.prepare.remote(), trainer.prepare.remote()])
+    _wait([trainer.sync_weight.remote()])
+    _wait([explorer.sync_weight.remote()])
+    if stop():
+        return int(ray.get(trainer.finish.remote()))
+    exploring, training = explorer.explore.remote(), trainer.train.remote()
+    phase("rolling out and training")
+    pending, deadline = [exploring, training], None
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
+        spent = False
+        try:
             ray.get(ready)
+        except ray.exceptions.RayError as error:
+            spent = isinstance(_cause(error), BudgetReached)
+            if not spent and training in pending:
+                # The explorer failed; what the trainer learned since its last save is not lost.
+                phase("stopping: saving the state")
+                trainer.request_stop.remote()
+                ray.wait([training], timeout=STOP_SECONDS)
+            if not spent:
+                raise
+        if deadline is None and (spent or stop()):
+            phase("stopping: saving the state")
+            trainer.request_stop.remote()
+            explorer.request_stop.remote()
+            deadline = time.monotonic() + STOP_SECONDS
+            pending = [training] if training in pending else []
+        elif deadline is not None and time.monotonic() > deadline:
+            raise RunFailed(f"the trainer did not save its state within {STOP_SECONDS:.0f} s")
+    phase("saving")
+    reached = int(ray.get(trainer.finish.remote()))
+    if deadline is None:  # nobody asked it to stop
+        if reached >= target:
+            phase("evaluating the trained model")
+            _wait([explorer.evaluate_last.remote(reached)])
+        _wait([explorer.shutdown.remote(), trainer.shutdown.remote()])
+    return reached
 
 
-def _ended_by_budget(ready: list[Any]) -> bool:
-    """Whether these ended because the budget did. Raises any other error."""
-    try:
+def _wait(pending: list[Any]) -> None:
+    """Until all are done; the first error is raised as soon as it happens."""
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
         ray.get(ready)
-    except ray.exceptions.RayTaskError as error:
-        if not isinstance(_cause(error), BudgetReached):
-            raise
-        return True
-    return False
 
 
-def _cause(error: ray.exceptions.RayTaskError) -> Exception:
+def _cause(error: Any) -> Exception:
     """The error of ours that a worker raised, or its first cause as ours."""
-    cause: Any = error
+    cause = error
     while isinstance(cause, ray.exceptions.RayTaskError):
         cause = cause.cause
     if isinstance(cause, AflowTuneError) or disk_fault(cause) is not None:
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):
-        return _died(cause)
+        return RunFailed(f"a worker process died: {cause}")
     return RunFailed(str(error))
-
-
-def _died(error: ray.exceptions.RayActorError) -> RunFailed:
-    return RunFailed(f"a worker process died: {error}")
 
 
 def run_cluster(
@@ -172,8 +140,15 @@ def run_cluster(
 
     with ray_for_run(config, functions, config.get_envs(), phase):
         phase(f"running on Trinity's engines, target step {target}")
-        with our_actors(config), connection_kept():
-            status = run_stage(config)
+        with our_actors(config):
+            # It begins with `ray.init()`, which would replace the handler that saves on SIGTERM,
+            # and ends with `ray.shutdown()`, over whose connection we still clear away.
+            init, shutdown = ray.init, ray.shutdown
+            ray.init = ray.shutdown = lambda *_, **__: None
+            try:
+                status = run_stage(config)
+            finally:
+                ray.init, ray.shutdown = init, shutdown
     if not status.success:
         detail = status.error.traceback_text if status.error else "no cause was given"
         raise RunFailed(f"Trinity's stage {status.stage!r} failed:\n{detail}")
@@ -206,20 +181,3 @@ def our_actors(config: AflowConfig) -> Iterator[None]:
         yield
     finally:
         explorer.Explorer, trainer.Trainer = classes
-
-
-@contextlib.contextmanager
-def connection_kept() -> Iterator[None]:
-    """Upstream's stage runner begins with `ray.init()`, which would replace the handler that saves
-    on SIGTERM (it uses nothing of what that returns), and ends with `ray.shutdown()`; what the run
-    leaves on a cluster of others is cleared away after it, over this connection."""
-    init, shutdown = ray.init, ray.shutdown
-
-    def nothing(*_: Any, **__: Any) -> Any:
-        """In place of both."""
-
-    ray.init = ray.shutdown = nothing
-    try:
-        yield
-    finally:
-        ray.init, ray.shutdown = init, shutdown

@@ -6,10 +6,9 @@ several task sets by exact shares. `FixedSample` is a data selector for evaluati
 a task set. Trinity's schedulers, selectors, formatter and saved state work with all of them.
 
 `Experiences` reads the data set of `mode: train` by Trinity's own reader and formatters. What it
-adds, on either engine before anything is trained: every row is formatted once, so that one the
-chat template cannot render is named with its place; and on the local engine rows longer than
-`model.max_model_len` are left out, counted and named. Trinity itself neither cuts nor refuses
-them. Cutting would teach the model answers without an end.
+adds: every row is formatted once before anything is trained, so that one the chat template cannot
+render is named with its place; and on the local engine rows longer than `model.max_model_len` are
+left out and named. Trinity neither cuts nor refuses them; cutting would teach answers without end.
 """
 
 from __future__ import annotations
@@ -64,10 +63,8 @@ async def read_all(taskset: TasksetConfig) -> list[Task]:
 
 
 class RowsReader(FileReader):
-    """Trinity's file reader on rows that are read as they are.
-
-    `path` is a file, or a folder all of whose files belong to the task set.
-    """
+    """Trinity's file reader on rows that are read as they are: `path` is a file, or a folder all of
+    whose files belong to the task set."""
 
     def __init__(self, config: StorageConfig) -> None:
         self.reader = _PlainRows(config)
@@ -98,22 +95,34 @@ class MixReader(FileReader):
 
     Its state is the number of tasks that it has handed out. It ends after `total_steps` batches,
     or after as many as the rows of all task sets together make in `total_epochs`.
+
+    Raises:
+        ValueError: a row belongs to no source of the mix.
     """
 
     def __init__(self, config: StorageConfig) -> None:
         content = json.loads(Path(str(config.path)).read_text(encoding="utf-8"))
-        self._shares = {name: Fraction(share) for name, share in content["shares"].items()}
+        shares = {name: Fraction(share) for name, share in content["shares"].items()}
         self._benchmarks: dict[str, str] = content["benchmarks"]
-        self._tasksets = [
-            _rows_of(replace(config, index=0, data_selector=None, **taskset))
-            for taskset in content["tasksets"]
-        ]
-        self._places = _places(content["tasksets"], self._tasksets, self._shares)
-        rows = {name: len(places) for name, places in self._places.items()}
-        self._size = sum(rows.values())
+        self._tasksets: list[Sequence[Mapping[str, Any]]] = []
+        self._places: dict[str, list[tuple[int, int]]] = {name: [] for name in shares}
+        """(task set, row) of every row of each source."""
+        for number, taskset in enumerate(content["tasksets"]):
+            of_set = replace(config, index=0, data_selector=None, **taskset)
+            rows = get_buffer_reader(of_set).reader.dataset.dataset
+            self._tasksets.append(rows)
+            own = taskset["name"] if taskset["name"] in shares else None
+            for at, row in enumerate(rows):
+                name = own or row.get("source")
+                if name not in self._places:
+                    where = f"row {at} of {taskset['path']}"
+                    raise ValueError(f"{where}: {name!r} is no source of the mix")
+                self._places[name].append((number, at))
+        sizes = {name: len(places) for name, places in self._places.items()}
+        self._size = sum(sizes.values())
         self._batch_size = config.batch_size
-        self._mix = Mix(self._shares, rows, config.batch_size, content["seed"])
-        self._numbers = {name: number for number, name in enumerate(self._shares)}
+        self._mix = Mix(shares, sizes, config.batch_size, content["seed"])
+        self._numbers = {name: number for number, name in enumerate(shares)}
         epochs = self._size * config.total_epochs // config.batch_size
         self._batches = epochs if config.total_steps is None else config.total_steps
         self._formatter = FORMATTER.get("task")(config)
@@ -137,16 +146,14 @@ class MixReader(FileReader):
             raise ValueError(f"a mix is read in batches of {self._batch_size}, not {batch_size}")
         if number >= self._batches:
             raise StopIteration
-        tasks = [self._task(source, row) for source, row in self._mix.batch(number)]
+        tasks: list[Task] = []
+        for source, row in self._mix.batch(number):
+            taskset, at = self._places[source][row]
+            content = with_source(self._tasksets[taskset][at], source, self._benchmarks.get(source))
+            tasks.append(self._formatter.format(content))
+            tasks[-1].index.update(index=at, taskset_id=self._numbers[source])
         self._taken += self._batch_size
         return tasks
-
-    def _task(self, source: str, row: int) -> Task:
-        taskset, at = self._places[source][row]
-        content = with_source(self._tasksets[taskset][at], source, self._benchmarks.get(source))
-        task: Task = self._formatter.format(content)
-        task.index.update(index=at, taskset_id=self._numbers[source])
-        return task
 
 
 class FixedSample(BaseSelector):
@@ -173,32 +180,6 @@ class FixedSample(BaseSelector):
         """An evaluation always starts at its first row."""
 
 
-def _rows_of(config: StorageConfig) -> Sequence[Mapping[str, Any]]:
-    rows: Sequence[Mapping[str, Any]] = get_buffer_reader(config).reader.dataset.dataset
-    return rows
-
-
-def _places(
-    configs: Sequence[Mapping[str, Any]],
-    tasksets: Sequence[Sequence[Mapping[str, Any]]],
-    shares: Mapping[str, Fraction],
-) -> dict[str, list[tuple[int, int]]]:
-    """(task set, row) of every row of each source.
-
-    Raises:
-        ValueError: a row belongs to no source of the mix.
-    """
-    places: dict[str, list[tuple[int, int]]] = {name: [] for name in shares}
-    for number, (config, rows) in enumerate(zip(configs, tasksets, strict=True)):
-        own = config["name"] if config["name"] in shares else None
-        names = [own] * len(rows) if own else [row.get("source") for row in rows]
-        for at, name in enumerate(names):
-            if name not in places:
-                raise ValueError(f"row {at} of {config['path']}: {name!r} is no source of the mix")
-            places[name].append((number, at))
-    return places
-
-
 def materialise_experiences(config: AflowConfig) -> None:
     """Link the data set into `<run folder>/data/experiences`, where Trinity's reader finds it."""
     buffer = experience_buffer(config)
@@ -215,7 +196,7 @@ class Experiences(ExperienceFileReader):
 
     Args:
         config: Trinity's storage configuration; its `tokenizer_path` is a folder.
-        places: `file:line` of each row, where they are known.
+        places: `file:line` of each row, if they are known.
         longest: tokens of prompt and response together that still fit; None for no limit.
 
     Raises:
@@ -254,26 +235,23 @@ class Experiences(ExperienceFileReader):
             except Exception as error:
                 # Templates and tokenizers raise what they like; each time it is this row's fault.
                 found = f"{type(error).__name__}: {error}"
-                cure = "correct or remove this row"
-                faults.append(Fault(place, "a row that the chat template renders", found, cure))
+                fix = "correct or remove this row"
+                faults.append(Fault(place, "a row that the chat template renders", found, fix))
                 continue
             if not learned:
-                cure = "write the answer, or remove this row"
-                faults.append(Fault(place, "an answer to learn", "none", cure))
+                fix = "write the answer, or remove this row"
+                faults.append(Fault(place, "an answer to learn", "none", fix))
             elif self._longest is not None and length > self._longest:
                 self.left_out.append(f"{place} ({length} tokens)")
             else:
                 kept.append(number)
+        if not faults and not kept:
+            expected = f"rows of at most {self._longest} tokens"
+            found = f"{len(rows)} rows, all of them longer: {self.left_out[0]}"
+            fix = "raise model.max_model_len"
+            faults = [Fault("model.max_model_len", expected, found, fix)]
         if faults:
             raise BadInput("The data set cannot be learned from.", faults[:_NAMED])
-        if not kept:
-            raise BadInput.of(
-                "The data set cannot be learned from.",
-                "model.max_model_len",
-                f"rows of at most {self._longest} tokens",
-                f"{len(rows)} rows, all of them longer: {self.left_out[0]}",
-                "raise model.max_model_len",
-            )
         return kept
 
 
@@ -312,13 +290,11 @@ def open_experiences(config: AflowConfig) -> Experiences:
 
 def left_out_warning(reader: Experiences, config: AflowConfig) -> str | None:
     """What to say about the rows that did not fit."""
-    if not reader.left_out:
+    count = len(reader.left_out)
+    if not count:
         return None
-    shown = ", ".join(reader.left_out[:_NAMED])
-    more = len(reader.left_out) - _NAMED
-    rows = len(reader.left_out) + len(reader)
+    shown = ", ".join(reader.left_out[:_NAMED]) + (", ..." if count > _NAMED else "")
     return (
-        f"{len(reader.left_out)} of {rows} rows are longer than model.max_model_len "
+        f"{count} of {count + len(reader)} rows are longer than model.max_model_len "
         f"({config.model.max_model_len}) and are left out: {shown}"
-        + (f" and {more} more" if more > 0 else "")
     )

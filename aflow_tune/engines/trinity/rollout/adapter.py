@@ -1,12 +1,9 @@
 """Our Trinity workflow: runs the user's function and turns what it did into experiences.
 
-Trinity loads `WorkflowAdapter` by its dotted path and creates one instance for each rollout. A
-rollout that fails, in whichever way, is data: it returns one marked placeholder experience, so
-that Trinity neither drops the group nor runs it again, and `RunFilter` takes it out before
-advantages are computed. What such a rollout had asked the model is not trained.
-
-Left to others: recording calls and telling of them (`recording.py`), threads and time-outs
-(`rollout_thread.py`).
+Trinity loads `WorkflowAdapter` by its dotted path and makes one instance for each rollout. A
+rollout that fails is data: it returns one marked placeholder, so that Trinity neither drops the
+group nor runs it again, and `RunFilter` takes it out before advantages are computed. Recording
+calls is left to `recording.py`, threads and time-outs to `rollout_thread.py`.
 """
 
 from __future__ import annotations
@@ -118,15 +115,14 @@ class RolloutSettings:
 
     @classmethod
     def of(cls, workflow_args: Mapping[str, Any]) -> RolloutSettings:
-        """The settings of a task. Trinity, and a YAML, may add entries of their own.
+        """The settings of a task; entries of Trinity's or of a YAML's own are passed over.
 
         Raises:
             ValueError: there is no workflow function.
         """
         if not callable(workflow_args.get("workflow_func")):
             raise ValueError("workflow_args.workflow_func holds no workflow function")
-        known = {item.name for item in fields(cls)}
-        given = {name: value for name, value in workflow_args.items() if name in known}
+        given = {item.name: workflow_args.get(item.name) for item in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -138,8 +134,7 @@ def adapter_arguments(
     eval_dir: Path,
     run_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """The `workflow_args` of a run or an evaluation, so that a workflow is run and scored in the
-    same way wherever it is measured."""
+    """The `workflow_args` of a run or an evaluation: the same wherever a workflow is measured."""
     sent, sent_judge = send(workflow, judge)
     assert sent is not None
     settings = RolloutSettings(
@@ -170,16 +165,12 @@ class BadReward(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rollout came to. `failure` is None where it succeeded; `detail` says why not."""
+    """What a rollout came to. `failure` is None if it succeeded; `detail` says why it did not."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: Failure | None = None
     detail: str = ""
-
-    def score(self, name: str) -> float | None:
-        """What evaluation counts: 'reward' or a recorded metric; None if there is none."""
-        return self.reward if name == "reward" else self.metrics.get(name)
 
 
 class WorkflowAdapter(Workflow):
@@ -224,11 +215,13 @@ class WorkflowAdapter(Workflow):
             generate_kwargs=self._generate_kwargs(),
         )
         try:
-            with (
-                use_policy(settings.sandbox),
-                use_prompts(settings.prompts),
-                self._cached_answers(),
-            ):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(use_policy(settings.sandbox))
+                stack.enter_context(use_prompts(settings.prompts))
+                if settings.cache is not None and self.task.is_eval:
+                    # Each repetition of an evaluation has answers of its own.
+                    cache = ResponseCache(settings.cache)
+                    stack.enter_context(cache.activate(sample=self.run_index))
                 outcome = await self._outcome(context, recorder)
         finally:
             calls = recorder.close()
@@ -237,8 +230,16 @@ class WorkflowAdapter(Workflow):
         if self.task.is_eval:
             self._keep_record(outcome, context, calls, time.monotonic() - started)
             trained = calls
-        elif context.kept:
-            self._keep_rollout(outcome, context)
+        elif context.kept and settings.run_dir:
+            rollout = Rollout(
+                step=int(self.task.batch_id),
+                task=int(self.task.task_id),
+                run=self.run_index,
+                reward=outcome.reward,
+                failure=outcome.failure.value if outcome.failure else None,
+                kept=dict(context.kept),
+            )
+            self._keep(append_rollout, settings.run_dir, rollout)
         if outcome.failure is not None or outcome.reward is None:
             return [_placeholder(outcome)]
         experiences = _experiences(trained, outcome.reward)
@@ -264,8 +265,8 @@ class WorkflowAdapter(Workflow):
     def _checked(
         self, outcome: Outcome, calls: list[RecordedCall], trained: list[RecordedCall]
     ) -> Outcome:
-        """A failure where the budget ended, whatever the workflow made of it, and where no call
-        was made that can be learned from."""
+        """A failure if the budget ended, whatever the workflow made of it, or if no call was made
+        that can be learned from."""
         spent = self.settings.books.reached() if self.settings.books else None
         if spent is not None:
             return replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
@@ -273,12 +274,6 @@ class WorkflowAdapter(Workflow):
             return outcome
         detail = _NOTHING_TRAINED if calls else "the workflow made no call to its model"
         return Outcome(failure=Failure.NO_CALL, detail=detail)
-
-    def _cached_answers(self) -> contextlib.AbstractContextManager[Any]:
-        """Answers of other models that evaluations keep: each repetition has its own."""
-        if self.settings.cache is None or not self.task.is_eval:
-            return contextlib.nullcontext()
-        return ResponseCache(self.settings.cache).activate(sample=self.run_index)
 
     async def _call_user(
         self, context: RolloutContext, recorder: RolloutRecorder
@@ -298,25 +293,23 @@ class WorkflowAdapter(Workflow):
             output = await function(
                 **_wanted(function, offered), task=self._raw_task(), model=recorder.chat_model()
             )
-            who = "the workflow"
-            if not _is_output(output):
+            # A `WorkflowOutput`, ours or AgentScope's, or else the reward itself.
+            if not all(hasattr(output, name) for name in ("reward", "response", "metrics")):
                 if judge is not None:
                     raise TypeError(
                         "a judge function scores the response of a WorkflowOutput, but the "
                         f"workflow returned {type(output).__name__}"
                     )
-                return as_reward(output, who), {}
+                return as_reward(output, "the workflow"), {}
             self._response = output.response
-            metrics = as_metrics(output.metrics, who)
-            value = output.reward
-            if judge is not None:
-                who = "the judge"
-                verdict = await judge(
-                    **_wanted(judge, offered), task=self._raw_task(), response=output.response
-                )
-                value = getattr(verdict, "reward", verdict)
-                metrics.update(as_metrics(getattr(verdict, "metrics", None), who))
-            return as_reward(value, who), metrics
+            metrics = as_metrics(output.metrics, "the workflow")
+            if judge is None:
+                return as_reward(output.reward, "the workflow"), metrics
+            verdict = await judge(
+                **_wanted(judge, offered), task=self._raw_task(), response=output.response
+            )
+            metrics |= as_metrics(getattr(verdict, "metrics", None), "the judge")
+            return as_reward(getattr(verdict, "reward", verdict), "the judge"), metrics
 
     def _raw_task(self) -> dict[str, Any]:
         """The row, copied: what one rollout changes in it must not reach the others."""
@@ -324,9 +317,9 @@ class WorkflowAdapter(Workflow):
 
     def _generate_kwargs(self) -> dict[str, Any]:
         rollout, model = self.task.rollout_args, self.model.generate_kwargs
+        given = {"temperature": rollout.temperature, "top_p": rollout.top_p}
         kwargs: dict[str, Any] = {
-            "temperature": _first(rollout.temperature, model.get("temperature")),
-            "top_p": _first(rollout.top_p, model.get("top_p")),
+            **{name: model.get(name) if own is None else own for name, own in given.items()},
             "max_tokens": rollout.max_tokens or model.get("max_tokens") or DEFAULT_MAX_TOKENS,
             "logprobs": True,
             "top_logprobs": rollout.logprobs,
@@ -338,9 +331,9 @@ class WorkflowAdapter(Workflow):
     def _rollout_seed(self) -> str:
         """Root of the seeds of this rollout's calls, the same whenever it is repeated.
 
-        Evaluations leave the step out, and count items by their rows: before and after, and a
-        sample of the rows, see the same random numbers, so that their difference is due to the
-        weights.
+        Evaluations leave the step out, and count items by their rows: before and after training,
+        and on a sample of the rows, they draw the same random numbers, so that a difference is
+        due to the weights.
         """
         task = self.task
         batch, number = task.batch_id, task.task_id
@@ -362,24 +355,19 @@ class WorkflowAdapter(Workflow):
         calls: list[RecordedCall],
         seconds: float,
     ) -> None:
-        """Append the evaluation record; a disk that is full must not cost the rollout."""
-        settings = self.settings
+        settings, score = self.settings, None
         if not settings.eval_dir:
             return
-        score = None if outcome.failure else outcome.score(settings.score)
-        if score is None and outcome.failure is None:
-            self._say_once(
-                f"score {settings.score}",
-                f"report.score is {settings.score!r}, but the workflow did not record it (it "
-                f"recorded {sorted(outcome.metrics)}): the evaluation has no score.",
-            )
+        if outcome.failure is None:
+            score = {**outcome.metrics, "reward": outcome.reward}.get(settings.score)
+            if score is None:
+                self._say_once(
+                    f"score {settings.score}",
+                    f"report.score is {settings.score!r}, but the workflow did not record it (it "
+                    f"recorded {sorted(outcome.metrics)}): the evaluation has no score.",
+                )
         step, _, taskset = str(self.task.batch_id).partition("/")
         item = int(self.task.index.get("index", self.task.task_id))
-        uses = self._trace.of(OperatorCall)
-        operators = [
-            {name: getattr(use, name) for name in ("operator", "instance", "outcome", "attempts")}
-            for use in uses
-        ]
         record = EvalRecord(
             step=int(step),
             taskset=taskset,
@@ -393,33 +381,21 @@ class WorkflowAdapter(Workflow):
             transcript=list(map(transcript_entry, calls)) if item < settings.transcripts else [],
             seconds=round(seconds, 3),
             calls=call_summaries(context, calls),
-            operators=operators,
+            operators=[
+                {key: getattr(use, key) for key in ("operator", "instance", "outcome", "attempts")}
+                for use in self._trace.of(OperatorCall)
+            ],
             answer=final_answer(self._response, calls),
             kept=dict(context.kept),
         )
-        try:
-            append_record(Path(settings.eval_dir), record)
-        except OSError as error:
-            self._say_once(
-                "records", f"Evaluation records cannot be written, the report lacks them: {error}"
-            )
+        self._keep(append_record, settings.eval_dir, record)
 
-    def _keep_rollout(self, outcome: Outcome, context: RolloutContext) -> None:
-        """Append what the workflow kept of a training rollout; a full disk must not cost it."""
-        if not self.settings.run_dir:
-            return
-        rollout = Rollout(
-            step=int(self.task.batch_id),
-            task=int(self.task.task_id),
-            run=self.run_index,
-            reward=outcome.reward,
-            failure=outcome.failure.value if outcome.failure else None,
-            kept=dict(context.kept),
-        )
+    def _keep(self, append: Callable[[Path, Any], None], folder: str, record: Any) -> None:
+        """Append a record; a full disk must not cost the rollout."""
         try:
-            append_rollout(Path(self.settings.run_dir), rollout)
+            append(Path(folder), record)
         except OSError as error:
-            self._say_once("rollouts", f"Rollouts cannot be kept, the report lacks them: {error}")
+            self._say_once("records", f"Records cannot be written, the report lacks them: {error}")
 
     def _say_once(self, topic: str, message: str) -> None:
         if topic not in _said:
@@ -475,8 +451,8 @@ def _placeholder(outcome: Outcome) -> Experience:
 def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the optional arguments that the function's signature asks for.
 
-    What a partial has bound by name keeps the value it has there, and what is not configured
-    (None) leaves the function's own default in place.
+    What a partial has bound by name keeps its value, and what is not configured (None) leaves the
+    function's own default in place.
     """
     bound = function.keywords if isinstance(function, functools.partial) else {}
     parameters = inspect.signature(function).parameters
@@ -489,15 +465,6 @@ def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_output(value: Any) -> bool:
-    """A `WorkflowOutput`, ours or AgentScope's, recognised by its fields."""
-    return all(hasattr(value, name) for name in ("reward", "response", "metrics"))
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
 def as_reward(value: Any, who: str) -> float:
     """A reward as a finite float. Scalars of numpy and torch are numbers, and so is a bool.
 
@@ -507,11 +474,8 @@ def as_reward(value: Any, who: str) -> float:
     if value is None:
         raise BadReward(Failure.RETURNED_NONE, f"{who} returned None as the reward")
     number = value
-    if hasattr(number, "item"):  # numpy and torch
-        try:
-            number = number.item()
-        except (RuntimeError, ValueError, TypeError):
-            number = None  # more than one element
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError, TypeError):
+        number = value.item()  # numpy and torch, if it is one element
     if not isinstance(number, numbers.Real | Decimal):
         found = f"{who} returned no number but {type(value).__name__}: {value!r:.200}"
         raise BadReward(Failure.NOT_A_NUMBER, found)
@@ -536,8 +500,7 @@ def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
             checked[str(name)] = as_reward(value, who)
         except BadReward:
             raise ValueError(
-                f"{who} gave the metric {name!r} the value {value!r:.200}; "
-                "a metric is a finite number"
+                f"{who} gave the metric {name!r} the value {value!r:.200}, not a finite number"
             ) from None
     return checked
 
@@ -546,30 +509,20 @@ def _failed(error: Exception) -> Outcome:
     if isinstance(error, BadReward):
         return Outcome(failure=error.kind, detail=str(error))
     if isinstance(error, TimedOut):
-        at = _last_frames(traceback.extract_tb(error.error.__traceback__)) if error.error else ""
-        return Outcome(failure=Failure.TIMED_OUT, detail=f"{error}{at}")
-    if isinstance(error, Blocked):
-        return Outcome(failure=Failure.BLOCKED_LOOP, detail=f"{error}{_last_frames(error.stack)}")
+        # Where the rollout was when its time was up, innermost frame last.
+        ours = [i for i, frame in enumerate(error.stack) if frame.filename in _MACHINERY]
+        frames = error.stack[ours[-1] + 1 :] if ours else error.stack
+        listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
+        kind = Failure.BLOCKED_LOOP if isinstance(error, Blocked) else Failure.TIMED_OUT
+        return Outcome(
+            failure=kind, detail=f"{error}; it was at\n{listed}" if frames else str(error)
+        )
     raised = error.error if isinstance(error, Escaped) else error
-    return Outcome(failure=Failure.RAISED, detail=_traceback(raised))
-
-
-def _traceback(error: BaseException) -> str:
-    """The traceback from the user's function on, without the frames that lead to it."""
-    trace, start = error.__traceback__, error.__traceback__
+    # The traceback from the user's function on, without the frames that lead to it.
+    trace, start = raised.__traceback__, raised.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename in _MACHINERY:
             start = trace.tb_next
         trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, start or error.__traceback__)
-    return "".join(lines).rstrip()[-MAX_DETAIL:]
-
-
-def _last_frames(stack: traceback.StackSummary) -> str:
-    """Where a rollout was when its time was up, innermost frame last."""
-    ours = [i for i, frame in enumerate(stack) if frame.filename in _MACHINERY]
-    frames = stack[ours[-1] + 1 :] if ours else stack
-    if not frames:
-        return ""
-    listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
-    return f"; it was at\n{listed}"
+    lines = traceback.format_exception(type(raised), raised, start or raised.__traceback__)
+    return Outcome(failure=Failure.RAISED, detail="".join(lines).rstrip()[-MAX_DETAIL:])

@@ -1,9 +1,8 @@
 """A model behind any OpenAI-compatible endpoint, as the adapter takes its models.
 
 For evaluation only: such an endpoint gives no token ids and perhaps no log-probabilities, so its
-answers become experiences that hold nothing but text and lengths. Lengths are those that the
-server counted; where it counts nothing, `RecordedCall.counted` says so. The key comes from the
-environment and is handed to OpenAI's client, nowhere else.
+answers become experiences that hold nothing but text and the lengths that the server counted. The
+key comes from the environment and is handed to OpenAI's client, nowhere else.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ RETRIES = 5
 """Of a call that met a rate limit, a server error or a cut connection; by OpenAI's client, with
 its backoff, which honours `retry-after`."""
 _CHECK_SECONDS = 20.0
-_OPENAI_HOST, _OPENAI_KEY = "api.openai.com", "OPENAI_API_KEY"
-_TRAINING_ARGUMENTS = ("logprobs", "top_logprobs")
-"""What the recorder asks for and only a trainer needs; many endpoints refuse it."""
 
 
 class EndpointModel(ModelWrapper):
@@ -62,39 +58,36 @@ class EndpointModel(ModelWrapper):
 
         if self._client is not None:
             return self._client
-        client: Any = openai.AsyncOpenAI(
+        self._client = client = openai.AsyncOpenAI(
             base_url=self.api_address,
             api_key=key_for(self.api_address or "", self._key_variable),
             max_retries=RETRIES,
         )
-        plain = client.chat.completions.create
+        plain: Any = client.chat.completions.create
 
         async def create(**kwargs: Any) -> Any:
-            for name in _TRAINING_ARGUMENTS:
+            for name in ("logprobs", "top_logprobs"):  # for training; many endpoints refuse them
                 kwargs.pop(name, None)
-            response = await self._create(plain, kwargs)
+            name = self._limit_name[0]  # another call may change it meanwhile
+            try:
+                response = await plain(**_renamed(kwargs, name))
+            except openai.BadRequestError as error:
+                # Newer models of OpenAI's take this name only, older servers the other.
+                newer = "max_completion_tokens"
+                if name == newer or newer not in str(error):
+                    raise
+                self._limit_name[0] = newer
+                response = await plain(**_renamed(kwargs, newer))
             self.history.extend(_experiences(response))
             return response
 
-        client.chat.completions.create = create
-        client.model_path = self.config.model_path
-        self._client = client
+        client.chat.completions.create = create  # type: ignore[method-assign]
+        client.model_path = self.config.model_path  # type: ignore[attr-defined]
         return client
 
-    async def _create(self, create: Any, kwargs: dict[str, Any]) -> Any:
-        """Newer models of OpenAI's take `max_completion_tokens` only, older servers the other."""
-        import openai
 
-        for _ in range(2):
-            name = self._limit_name[0]
-            renamed = {name if key == "max_tokens" else key: kwargs[key] for key in kwargs}
-            try:
-                return await create(**renamed)
-            except openai.BadRequestError as error:
-                if name != "max_tokens" or "max_completion_tokens" not in str(error):
-                    raise
-                self._limit_name[0] = "max_completion_tokens"
-        raise AssertionError("the second name was refused for the first one's reason")
+def _renamed(kwargs: dict[str, Any], limit: str) -> dict[str, Any]:
+    return {limit if key == "max_tokens" else key: value for key, value in kwargs.items()}
 
 
 def base_url(url: str) -> str:
@@ -104,8 +97,8 @@ def base_url(url: str) -> str:
 def key_for(url: str, key_variable: str | None) -> str:
     """The key from the environment. Without a variable that was named, OpenAI's key is sent to
     OpenAI and no key to anybody else."""
-    if key_variable is None and urlsplit(url).hostname == _OPENAI_HOST:
-        key_variable = _OPENAI_KEY
+    if key_variable is None and urlsplit(url).hostname == "api.openai.com":
+        key_variable = "OPENAI_API_KEY"
     return (os.environ.get(key_variable) if key_variable else None) or "EMPTY"
 
 
@@ -119,11 +112,12 @@ def check_endpoint(url: str, models: list[str], key_variable: str | None) -> Non
     """
     import openai
 
-    title, where = "The endpoint cannot be used.", f"--endpoint {url}"
+    def refused(expected: str, found: str, fix: str, where: str = f"--endpoint {url}") -> BadInput:
+        return BadInput.of("The endpoint cannot be used.", where, expected, found, fix)
+
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        cure = "--endpoint http://127.0.0.1:8000/v1"
-        raise BadInput.of(title, where, "an http or https URL", repr(url), cure)
+        raise refused("an http or https URL", repr(url), "--endpoint http://127.0.0.1:8000/v1")
     key = key_for(url, key_variable)
     with openai.OpenAI(
         base_url=base_url(url), api_key=key, max_retries=1, timeout=_CHECK_SECONDS
@@ -131,26 +125,20 @@ def check_endpoint(url: str, models: list[str], key_variable: str | None) -> Non
         try:
             served = [model.id for model in client.models.list().data]
         except openai.APIConnectionError as error:
-            found = f"no answer: {error.__cause__ or error}"
-            cure = "start the server, or correct the URL"
-            raise BadInput.of(title, where, "a server that answers", found, cure) from error
+            found, fix = f"no answer: {error.__cause__ or error}", "start it, or correct the URL"
+            raise refused("a server that answers", found, fix) from error
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             found = "no key was sent" if key == "EMPTY" else "the key was refused"
-            name = key_variable or _OPENAI_KEY
-            cure = f"export {name}=... and name that variable: --key-variable {name}"
-            raise BadInput.of(title, where, "a key that the server takes", found, cure) from error
+            name = key_variable or "OPENAI_API_KEY"
+            fix = f"export {name}=... and name that variable: --key-variable {name}"
+            raise refused("a key that the server takes", found, fix) from error
         except (openai.OpenAIError, ValueError, AttributeError, TypeError):
             return
     missing = [name for name in models if name not in served]
     if served and missing:
         shown = ", ".join(served[:8]) + (" ..." if len(served) > 8 else "")
-        raise BadInput.of(
-            title,
-            f"--model {' '.join(missing)}",
-            f"a model that {url} serves",
-            f"it serves {shown}",
-            f"--model {served[0]}",
-        )
+        where, fix = f"--model {' '.join(missing)}", f"--model {served[0]}"
+        raise refused(f"a model that {url} serves", f"it serves {shown}", fix, where)
 
 
 def _experiences(response: Any) -> list[Experience]:

@@ -22,14 +22,14 @@ import gc
 import time
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trinity.buffer.operators.experience_operator import ensure_v1_operator
-from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
-from trinity.common.config import AlgorithmConfig, Config, InferenceModelConfig
+from trinity.common.config import Config, InferenceModelConfig
 from trinity.common.constants import RunningStatus
 from trinity.common.models.allocator import Allocator
 from trinity.common.models.model import ModelWrapper
@@ -61,8 +61,6 @@ MAX_CONCURRENCY = 1000
 """How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
 SILENT_SECONDS = 60.0
 """A runner process that answers nothing for so long counts as dead."""
-PROCESS_DIED = "process_died:sum"
-"""The metric that counts how often tasks lost their process and were run again."""
 GARBAGE = 10_000
 """New objects between two looks of the runner's garbage collector; Python's own default is 700."""
 
@@ -77,9 +75,8 @@ class CheckedExplorer(Explorer):
     def __init__(self, config: Config, sixteen_bit: bool) -> None:
         super().__init__(config)
         self.model_version: int = -1
-        self._checks = [
-            SyncCheck(sixteen_bit) for _ in range(config.explorer.rollout_model.engine_num)
-        ]
+        engines = config.explorer.rollout_model.engine_num
+        self._checks = [SyncCheck(sixteen_bit) for _ in range(engines)]
         self._checked = -1
         self._failure: Exception | None = None
 
@@ -104,35 +101,31 @@ class CheckedExplorer(Explorer):
         Raises:
             RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing.
         """
-        version = self.model_version
-        if version <= self._checked or not is_checked(self.config):
+        version, config = self.model_version, self.config
+        if version <= self._checked or not is_checked(config):
             return
         self._checked = version
+        timeout = float(config.synchronizer.sync_timeout)
         try:
-            mismatch = await self._mismatch(version)
+            said = await asyncio.to_thread(published, config.ray_namespace, version, timeout)
+            if said is None:
+                raise RunFailed(
+                    f"the trainer did not say within {timeout:.0f} s (synchronizer.sync_timeout) "
+                    f"how its weights of version {version} score the fixed text of the sync check"
+                )
+            tokens, trainer = said
+            actors: list[Any] = [wrapper.model for wrapper in self.models]
+            temperature = config.model.temperature
+            scores = [actor.served_logprobs.remote(tokens, temperature) for actor in actors]
+            mismatch = max(
+                check.compare(version, sampler, trainer)
+                for check, sampler in zip(self._checks, await asyncio.gather(*scores), strict=True)
+            )
         except Exception as error:
             self._failure = error
             raise
         if self.monitor is not None:
             self.monitor.log({MISMATCH: mismatch}, step=version)
-
-    async def _mismatch(self, version: int) -> float:
-        timeout = float(self.config.synchronizer.sync_timeout)
-        said = await asyncio.to_thread(published, self.config.ray_namespace, version, timeout)
-        if said is None:
-            raise RunFailed(
-                f"the trainer did not say within {timeout:.0f} s (synchronizer.sync_timeout) how "
-                f"its weights of version {version} score the fixed text of the sync check"
-            )
-        tokens, trainer = said
-        actors: list[Any] = [wrapper.model for wrapper in self.models]
-        scores = [
-            actor.served_logprobs.remote(tokens, self.config.model.temperature) for actor in actors
-        ]
-        return max(
-            check.compare(version, sampler, trainer)
-            for check, sampler in zip(self._checks, await asyncio.gather(*scores), strict=True)
-        )
 
 
 class LocalAllocator(Allocator):
@@ -143,28 +136,23 @@ class LocalAllocator(Allocator):
         engine_config.engine_id = engine_id
         name = self.get_actor_name(role, engine_id, 0)
         engine_config.ray_actor_name = name
-        actor = (
-            ray.remote(LocalRolloutModel)
-            .options(
-                name=name,
-                namespace=config.ray_namespace,
-                max_concurrency=MAX_CONCURRENCY,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self.pg,
-                    placement_group_bundle_index=self.bundle_result.actor_bundle_map[name],
-                ),
-            )
-            .remote(config=engine_config)
+        place = PlacementGroupSchedulingStrategy(
+            placement_group=self.pg,
+            placement_group_bundle_index=self.bundle_result.actor_bundle_map[name],
         )
+        options = _options(config, name=name, scheduling_strategy=place)
+        actor = ray.remote(LocalRolloutModel).options(**options).remote(config=engine_config)
         await actor.prepare.remote()
         engine_config.api_key = await actor.get_api_key.remote()
-        wrapper = ModelWrapper(
-            models=[actor],
-            config=engine_config,
-            api_address=await actor.get_api_server_url.remote(),
-        )
+        url = await actor.get_api_server_url.remote()
+        wrapper = ModelWrapper(models=[actor], config=engine_config, api_address=url)
         await wrapper.prepare()
         return wrapper
+
+
+def _options(config: Any, **more: Any) -> dict[str, Any]:
+    """Of an asynchronous actor of ours: it serves Ray's own default of calls at once."""
+    return {"namespace": config.ray_namespace, "max_concurrency": MAX_CONCURRENCY, **more}
 
 
 class LocalRunner(WorkflowRunner):
@@ -183,8 +171,8 @@ class LocalRunner(WorkflowRunner):
 
 
 class RunnerProcess:
-    """The process in which all workflows run. Where it has died (killed, out of memory), the
-    first slot that notices starts the next one."""
+    """The process in which all workflows run. If it has died (killed, out of memory), the first
+    slot that notices starts the next one."""
 
     kind: type[LocalRunner] = LocalRunner
 
@@ -201,15 +189,8 @@ class RunnerProcess:
             if self.actor is not old:
                 return
             auxiliary = [0] * len(self.config.explorer.auxiliary_models)
-            actor = (
-                ray.remote(self.kind)
-                .options(
-                    num_cpus=0,
-                    namespace=self.config.ray_namespace,
-                    max_concurrency=MAX_CONCURRENCY,
-                )
-                .remote(self.config, 0, auxiliary, 0)
-            )
+            options = _options(self.config, num_cpus=0)
+            actor = ray.remote(self.kind).options(**options).remote(self.config, 0, auxiliary, 0)
             await actor.prepare.remote()
             self.actor = actor
         if old is not None:
@@ -232,7 +213,7 @@ class SharedRunner(RunnerWrapper):
         self, task: TaskWrapper, repeat_times: int, *args: Any, **kwargs: Any
     ) -> tuple[Status, bytes, int, float]:
         """As upstream's. A task whose process died is run again in the next process: its seeds
-        are the same, and so are its rollouts."""
+        are the same, and so are its rollouts. The metric `process_died:sum` counts that."""
         died = 0
         while True:
             try:
@@ -259,12 +240,12 @@ class SharedRunner(RunnerWrapper):
                 task.batch_id,
             )
         if died:
-            result[0].metrics.append({PROCESS_DIED: float(died)})
+            result[0].metrics.append({"process_died:sum": float(died)})
         return result
 
     async def restart_runner(self) -> None:
         """Upstream ends the process of a task that was given up. Ours runs other tasks too, each
-        with a time limit of its own, and ends only where it is dead or answers nothing."""
+        with a time limit of its own, and ends only if it is dead or answers nothing."""
         if not await _lives(self.runner):
             await self._process.replace(self.runner)
 
@@ -306,20 +287,13 @@ class SharedScheduler(Scheduler):
         return await super().drain_batch_payload_results(batch_id)
 
 
-class StampedPipeline(ExperiencePipeline):
-    """Trinity's experience pipeline with one operator more, after its own advantages."""
-
-    def _set_algorithm_operators(self, algorithm_config: AlgorithmConfig) -> None:
-        super()._set_algorithm_operators(algorithm_config)
-        self.operators.append(ensure_v1_operator(StepStamp()))
-
-
 class LocalCoordinator(RolloutCoordinator):
     experience_pipeline: Any
 
     async def _init_experience_pipeline(self) -> None:
-        self.experience_pipeline = StampedPipeline(self.config)
-        await self.experience_pipeline.prepare()
+        await super()._init_experience_pipeline()
+        # One operator more, after the advantages, which the pipeline adds itself.
+        self.experience_pipeline.operators.append(ensure_v1_operator(StepStamp()))
 
     async def _init_scheduler(self) -> None:
         self.scheduler = SharedScheduler(self.config)
@@ -336,21 +310,12 @@ class LocalCoordinator(RolloutCoordinator):
         return ray.remote(cls).options(namespace=config.ray_namespace).remote(config)
 
 
-class _Held:
-    """Takes a monitor's place and keeps what is logged."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[dict[str, Any], int]] = []
-
-    def log(self, data: dict[str, Any], step: int) -> None:
-        self.lines.append((data, step))
-
-
 class LocalExplorer(CheckedExplorer):
     """Explores on the local engine; see the module's docstring for what differs."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, computes_in_16_bits(config))
+        self.run_dir = Path(config.checkpoint_job_dir)
         self.model_allocator = LocalAllocator(config.explorer)
         self._stop_requested = False
         self._last_evaluated = -1
@@ -374,7 +339,11 @@ class LocalExplorer(CheckedExplorer):
         Returns the explorer's name, as upstream does. Raises whatever a step raised.
         """
         try:
-            if self._owes_evaluation():
+            step, startup = self.explore_step_num, self.config.explorer.eval_on_startup
+            tasksets = [it.name for it in self.config.buffer.explorer_input.eval_tasksets]
+            due = self.need_eval() if step else startup
+            # On resume: the run may have been killed while it evaluated the checkpoint's weights.
+            if due and not is_evaluated(self.run_dir, step, tasksets):
                 await self._evaluate()
             while not self._stop_requested and await self.explore_step():
                 if await self.need_sync():
@@ -397,22 +366,16 @@ class LocalExplorer(CheckedExplorer):
         # nothing more will come.
         await self.rollout_coordinator.close_pipeline.remote()
 
-    def _owes_evaluation(self) -> bool:
-        """Whether to evaluate before the first batch.
-
-        On resume: whether the run was killed while it evaluated the checkpoint's weights.
-        """
-        step, explorer = self.explore_step_num, self.config.explorer
-        if not (self.need_eval() if step else explorer.eval_on_startup):
-            return False
-        tasksets = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
-        return not is_evaluated(Path(self.config.checkpoint_job_dir), step, tasksets)
-
     async def evaluate_last(self, version: int) -> None:
         """Evaluate the weights of the trainer's last step, unless that was done already."""
         if self._last_evaluated >= version:
             return
-        await self._pull_version(version)
+        if self.model_version < version:
+            method = self.sync_method
+            sync = [it.sync_model_weights(version, method, timeout=600) for it in self.models]
+            await asyncio.gather(*sync)
+            self.model_version = version
+            await self._check_sync()
         self.explore_step_num = version
         await self._evaluate()
 
@@ -423,9 +386,7 @@ class LocalExplorer(CheckedExplorer):
         except StopAsyncIteration:
             return False
         self.explore_step_num += 1
-        save_taskset_state(
-            Path(self.config.checkpoint_job_dir), self.explore_step_num, self.taskset.state_dict()
-        )
+        save_taskset_state(self.run_dir, self.explore_step_num, self.taskset.state_dict())
         self.explore_start_time = self.explore_start_time or time.time()
         await self.rollout_coordinator.submit_batch.remote(
             batch_id=self.explore_step_num,
@@ -436,28 +397,25 @@ class LocalExplorer(CheckedExplorer):
         return True
 
     async def _finish_explore_step(self, step: int) -> None:
-        before = await self._sampler_stats()
+        model: Any = self.models[0].model
+        before = await model.sampler_stats.remote()
         await super()._finish_explore_step(step)
-        speed = sampling_speed(before, await self._sampler_stats())
+        speed = sampling_speed(before, await model.sampler_stats.remote())
         if self.monitor is not None and speed:
             self.monitor.log(speed, step=step)
 
     async def _finish_eval_step(self, step: int | None = None, prefix: str = "eval") -> None:
         """As upstream's; an evaluation in which the budget ended is not logged as made."""
         monitor: Any = self.monitor
-        held = _Held()
-        self.monitor = held
+        held: list[tuple[dict[str, Any], int]] = []
+        self.monitor = SimpleNamespace(log=lambda data, step: held.append((data, step)))
         try:
             await super()._finish_eval_step(step, prefix)
         finally:
             self.monitor = monitor
         stop_at_limit(self.config)
-        for metrics, at in held.lines:
+        for metrics, at in held:
             monitor.log(metrics, at)
-
-    async def _sampler_stats(self) -> dict[str, float]:
-        stats: dict[str, float] = await self.models[0].model.sampler_stats.remote()
-        return stats
 
     async def _evaluate(self) -> None:
         """Evaluate the current weights on the held-out task sets and wait for the result."""
@@ -472,17 +430,6 @@ class LocalExplorer(CheckedExplorer):
             inputs.eval_tasksets = whole
         await self._finish_eval_step(step=step)
         self._last_evaluated = step
-
-    async def _pull_version(self, version: int) -> None:
-        if self.model_version < version:
-            await asyncio.gather(
-                *[
-                    model.sync_model_weights(version, self.sync_method, timeout=600)
-                    for model in self.models
-                ]
-            )
-            self.model_version = version
-            await self._check_sync()
 
     async def shutdown(self) -> None:
         if self.rollout_coordinator is not None:

@@ -1,9 +1,8 @@
 """What happens to a step's experiences between its rollouts and the trainer.
 
-`RunFilter` is the first operator of Trinity's pipeline: it takes out the placeholders of failed
-rollouts, says how healthy the groups are, puts the rest in a fixed order, and stops the run when
-nothing is left to learn from. `AnchorRate` measures GiGPO's states. `StepStamp` is the last one,
-for `WholeStepSampleStrategy`, by which the trainer takes experiences from the buffer.
+`RunFilter`, the first operator of Trinity's pipeline, takes out failed rollouts and puts the rest
+in a fixed order; `AnchorRate` measures GiGPO's states; `StepStamp`, the last one, counts for
+`WholeStepSampleStrategy`, by which the trainer takes experiences from the buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ FAILURE_KEY = "aflow/failure"
 TRACE_KEY = "aflow/traceback"
 """Of a placeholder: why the rollout failed, in words."""
 CALLER_KEY = "caller"
-"""Who made the call."""
 STATE_KEY = "env_state_hash"
 """What Trinity's GiGPO groups steps by."""
 STEP_REWARD_KEY = "step_reward"
@@ -34,10 +32,8 @@ STEP_REWARD_KEY = "step_reward"
 STEP_SIZE_KEY = "step_experiences"
 """How many experiences of the same explorer step were kept."""
 
-ANCHOR_LOW = 0.2
-"""A share of calls below this is low."""
-ANCHOR_STEPS = 3
-"""Steps in a row over which it must be low before it is said."""
+ANCHOR_LOW, ANCHOR_STEPS = 0.2, 3
+"""A share of calls that is low, and for how many steps in a row before it is said."""
 
 Processed = tuple[list[Experience], dict[str, float]]
 
@@ -46,8 +42,8 @@ class RunFilter(ExperienceOperator):
     """Keeps the experiences of rollouts that succeeded, ordered by task, rollout and step.
 
     A rollout whose whole group failed but for itself is taken out too: without a second one there
-    is no baseline, and Trinity's group advantages would take its raw reward for one. Only where
-    nothing else is left of the step does it stay.
+    is no baseline, and Trinity's group advantages would take its raw reward for one. It stays only
+    if nothing else is left of the step.
 
     Args:
         max_failed_fraction: a step with a larger share of failed rollouts ends training.
@@ -81,20 +77,37 @@ class RunFilter(ExperienceOperator):
         for exp in failed:
             if exp.info[FAILURE_KEY] == Failure.BUDGET_REACHED:
                 raise BudgetReached(str(exp.info[TRACE_KEY]))
+        if not exps:
+            raise RunFailed("a step produced no experience at all")
         if not kept or len(failed) > self.max_failed_fraction * total:
-            raise RunFailed(_explanation(failed, total, self.max_failed_fraction))
-        lone = _lone_rollouts(failed, kept)
+            kinds = Counter(str(exp.info[FAILURE_KEY]) for exp in failed)
+            listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            reason = "every rollout of a step failed"
+            if kept:
+                reason = (
+                    f"more than {self.max_failed_fraction:.0%} of the rollouts of a step failed"
+                )
+            raise RunFailed(
+                f"{reason} ({len(failed)} of {total}: {listed}). The first:\n"
+                f"{failed[0].info[TRACE_KEY]}"
+            )
+        thinned = {exp.eid.tid for exp in failed}
+        groups: dict[str, set[str]] = defaultdict(set)
+        for exp in kept:
+            groups[exp.eid.tid].add(exp.eid.rid)
+        lone = {
+            rid
+            for tid, group in groups.items()
+            if tid in thinned and len(group) == 1
+            for rid in group
+        }
         if len(lone) == succeeded:  # rather Trinity's way with groups of one than no step at all
             lone = set()
         kept = [exp for exp in kept if exp.eid.rid not in lone]
         # The order of completion differs under the same seed; training must not.
         kept.sort(key=lambda exp: (exp.eid.task, exp.eid.run, exp.eid.step))
-        metrics = {
-            "group/failed_runs": float(len(failed)),
-            "group/lone_runs": float(len(lone)),
-            **self._group_health(kept),
-        }
-        return kept, metrics
+        metrics = {"group/failed_runs": float(len(failed)), "group/lone_runs": float(len(lone))}
+        return kept, metrics | self._group_health(kept)
 
     def _group_health(self, exps: list[Experience]) -> dict[str, float]:
         rewards: dict[str, dict[str, float]] = defaultdict(dict)
@@ -115,39 +128,14 @@ class RunFilter(ExperienceOperator):
         }
 
 
-def _lone_rollouts(failed: list[Experience], kept: list[Experience]) -> set[str]:
-    """Rollouts that succeeded alone in a group in which others failed."""
-    thinned = {exp.eid.tid for exp in failed}
-    groups: dict[str, set[str]] = defaultdict(set)
-    for exp in kept:
-        groups[exp.eid.tid].add(exp.eid.rid)
-    alone = (group for tid, group in groups.items() if tid in thinned and len(group) == 1)
-    return set().union(*alone)
-
-
-def _explanation(failed: list[Experience], total: int, limit: float) -> str:
-    """Which rollouts failed how, and the first reason in full."""
-    if not failed:
-        return "a step produced no experience at all"
-    kinds = Counter(str(exp.info[FAILURE_KEY]) for exp in failed)
-    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    reason = "every rollout of a step failed"
-    if len(failed) < total:
-        reason = f"more than {limit:.0%} of the rollouts of a step failed"
-    return f"{reason} ({len(failed)} of {total}: {listed}). The first:\n{failed[0].info[TRACE_KEY]}"
-
-
 class AnchorRate(ExperienceOperator):
     """Logs how often GiGPO finds another rollout in the same state; changes no experience.
 
     GiGPO compares the calls that different rollouts of a step made in one anchor state
-    (`STATE_KEY`). A call that is alone in its state gets no such comparison, and where nearly all
-    are alone, the algorithm quietly is plain GRPO. Trinity's own
+    (`STATE_KEY`). If nearly all are alone in theirs, the algorithm quietly is plain GRPO. Trinity's
     `gigpo/anchor_group_hit_ratio` counts groups, one rollout that meets a state twice among them;
-    this counts the calls, and asks for a second rollout. The first call begins where every rollout
-    of the task begins, so it nearly always meets the others; the warning looks at later calls.
-
-    Stands behind `RunFilter`, so that failed rollouts do not count as others in a state.
+    this counts calls, and asks for a second rollout. The first call of a rollout nearly always
+    meets the others, so the warning looks at later ones. Stands behind `RunFilter`.
     """
 
     def __init__(self) -> None:
@@ -157,35 +145,32 @@ class AnchorRate(ExperienceOperator):
     def process(self, exps: list[Experience]) -> Processed:
         """The same experiences, and the shares of calls whose state another rollout met as well:
         `gigpo/anchor_hit_rate` of all, `gigpo/anchor_hit_rate_later` of those after the first of
-        their rollout, which is left out where there are none."""
+        their rollout, which is left out if there are none."""
         if not exps:
             return exps, {}
         rollouts: dict[str, set[str]] = defaultdict(set)
         for exp in exps:
             if STATE_KEY in exp.info:
                 rollouts[exp.info[STATE_KEY]].add(exp.eid.rid)
-        hits = {id(exp): len(rollouts.get(exp.info.get(STATE_KEY, ""), ())) > 1 for exp in exps}
-        metrics = {"gigpo/anchor_hit_rate": sum(hits.values()) / len(exps)}
-        later = [hits[id(exp)] for exp in exps if exp.eid.step > 0]
+        hits = [len(rollouts.get(exp.info.get(STATE_KEY, ""), ())) > 1 for exp in exps]
+        name = "gigpo/anchor_hit_rate"
+        metrics = {name: sum(hits) / len(exps)}
+        later = [hit for hit, exp in zip(hits, exps, strict=True) if exp.eid.step > 0]
         if later:
-            metrics["gigpo/anchor_hit_rate_later"] = sum(later) / len(later)
-        self._watch(metrics)
-        return exps, metrics
-
-    def _watch(self, metrics: dict[str, float]) -> None:
-        name = list(metrics)[-1]
+            name = "gigpo/anchor_hit_rate_later"
+            metrics[name] = sum(later) / len(later)
         self._rates.append(metrics[name])
-        if self._said or len(self._rates) < ANCHOR_STEPS or max(self._rates) >= ANCHOR_LOW:
-            return
-        self._said = True
-        shown = ", ".join(f"{rate:.2f}" for rate in self._rates)
-        get_logger(__name__).warning(
-            f"{name} is {shown} in the last {ANCHOR_STEPS} steps: fewer than {ANCHOR_LOW:.0%} of "
-            "these calls are made in a state that another rollout of the step met too, so GiGPO "
-            "has little to compare and works like GRPO. Name coarser states with "
-            "`state_key(...)`, raise `algorithm.repeat_times`, or use "
-            "`algorithm_type: multi_step_grpo`."
-        )
+        if not self._said and len(self._rates) == ANCHOR_STEPS and max(self._rates) < ANCHOR_LOW:
+            self._said = True
+            shown = ", ".join(f"{rate:.2f}" for rate in self._rates)
+            get_logger(__name__).warning(
+                f"{name} is {shown} in the last {ANCHOR_STEPS} steps: fewer than {ANCHOR_LOW:.0%} "
+                "of these calls are made in a state that another rollout of the step met too, so "
+                "GiGPO has little to compare and works like GRPO. Name coarser states with "
+                "`state_key(...)`, raise `algorithm.repeat_times`, or use "
+                "`algorithm_type: multi_step_grpo`."
+            )
+        return exps, metrics
 
 
 class StepStamp(ExperienceOperator):
@@ -211,10 +196,10 @@ class StepStamp(ExperienceOperator):
 class WholeStepSampleStrategy(DefaultSampleStrategy):
     """Every train step consumes the experiences of exactly one explorer step.
 
-    Trinity's default counts experiences, that is model calls. With workflows of several calls, or
-    with rollouts that failed, the count of a step is not known beforehand: too large a
-    `train_batch_size` waits for ever, too small a one splits rollouts and lets the queue grow.
-    This reads one experience, then exactly the rest of its step, by the number stamped on it.
+    Trinity's default counts experiences, that is model calls, whose number is not known beforehand
+    with several calls a rollout or rollouts that failed: too large a `train_batch_size` waits for
+    ever, too small a one splits rollouts and lets the queue grow. This reads one experience, then
+    the rest of its step, by the number stamped on it.
     """
 
     async def sample(

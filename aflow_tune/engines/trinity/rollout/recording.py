@@ -5,8 +5,8 @@ that attribution and order are right under `asyncio.gather`. The real client liv
 runner's event loop and keeps its connections; calls are handed to it from the rollout's own loop.
 
 - Every choice of a call with `n > 1` is an experience of the same step.
-- Structured output (`chat.completions.parse`) is the same recorded call with a JSON schema;
-  parsing is OpenAI's own. Streams are refused: they carry no token ids to train on.
+- Structured output (`chat.completions.parse`) is the same recorded call with a JSON schema.
+  Streams are refused: they carry no token ids to train on.
 - What the user passes to a call wins over the configuration. A call that is sampled otherwise
   than configured is answered but marked `off_policy`: the trainer could not reproduce its
   log-probabilities, so it must not be trained.
@@ -22,7 +22,7 @@ import json
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -39,17 +39,10 @@ from aflow_tune.trace import POLICY
 if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
 
-_DISTRIBUTION_KEYS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
-"""Arguments that change what is sampled; only the configured values match the trainer."""
+_DISTRIBUTION_KEYS = ["top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"]
+_DISTRIBUTION_KEYS += ["repetition_penalty", "logit_bias"]
+"""Arguments, beside the temperature, that change what is sampled: only the configured values match
+the trainer."""
 _NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
 """Values, beside None, zero and the empty ones, that switch such an argument off."""
 _RANDOM_IDS = ("id", "tool_call_id")
@@ -58,11 +51,7 @@ _RANDOM_IDS = ("id", "tool_call_id")
 
 @dataclass
 class RecordedCall:
-    """One model call: its note, what was asked, and an experience for each choice.
-
-    `tools` are the tool calls of the first choice: `name` and `arguments`, as JSON text.
-    `counted` is False where the server did not say how many tokens it read and drew.
-    """
+    """One model call: its note, what was asked, and an experience for each choice."""
 
     note: CallNote
     messages: list[dict[str, Any]]
@@ -70,7 +59,9 @@ class RecordedCall:
     off_policy: bool
     experiences: list[Experience] = field(default_factory=list)
     tools: list[dict[str, str]] = field(default_factory=list)
+    """Tool calls of the first choice: `name` and `arguments`, as JSON text."""
     counted: bool = True
+    """Whether the server said how many tokens it read and drew."""
 
 
 @dataclass(eq=False)
@@ -105,9 +96,7 @@ class RolloutRecorder:
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._wrapper, self._client = source.wrapper, source.client
-        self._context = context
-        self._task_id = task_id
-        self._seed = seed
+        self._context, self._task_id, self._seed = context, task_id, seed
         self._asked: Counter[str] = Counter()
         self._generate_kwargs = dict(generate_kwargs)
         self._calls: list[RecordedCall] = []
@@ -131,32 +120,49 @@ class RolloutRecorder:
         """Runs in the caller's loop, where the context variables are the caller's."""
         if kwargs.get("stream"):
             raise ValueError("a model that is being tuned cannot stream: pass stream=False")
+        configured = self._generate_kwargs
         if "max_completion_tokens" in kwargs and kwargs.get("max_tokens") == (
-            self._generate_kwargs.get("max_tokens")
+            configured.get("max_tokens")
         ):
             kwargs["max_tokens"] = None  # the configured one yields to its newer name
-        bodies = (self._generate_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        bodies = (configured.get("extra_body"), kwargs.get("extra_body"))
         if any(bodies):
             kwargs["extra_body"] = {**(bodies[0] or {}), **(bodies[1] or {})}
-        kwargs = {"model": self._client.model_path, **self._generate_kwargs, **kwargs}
+        kwargs = {"model": self._client.model_path, **configured, **kwargs}
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs["logprobs"] = True
         note = self._context.note_call()
         messages = list(kwargs["messages"])
         if self._seed is not None and "seed" not in kwargs:
             kwargs["seed"] = self._next_seed(note.caller, messages)
+        state = (note.caller, messages) if note.state_key is None else ("", note.state_key)
         call = RecordedCall(
-            note=note,
-            messages=messages,
-            state=(
-                state_hash(self._task_id, note.caller, messages)
-                if note.state_key is None
-                else state_hash(self._task_id, "", note.state_key)
-            ),
-            off_policy=_sampling(kwargs) != _sampling(self._generate_kwargs),
+            note,
+            messages,
+            state_hash(self._task_id, *state),
+            off_policy=_sampling(kwargs) != _sampling(configured),
         )
         ask = functools.partial(_in_loop, self.loop, functools.partial(self._ask, call, kwargs))
-        return await ask() if in_call() else await _counted(ask, self._client, kwargs)
+        if in_call():
+            return await ask()
+        most = kwargs.get("max_completion_tokens", kwargs.get("max_tokens"))
+        asked = Ask(messages=kwargs["messages"], tools=kwargs.get("tools") or ())
+        counted = Call(  # it counts as a call of the policy's
+            current_spend(),
+            POLICY,
+            self._client.model_path,
+            None,
+            asked.most_prompt_tokens,
+            None if most is None else most * (kwargs.get("n") or 1),
+        )
+        with counted.noted():
+            async with counted:
+                response = await ask()
+                told = response.usage
+                counted.settle(
+                    None if told is None else Usage(told.prompt_tokens, told.completion_tokens)
+                )
+            return response
 
     def _next_seed(self, caller: str, messages: list[dict[str, Any]]) -> int:
         """By what is asked, not by when: concurrent callers may overtake each other."""
@@ -195,28 +201,6 @@ class RolloutRecorder:
         return response
 
 
-async def _counted(
-    ask: Callable[[], Awaitable[Any]], client: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """Ask, and count it as a call of the policy's."""
-    most = kwargs.get("max_completion_tokens", kwargs.get("max_tokens"))
-    asked = Ask(messages=kwargs["messages"], tools=kwargs.get("tools") or ())
-    call = Call(
-        current_spend(),
-        POLICY,
-        client.model_path,
-        None,
-        asked.most_prompt_tokens,
-        None if most is None else most * (kwargs.get("n") or 1),
-    )
-    with call.noted():
-        async with call:
-            response = await ask()
-            told = response.usage
-            call.settle(None if told is None else Usage(told.prompt_tokens, told.completion_tokens))
-        return response
-
-
 def load_agentscope() -> None:
     """Import what `chat_model` needs, which takes seconds, before the time of a rollout begins."""
     importlib.import_module("agentscope.model")
@@ -227,11 +211,8 @@ def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatMo
     from agentscope.model import TrinityChatModel
 
     model = object.__new__(TrinityChatModel)  # its own `__new__` warns that it is deprecated
-    model.__dict__.update(
-        _constructed(client.model_path).__dict__,
-        client=client,
-        generate_kwargs=dict(generate_kwargs),
-    )
+    model.__dict__.update(_constructed(client.model_path).__dict__)
+    model.__dict__.update(client=client, generate_kwargs=dict(generate_kwargs))
     return model
 
 
@@ -247,7 +228,7 @@ def auxiliary_chat_models(
     def shared(model: ModelWrapper, client: Any) -> TrinityChatModel:
         async def ask(kwargs: dict[str, Any]) -> Any:
             response = await client.chat.completions.create(**kwargs)
-            model.history.clear()  # filled by Trinity's client where its history is enabled
+            model.history.clear()  # filled by Trinity's client if its history is enabled
             return response
 
         async def create(**kwargs: Any) -> Any:
@@ -312,9 +293,8 @@ def transcript_entry(call: RecordedCall) -> dict[str, Any]:
 def state_hash(task_id: str, caller: str, state: Any) -> str:
     """GiGPO's anchor state: who asks what in which task.
 
-    The input is normalised: compatibility forms of characters, white space, and the ids of
-    tool calls, which are drawn at random. The task is part of it because Trinity forms its
-    anchor groups over a whole batch.
+    Normalised: compatibility forms of characters, white space, and the random ids of tool calls.
+    The task is part of it because Trinity forms its anchor groups over a whole batch.
     """
     text = json.dumps([task_id, caller, _normalised(state)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -389,14 +369,13 @@ async def _in_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Any]) -> 
 def _sampling(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call that change what is sampled, without those that have no effect."""
     given = {**kwargs, **(kwargs.get("extra_body") or {})}
-    named = {name: given.get(name) for name in _DISTRIBUTION_KEYS}
-    temperature = named.pop("temperature")
+    temperature = given.get("temperature")
     changed = {
-        name: value
-        for name, value in named.items()
-        if value and value not in _NO_EFFECT.get(name, ())
+        name: given[name]
+        for name in _DISTRIBUTION_KEYS
+        if given.get(name) and given[name] not in _NO_EFFECT.get(name, ())
     }
-    return {"temperature": 1.0 if temperature is None else float(temperature), **changed}
+    return {**changed, "temperature": 1.0 if temperature is None else float(temperature)}
 
 
 def _normalised(value: Any) -> Any:

@@ -1,12 +1,9 @@
 """The local sampler with its OpenAI-compatible server as a model of Trinity's.
 
 `SamplerHost` is made from Trinity's model configuration; a run in one process reaches it through
-`InlineModel`, the split through one Ray actor, `LocalRolloutModel`. Both sample in the same way.
-
-The server listens on loopback, or on the node's own address with a token of its own where the
-Ray has several nodes. Workflows reach it over HTTP exactly as they would reach vLLM; Trinity's
-Explorer reaches it through the `InferenceModel` methods. Weights come from Trinity's
-Synchronizer by memory.
+`InlineModel`, the split through one Ray actor, `LocalRolloutModel`. Workflows reach the server
+over HTTP as they would reach vLLM: on loopback, or on the node's own address with a token of its
+own if the Ray has several nodes. Weights come from Trinity's Synchronizer by memory.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from aflow_tune.engines.local.models import (
 )
 from aflow_tune.engines.local.sampler import Sampler
 from aflow_tune.engines.local.weights import LoraSpec
-from aflow_tune.errors import RunFailed
 
 if TYPE_CHECKING:
     from aflow_tune.engines.local.server import SamplerServer
@@ -66,9 +62,10 @@ class SamplerHost:
         tokenizer = load_tokenizer(path)
         if config.chat_template:
             tokenizer.chat_template = config.chat_template
-        scripted = bool(engine.get("scripted"))  # a dry run
-        make_sampler: type[Sampler] = ScriptedSampler if scripted else Sampler
-        make_server: type[SamplerServer] = ScriptedServer if scripted else SamplerServer
+        make_sampler: type[Sampler] = Sampler
+        make_server: type[SamplerServer] = SamplerServer
+        if engine.get("scripted"):  # a dry run
+            make_sampler, make_server = ScriptedSampler, ScriptedServer
         sampler = make_sampler(
             load_model(path, pick_dtype(engine["dtype"], device), device),
             tokenizer,
@@ -111,35 +108,24 @@ class InlineModel(ModelWrapper):
 
 
 class LocalRolloutModel(BaseInferenceModel):
-    """Trinity's contract of a rollout model over our sampler, as far as runs of ours use it: what
+    """Trinity's contract of a rollout model over our sampler, as far as our runs use it: what
     workflows ask comes over HTTP, and `generate`, `chat` and `logprobs` are left out."""
+
+    host: SamplerHost
 
     def __init__(self, config: InferenceModelConfig) -> None:
         super().__init__(config)
-        self._host: SamplerHost | None = None
         self._token: str | None = None
 
     async def prepare(self) -> None:
         """Load the model and start the server; called once by the allocator."""
-        host = "127.0.0.1"
+        address = "127.0.0.1"
         if spans_nodes():  # runners of other nodes ask it: by its own address, with its token
-            host, self._token = ray.util.get_node_ip_address(), secrets.token_urlsafe(32)
-        self._host = await asyncio.to_thread(
-            SamplerHost.from_model_config, self.config, host, self._token
-        )
-        self.tokenizer = self._host.tokenizer
+            address, self._token = ray.util.get_node_ip_address(), secrets.token_urlsafe(32)
+        make = SamplerHost.from_model_config
+        self.host = await asyncio.to_thread(make, self.config, address, self._token)
+        self.tokenizer = self.host.tokenizer
         self._prepared = True
-
-    @property
-    def host(self) -> SamplerHost:
-        """The sampler with its server.
-
-        Raises:
-            RunFailed: `prepare()` was not awaited yet.
-        """
-        if self._host is None:
-            raise RunFailed("the local rollout model was used before prepare()")
-        return self._host
 
     def get_api_server_url(self) -> str | None:
         return self.host.url
@@ -154,13 +140,7 @@ class LocalRolloutModel(BaseInferenceModel):
     async def sync_model_weights(
         self, model_version: int, method: SyncMethod, timeout: float = 1200
     ) -> int:
-        """Take the trainer's weights from the Synchronizer.
-
-        Raises:
-            RunFailed: the method is not `memory`, the only one of the local engine.
-        """
-        if method != SyncMethod.MEMORY:
-            raise RunFailed(f"the local engine syncs by memory, not by {method.value}")
+        """Take the trainer's weights from the Synchronizer, by memory."""
         synchronizer = ray.get_actor("synchronizer", namespace=self.config.ray_namespace)
         state, version = await synchronizer.get_model_state_dict.remote()
         if state is not None:
@@ -175,6 +155,4 @@ class LocalRolloutModel(BaseInferenceModel):
         return self.host.sampler.stats()
 
     async def shutdown(self) -> None:
-        if self._host is not None:
-            await asyncio.to_thread(self._host.close)
-            self._host = None
+        await asyncio.to_thread(self.host.close)

@@ -2,11 +2,8 @@
 
 User code may block: `time.sleep`, a slow library call, an endless loop. In the runner's event
 loop that would stop every other rollout and the time-outs themselves. Here it stops only its own
-thread; the runner waits for it with a limit and gives it up when the limit has passed.
-
-What this cannot do: end a thread that is inside a C function. Such a thread is abandoned. It
-is a daemon, so it does not keep the process alive, and it is told to stop as soon as it
-executes Python code again.
+thread; the runner waits for it with a limit. A thread that is inside a C function cannot be ended:
+it is abandoned as a daemon, and told to stop as soon as it executes Python code again.
 """
 
 from __future__ import annotations
@@ -30,26 +27,20 @@ MAX_BLOCKING_CALLS = 32
 
 
 class TimedOut(Exception):
-    """The rollout exceeded its time while its event loop was alive; `error` is its cancellation."""
+    """The rollout exceeded its time while its event loop was alive; `stack` is where it was."""
 
-    def __init__(self, seconds: float, error: BaseException | None) -> None:
-        super().__init__(f"not finished after {seconds:g} s")
-        self.error = error
-
-
-class Blocked(Exception):
-    """The rollout exceeded its time and its event loop does not answer; `stack` is where it is."""
-
-    def __init__(self, seconds: float, stack: traceback.StackSummary) -> None:
-        super().__init__(f"its event loop does not answer after {seconds:g} s")
+    def __init__(self, message: str, stack: traceback.StackSummary) -> None:
+        super().__init__(message)
         self.stack = stack
 
 
-class Escaped(Exception):
-    """What a rollout raised that is no `Exception`, such as SystemExit or a cancellation.
+class Blocked(TimedOut):
+    """The rollout exceeded its time and its event loop does not answer."""
 
-    It travels in here because it would end the runner if it were raised as itself.
-    """
+
+class Escaped(Exception):
+    """Holds what a rollout raised that is no `Exception`, such as SystemExit or a cancellation:
+    raised as itself it would end the runner."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -73,7 +64,7 @@ class RolloutThread(Generic[T]):
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._executor)
         self._task = self._loop.create_task(body())
-        self._thread = _Thread(self._main)
+        self._thread = threading.Thread(target=self._main, name="rollout", daemon=True)
         self._thread.start()
 
     async def result(self, seconds: float) -> T:
@@ -86,23 +77,29 @@ class RolloutThread(Generic[T]):
         """
         try:
             finished, _ = await asyncio.wait([self._done], timeout=seconds)
-        except asyncio.CancelledError:
+            if finished:
+                return self._done.result()
+            answered: asyncio.Future[None] = self._runner_loop.create_future()
+
+            def cancel() -> None:
+                _call(self._runner_loop, answered.cancel)
+                self._task.cancel()
+
+            _call(self._loop, cancel)
+            waiting: list[asyncio.Future[Any]] = [answered, self._done]
+            await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not (answered.done() or self._done.done()):
+                # A frame must not be kept: it keeps every local variable of the rollout alive.
+                stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
+                raise Blocked(f"its event loop does not answer after {seconds:g} s", stack)
+            await asyncio.wait([self._done], timeout=GRACE_SECONDS)
+            error = self._done.exception() if self._done.done() else None
+            cause = error.error if isinstance(error, Escaped) else error
+            stack = traceback.extract_tb(cause.__traceback__ if cause else None)
+            raise TimedOut(f"not finished after {seconds:g} s", stack)
+        except (asyncio.CancelledError, TimedOut):
             self._abandon()
             raise
-        if finished:
-            return self._done.result()
-        answered: asyncio.Future[None] = self._runner_loop.create_future()
-        self._cancel(answered)
-        waiting: list[asyncio.Future[Any]] = [answered, self._done]
-        await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if not answered.done() and not self._done.done():
-            stack = self._stack()
-            self._abandon()
-            raise Blocked(seconds, stack)
-        await asyncio.wait([self._done], timeout=GRACE_SECONDS)
-        error = self._done.exception() if self._done.done() else None
-        self._abandon()
-        raise TimedOut(seconds, error.error if isinstance(error, Escaped) else error)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -111,7 +108,12 @@ class RolloutThread(Generic[T]):
         except BaseException as error:
             self._finish(None, error)
         finally:
-            self._close_loop()
+            try:
+                with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
+                    self._end_tasks()
+                asyncio.set_event_loop(None)
+            finally:
+                self._loop.close()
 
     def _finish(self, value: T | None, error: BaseException | None) -> None:
         """Tell the runner; what the rollout left behind is cleaned up after that."""
@@ -124,40 +126,16 @@ class RolloutThread(Generic[T]):
             else:
                 self._done.set_exception(error if isinstance(error, Exception) else Escaped(error))
 
-        with contextlib.suppress(RuntimeError):  # the runner's loop may be closed by now
-            self._runner_loop.call_soon_threadsafe(deliver)
-
-    def _cancel(self, answered: asyncio.Future[None]) -> None:
-        def answer() -> None:
-            if not answered.done():
-                answered.set_result(None)
-
-        def cancel() -> None:
-            with contextlib.suppress(RuntimeError):
-                self._runner_loop.call_soon_threadsafe(answer)
-            self._task.cancel()
-
-        with contextlib.suppress(RuntimeError):  # its loop is closed: it has just finished
-            self._loop.call_soon_threadsafe(cancel)
+        _call(self._runner_loop, deliver)
 
     def _abandon(self) -> None:
         """Stop waiting; end the thread if anything can."""
         self._given_up = True
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._executor.interrupt()
-        self._thread.interrupt()
-
-    def _close_loop(self) -> None:
-        try:
-            with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
-                self._end_tasks()
-            asyncio.set_event_loop(None)
-        finally:
-            try:
-                self._thread.settle()  # an interruption inside `close` would leave it half closed
-            finally:
-                self._loop.close()
+        _call(self._loop, self._loop.stop)
+        for thread in [*self._executor.running, self._thread]:
+            if thread.is_alive():
+                number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
 
     def _end_tasks(self) -> None:
         left = asyncio.all_tasks(self._loop)
@@ -170,55 +148,22 @@ class RolloutThread(Generic[T]):
                     task.exception()  # seen: the rollout is over, nobody else will look
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
-    def _stack(self) -> traceback.StackSummary:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
-        del frame  # a frame keeps alive every local variable of the rollout
-        return stack
 
-
-class _Thread(threading.Thread):
-    """A daemon thread that can be told to stop while it executes Python code."""
-
-    def __init__(self, target: Callable[[], None]) -> None:
-        super().__init__(target=target, name="rollout", daemon=True)
-        self._over = False
-        self._guard = threading.Lock()
-
-    def run(self) -> None:
-        try:
-            super().run()
-        except SystemExit:  # from `interrupt`
-            pass
-        finally:
-            self.settle()
-
-    def settle(self) -> None:
-        """Called in the thread: `interrupt` does nothing from here on."""
-        with self._guard:
-            self._over = True
-
-    def interrupt(self) -> None:
-        """Raise SystemExit in it. Called once; the guard keeps a reused thread id out of it."""
-        with self._guard:
-            if self.ident is not None and not self._over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit)
-                )
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
+    """In `loop`'s thread, unless the loop is closed: it has finished then."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
 
 
 class _DaemonExecutor(ThreadPoolExecutor):
-    """What `asyncio.to_thread` uses in a rollout, with daemon threads.
-
-    The threads of the standard executor are joined when the process ends: one call that hangs
-    would keep a finished training alive. A thread for each call instead, as many at a time as
-    `MAX_BLOCKING_CALLS`.
-    """
+    """What `asyncio.to_thread` uses in a rollout: a daemon thread for each call, as many at a time
+    as `MAX_BLOCKING_CALLS`. The threads of the standard executor are joined when the process ends:
+    one call that hangs would keep a finished training alive."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)  # never used: `submit` below starts the threads
         self._slots = threading.Semaphore(MAX_BLOCKING_CALLS)
-        self._running: set[_Thread] = set()
+        self.running: set[threading.Thread] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -228,20 +173,13 @@ class _DaemonExecutor(ThreadPoolExecutor):
                 if not future.set_running_or_notify_cancel():
                     return
                 try:
-                    result = fn(*args, **kwargs)
+                    future.set_result(fn(*args, **kwargs))
                 except BaseException as error:
                     future.set_exception(error)
-                else:
-                    future.set_result(result)
                 finally:
-                    self._running.discard(thread)
+                    self.running.discard(thread)
 
-        thread = _Thread(work)
-        self._running.add(thread)
+        thread = threading.Thread(target=work, name="rollout", daemon=True)
+        self.running.add(thread)
         thread.start()
         return future
-
-    def interrupt(self) -> None:
-        """Tell the calls that still run to stop."""
-        for thread in list(self._running):
-            thread.interrupt()

@@ -5,19 +5,15 @@
 - **An evaluation belongs to the weights of its step**: it follows the sync, where upstream's comes
   before it, and the last step is always evaluated.
 - **A killed run resumes** from the tasks that follow the trainer's checkpoint.
-- **The sync check** of `CheckedExplorer`.
-- **`mode: colocate`** (sampler and trainer on the only GPU), which never gets past its start there
-  (Trinity's issue 602). The trainer is made first, and verl reserves the GPU for it in a placement
-  group; the explorer then waits without a limit for a group with a GPU of its own, since the
-  validator insists on `gpu_per_engine: 1`. Setting that to 0 afterwards is no way out: the explorer
-  takes the size of the group that receives weights from the same number. So it stays 1, and only
-  what the sampler asks of Ray changes: `OneGpuAllocator` reserves a processor of the node that has
-  the GPU, and no GPU. A process that reserves none sees none, so it is told which to use; Ray is
-  asked for it before the trainer takes it, because the first GPU of the machine need not be the
-  one that Ray was given. Both answers hold only where the cluster has a single GPU: of several,
-  verl takes whichever is free when it asks. What the cluster has decides, not what is free at the
-  moment, since others may give theirs back. Memory is divided by `gpu_memory_utilization`, which
-  Trinity lowers to 0.25 in this mode.
+- **`mode: colocate`** (sampler and trainer on the only GPU) never gets past its start there
+  (Trinity's issue 602): verl reserves the GPU, and the explorer waits without a limit for a group
+  with a GPU of its own, since the validator insists on `gpu_per_engine: 1`, from which the group
+  that receives weights takes its size. So it stays 1, and only what the sampler asks of Ray
+  changes: `OneGpuAllocator` reserves a processor of the node that has the GPU, and no GPU. A
+  process that reserves none sees none, so it is told which to use; Ray is asked for it before the
+  trainer takes it. That holds only if the cluster *has* a single GPU (of several, verl takes
+  whichever is free when it asks), whatever others use of it at the moment. Memory is divided by
+  `gpu_memory_utilization`, which Trinity lowers to 0.25 in this mode.
 """
 
 from __future__ import annotations
@@ -45,8 +41,6 @@ ONE_GPU_MODE = "colocate"
 CPUS = 5
 """Three that verl reserves beside a GPU, one for the sampler, one for all other actors."""
 
-_ON_NODE = 0.001
-"""Of the 1 that every node has of a resource with its own name: only to be placed there."""
 _FREE_SECONDS = 60.0
 _FREE_POLL_SECONDS = 0.2
 
@@ -72,8 +66,7 @@ class VllmExplorer(CheckedExplorer):
                 await self.finish_current_steps()
                 await self.eval()
                 await self._finish_eval_step(step=self.explore_step_num)
-        name: str = self.config.explorer.name
-        return name
+        return str(self.config.explorer.name)
 
     async def explore_step(self) -> bool:
         went_on = await super().explore_step()
@@ -96,8 +89,7 @@ class VllmExplorer(CheckedExplorer):
         return self._is_last() or super().need_eval()
 
     def _is_last(self) -> bool:
-        last: bool = self.explore_step_num == self.config.trainer.total_steps
-        return last
+        return bool(self.explore_step_num == self.config.trainer.total_steps)
 
 
 def _computes_in_16_bits(config: Config) -> bool:
@@ -113,15 +105,22 @@ def _computes_in_16_bits(config: Config) -> bool:
 
 
 class OneGpuAllocator(Allocator):
-    """Trinity's, for a sampler that uses the GPU which the trainer reserved."""
+    """Trinity's, for a sampler on the GPU which the trainer reserved. Ray must be running."""
 
     def allocate_bundles(self) -> BundleResult:
-        """As Trinity's, without GPUs and on the node that has one. Ray must be running."""
+        """As Trinity's, without GPUs and on the node that has one.
+
+        Raises:
+            RunFailed: that node has left the cluster.
+        """
         result = super().allocate_bundles()
-        node = gpu_node()
+        nodes = [it for it in ray.nodes() if it["Alive"] and it["Resources"].get("GPU")]
+        if not nodes:
+            raise RunFailed("no node of the Ray cluster has a GPU any more (see `ray status`)")
         for bundle in result.bundles:
             bundle.pop("GPU")
-            bundle[node] = _ON_NODE
+            # Every node has 1 of a resource with its own name: only to be placed there.
+            bundle[f"node:{nodes[0]['NodeManagerAddress']}"] = 0.001
         return result
 
     async def create_engine(
@@ -160,24 +159,10 @@ def share_the_gpu(config: Config) -> None:
             f"{cpus:g}: it would wait for ever. Start Ray with --num-cpus={CPUS} or more; it "
             "counts processors and does not bind to them."
         )
-    config.explorer.rollout_model.cuda_visible_devices = _free_gpu()
-
-
-def gpu_node() -> str:
-    """The resource by which Ray names the node that has the GPU.
-
-    Raises:
-        RunFailed: that node has left the cluster.
-    """
-    for node in ray.nodes():
-        if node["Alive"] and node["Resources"].get("GPU"):
-            return f"node:{node['NodeManagerAddress']}"
-    raise RunFailed("no node of the Ray cluster has a GPU any more (`ray status` shows them)")
-
-
-def _free_gpu() -> str:
-    """The device that Ray hands out, by the name by which CUDA finds it; free again after."""
-    reference = ray.remote(num_gpus=1, num_cpus=0, max_retries=0)(_visible_devices).remote()
+    visible = ray.remote(num_gpus=1, num_cpus=0, max_retries=0)(
+        lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    )
+    reference = visible.remote()
     ready, _ = ray.wait([reference], timeout=_FREE_SECONDS)
     if not ready:
         ray.cancel(reference, force=True)
@@ -185,13 +170,8 @@ def _free_gpu() -> str:
             f"no GPU of the Ray cluster became free within {_FREE_SECONDS:.0f} s: another run "
             "holds it (`ray status` shows what is in use)"
         )
-    device: str = ray.get(reference)
+    config.explorer.rollout_model.cuda_visible_devices = ray.get(reference)
     deadline = time.monotonic() + _FREE_SECONDS
-    # verl looks at what is available once, and gives up where the GPU is not back yet.
+    # verl looks at what is available once, and gives up if the GPU is not back yet.
     while ray.available_resources().get("GPU", 0) < 1 and time.monotonic() < deadline:
         time.sleep(_FREE_POLL_SECONDS)
-    return device
-
-
-def _visible_devices() -> Any:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "")

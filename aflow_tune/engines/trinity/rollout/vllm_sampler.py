@@ -1,9 +1,9 @@
 """Trinity's sampler actor on vLLM, with what 0.6.0 leaves out.
 
-- **The adapter reaches the rollouts.** Trinity loads a trained adapter into vLLM's engine and
-  passes it to its own calls, but the OpenAI server, which workflows call, is started without it: a
-  request by the model's name gets the base model for ever. `VllmSampler` gives such a request the
-  adapter of the newest version, and none while the version is 0, the base model.
+- **The adapter reaches the rollouts.** Trinity passes a trained adapter to its own calls, but the
+  OpenAI server, which workflows call, is started without it: a request by the model's name gets
+  the base model for ever. `VllmSampler` gives such a request the adapter of the newest version,
+  and none while the version is 0, the base model.
 - **No cache of older adapters.** vLLM knows cached prefixes by the adapter's name, which stays.
 - **Ranks that vLLM has no kernels for** are rounded up to the next it has.
 - **Weights by memory** arrive also on a Ray that the command started.
@@ -70,13 +70,8 @@ class VllmSampler(vLLMRolloutModel):
         Raises:
             RunFailed: the server does not answer, or refuses.
         """
-        body = {
-            "model": self.config.model_path,
-            "prompt": tokens,
-            "max_tokens": 1,
-            "temperature": temperature,
-            "prompt_logprobs": 0,
-        }
+        body = {"model": self.config.model_path, "prompt": tokens, "max_tokens": 1}
+        body |= {"temperature": temperature, "prompt_logprobs": 0}
         url = f"{self.get_api_server_url()}/v1/completions"
         deadline = time.monotonic() + _SERVER_SECONDS
         async with httpx.AsyncClient(timeout=_SERVER_SECONDS, trust_env=False) as client:
@@ -85,15 +80,15 @@ class VllmSampler(vLLMRolloutModel):
                     answer = await client.post(url, json=body)
                     answer.raise_for_status()
                     break
-                except httpx.ConnectError as error:  # Trinity starts it without waiting for it
-                    if self.async_llm.errored or time.monotonic() > deadline:
+                except httpx.HTTPError as error:
+                    # Trinity starts the server without waiting for it.
+                    starting = isinstance(error, httpx.ConnectError) and not self.async_llm.errored
+                    if not starting or time.monotonic() > deadline:
                         raise RunFailed(
-                            f"vLLM does not answer at {url}: see {self.config.ray_actor_name} in "
-                            "the run's log folder, and Ray's logs of its process"
+                            f"the sampler's server at {url} failed: {error}. See "
+                            f"{self.config.ray_actor_name} in the run's log folder, and Ray's logs"
                         ) from error
                     await asyncio.sleep(_POLL_SECONDS)
-                except httpx.HTTPError as error:
-                    raise RunFailed(f"the sampler's server at {url} failed: {error}") from error
         scores = answer.json()["choices"][0]["prompt_logprobs"][1:]
         return [next(iter(score.values()))["logprob"] for score in scores]
 

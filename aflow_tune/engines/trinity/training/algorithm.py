@@ -6,8 +6,8 @@ samples, computes what the chosen functions read (reference log-probabilities, a
 belong into the trainer) and hands the trainer one loss over the whole train batch. The
 functions themselves, plug-ins included, are Trinity's; none is rewritten here.
 
-Left out: algorithms with a critic (ppo). Reference log-probabilities are computed only if a
-coefficient that uses them is not zero, and entropies only if theirs is not.
+Left out: algorithms with a critic (ppo). Reference log-probabilities and entropies are computed
+only if a coefficient that uses them is not zero.
 """
 
 from __future__ import annotations
@@ -32,20 +32,27 @@ PER_TOKEN = ("advantages", "returns", "teacher_logprobs", "token_level_reward")
 """Experience fields [R] that a registered function may read."""
 
 
+def _made(registry: Any, name: str, arguments: dict[str, Any] | None) -> Any:
+    return registry.get(name)(**(arguments or {}))
+
+
+def _counts(kl: Any) -> bool:
+    return not isinstance(kl, DummyKLFn) and kl.kl_coef != 0
+
+
 class TrinityLoss:
     """policy loss - entropy loss + KL loss, as Trinity's own trainers combine them."""
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self.name = algorithm.policy_loss_fn
-        self.policy = POLICY_LOSS_FN.get(algorithm.policy_loss_fn)(
-            backend="tinker", **(algorithm.policy_loss_fn_args or {})
-        )
-        self.kl = KL_FN.get(algorithm.kl_loss_fn)(**(algorithm.kl_loss_fn_args or {}))
-        self.entropy = ENTROPY_LOSS_FN.get(algorithm.entropy_loss_fn)(
-            **(algorithm.entropy_loss_fn_args or {})
+        given = {"backend": "tinker", **(algorithm.policy_loss_fn_args or {})}
+        self.policy = _made(POLICY_LOSS_FN, algorithm.policy_loss_fn, given)
+        self.kl = _made(KL_FN, algorithm.kl_loss_fn, algorithm.kl_loss_fn_args)
+        self.entropy = _made(
+            ENTROPY_LOSS_FN, algorithm.entropy_loss_fn, algorithm.entropy_loss_fn_args
         )
         self.mode = algorithm.loss_agg_mode or "token-mean"
-        self.uses_kl = not isinstance(self.kl, DummyKLFn) and self.kl.kl_coef != 0
+        self.uses_kl = _counts(self.kl)
         self.needs_reference = self.uses_kl or "ref_logprob" in self.policy.select_keys
         # DPO's loss is a function of one pair's summed log-probabilities, not a sum over rows.
         self.per_group = algorithm.algorithm_type == "dpo"
@@ -54,9 +61,11 @@ class TrinityLoss:
             and getattr(self.entropy, "entropy_coef", 1.0) != 0
         )
 
-    def check_inputs(self, batch: LossBatch) -> None:
-        """BadInput if the experiences lack something that the policy loss reads."""
-        inputs = _inputs(batch)
+    def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
+        """The loss and its metrics. BadInput if the experiences lack something that it reads."""
+        inputs = {"action_mask": batch.action_mask_BR, **batch.extra}
+        if batch.old_logprobs_BR is not None:
+            inputs["old_logprob"] = batch.old_logprobs_BR
         missing = [key for key in self.policy.select_keys if key not in inputs]
         if missing:
             raise BadInput.of(
@@ -67,10 +76,14 @@ class TrinityLoss:
                 "choose an algorithm that fits this data (sft, dpo or raft need less), or an "
                 "advantage function or workflow that sets it",
             )
-
-    def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
-        inputs = _inputs(batch)
-        self._weigh_experts(inputs)
+        if "expert_mask" in self.policy.select_keys:
+            # The mix losses scale their two means by expected counts over micro-batches and GPUs.
+            # Told that they see the whole batch, their weights become 1.
+            experts = int(inputs["expert_mask"].sum())
+            self.policy.use_dynamic_bsz = False
+            self.policy.gradient_accumulation = 1
+            self.policy.train_batch_size_expert = max(1, experts)
+            self.policy.train_batch_size_usual = max(1, len(inputs["expert_mask"]) - experts)
         value, found = self.policy(logprob=batch.logprobs_BR, **inputs)
         metrics = dict(found)
         if self.needs_entropy:
@@ -89,27 +102,6 @@ class TrinityLoss:
             metrics |= found
         return value, {f"actor/{name}": float(number) for name, number in metrics.items()}
 
-    def _weigh_experts(self, inputs: dict[str, Tensor]) -> None:
-        """Tell the mix losses that they see the whole batch: their weights become 1.
-
-        They scale their two means by expected counts over micro-batches and GPUs, which the
-        whole-batch loss does not have.
-        """
-        if "expert_mask" not in self.policy.select_keys:
-            return
-        experts = int(inputs["expert_mask"].sum())
-        self.policy.use_dynamic_bsz = False
-        self.policy.gradient_accumulation = 1
-        self.policy.train_batch_size_expert = max(1, experts)
-        self.policy.train_batch_size_usual = max(1, len(inputs["expert_mask"]) - experts)
-
-
-def _inputs(batch: LossBatch) -> dict[str, Tensor]:
-    inputs = {"action_mask": batch.action_mask_BR, **batch.extra}
-    if batch.old_logprobs_BR is not None:
-        inputs["old_logprob"] = batch.old_logprobs_BR
-    return inputs
-
 
 class TrainStep:
     """One train step of a Trinity algorithm: experiences in, metrics out.
@@ -119,32 +111,26 @@ class TrainStep:
     """
 
     def __init__(self, config: Config, trainer: LocalTrainer) -> None:
-        self.algorithm = config.algorithm
-        self.kind = ALGORITHM_TYPE.get(self.algorithm.algorithm_type)
-        if self.kind.use_critic:
+        self.algorithm = algorithm = config.algorithm
+        kind = ALGORITHM_TYPE.get(algorithm.algorithm_type)
+        if kind.use_critic:
             raise BadInput.of(
                 "The local engine has no critic",
                 "algorithm.algorithm_type",
                 "an algorithm without a critic",
-                repr(self.algorithm.algorithm_type),
+                repr(algorithm.algorithm_type),
                 "algorithm.algorithm_type: multi_step_grpo",
             )
         self.trainer = trainer
-        self.loss = TrinityLoss(self.algorithm)
+        self.loss = TrinityLoss(algorithm)
         self.advantage = self.penalty = None
-        if self.kind.compute_advantage_in_trainer:
-            self.advantage = ADVANTAGE_FN.get(self.algorithm.advantage_fn)(
-                **(self.algorithm.advantage_fn_args or {})
+        self.needs_reference = self.loss.needs_reference
+        if kind.compute_advantage_in_trainer:
+            self.advantage = _made(
+                ADVANTAGE_FN, algorithm.advantage_fn, algorithm.advantage_fn_args
             )
-            self.penalty = KL_FN.get(self.algorithm.kl_penalty_fn)(
-                **(self.algorithm.kl_penalty_fn_args or {})
-            )
-        self.penalises = (
-            self.penalty is not None
-            and not isinstance(self.penalty, DummyKLFn)
-            and self.penalty.kl_coef != 0
-        )
-        self.needs_reference = self.loss.needs_reference or self.penalises
+            self.penalty = _made(KL_FN, algorithm.kl_penalty_fn, algorithm.kl_penalty_fn_args)
+            self.needs_reference |= _counts(self.penalty)
         if self.needs_reference:
             trainer.keep_reference()
 
@@ -154,13 +140,16 @@ class TrainStep:
         if not exps:
             raise ValueError("a train batch without experiences")
         metrics: dict[str, float] = {}
-        if self.advantage is not None and hasattr(self.advantage, "process"):
-            # A group advantage of the explorer's kind works on experiences wherever it runs.
+        of_explorer = hasattr(self.advantage, "process")
+        if (
+            self.advantage is not None and of_explorer
+        ):  # such a group advantage works on experiences wherever it runs
             exps, found = self.advantage.process(exps)
             metrics |= {f"advantage/{k}": float(v) for k, v in found.items()}
         groups = _grouped(exps)
         flat = [exp for group in groups for exp in group]
-        samples = [to_sample(exp) for exp in flat]
+        by_group = [[to_sample(exp) for exp in group] for group in groups]
+        samples = [sample for group in by_group for sample in group]
         if not self.algorithm.bypass_old_logprobs:
             for sample, old_R in zip(samples, self.trainer.logprobs(samples), strict=True):
                 sample.logprobs_R = old_R
@@ -170,14 +159,10 @@ class TrainStep:
             for sample, ref_R in zip(samples, reference, strict=True):
                 sample.extra["ref_logprob"] = ref_R
             metrics["time/reference"] = time.perf_counter() - since
-        if self.advantage is not None and not hasattr(self.advantage, "process"):
+        if self.advantage is not None and not of_explorer:
             metrics |= self._advantages(flat, samples)
         metrics |= _data_metrics(flat, samples)
-        by_group, start = [], 0
-        for group in groups:
-            by_group.append(samples[start : start + len(group)])
-            start += len(group)
-        self.loss.check_inputs(self.trainer.pad(samples))
+
         metrics |= self.trainer.step(by_group, self.loss)
         metrics["time/step"] = metrics["perf/time_per_step"] = time.perf_counter() - started
         return metrics
@@ -234,9 +219,8 @@ def to_sample(exp: Experience) -> Sample:
     if token_reward is not None:
         extra["token_level_scores"] = token_reward
     for custom in exp.custom_fields:
-        extra[custom.destination_field] = torch.tensor(
-            exp.info[custom.source_field], dtype=custom.data_type
-        )
+        value = torch.tensor(exp.info[custom.source_field], dtype=custom.data_type)
+        extra[custom.destination_field] = value
     return Sample(
         tokens_T=exp.tokens.long(),
         prompt_length=exp.prompt_length,
@@ -252,34 +236,32 @@ def _has_task(exp: Experience) -> bool:
     return exp.eid.batch != "" or exp.eid.task != ""
 
 
-def _order(value: Any) -> tuple[int, int, str]:
-    return (0, value, "") if isinstance(value, int) else (1, 0, str(value))
-
-
 def _grouped(exps: Sequence[Experience]) -> list[list[Experience]]:
     """Experiences by task in an order that does not depend on arrival; DPO pairs by pair."""
     if exps[0].experience_type == "dpo":
         return [split_dpo_experience_to_single_turn([exp]) for exp in exps]
 
+    def order(value: Any) -> tuple[int, int, str]:
+        return (0, value, "") if isinstance(value, int) else (1, 0, str(value))
+
     def key(exp: Experience) -> tuple[Any, ...]:
-        eid = exp.eid
-        return (_order(eid.batch), _order(eid.task), eid.run, eid.step)
+        return (order(exp.eid.batch), order(exp.eid.task), exp.eid.run, exp.eid.step)
 
     groups: dict[Hashable, list[Experience]] = {}
-    for exp in sorted((exp for exp in exps if _has_task(exp)), key=key):
+    for exp in sorted(filter(_has_task, exps), key=key):
         groups.setdefault(exp.eid.tid, []).append(exp)
     return list(groups.values()) + [[exp] for exp in exps if not _has_task(exp)]
 
 
 def _data_metrics(exps: Sequence[Experience], samples: Sequence[Sample]) -> dict[str, float]:
     """Scores, advantages and lengths of a batch under the names of Trinity's trainers."""
+    rewards = torch.tensor([float(exp.reward) for exp in exps if exp.reward is not None])
     columns: dict[str, Tensor] = {
         "prompt_length": torch.tensor([float(s.prompt_length) for s in samples]),
         "response_length": torch.tensor([float(len(s.action_mask_R)) for s in samples]),
+        "critic/score": rewards,
+        "critic/rewards": rewards,
     }
-    rewards = [float(exp.reward) for exp in exps if exp.reward is not None]
-    if rewards:
-        columns["critic/score"] = columns["critic/rewards"] = torch.tensor(rewards)
     for name in ("advantages", "returns"):
         if all(name in sample.extra for sample in samples):
             columns[f"critic/{name}"] = torch.cat(

@@ -1,9 +1,7 @@
 """Where Trinity's metrics go: TensorBoard, as upstream writes it, and `metrics.jsonl`.
 
-Named in the configuration by its dotted path, so explorer and trainer each make one, in whatever
-process they live. Unlike upstream's it prints nothing: the panel shows what a person wants, and
-the log file need not repeat a hundred numbers a step. A metric that cannot be written costs a
-line in the log, never the run.
+Explorer and trainer each make a monitor, by its dotted path. Unlike upstream's it prints nothing.
+A metric that cannot be written costs a line in the log, never the run.
 """
 
 from __future__ import annotations
@@ -21,16 +19,12 @@ from aflow_tune.report.metrics import append_metrics, scalar
 
 
 class RunMonitor(Monitor):
-    """Plugs in as `monitor.monitor_type` by its dotted path.
-
-    Writes to `config.checkpoint_job_dir` and `config.monitor.cache_dir`. Tables, which hold
-    whole experiences, are not kept (`log_table` does nothing).
-    """
+    """Plugs in as `monitor.monitor_type`. Writes to `config.checkpoint_job_dir` and
+    `config.monitor.cache_dir`; tables, which hold whole experiences, are not kept."""
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Config) -> None:
-        self._writer: SummaryWriter | None = None
-        self._warned = False
         super().__init__(project, name, role, config)
+        self._warned = False
         self._run_dir = Path(config.checkpoint_job_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(Path(config.monitor.cache_dir) / "tensorboard" / role))
@@ -38,12 +32,11 @@ class RunMonitor(Monitor):
     def log(self, data: dict[str, Any], step: int, commit: bool = False) -> None:
         try:
             append_metrics(self._run_dir, self.role, step, data)
-            if self._writer is not None:
-                for name, value in data.items():
-                    number = scalar(value)
-                    if number is not None:
-                        self._writer.add_scalar(name, number, step)
-                self._writer.flush()
+            for name, value in data.items():
+                number = scalar(value)
+                if number is not None:
+                    self._writer.add_scalar(name, number, step)
+            self._writer.flush()
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -52,7 +45,5 @@ class RunMonitor(Monitor):
                 )
 
     def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with contextlib.suppress(OSError):  # a full disk; it was told when it was met
-                writer.close()
+        with contextlib.suppress(OSError, AttributeError):  # a full disk, told when it was met
+            self._writer.close()

@@ -1,4 +1,4 @@
-"""Where a run folder's run resumes, and what else must go back there.
+"""From which step a run folder's run resumes, and what else must go back there.
 
     <run folder>/
       run.json, run.lock         its state and who is at work in it: `runs/folder.py`
@@ -15,6 +15,7 @@ again from the same tasks. N is the newest whose hashes are right; a damaged one
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterable
@@ -44,13 +45,10 @@ from aflow_tune.types import Checkpoint
 def refuse_chain(run_dir: Path) -> None:
     """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
     if (run_dir / CHAIN_FILE).exists():
-        raise BadInput.of(
-            "This folder belongs to a configuration with `stages`.",
-            str(run_dir),
-            "the folder of a single run, or a new one",
-            "a chain of stages",
-            "give this run another `name=`",
-        )
+        title = "This folder belongs to a configuration with `stages`."
+        expected = "the folder of a single run, or a new one"
+        fix = "give this run another `name=`"
+        raise BadInput.of(title, str(run_dir), expected, "a chain of stages", fix)
 
 
 def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
@@ -75,10 +73,10 @@ def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
 def newest_sound(run_dir: Path) -> int:
     """The step of the newest checkpoint whose files are as they were written; 0 without any.
 
-    Newer ones that are damaged are set aside under the name `damaged_global_step_N`, and said.
+    Newer ones that are damaged are renamed to `damaged_global_step_N`, and said.
 
     Raises:
-        BadInput: there are checkpoints, and all of them are damaged; they stay where they are.
+        BadInput: there are checkpoints, and all of them are damaged; they stay as they are.
     """
     damaged: list[tuple[Checkpoint, CheckpointError]] = []
     for checkpoint in reversed(checkpoints(run_dir)):
@@ -88,7 +86,10 @@ def newest_sound(run_dir: Path) -> int:
             damaged.append((checkpoint, error))
             continue
         for other, problem in damaged:
-            aside = _set_aside(other.path)
+            base = f"damaged_{other.path.name}"
+            names = itertools.chain([base], (f"{base}_{n}" for n in itertools.count(2)))
+            aside = next(it for name in names if not (it := run_dir / name).exists())
+            other.path.rename(aside)
             print(
                 f"warning: the checkpoint of step {other.step} is damaged ({problem}). It was set "
                 f"aside as {aside.name}; the run goes on from step {checkpoint.step}.",
@@ -96,21 +97,13 @@ def newest_sound(run_dir: Path) -> int:
             )
         return checkpoint.step
     if damaged:
-        cure = "put a sound copy back, or start again under another `name=`"
+        fix = "put a sound copy back, or start again under another `name=`"
         faults = [
-            Fault(str(checkpoint.path), "files as they were written", str(error), cure)
+            Fault(str(checkpoint.path), "files as they were written", str(error), fix)
             for checkpoint, error in damaged
         ]
         raise BadInput("No checkpoint of this run is sound.", faults)
     return 0
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that nothing takes it for one, and nothing of it is lost."""
-    names = (f"damaged_{path.name}{end}" for end in ("", *(f"_{n}" for n in range(2, 1000))))
-    aside = next(place for name in names if not (place := path.with_name(name)).exists())
-    path.rename(aside)
-    return aside
 
 
 def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
@@ -144,11 +137,8 @@ def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
 
 
 def trinity_step(run_dir: Path) -> int:
-    """The step from which Trinity's own trainer resumes; 0 without any.
-
-    By its record of finished saves: folders of checkpoints may be half written, or hold only what
-    the sampler was sent.
-    """
+    """The step from which Trinity's own trainer resumes, by its record of finished saves (folders
+    may be half written, or hold only what the sampler was sent); 0 without any."""
     record = run_dir / "latest_checkpointed_iteration.txt"
     return int(record.read_text(encoding="utf-8")) if record.exists() else 0
 
@@ -178,50 +168,44 @@ def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> Ru
     """
     state = read_state(run_dir)
     if state is None:
-        _refuse_stray(run_dir)
+        # They would be taken for this run's, whatever was trained.
+        ours = [point for point in checkpoints(run_dir) if (point.path / MANIFEST).is_file()]
+        if ours:
+            raise BadInput.of(
+                "This folder holds checkpoints, and nothing says of which run.",
+                str(run_dir),
+                f"{RUN_FILE} beside its checkpoints, or a folder without any",
+                f"checkpoints up to step {ours[-1].step} without {RUN_FILE}",
+                f"put {RUN_FILE} back, or give this run another `name=`",
+            )
         return None
     changed = changed_keys(run_dir, state, fingerprint)
     if changed:
         raise BadInput("This run folder belongs to a run with another configuration.", changed)
-    if state.status == "finished" and target == 0:  # a mode without steps
-        raise AlreadyFinished(
-            f"The run in {run_dir} is finished. Nothing was started. For a new run give another "
-            "`name=`."
-        )
-    if state.status == "finished" and state.step >= target:
+    if state.status == "finished" and state.step >= target:  # 0: a mode without steps
         raise AlreadyFinished(
             f"The run in {run_dir} already reached step {state.step} of {target}. Nothing was "
             "started. For more steps raise `buffer.total_steps` or `buffer.total_epochs`; for a "
             "new run give another `name=`."
+            if target
+            else f"The run in {run_dir} is finished. Nothing was started. For a new run give "
+            "another `name=`."
         )
     return state
 
 
-def _refuse_stray(run_dir: Path) -> None:
-    """BadInput if checkpoints lie in a folder without `run.json`: they would be taken for this
-    run's, whatever was trained, and at its target it would be called done without a step."""
-    ours = [point for point in checkpoints(run_dir) if (point.path / MANIFEST).is_file()]
-    if ours:
-        raise BadInput.of(
-            "This folder holds checkpoints, and nothing says of which run.",
-            str(run_dir),
-            f"{RUN_FILE} beside its checkpoints, or a folder without any",
-            f"checkpoints up to step {ours[-1].step} without {RUN_FILE}",
-            f"put {RUN_FILE} back, or give this run another `name=`",
-        )
-
-
 def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) -> list[Fault]:
     """Every setting in which `fingerprint` differs from the run of `state`, by its key."""
+    before = state.fingerprint
     return [
         Fault(
             key,
-            f"{state.fingerprint.get(key)!r} (as the run in {run_dir} was started)",
+            f"{before.get(key)!r} (as the run in {run_dir} was started)",
             repr(fingerprint.get(key)),
             "set it back to resume, or give the changed run another `name=`",
         )
-        for key in sorted(state.fingerprint.keys() | fingerprint.keys())
+        for key in sorted(before.keys() | fingerprint.keys())
         # An older version may have counted a setting that is free by now, or have named a class
         # of ours by another path.
-        if renamed(state.fingerprint.get(key)) != fingerprint.get(key) and not is_free(key)
+        if renamed(before.get(key)) != fingerprint.get(key) and not is_free(key)
     ]

@@ -22,8 +22,7 @@ from trinity.common.config import Config
 from aflow_tune.errors import RunFailed
 from aflow_tune.report.quantities import MISMATCH
 
-__all__ = ["MISMATCH", "SyncCheck", "forget", "is_checked", "probe_tokens", "publish", "published"]
-
+__all__ = ["MISMATCH", "SyncCheck"]
 MOST_TOKENS = 48
 CHECKED_UPDATES = 3
 """Once the sampler has followed so many updates, the mismatch is only recorded."""
@@ -33,12 +32,11 @@ _TEXT = (
     "What is 17 + 25? <answer>42</answer> def add(a, b): return a + b"
 )
 _TABLE = b"aflow-tune-sync"
-_POLL_SECONDS = 0.1
 
 
 def is_checked(config: Config) -> bool:
-    """Whether both sides are there to be asked: the explorer and trainer of one run, on vLLM and
-    verl or on the local engine, which goes by their names."""
+    """Whether explorer and trainer of one run are there to be asked; the local engine goes by the
+    names of vLLM and verl."""
     kinds = config.explorer.rollout_model.engine_type, config.trainer.trainer_type
     return config.mode in ("both", "colocate") and kinds == ("vllm", "verl")
 
@@ -80,33 +78,28 @@ class SyncCheck:
         mismatch = _distance(sampler, trainer)
         if self._at_first is None:
             if not mismatch <= self.limit:
-                raise _disagreeing(version, mismatch, self.limit, "the same weights")
+                raise _disagreeing(version, mismatch, self.limit)
             self._at_first, self._last = mismatch, trainer
         rounding = max(self._at_first, self.floor)
+        before, then = self._changed
         if self.followed < CHECKED_UPDATES:
-            if sampler == self._changed[0]:
-                self._refuse_standstill(version, trainer)
+            moved = _distance(trainer, then)
+            # The same bits for every token: by chance only if the trainer hardly moved either.
+            most = 2 * sum(a != b for a, b in zip(trainer, then, strict=False)) > len(trainer)
+            if sampler == before and most and moved > self.least:
+                raise RunFailed(
+                    f"the sampler does not have the trainer's weights: at version {version} it "
+                    "gives a fixed text exactly the log-probabilities that it gave before, while "
+                    f"the trainer's have moved by {moved:.3g} in the mean. Rollouts would go on "
+                    f"coming from the old weights. {_WHAT_TO_DO}"
+                )
             if not mismatch <= max(4 * self._at_first, 20 * self.floor):
-                raise _disagreeing(version, mismatch, rounding, "what should be the same weights")
-        if sampler != self._changed[0]:
+                raise _disagreeing(version, mismatch, rounding)
+        if sampler != before:
             self._changed = sampler, trainer
         self.followed += _distance(trainer, self._last) > 3 * rounding
         self._last = trainer
         return mismatch
-
-    def _refuse_standstill(self, version: int, trainer: list[float]) -> None:
-        """RunFailed if the trainer's numbers have moved since the sampler's last did."""
-        before = self._changed[1]
-        moved = _distance(trainer, before)
-        # The same bits for every token: by chance only where the trainer hardly moved either.
-        most = 2 * sum(a != b for a, b in zip(trainer, before, strict=True)) > len(trainer)
-        if most and moved > self.least:
-            raise RunFailed(
-                f"the sampler does not have the trainer's weights: at version {version} it gives a "
-                "fixed text exactly the log-probabilities that it gave before, while the trainer's "
-                f"have moved by {moved:.3g} in the mean. Rollouts would go on coming from the old "
-                f"weights. {_WHAT_TO_DO}"
-            )
 
 
 _WHAT_TO_DO = (
@@ -116,16 +109,16 @@ _WHAT_TO_DO = (
 )
 
 
-def _disagreeing(version: int, mismatch: float, rounding: float, weights: str) -> RunFailed:
+def _disagreeing(version: int, mismatch: float, rounding: float) -> RunFailed:
     return RunFailed(
-        f"sampler and trainer disagree: with {weights} (version {version}) the log-probabilities "
-        f"of a fixed text differ by {mismatch:.3g} in the mean, where {rounding:.3g} is rounding. "
-        f"The gradient would be that of another policy. {_WHAT_TO_DO}"
+        f"sampler and trainer disagree: with what should be the same weights (version {version}) "
+        f"the log-probabilities of a fixed text differ by {mismatch:.3g} in the mean, where "
+        f"{rounding:.3g} is rounding. The gradient would be that of another policy. {_WHAT_TO_DO}"
     )
 
 
 def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Mean absolute difference; infinite where the two are not of one text."""
+    """Mean absolute difference; infinite if the two are not of one text."""
     if len(one) != len(other) or not one:
         return float("inf")
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
@@ -138,14 +131,13 @@ def publish(namespace: str, version: int, tokens: list[int], logprobs: list[floa
 
 
 def published(namespace: str, version: int, timeout: float) -> tuple[list[int], list[float]] | None:
-    """What the trainer's actor has published of `version`, taken; None if nothing within
-    `timeout` seconds."""
+    """What the trainer's actor published of `version`, taken; None after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     key = _key(namespace, version)
     while not (content := _internal_kv_get(key, namespace=_TABLE)):
         if time.monotonic() > deadline:
             return None
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.1)
     _internal_kv_del(key, namespace=_TABLE)
     found = json.loads(content)
     return found["tokens"], found["logprobs"]

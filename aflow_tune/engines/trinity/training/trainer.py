@@ -2,9 +2,8 @@
 
 `PublishingTrainer` is the trainer's half of the sync check, for both engines; `LocalTrainEngine`
 puts our trainer behind Trinity's `TrainEngineWrapper`; `LocalTrainActor` is the actor of the split.
-
 Every process that gets a handle of an actor imports its class, so what only the trainer needs (PEFT
-and the models) is imported where it is used.
+and the models) is imported at its use.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ T = TypeVar("T")
 
 
 class PublishingTrainer(Trainer):
-    """Trinity's Trainer, which says what its weights score the text of the sync check: before the
-    first step and after each, for the explorer to compare."""
+    """Trinity's Trainer, which publishes what its weights score the text of the sync check: before
+    the first step and after each, for the explorer to compare."""
 
     async def prepare(self) -> None:
         await super().prepare()
@@ -59,8 +58,8 @@ class PublishingTrainer(Trainer):
         forget(self.config.ray_namespace)
 
     async def probe(self) -> tuple[list[int], list[float]] | None:
-        """The fixed text in tokens, and the log-probabilities of its tokens 1..T-1; None where
-        nobody asks for them."""
+        """The fixed text in tokens, and the log-probabilities of its tokens 1..T-1; None if nobody
+        asks for them."""
         raise NotImplementedError
 
     async def _publish(self) -> None:
@@ -121,15 +120,30 @@ class LocalTrainEngine(TrainEngineWrapper):
 
         Weights of an update that was broken off half-way belong to no step and are not saved.
         """
-        if self.trainer.torn:
-            return
-        step = self.train_step_num
+        if not self.trainer.torn:
+            await self._run(lambda: self._save(save_as_hf))
+
+    def _save(self, save_as_hf: bool) -> None:
+        step, config = self.train_step_num, self.config
         if self._saved_step != step:
-            await self._run(lambda: self.trainer.save(checkpoint_path(self.run_dir, step)))
+            self.trainer.save(checkpoint_path(self.run_dir, step))
             self._saved_step = step
-            await self._run(self._prune)
+            saved = [point.step for point in checkpoints(self.run_dir)]
+            evaluates = bool(config.buffer.explorer_input.eval_tasksets)
+            staying = kept_in_run(
+                self.run_dir,
+                saved,
+                keep_last=config.trainer.max_checkpoints_to_keep,
+                keep_best=config.checkpoints.keep_best,
+                eval_interval=config.explorer.eval_interval if evaluates else None,
+            )
+            for old in sorted(set(saved) - set(staying)):
+                with contextlib.suppress(OSError):  # one that stays costs room, never the run
+                    remove_checkpoint(checkpoint_path(self.run_dir, old))
         if save_as_hf:
-            await self._run(self._export)
+            if self.trainer.peft is not None:
+                self.trainer.export_peft(self.run_dir / "export" / "adapter")
+            self.trainer.export_merged(self.run_dir / "export" / "merged")
 
     async def upload_state_dict(self) -> None:
         """Hand the current weights to Trinity's Synchronizer."""
@@ -154,25 +168,6 @@ class LocalTrainEngine(TrainEngineWrapper):
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
-
-    def _export(self) -> None:
-        if self.trainer.peft is not None:
-            self.trainer.export_peft(self.run_dir / "export" / "adapter")
-        self.trainer.export_merged(self.run_dir / "export" / "merged")
-
-    def _prune(self) -> None:
-        config, saved = self.config, [point.step for point in checkpoints(self.run_dir)]
-        evaluates = bool(config.buffer.explorer_input.eval_tasksets)
-        staying = kept_in_run(
-            self.run_dir,
-            saved,
-            keep_last=config.trainer.max_checkpoints_to_keep,
-            keep_best=config.checkpoints.keep_best,
-            eval_interval=config.explorer.eval_interval if evaluates else None,
-        )
-        for step in sorted(set(saved) - set(staying)):
-            with contextlib.suppress(OSError):  # one that stays costs room, never the run
-                remove_checkpoint(checkpoint_path(self.run_dir, step))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -239,10 +234,17 @@ class LocalTrainActor(PublishingTrainer):
         """
         try:
             while self.train_step_num < self.total_steps and not self._stop_requested:
-                experiences = await self._next_batch()
-                if experiences is None:
+                found = await self._next_batch()
+                if found is None:
                     break
-                await self._step(*experiences)
+                experiences, metrics, _ = found
+                metrics.update(await self.train_step(experiences))
+                if await self.need_sync() or self.train_step_num >= self.total_steps:
+                    metrics.update(await self.sync_weight())
+                # Before the checkpoint: a resumed run does not do the step again, nor can log it.
+                self.monitor.log(metrics, self.train_step_num)
+                if self.need_save():
+                    self.monitor.log(await self.save_checkpoint(), self.train_step_num)
         finally:
             await self.synchronizer.set_trainer_status.remote(RunningStatus.STOPPED)
             if self.train_step_num > 0:
@@ -255,8 +257,8 @@ class LocalTrainActor(PublishingTrainer):
             await self.save_checkpoint(block_until_saved=True, save_as_hf=True)
         return self.train_step_num
 
-    async def _next_batch(self) -> tuple[list[Experience], dict[str, float]] | None:
-        """Wait for a batch, or None when there is none or a stop was asked for."""
+    async def _next_batch(self) -> tuple[list[Experience], dict[str, float], Any] | None:
+        """Wait for a batch; None when there is none or a stop was asked for."""
         sampling = asyncio.ensure_future(self._sample_data())
         while not sampling.done():
             if self._stop_requested:
@@ -266,16 +268,6 @@ class LocalTrainActor(PublishingTrainer):
                 await self.sync_weight()
             await asyncio.wait([sampling], timeout=0.5)
         try:
-            experiences, metrics, _ = await sampling
+            return await sampling
         except StopAsyncIteration:
             return None
-        return experiences, metrics
-
-    async def _step(self, experiences: list[Experience], metrics: dict[str, float]) -> None:
-        metrics.update(await self.train_step(experiences))
-        if await self.need_sync() or self.train_step_num >= self.total_steps:
-            metrics.update(await self.sync_weight())
-        # Before the checkpoint: a resumed run does not do the step again, and cannot log it.
-        self.monitor.log(metrics, self.train_step_num)
-        if self.need_save():
-            self.monitor.log(await self.save_checkpoint(), self.train_step_num)

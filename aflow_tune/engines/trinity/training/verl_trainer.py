@@ -1,11 +1,10 @@
 """Trinity's trainer actor on verl, with what 0.6.0 leaves out.
 
-- **Removal of padding where flash-attn is not installed.** Trinity's trainer takes the padding out
-  of every batch before it goes to verl, whatever `trainer.use_remove_padding` says, by functions
-  that verl imports from flash-attn: without that package the first step of training ends with
-  ModuleNotFoundError. flash-attn has to be compiled, and is not in our GPU set. transformers has
-  the same functions in plain torch. The model itself is another matter: it attends with flash-attn
-  unless told otherwise (`config/prepare.py` does that with `use_remove_padding: false`).
+- **Removal of padding without flash-attn.** Trinity's trainer takes the padding out of every batch
+  before it goes to verl, whatever `trainer.use_remove_padding` says, by functions that verl imports
+  from flash-attn, which has to be compiled and is not in our GPU set: the first step would end with
+  ModuleNotFoundError. transformers has the same functions in plain torch. (The model itself attends
+  with flash-attn unless `config/prepare.py` tells it otherwise.)
 - **Whole pairs in DPO.** Trinity's loss sums the log-probabilities of a whole micro-batch before
   it compares chosen and rejected: margins of 2 and -1 with beta 0.1 give 0.644397, where the mean
   over the pairs is 0.671268 (Rafailov et al. 2023, equation 7). And verl cuts batches where it
@@ -57,11 +56,11 @@ class VerlTrainer(PublishingTrainer):
         return name
 
     async def probe(self) -> tuple[list[int], list[float]] | None:
-        config = self.config
-        if not is_checked(config):
+        if not is_checked(self.config):
             return None
-        tokens = probe_tokens(self.engine.tokenizer, config.model.max_model_len)
-        return tokens, verl_logprobs(self.engine, tokens, config.model.temperature)
+        model = self.config.model
+        tokens = probe_tokens(self.engine.tokenizer, model.max_model_len)
+        return tokens, verl_logprobs(self.engine, tokens, model.temperature)
 
 
 def verl_logprobs(engine: Any, tokens: list[int], temperature: float) -> list[float]:
