@@ -1,13 +1,9 @@
 """A causal language model as numbers: its layers, parameters, cache entries and activations.
 
-`named_model` reads the `config.json` of a model that a configuration names (a folder, the local
-hub cache, or a model of ours); weights are looked at only for the number format of their file.
-`shape_of` counts what transformers' module of that `model_type` holds; the tests compare every
-family with that module on torch's meta device. Other families are refused: a near miss would be a
-wrong number that looks right.
-
-Mixture-of-experts models hold all their experts in memory and compute with a few of them for
-each token: `parameters` and `active_parameters` are told apart.
+`named_model` reads the `config.json` of a model; its weights are looked at only for their number
+format. `shape_of` counts what transformers' module of that `model_type` holds, which the tests
+compare on torch's meta device. Other families are refused: a near miss would be a wrong number that
+looks right.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, header_of
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 _SMOLLM2 = {
     "model_type": "llama",
@@ -36,7 +32,8 @@ _SMOLLM2 = {
 """Of SmolLM2-135M, as published: so that it can be estimated before it was ever fetched."""
 _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _FP32 = 4
-_DENSE = {
+_TITLE = "The model's size cannot be worked out."
+_DECODERS = {
     # model_type: (norms of width hidden, norms of width head_dim, biases) of a layer
     "llama": (2, 0, "configured"),
     "mistral": (2, 0, "none"),
@@ -47,9 +44,10 @@ _DENSE = {
     "gemma": (2, 0, "configured"),
     "gemma2": (4, 0, "configured"),
     "gemma3_text": (4, 2, "configured"),
+    "mixtral": (2, 0, "none"),
+    "qwen3_moe": (2, 2, "configured"),
 }
-_SPARSE = {"mixtral": (2, 0, "none"), "qwen3_moe": (2, 2, "configured")}
-FAMILIES = (*_DENSE, *_SPARSE, "gpt2")
+FAMILIES = (*_DECODERS, "gpt2")
 """Counted families by `model_type`."""
 
 
@@ -61,11 +59,6 @@ class Linear:
     inputs: int
     outputs: int
     bias: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Weights and bias."""
-        return self.inputs * self.outputs + self.outputs * self.bias
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Block:
     @property
     def parameters(self) -> int:
         """Everything that the layer holds."""
-        linears = sum(linear.parameters for linear in self.linears)
+        linears = sum((linear.inputs + linear.bias) * linear.outputs for linear in self.linears)
         return linears + self.norms + self.router + self.experts * self.expert
 
 
@@ -115,7 +108,6 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.blocks)
 
     @property
@@ -225,19 +217,16 @@ def named_model(name: str, where: str) -> NamedModel:
     if folder is None:
         expected = "a folder with config.json, a cached hub id, or one of " + ", ".join(BUNDLED)
         cure = f"hf download {name} config.json, or name a folder that holds the config.json"
-        raise _refused(where, expected, f"{name}: no config.json on this machine", cure)
+        raise BadInput.of(_TITLE, where, expected, f"{name}: no config.json on this machine", cure)
     from transformers import AutoConfig
 
     try:
         settings = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        found = str(error).splitlines()[0] if str(error) else type(error).__name__
         expected = "a config.json that transformers reads"
-        raise _refused(where, expected, found, "check the model") from error
-    activation = settings.get("hidden_act", "silu")
-    return NamedModel(
-        name, shape_of(settings, where), _itemsize(folder, settings), activation, folder
-    )
+        raise BadInput.of(_TITLE, where, expected, f"{error!r:.200}", "check the model") from error
+    shape, itemsize = shape_of(settings, where), _itemsize(folder, settings)
+    return NamedModel(name, shape, itemsize, settings.get("hidden_act", "silu"), folder)
 
 
 def _folder(name: str) -> Path | None:
@@ -279,59 +268,45 @@ def shape_of(settings: Mapping[str, Any], where: str = "config.json") -> ModelSh
     if family not in FAMILIES:
         expected = "a model_type among " + ", ".join(sorted(FAMILIES))
         cure = "estimate with a model of one of these families, or measure a short run instead"
-        raise _refused(where, expected, repr(settings.get("model_type")), cure)
+        raise BadInput.of(_TITLE, where, expected, repr(family), cure)
     if quantised := settings.get("quantization_config"):
         found = f"quantization_config: {quantised.get('quant_method', 'unknown')}"
         cure = (
             "name the unquantised model; the engine's own quantisation is counted "
             "(explorer.rollout_model.extra_engine_args.quantization)"
         )
-        raise _refused(where, "weights that are not quantised", found, cure)
+        raise BadInput.of(_TITLE, where, "weights that are not quantised", found, cure)
     try:
         return _gpt2(settings) if family == "gpt2" else _decoder(settings)
     except KeyError as error:
         expected, found = f"the settings of a {family} model", f"no {error.args[0]}"
-        raise _refused(where, expected, found, "save the model again") from error
-
-
-def _refused(where: str, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput("The model's size cannot be worked out.", [Fault(where, expected, found, cure)])
+        raise BadInput.of(_TITLE, where, expected, found, "save the model again") from error
 
 
 def _decoder(c: Mapping[str, Any]) -> ModelShape:
     """The Llama form: pre-norm attention and a gated MLP, or a mixture of them."""
-    family, h = c["model_type"], c["hidden_size"]
-    norms, head_norms, biases = (_DENSE | _SPARSE)[family]
+    family, h, i = c["model_type"], c["hidden_size"], c["intermediate_size"]
+    norms, head_norms, biases = _DECODERS[family]
     heads = c["num_attention_heads"]
     kv_heads = int(c.get("num_key_value_heads") or heads)
     head_dim = int(c.get("head_dim") or h // heads)
     q, kv = heads * head_dim, kv_heads * head_dim
     bias = biases == "configured" and bool(c.get("attention_bias"))
     mlp_bias = biases == "configured" and bool(c.get("mlp_bias"))
-    i = c["intermediate_size"]
-    attention: tuple[Linear, ...]
-    mlp: tuple[Linear, ...]
+    inward, outward = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)], ["gate_proj", "up_proj"]
     if family == "phi3":
-        attention = (
-            Linear("self_attn.qkv_proj", h, q + 2 * kv),
-            Linear("self_attn.o_proj", q, h),
-        )
-        mlp = (Linear("mlp.gate_up_proj", h, 2 * i), Linear("mlp.down_proj", i, h))
-    else:
-        attention = (
-            Linear("self_attn.q_proj", h, q, bias or biases == "qkv"),
-            Linear("self_attn.k_proj", h, kv, bias or biases == "qkv"),
-            Linear("self_attn.v_proj", h, kv, bias or biases == "qkv"),
-            Linear("self_attn.o_proj", q, h, bias),
-        )
-        mlp = (
-            Linear("mlp.gate_proj", h, i, mlp_bias),
-            Linear("mlp.up_proj", h, i, mlp_bias),
-            Linear("mlp.down_proj", i, h, mlp_bias),
-        )
+        inward, outward = [("qkv_proj", q + 2 * kv)], ["gate_up_proj"]
+    attention = (
+        *(Linear(f"self_attn.{name}", h, n, bias or biases == "qkv") for name, n in inward),
+        Linear("self_attn.o_proj", q, h, bias),
+    )
+    mlp = (
+        *(Linear(f"mlp.{name}", h, 2 * i // len(outward), mlp_bias) for name in outward),
+        Linear("mlp.down_proj", i, h, mlp_bias),
+    )
     width = norms * h + head_norms * head_dim
     experts = 0
-    if family in _SPARSE:
+    if family in ("mixtral", "qwen3_moe"):
         # transformers 5 writes num_local_experts, older config.json files num_experts.
         experts = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
     plain, every = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step") or 1
@@ -339,23 +314,14 @@ def _decoder(c: Mapping[str, Any]) -> ModelShape:
     for number, window in enumerate(_windows(c)):
         if experts and number not in plain and (number + 1) % every == 0:
             wide = c["moe_intermediate_size"] if family == "qwen3_moe" else i
-            active = c["num_experts_per_tok"]
-            sparse = Block(
-                attention, width, wide, True, window, experts, active, experts * h, 3 * h * wide
-            )
-            blocks.append(sparse)
+            active, router = c["num_experts_per_tok"], experts * h
+            sparse = (attention, width, wide, True, window, experts, active, router, 3 * h * wide)
+            blocks.append(Block(*sparse))
         else:
             blocks.append(Block(attention + mlp, width, i, window=window))
+    tied = bool(c.get("tie_word_embeddings"))
     return ModelShape(
-        family,
-        c["vocab_size"],
-        h,
-        heads,
-        kv_heads,
-        head_dim,
-        tuple(blocks),
-        tied=bool(c.get("tie_word_embeddings")),
-        final_norm=h,
+        family, c["vocab_size"], h, heads, kv_heads, head_dim, tuple(blocks), tied, final_norm=h
     )
 
 
