@@ -151,7 +151,7 @@ def test_the_distribution_by_hand():
 @pytest.mark.parametrize(
     ("changes", "played", "fills", "words"),
     [
-        ({}, 32, True, "exactly one"),  # 32 of 2 tasks are 64 of 4
+        ({}, 32, True, "1 train steps"),  # 32 of 2 tasks are 64 of 4
         ({}, 64, True, "2 train steps"),
         ({}, 16, False, "at most 32"),
         ({"explorer_rounds": 2, "trainer_steps": 1}, 16, True, "2 steps to fill"),

@@ -10,7 +10,7 @@ import pytest
 from project import write_project
 
 from aflow_tune import cli
-from aflow_tune.commands.sweep import _seeds
+from aflow_tune.commands.options import seeds as _seeds
 from aflow_tune.runs.listing import State, describe
 from aflow_tune.runs.process import last_words
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_config
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.commands.options import CONFIG, add_command
+from aflow_tune.errors import BadInput, ExitCode
 
 if TYPE_CHECKING:
     from aflow_tune.doctor.lines import Line
@@ -34,23 +34,25 @@ exit codes:
   1  a fault of the machine or the cluster
   2  a fault of what was given: configuration, function, data, model, key
 """
+_OPTIONS = f"""\
+{CONFIG.replace("path", "path ?")}\
+--offline  ask neither the hub nor endpoints of models
+--json  print one JSON object
+"""
 _LAST_SECONDS = 0.5
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "doctor",
+        _doctor,
+        _OPTIONS,
         help="what this machine, or a configuration, still lacks for a run",
         description="Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at "
         "everything that `validate` checks, at model, data, keys, and the cluster it names.",
         epilog=_EPILOG,
     )
-    add_config(parser, nargs="?")
-    parser.add_argument(
-        "--offline", action="store_true", help="ask neither the hub nor endpoints of models"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(action=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -60,7 +62,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.config is not None and "=" in str(options.config):
         given = str(options.config)
         cure = "aflow-tune doctor CONFIG.yaml key=value"
-        raise BadInput("There is no configuration.", [Fault(given, "a YAML file", given, cure)])
+        raise BadInput.of("There is no configuration.", given, "a YAML file", given, cure)
     examination = Examination(options.config, options.overrides, offline=options.offline)
     started = time.monotonic()
     told: list[Line] = []
@@ -82,8 +84,7 @@ def _doctor(options: argparse.Namespace) -> int:
         }
         print(json.dumps(content, indent=2))
     else:
-        count = {0: "no fault", 1: "one fault"}.get(len(faults), f"{len(faults)} faults")
-        print(f"\n{count}; {seconds:.1f} s")
+        print(f"\n{len(faults) or 'no'} fault{'s' * (len(faults) > 1)}; {seconds:.1f} s")
     code = ExitCode.FAILED if faults else ExitCode.DONE
     if any(line.given for line in faults):
         code = ExitCode.BAD_INPUT

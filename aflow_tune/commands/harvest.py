@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_config
+from aflow_tune.commands.options import CONFIG, add_command, print_json
 from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -51,38 +48,28 @@ exit codes: 0 done, 1 no graph solved a problem, 2 bad input, 3 interrupted, 4 a
 reached; after 3 and 4 the same command goes on.
 """
 
+_OPTIONS = f"""\
+{CONFIG.replace("the YAML file", "a YAML with a section `writer`")}\
+--source SOURCE many  templates, teacher, runs (default: harvest.sources)
+--runs DIR path many  run folders of the writer: the source `runs`, beside the others
+--limit N int  so many problems, drawn by `seed`
+--out FILE path  where the pairs go
+--json  print the counts as JSON
+"""
 _LINE_SECONDS = 15.0
-"""How often a log is told how far it is."""
+"""Least time between two progress lines in a log."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "harvest",
+        _run,
+        _OPTIONS,
         help="collect problems with graphs that solve them, for a supervised warm start",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    add_config(parser, config="a YAML with a section `writer`")
-    parser.add_argument(
-        "--source",
-        nargs="+",
-        action="extend",
-        metavar="SOURCE",
-        help="templates, teacher, runs (default: harvest.sources)",
-    )
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        action="extend",
-        type=Path,
-        default=[],
-        metavar="DIR",
-        help="run folders of the writer: the source `runs`, beside the others",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="so many problems, drawn by `seed`")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the pairs go")
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
-    parser.set_defaults(action=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -95,15 +82,14 @@ def _run(options: argparse.Namespace) -> int:
         summary = harvest_config(
             options.config,
             options.overrides,
-            sources=options.source,
+            sources=options.source or None,
             runs=options.runs,
             limit=options.limit,
             out=options.out,
             phase=progress.say,
         )
     if options.json:
-        json.dump({**summary.counts, "pairs": str(summary.pairs)}, sys.stdout, indent=1)
-        print()
+        print_json({**summary.counts, "pairs": str(summary.pairs)})
         return ExitCode.DONE
     print_counts(summary.counts, console)
     console.print(f"pairs:  {summary.pairs}", markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """What the scripted policy says, where each text comes from, and the adapter that has it said.
 
-In each group even runs are meant to be good, odd ones bad: a group whose rewards are all alike is one
-whose reward does not tell them apart.
+In each group even runs are meant to be good, odd ones bad: where all rewards of a group are alike,
+the reward does not tell them apart.
 
 | kind | what is said |
 |---|---|

@@ -27,16 +27,9 @@ JSON_FILE, PAGE_FILE = "sweep.json", "sweep.html"
 _LONGEST_REASON = 160
 _LONGEST_NAME = 12
 _ORDER = {"complete": 0, "budget": 0, "pruned": 1, "unfinished": 2, "failed": 3}
-_COLUMNS = {
-    # field of the page's template: head of the table
-    "number": "trial",
-    "state": "state",
-    "score": "score",
-    "interval": "95% interval",
-    "step": "step",
-    "seconds": "seconds",
-    "cost": "cost",
-}
+_COLUMNS = ("trial", "state", "score", "95% interval", "step", "seconds", "cost")
+_FIELDS = ("number", "state", "score", "interval", "step", "seconds", "cost")
+"""Of the page's template, one for each column."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +145,7 @@ def _as_json(plan: Plan, rows: Sequence[Row], best: Row | None) -> dict[str, Any
 
 def _as_text(plan: Plan, rows: Sequence[Row], best: Row | None) -> str:
     """The table with its remarks."""
-    lines = [[*_COLUMNS.values(), *(axis.key for axis in plan.axes)]]
-    lines += [row.cells() for row in rows]
+    lines = [[*_COLUMNS, *(axis.key for axis in plan.axes)], *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
     for line, why in zip(lines, ["", *(row.why() for row in rows)], strict=True):
@@ -238,7 +230,7 @@ def _write_page(plan: Plan, rows: Sequence[Row], best: Row | None) -> None:
         remarks=[*_remarks(plan, rows, best)],
         keys=[axis.key for axis in plan.axes],
         rows=[
-            dict(zip(_COLUMNS, line, strict=False)) | {"settings": line[width:], "reason": r.why()}
+            dict(zip(_FIELDS, line, strict=False)) | {"settings": line[width:], "reason": r.why()}
             for r, line in zip(rows, cells, strict=True)
         ],
         best=best,
