@@ -75,15 +75,6 @@ def test_functions_that_were_sent_together_share_what_they_refer_to() -> None:
     assert seen == []
 
 
-def test_garbage_is_left_alone_at_first_and_then_collected() -> None:
-    program = (
-        "import gc, time\n"
-        "from aflow_tune import quick_start\n"
-        "quick_start.SECONDS = 1.0\n"
-        "quick_start.import_quickly()\n"
-        "first = gc.isenabled()\n"
-        "deadline = time.monotonic() + 60\n"
-        "while not gc.isenabled() and time.monotonic() < deadline: time.sleep(0.05)\n"
-        "print(first, gc.isenabled())"
-    )
-    assert python(program) == "False True"
+def test_garbage_is_left_alone_at_first() -> None:
+    program = "import gc; from aflow_tune import quick_start as q\nq.import_quickly()\n"
+    assert python(f"{program}print(gc.isenabled())") == "False"

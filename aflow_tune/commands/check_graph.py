@@ -6,7 +6,6 @@ Runs nothing of the graph and calls no model.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_command, refuse
+from aflow_tune.commands.options import add_command, print_json, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def _check(options: argparse.Namespace) -> int:
         verdict = check_graph_of(given, **settings)
     else:
         verdict = check_written(given, **settings)
-    print(json.dumps(_as_json(verdict), indent=2) if options.json else _as_text(verdict, limits))
+    print_json(_as_json(verdict)) if options.json else print(_as_text(verdict, limits))
     return ExitCode.DONE if verdict.ok else ExitCode.BAD_INPUT
 
 
@@ -122,7 +121,8 @@ def _read(file: str) -> Any:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         title, expected = "There is no graph to check.", "a file in UTF-8, a graph's folder, or -"
-        raise BadInput.of(title, file, expected, str(error), "name such a file") from None
+        found = getattr(error, "strerror", None) or str(error)
+        raise BadInput.of(title, file, expected, found, "name such a file") from None
     return Written(text, form=WrittenForm.CODE) if path.suffix == ".py" else text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -12,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import CONFIG, add_command
+from aflow_tune.commands.options import CONFIG, add_command, print_json
 from aflow_tune.errors import BadInput, ExitCode
 
 if TYPE_CHECKING:
@@ -76,13 +75,9 @@ def _doctor(options: argparse.Namespace) -> int:
     faults = [line for line in told if line.state is State.FAULT]
     seconds = time.monotonic() - started
     if options.json:
-        content = {
-            "ok": not faults,
-            "faults": len(faults),
-            "seconds": round(seconds, 2),
-            "lines": [line.to_json() for line in told],
-        }
-        print(json.dumps(content, indent=2))
+        content: dict[str, Any] = {"ok": not faults, "faults": len(faults)}
+        content |= {"seconds": round(seconds, 2), "lines": [line.to_json() for line in told]}
+        print_json(content)
     else:
         print(f"\n{len(faults) or 'no'} fault{'s' * (len(faults) > 1)}; {seconds:.1f} s")
     code = ExitCode.FAILED if faults else ExitCode.DONE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +146,11 @@ def _protected_by(config: Path | None) -> list[int]:
 
 def _confirm(count: int) -> bool:
     """Whether somebody typed the whole word."""
-    what = "this process" if count == 1 else f"these {count} processes"
-    print(f"End {what}? Type yes: ", end="", flush=True)
     try:
-        answer = "" if sys.stdin is None else sys.stdin.readline()  # None: it was closed (`<&-`)
-    except UnicodeDecodeError:
-        answer = "\n"  # an answer, but not a yes
-    if not answer:
+        answer = input(f"End these {count} processes? Type yes: ")
+    except (EOFError, RuntimeError, UnicodeDecodeError):  # nobody there; stdin closed; no text
         print("\nnobody answered; where nobody can, --yes confirms")
+        return False
     return answer.strip().lower() == "yes"
 
 

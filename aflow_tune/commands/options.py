@@ -4,7 +4,6 @@ refusal, and the options of those that ask what was trained (`infer`, `serve`)."
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -20,30 +19,12 @@ _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the lines of a text as they are, and names the options that were probably meant."""
+    """Keeps the lines of a text as they are, and takes settings anywhere."""
 
     def __init__(self, **settings: Any) -> None:
         if settings.get("epilog") or "\n" in (settings.get("description") or ""):
             settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            options = [word for word in unknown if word.startswith("--")]
-            hints = [f"{word}: {self._meant(word.partition('=')[0])}" for word in options]
-            said = "; ".join(hints) or f"see {self.prog} --help"
-            self.error(f"unrecognized arguments: {' '.join(unknown)} ({said})")
-        return found, unknown
-
-    def _meant(self, word: str) -> str:
-        """Options that are spelt alike, or share a word."""
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        words = set(word.strip("-").split("-"))
-        near = difflib.get_close_matches(word, known, 2)
-        near += [name for name in known if words & set(name.strip("-").split("-"))]
-        names = " or ".join(list(dict.fromkeys(near))[:3])
-        return f"did you mean {names}?" if names else f"see {self.prog} --help"
 
     def arranged(self, words: Sequence[str]) -> list[str]:
         """The words with CONFIG first, then every `key=value`, then the options with their values.

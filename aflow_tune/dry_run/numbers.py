@@ -39,22 +39,13 @@ _STEP = {
 
 
 @dataclass(frozen=True)
-class PlayedCall:
-    """One recorded call of the policy; tokens."""
-
-    prompt: int
-    response: int
-    truncated: bool = False
-
-
-@dataclass(frozen=True)
 class PlayedRun:
     """One run of the workflow.
 
     `task` counts the tasks of the step, `item` is the row in its task set, `run` counts the
     group's runs, `kind` and `source` are what was said and where it is from (`script.py`).
     `reward` is None where the run failed; `failure` then says how and `detail` why. `calls` are
-    those that are trained.
+    those that are trained: tokens of `prompt` and `response`, and whether it was `truncated`.
     """
 
     task: int
@@ -65,11 +56,10 @@ class PlayedRun:
     reward: float | None
     failure: str | None = None
     detail: str = ""
-    calls: tuple[PlayedCall, ...] = ()
+    calls: tuple[dict[str, int], ...] = ()
 
 
 def append_run(folder: Path, run: PlayedRun) -> None:
-    """Append a line to the file of `folder`."""
     append_line(folder / PLAYED_FILE, as_line(asdict(run)))
 
 
@@ -82,8 +72,7 @@ def read_runs(folder: Path) -> list[PlayedRun]:
             entry = json.loads(line)
         except ValueError:
             continue  # the empty end, or what a killed worker left torn
-        calls = tuple(PlayedCall(**call) for call in entry.pop("calls"))
-        run = PlayedRun(**entry, calls=calls)
+        run = PlayedRun(**entry)
         found[run.task, run.run] = run
     return [found[key] for key in sorted(found)]
 
@@ -255,12 +244,12 @@ def _tokens(result: DryRunResult) -> dict[str, float]:
     scale = result.plan.tasks / result.plan.played
     return {
         "calls": len(calls) * scale,
-        "prompt": sum(call.prompt for call in calls) * scale,
-        "response": sum(call.response for call in calls) * scale,
-        "longest_prompt": max(call.prompt for call in calls),
-        "longest_response": max(call.response for call in calls),
-        "longest": max(call.prompt + call.response for call in calls),
-        "truncated": sum(call.truncated for call in calls) * scale,
+        "prompt": sum(call["prompt"] for call in calls) * scale,
+        "response": sum(call["response"] for call in calls) * scale,
+        "longest_prompt": max(call["prompt"] for call in calls),
+        "longest_response": max(call["response"] for call in calls),
+        "longest": max(call["prompt"] + call["response"] for call in calls),
+        "truncated": sum(call["truncated"] for call in calls) * scale,
     }
 
 

@@ -34,7 +34,7 @@ from typing import Any
 from trinity.common.experience import Experience
 
 from aflow_tune.context import RolloutContext, current_caller
-from aflow_tune.dry_run.numbers import PlayedCall, PlayedRun, append_run
+from aflow_tune.dry_run.numbers import PlayedRun, append_run
 from aflow_tune.engines.local.scripted import ANSWER_FIELD
 from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
 from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY, TRACE_KEY
@@ -277,7 +277,11 @@ def demands_a_form(request: Mapping[str, Any]) -> bool:
     return kind != "text" or request.get("tool_choice") not in (None, "auto", "none")
 
 
-def _call(experience: Experience) -> PlayedCall:
+def _call(experience: Experience) -> dict[str, int]:
     prompt = int(experience.prompt_length)
-    response = len(experience.tokens) - prompt
-    return PlayedCall(prompt, response, experience.truncate_status is not None)
+    truncated = int(experience.truncate_status is not None)
+    return {
+        "prompt": prompt,
+        "response": len(experience.tokens) - prompt,
+        "truncated": truncated,
+    }

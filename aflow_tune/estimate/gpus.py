@@ -7,8 +7,8 @@ The trainer is verl 0.8.0's FSDP engine as Trinity 0.6.0 configures it. Sources:
 - verl/workers/engine/fsdp/transformer_impl.py: parameters are held in `model_dtype` and computed
   in bf16; a reference policy's shards stay in the machine's memory (CPUOffloadPolicy).
 - trinity/trainer/verl/workers.py `_maybe_patch_lora_fsdp2`: under fsdp2 adapters are bf16.
-- verl/workers/engine/base.py `BaseEngineCtx`: `param_offload` and `optimizer_offload` bring
-  shards back for the whole of a train step, so they save nothing at its peak.
+- verl/workers/engine/base.py `BaseEngineCtx`: `param_offload` and `optimizer_offload` save nothing
+  at the peak of a train step.
 - Rajbhandari et al., ZeRO (arXiv:1910.02054): what each GPU keeps of the states.
 - trinity/common/config_validator.py `GPUMemoryValidator._calc_fsdp_activation_memory`, whose
   coefficients its authors fitted with torch's profiler: logits and backward buffers.
@@ -85,7 +85,6 @@ class GpuTrainer:
     offload: bool = False
     checkpointing: bool = True
     held: int = _FP32
-    fused_logits: bool = False
     reference: bool = False
     critic: bool = False
 
@@ -137,7 +136,7 @@ class GpuTrainer:
         yield Part("activations", tokens * activations, f"{tokens} tokens, {note}")
         # Logits in bf16 with what cross entropy makes of them, or the buffers of the backward
         # pass: 10 N V, and 4 V H + 80 N H (Trinity's `GPUMemoryValidator`, bf16).
-        logits = (20480 if self.fused_logits else 10 * tokens) * shape.vocabulary
+        logits = 10 * tokens * shape.vocabulary
         backward = 4 * shape.vocabulary * shape.hidden + 80 * tokens * shape.hidden
         yield Part("logits and backward buffers", max(logits, backward), f"{tokens} tokens")
         yield Part("CUDA and NCCL", CUDA_CONTEXT, "allowance", allowance=True)
@@ -209,7 +208,6 @@ def _trainer(
         fsdp2 and bool(fsdp.get("offload_policy", trainer.offload_policy)),
         bool(model.get("enable_gradient_checkpointing", True)),
         _DTYPES.get(str(fsdp.get("model_dtype", "fp32")), _FP32),
-        bool(model.get("use_fused_kernels", False)),
         # Trinity loads one by the algorithm alone (trinity/trainer/verl/trainer.py).
         bool(algorithm.use_reference) and lora is None,
         bool(algorithm.use_critic),

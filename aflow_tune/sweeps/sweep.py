@@ -98,8 +98,6 @@ def run_sweep(
         setting = f"cluster.ray_address={ray}"
         request = replace(request, overrides=(*request.overrides, setting))
     plan = make_plan(request, say)
-    for warning in plan.warnings:
-        say(f"warning: {warning}")
     with locked(plan.folder), contextlib.ExitStack() as stack:
         cluster = None if ray == "none" else cluster_for(plan.config)
         start: Start = _start_here

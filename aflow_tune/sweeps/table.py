@@ -266,22 +266,19 @@ def _against(axis: Axis, shown: Sequence[Row], best: Row | None) -> str:
         numbers = [float(text) for text in axis.probes]
     except ValueError:
         numbers = [math.nan]
-    if not all(map(math.isfinite, numbers)):
+    logarithmic = axis.log or (min(numbers) > 0 and max(numbers) / min(numbers) >= 100)
+    scale = math.log10 if logarithmic else float
+    if all(map(math.isfinite, numbers)):
+        at = {row.values[axis.key]: scale(float(row.values[axis.key])) for row in shown}
+        ends = (scale(min(numbers)), scale(max(numbers)))
+        places = nice_ticks(*ends)
+        ticks = [
+            (p, number(10**p if logarithmic else p)) for p in places if ends[0] <= p <= ends[1]
+        ]
+    else:
         at = {text: float(place) for place, text in enumerate(axis.choices)}
         ends = (-0.5, len(at) - 0.5)
-        ticks = [
-            (place, text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…")
-            for text, place in at.items()
-        ]
-    elif axis.log or (min(numbers) > 0 and max(numbers) / min(numbers) >= 100):
-        at = {row.values[axis.key]: math.log10(float(row.values[axis.key])) for row in shown}
-        ends = (math.log10(min(numbers)), math.log10(max(numbers)))
-        powers = range(math.ceil(ends[0] - 1e-9), math.floor(ends[1] + 1e-9) + 1)
-        ticks = [(float(p), number(10.0**p)) for p in powers or ends]
-    else:
-        at = {row.values[axis.key]: float(row.values[axis.key]) for row in shown}
-        ends = (min(numbers), max(numbers))
-        ticks = [(p, number(p)) for p in nice_ticks(*ends) if ends[0] <= p <= ends[1]]
+        ticks = [(place, text[:_LONGEST_NAME]) for text, place in at.items()]
     marks = [_mark(row, at[row.values[axis.key]], best) for row in shown]
     return scatter_chart(axis.key, marks, ends, ticks)
 
