@@ -95,7 +95,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from aflow_tune.data.prepare import SPLITS, draw, write_splits
 
     sizes = {split: getattr(options, split) for split in SPLITS}
-    faults = too_small(*((f"--{split}", sizes[split], split == "train") for split in SPLITS))
+    faults = too_small(*((f"--{split}", sizes[split], int(split == "train")) for split in SPLITS))
     named = _pairs("--source", options.source, faults)
     ratios = _pairs("--ratio", options.ratio, faults, named)
     benchmarks = _pairs("--benchmark", options.benchmark, faults, named)

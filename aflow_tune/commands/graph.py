@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_command
+from aflow_tune.commands.options import add_command, write_text
 from aflow_tune.errors import BadInput, ExitCode
 
 if TYPE_CHECKING:
@@ -96,11 +96,8 @@ def _draw(options: argparse.Namespace) -> int:
         raise BadInput(title, graph.shape.faults)
     measured = None if options.run is None else _measured(options.run)
     if options.svg is not None:
-        picture = to_svg(graph.flow, measured, title=options.path.resolve().name)
-        try:
-            options.svg.write_text(picture, encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"{options.svg} cannot be written: {error}") from error
+        title = options.path.resolve().name
+        write_text(options.svg, to_svg(graph.flow, measured, title=title))
         print(options.svg)
     if options.mermaid or options.svg is None:
         print(to_mermaid(graph.flow, measured), end="")

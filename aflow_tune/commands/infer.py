@@ -16,6 +16,7 @@ from aflow_tune.commands.options import (
     print_json,
     refuse,
     too_small,
+    write_text,
 )
 from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 
@@ -102,8 +103,11 @@ async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) 
         except TimeoutError:
             limit = f"{inferer.seconds:g} s (rollout.run_timeout)"
             raise RunFailed(f"the problem was not solved within {limit}") from None
-    if options.svg is not None:
-        _write_svg(options.svg, found[0])
+    if options.svg is not None and not found[0].svg:
+        print("there is no graph to draw: the code could not be read", file=sys.stderr)
+    elif options.svg is not None:
+        write_text(options.svg, found[0].svg)
+        print(options.svg, file=sys.stderr)
     if options.json:
         plain: Any = [solved.to_json() for solved in found]
         print_json(plain[0] if options.samples == 1 else plain)
@@ -149,17 +153,6 @@ def _problem(options: argparse.Namespace) -> Problem:
     text = sys.stdin.read() if options.problem == "-" else options.problem
     row = {"problem": text, "type": options.type, "truth": truth}
     return Problem.of(row | {"entry_point": options.entry_point}, "the command line")
-
-
-def _write_svg(file: Path, solved: Solved) -> None:
-    if not solved.svg:
-        print("there is no graph to draw: the code could not be read", file=sys.stderr)
-        return
-    try:
-        file.write_text(solved.svg, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{file} cannot be written: {error}") from error
-    print(file, file=sys.stderr)
 
 
 def _check(options: argparse.Namespace) -> None:

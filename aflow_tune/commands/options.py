@@ -183,6 +183,14 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=1))
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user named. Raises BadInput."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written: {error}") from error
+
+
 def refuse(title: str, faults: Sequence[Fault]) -> None:
     """Raises BadInput if there are faults."""
     if faults:

@@ -269,7 +269,9 @@ class _Scene:
             if self.trinity:
                 error.title = f"The local engines cannot play this configuration. {error.title}"
             raise
-        self.warnings = [*dict.fromkeys([*planned.warnings, *self.run.warnings])]
+        # What is warned of the shrunken configuration alone is not the user's.
+        own = [text for text in self.run.warnings if text not in played.warnings]
+        self.warnings = [*dict.fromkeys([*planned.warnings, *own])]
 
     def _script(self) -> Script:
         planned, path = self.planned, self.options.answers

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from aflow_tune.config.engine import choose_engine
 from aflow_tune.config.load import AflowConfig, load_config
@@ -198,7 +199,8 @@ class _Stage:
         """The memory, and the GPUs that are paid for."""
         options, limit = self.options, self.options.gpu_memory
         planned = "cuda" if limit and config.local.device in ("auto", "cuda") else None
-        limit = limit or _gpu_here()
+        if limit is None and torch.cuda.is_available():
+            limit = float(torch.cuda.get_device_properties(0).total_memory)
         if config.engine != "local":
             gpus = gpus_of(config, options.gpus)
             return gpu_needs(config, self.models, self.lengths, gpus, limit, options.memory)
@@ -223,14 +225,6 @@ def memory_here(cgroup: Path = _CGROUP) -> float:
         return free if limit == "max" else min(free, float(limit) - used)
     except (OSError, ValueError):
         return free
-
-
-def _gpu_here() -> float | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return float(torch.cuda.get_device_properties(0).total_memory)
 
 
 # -- what to change ------------------------------------------------------------------------

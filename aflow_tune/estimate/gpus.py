@@ -218,12 +218,10 @@ def _trainer(
 def _verl_settings(settings: Any, *path: str) -> Mapping[str, Any]:
     """A section of `trainer.trainer_config`, in verl's flat form or below actor_rollout_ref."""
     at: Any = settings if isinstance(settings, dict) else {}
-    nested = at.get("actor_rollout_ref")
-    if isinstance(nested, dict) and path[0] in nested:
-        at = nested
+    at = {**at, **(at.get("actor_rollout_ref") or {})}
     for name in path:
-        at = at.get(name) if isinstance(at, dict) else None
-    return at if isinstance(at, dict) else {}
+        at = at.get(name) or {}
+    return at
 
 
 # -- the engines ---------------------------------------------------------------------------
