@@ -13,7 +13,7 @@ from project import run_dir, write_project
 from aflow_tune.cli import main
 from aflow_tune.dry_run.dry_run import adapts, api_stand_ins
 from aflow_tune.dry_run.numbers import Plan, distribution, fill_of
-from aflow_tune.dry_run.script import Script, demands_a_form, read_answers
+from aflow_tune.dry_run.script import Script, read_answers
 from aflow_tune.errors import BadInput
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
@@ -158,19 +158,6 @@ def test_how_a_batch_fills(changes, played, fills, words):
 )
 def test_which_target_modules_the_tiny_model_has(target, known):
     assert adapts(target) is known
-
-
-@pytest.mark.parametrize(
-    ("asked", "demands"),
-    [
-        ({"response_format": {"type": "text"}, "tool_choice": "auto"}, False),
-        ({"response_format": {"type": "json_object"}}, True),
-        ({"tool_choice": "required"}, True),
-        ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, True),
-    ],
-)
-def test_where_a_rows_answer_is_not_said(asked, demands):
-    assert demands_a_form(asked) is demands
 
 
 def test_stand_ins_of_apis_cost_what_the_models_cost():

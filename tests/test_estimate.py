@@ -221,6 +221,8 @@ def test_seven_billion_on_two_gpus(capsys, seven):
     seconds = 8 * 1024 / 1000 + 8 * 4096 / 2000
     assert step["usd"]["value"] == pytest.approx(2 * 3 * seconds / 3600)
     assert run(capsys, seven, "--gpus", 2, "--no-rehearsal")["fits"] is None
+    one = run(capsys, seven, "--gpus", 1, "--no-rehearsal")["runs"][0]["needs"][0]
+    assert one["role"] == "rollout and trainer, colocated"
 
 
 def test_changes_are_measured_where_it_was_too_full(capsys, seven):
@@ -232,20 +234,6 @@ def test_changes_are_measured_where_it_was_too_full(capsys, seven):
     found = run(capsys, *full, "--gpu-memory", "200GB", "--memory", "50GB", code=1)
     (change,) = found["runs"][0]["changes"]
     assert (change["bytes"], change["saved_bytes"]) == (4 * GIB + 4 * SEVEN, 4 * SEVEN)
-
-
-def test_padding_is_computed_where_it_is_not_removed(capsys, seven):
-    folder = run_dir(seven.parent)
-    folder.mkdir(parents=True)
-    lengths = {"prompt_length/mean": 300.0, "prompt_length/max": 600.0}
-    lengths |= {"response_length/mean": 200.0, "response_length/max": 400.0}
-    append_metrics(folder, "trainer", 1, lengths)
-    arguments = (seven, "--gpus", 2, "--no-rehearsal", "trainer.max_token_len_per_gpu=4096")
-    packed = run(capsys, *arguments)
-    padded = run(capsys, *arguments, "trainer.use_remove_padding=false")
-    assert parts(packed)["logits and backward buffers"] == 10 * 4096 * 152064
-    # Sequences of 500 tokens on average, each padded to 1,000.
-    assert parts(padded)["logits and backward buffers"] == 10 * 2 * 4096 * 152064
 
 
 @pytest.mark.parametrize(
@@ -260,11 +248,6 @@ def test_padding_is_computed_where_it_is_not_removed(capsys, seven):
 def test_what_is_not_counted_is_refused_with_its_place(capsys, seven, overrides, where):
     assert main(["estimate", str(seven), *overrides, "--no-rehearsal"]) == 2
     assert where in capsys.readouterr().err
-
-
-def test_one_gpu_for_two_roles_is_colocated(capsys, seven):
-    (found,) = run(capsys, seven, "--gpus", 1, "--no-rehearsal")["runs"]
-    assert found["needs"][0]["role"] == "rollout and trainer, colocated"
 
 
 @pytest.mark.parametrize("text", ["24 parsecs", "0GB", "-1GB", "", "24", "24B"])

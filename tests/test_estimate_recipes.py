@@ -12,8 +12,9 @@ from test_configs import CLUSTER, ON_CLUSTER, ROOT, write_mixed
 from test_estimate_memory import QWEN_7B
 
 from aflow_tune.errors import BadInput
-from aflow_tune.estimate.estimating import EstimateOptions, estimate
+from aflow_tune.estimate.estimating import estimate
 from aflow_tune.estimate.needs import GIB, Estimate
+from aflow_tune.estimate.quantities import EstimateOptions
 
 QWEN_1_5B = QWEN_7B | {
     "hidden_size": 1536,

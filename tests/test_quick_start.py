@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import subprocess
@@ -35,25 +34,6 @@ def test_classes_that_every_process_loads_bring_no_framework() -> None:
     imported = ", ".join(f"aflow_tune.engines.trinity.{name}" for name in names)
     program = f"import sys, {imported}\nprint([it for it in {heavy} if it in sys.modules])"
     assert python(program) == "[]"
-
-
-def test_a_sent_function_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "users_agent.py").write_text("def score(task):\n    return 2 * task\n")
-    kept = tmp_path / "sent"
-    python(
-        "import pickle, users_agent\n"
-        "from aflow_tune.cluster.sent_function import send\n"
-        f"pickle.dump(send(users_agent.score, None), open({str(kept)!r}, 'wb'))",
-        tmp_path,
-    )
-    found = python(
-        "import json, pickle, sys\n"
-        f"sent, none = pickle.load(open({str(kept)!r}, 'rb'))\n"
-        "before = 'users_agent' in sys.modules\n"
-        "print(json.dumps([none, before, sent(21), 'users_agent' in sys.modules]))",
-        tmp_path,
-    )
-    assert json.loads(found) == [None, False, 42, True]
 
 
 def test_functions_that_were_sent_together_share_what_they_refer_to() -> None:

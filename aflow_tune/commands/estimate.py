@@ -71,30 +71,25 @@ def _estimate(options: argparse.Namespace) -> int:
     from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.estimate.estimating import EstimateOptions, Given, estimate
+    from aflow_tune.estimate.estimating import estimate
     from aflow_tune.estimate.needs import as_json, overall, render
+    from aflow_tune.estimate.quantities import EstimateOptions
 
     overrides = [*options.overrides, *(["inline=true"] if options.inline else [])]
-    given = Given(
-        options.prompt_tokens,
-        options.response_tokens,
-        options.calls,
-        options.tokens_per_second,
-        options.train_tokens_per_second,
+    asked = EstimateOptions(
+        prompt_tokens=options.prompt_tokens,
+        response_tokens=options.response_tokens,
+        calls=options.calls,
+        tokens_per_second=options.tokens_per_second,
+        train_tokens_per_second=options.train_tokens_per_second,
+        gpu_memory=options.gpu_memory,
+        gpus=options.gpus,
+        memory=options.memory,
+        usd_per_gpu_hour=options.usd_per_gpu_hour,
+        rehearse=not options.no_rehearsal,
+        measure=options.measure,
     )
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print
-        found = estimate(
-            options.config,
-            overrides,
-            EstimateOptions(
-                given,
-                gpu_memory=options.gpu_memory,
-                gpus=options.gpus,
-                memory=options.memory,
-                usd_per_gpu_hour=options.usd_per_gpu_hour,
-                rehearse=not options.no_rehearsal,
-                measure=options.measure,
-            ),
-        )
+        found = estimate(options.config, overrides, asked)
     print(json.dumps(as_json(found)) if options.json else render(found))
     return ExitCode.FAILED if overall(found) is False else ExitCode.DONE

@@ -474,8 +474,8 @@ def api_stand_ins(
         prices = model.prices
         if prices is None and (price := price_of(model.provider, model.base_url, model.model)):
             # Listed prices may rise with the length of a prompt: those of a short one are taken.
-            usages = (Usage(_SHORT, 0), Usage(0, _SHORT))
-            prices = PriceSettings(*(price.cost(usage) * 1_000_000 / _SHORT for usage in usages))
+            read, written = price.cost(Usage(_SHORT, 0)), price.cost(Usage(0, _SHORT))
+            prices = PriceSettings(read * 1_000_000 / _SHORT, written * 1_000_000 / _SHORT)
         found[role] = replace(
             model,
             provider="openai",

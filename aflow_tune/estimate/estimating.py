@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from aflow_tune.estimate.local import local_needs, local_run
 from aflow_tune.estimate.needs import GIB, Change, Estimate, Need, setting
 from aflow_tune.estimate.quantities import (
     Earlier,
-    Given,
+    EstimateOptions,
     lengths_of,
     limits_of,
     step_quantities,
@@ -52,20 +51,6 @@ _MEASURED_EVERY = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
 _SHOWN = 3
 _LORA = "[{lora_rank: 16, lora_alpha: 32}]"
-
-
-@dataclass(frozen=True)
-class EstimateOptions:
-    """What the command line adds to the configuration. Memory in bytes."""
-
-    given: Given = field(default_factory=Given)
-    gpu_memory: float | None = None
-    gpus: int | None = None
-    memory: float | None = None
-    usd_per_gpu_hour: float | None = None
-    rehearse: bool = True
-    measure: bool = False
-    changes: bool = True
 
 
 def estimate(
@@ -117,7 +102,7 @@ class _Stage:
         self.policy = self.models[0]
         self.earlier = measured or Earlier.of(Path(config.checkpoint_job_dir))
         seen = self._seen(workflow, judge)
-        self.lengths = lengths_of(config, workflow, options.given, self.earlier, seen)
+        self.lengths = lengths_of(config, workflow, options, self.earlier, seen)
 
     def _prepare(self, workflow: Any) -> None:
         """As for a run, but away from any cluster."""
@@ -148,11 +133,11 @@ class _Stage:
 
     def _seen(self, workflow: Any, judge: Any) -> Seen | None:
         """What a rehearsal shows, or of `mode: train` its rows; None where it is not known."""
-        given, config = self.options.given, self.config
+        given, config = self.options, self.config
         found: Seen | str | None = None
         note = "the workflow was not rehearsed: {}"
         if config.mode in ("both", "colocate"):
-            if self.options.rehearse and given.calls is None and given.prompt_tokens is None:
+            if given.rehearse and given.calls is None and given.prompt_tokens is None:
                 folders = {model.name: model.folder for model in self.models}
                 found = rehearse(config, workflow, judge, folders)
         elif config.mode == "train" and config.engine == "local":
@@ -180,9 +165,7 @@ class _Stage:
             gib = earlier.peak / GIB
             found.notes.append(f"the two measured steps took {gib:.2f} GiB, without evaluations")
         if config.mode in ("both", "colocate"):
-            found.quantities = step_quantities(
-                config, self.lengths, options.given, earlier, gpus, options.usd_per_gpu_hour
-            )
+            found.quantities = step_quantities(config, self.lengths, options, earlier, gpus)
         return found
 
     def fits_with(self, items: Sequence[tuple[str, Any]]) -> bool:

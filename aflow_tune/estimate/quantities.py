@@ -78,14 +78,21 @@ def computed(how: str, function: Callable[..., float], *numbers: Number) -> Numb
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the user said on the command line; None: nothing."""
+class EstimateOptions:
+    """What the command line adds to the configuration. Memory in bytes; None: nothing is said."""
 
     prompt_tokens: int | None = None
     response_tokens: int | None = None
     calls: int | None = None
     tokens_per_second: float | None = None
     train_tokens_per_second: float | None = None
+    gpu_memory: float | None = None
+    gpus: int | None = None
+    memory: float | None = None
+    usd_per_gpu_hour: float | None = None
+    rehearse: bool = True
+    measure: bool = False
+    changes: bool = True
 
 
 @dataclass
@@ -145,7 +152,7 @@ def limits_of(config: AflowConfig) -> tuple[int, int, int]:
 def lengths_of(
     config: AflowConfig,
     workflow: Callable[..., Any] | None,
-    given: Given,
+    given: EstimateOptions,
     earlier: Earlier,
     seen: Seen | None,
 ) -> Lengths:
@@ -190,10 +197,9 @@ def _most_calls(config: AflowConfig, workflow: Callable[..., Any] | None) -> Num
 def step_quantities(
     config: AflowConfig,
     lengths: Lengths,
-    given: Given,
+    given: EstimateOptions,
     earlier: Earlier,
     gpus: int,
-    usd_per_gpu_hour: float | None,
 ) -> dict[str, Number]:
     """Everything that is counted of a training step, by name."""
     tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
@@ -204,8 +210,8 @@ def step_quantities(
     new = computed("calls x tokens of a response", operator.mul, calls, lengths.response)
     train = computed("what the trainer is given", operator.add, new, read)
     seconds = _seconds(new, train, given, earlier)
-    if usd_per_gpu_hour is not None:
-        rate = Number(gpus * usd_per_gpu_hour / 3600, Known.GIVEN)
+    if given.usd_per_gpu_hour is not None:
+        rate = Number(gpus * given.usd_per_gpu_hour / 3600, Known.GIVEN)
         how = f"{gpus} GPUs x the step's time"
         gpu_dollars = computed(how, operator.mul, seconds["seconds"], rate)
     elif gpus:
@@ -232,7 +238,9 @@ def step_quantities(
     }
 
 
-def _seconds(new: Number, train: Number, given: Given, earlier: Earlier) -> dict[str, Number]:
+def _seconds(
+    new: Number, train: Number, given: EstimateOptions, earlier: Earlier
+) -> dict[str, Number]:
     """Seconds of sampling, of training and of the step, one after the other.
 
     A step that was measured counts as such only if it had as many tokens as this one: the settings

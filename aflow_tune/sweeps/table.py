@@ -51,7 +51,7 @@ def write(
     settings = [f"{key}={masked(key, text)}" for key, text in pairs]
     again = ["aflow-tune", str(request.config), *map(shlex.quote, settings)]
     again += map(shlex.quote, settings_of(best["values"])) if best else []
-    content = {
+    content: dict[str, Any] = {
         "config": str(request.config),
         "settings": settings,
         "space": {axis.key: axis.told() for axis in plan.axes},
