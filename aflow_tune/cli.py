@@ -6,21 +6,20 @@ imported before it is known to be needed, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from aflow_tune.commands import dry_run, runs
-from aflow_tune.commands.options import Parser, add_config
+from aflow_tune.commands import runs
+from aflow_tune.commands.options import Parser
 from aflow_tune.contract.import_faults import package_fault
-from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, disk_fault
+from aflow_tune.errors import AflowTuneError, ExitCode, disk_fault
 from aflow_tune.quick_start import import_quickly
 
 _COMMAND_MODULES: tuple[str, ...] = (
+    "run",
     "eval",
     "infer",
     "serve",
@@ -40,9 +39,6 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "submit",
 )
 """Modules of `aflow_tune.commands`, in the order in which `--help` lists them."""
-_COMMANDS = ("run", "validate", "init", *(name.replace("_", "-") for name in _COMMAND_MODULES))
-
-_OVERRIDES = "settings that win over the file, such as buffer.total_steps=20"
 _EPILOG = """\
 examples:
   aflow-tune configs/quickstart.yaml                 tune on this machine, no GPU needed
@@ -76,9 +72,8 @@ def command() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line, that of this process if none is given. Returns the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a terminal without `°` still gets the rest
+        # a terminal without `°` still gets the rest
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, commands = _parsers()
     if not arguments:
@@ -114,7 +109,7 @@ def _arranged(commands: Mapping[str, Parser], arguments: list[str]) -> list[str]
     words = [word for word in arguments if not word.startswith("-")]
     if not words:
         return arguments
-    name = words[0] if words[0] in _COMMANDS else "run"
+    name = words[0] if words[0] in commands else "run"
     if name == "runs":
         return runs.arrange(arguments)
     if name in ("run", "validate") or arguments[0] == name:
@@ -135,72 +130,9 @@ def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    run = commands.add_parser(
-        "run",
-        help="tune a workflow (the word may be left out)",
-        description="Tune the workflow of a configuration, with an evaluation before and after. "
-        "The same command resumes an interrupted run.",
-        epilog=dry_run.EPILOG,
-    )
-    add_config(run, _OVERRIDES)
-    run.add_argument(
-        "--inline",
-        action="store_true",
-        help="one process without Ray: starts faster, half the memory, same results",
-    )
-    dry_run.add_options(run)
-    run.set_defaults(action=_run)
-
-    validate = commands.add_parser(
-        "validate",
-        help="check configuration, function and data set without starting anything",
-        description="Check a configuration, its workflow function and its data sets. Starts "
-        "nothing and fetches nothing. Every fault is printed with its place and its cure.",
-    )
-    add_config(validate, _OVERRIDES)
-    validate.set_defaults(action=_validate)
-
-    init = commands.add_parser(
-        "init",
-        help="write a small new project: workflow, YAML, data, test",
-        description="Write a small project to start from. Existing files are never overwritten.",
-    )
-    init.add_argument("folder", type=Path, help="where to write it; made if missing")
-    init.set_defaults(action=_init)
-
     for name in _COMMAND_MODULES:
         importlib.import_module(f"aflow_tune.commands.{name}").add_parser(commands)
     return parser, commands.choices
-
-
-def _run(options: argparse.Namespace) -> int:
-    if options.dry_run:
-        return dry_run.run_dry(options)
-    dry_run.refuse_alone(options)
-    from aflow_tune.tuning import run_config
-
-    run_config(options.config, options.overrides, inline=True if options.inline else None)
-    return ExitCode.DONE
-
-
-def _validate(options: argparse.Namespace) -> int:
-    from aflow_tune.tuning import validate_config
-
-    report = validate_config(options.config, options.overrides)
-    print(report.render())
-    return ExitCode.BAD_INPUT if report.faults else ExitCode.DONE
-
-
-def _init(options: argparse.Namespace) -> int:
-    from aflow_tune.commands.init_project import write_project
-
-    written = write_project(options.folder)
-    if not written:
-        raise BadInput(f"nothing was written to {options.folder}: every file is there already")
-    for path in written:
-        print(path)
-    print(f"\nnext: aflow-tune validate {options.folder / 'config.yaml'}")
-    return ExitCode.DONE
 
 
 def _version() -> str:

@@ -42,7 +42,11 @@ def main(paths: list[str]) -> None:
     )
     ray.init(address=cluster.address, namespace="recipes", log_to_driver=False)
     try:
-        configs = {Path(path).stem: prepared(path) for path in paths}
+        configs = {}
+        for path in paths:  # by Trinity's own validators
+            config = load_config(path, ["cluster.ray_address=10.0.0.1:6379"])
+            prepare(config, Purpose.CHECK)
+            configs[Path(path).stem] = config
         colocated = {name: config for name, config in configs.items() if config.mode == MODE}
         for name, config in colocated.items():
             show(name, reserved(config))
@@ -50,7 +54,10 @@ def main(paths: list[str]) -> None:
         cluster.add_node(**NODE, resources={"second": 1})
         wait_for_gpus(all_gpus())
         for name, config in colocated.items():
-            show(f"{name} beside others", {"refusal": refusal(config)})
+            try:
+                share_the_gpu(config)
+            except RunFailed as error:
+                show(f"{name} beside others", {"refusal": str(error)})
         for name in configs.keys() - colocated.keys():
             show(name, reserved(configs[name]))
     finally:
@@ -60,21 +67,6 @@ def main(paths: list[str]) -> None:
 
 def show(name: str, found: dict[str, Any]) -> None:
     print(json.dumps({"recipe": name, **found}), flush=True)
-
-
-def prepared(path: str) -> AflowConfig:
-    """By Trinity's own validators, but for the adapter that they would load the model to write."""
-    config = load_config(path, ["cluster.ray_address=10.0.0.1:6379"])
-    prepare(config, Purpose.CHECK)
-    return config
-
-
-def refusal(config: AflowConfig) -> str:
-    try:
-        share_the_gpu(config)
-    except RunFailed as error:
-        return str(error)
-    return ""
 
 
 def reserved(config: AflowConfig) -> dict[str, Any]:
@@ -93,7 +85,10 @@ def reserved(config: AflowConfig) -> dict[str, Any]:
         stock = placement_group(Allocator(config.explorer).allocate_bundles().bundles)
         found["stock_starts"] = stock.wait(HANG_SECONDS)
         remove_placement_group(stock)
-        found["engine_needs"] = engine_error(config)
+        try:  # where making the engine ends on a machine without CUDA
+            asyncio.run(OneGpuAllocator(config.explorer).create_all_models())
+        except Exception as error:
+            found["engine_needs"] = f"{type(error).__name__}: {error}"
     kind = OneGpuAllocator if config.mode == MODE else Allocator
     found["bundles"] = kind(config.explorer).allocate_bundles().bundles
     sampler = placement_group(found["bundles"], strategy="PACK")
@@ -138,28 +133,15 @@ def device_in(group: PlacementGroup) -> str:
     return device
 
 
-def engine_error(config: AflowConfig) -> str:
-    """Where making the engine ends on a machine without CUDA."""
-    try:
-        asyncio.run(OneGpuAllocator(config.explorer).create_all_models())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def all_gpus() -> float:
     return ray.cluster_resources().get("GPU", 0.0)
-
-
-def free_gpus() -> float:
-    return ray.available_resources().get("GPU", 0.0)
 
 
 def wait_for_gpus(number: float) -> None:
     """Ray's view of what is free comes a little later."""
 
     async def come() -> None:
-        while free_gpus() != number:
+        while ray.available_resources().get("GPU", 0.0) != number:
             await asyncio.sleep(0.1)
 
     asyncio.run(asyncio.wait_for(come(), SECONDS))
@@ -169,7 +151,7 @@ def settled_gpus(expected: float) -> float:
     """What is free, once Ray's view has had the time to become what is expected."""
     with contextlib.suppress(TimeoutError):
         wait_for_gpus(expected)
-    return free_gpus()
+    return ray.available_resources().get("GPU", 0.0)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import subprocess
@@ -37,25 +36,6 @@ def test_classes_that_every_process_loads_bring_no_framework() -> None:
     assert python(program) == "[]"
 
 
-def test_a_sent_function_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "users_agent.py").write_text("def score(task):\n    return 2 * task\n")
-    kept = tmp_path / "sent"
-    python(
-        "import pickle, users_agent\n"
-        "from aflow_tune.cluster.sent_function import send\n"
-        f"pickle.dump(send(users_agent.score, None), open({str(kept)!r}, 'wb'))",
-        tmp_path,
-    )
-    found = python(
-        "import json, pickle, sys\n"
-        f"sent, none = pickle.load(open({str(kept)!r}, 'rb'))\n"
-        "before = 'users_agent' in sys.modules\n"
-        "print(json.dumps([none, before, sent(21), 'users_agent' in sys.modules]))",
-        tmp_path,
-    )
-    assert json.loads(found) == [None, False, 42, True]
-
-
 def test_functions_that_were_sent_together_share_what_they_refer_to() -> None:
     seen: list[int] = []
 
@@ -75,15 +55,6 @@ def test_functions_that_were_sent_together_share_what_they_refer_to() -> None:
     assert seen == []
 
 
-def test_garbage_is_left_alone_at_first_and_then_collected() -> None:
-    program = (
-        "import gc, time\n"
-        "from aflow_tune import quick_start\n"
-        "quick_start.SECONDS = 1.0\n"
-        "quick_start.import_quickly()\n"
-        "first = gc.isenabled()\n"
-        "deadline = time.monotonic() + 60\n"
-        "while not gc.isenabled() and time.monotonic() < deadline: time.sleep(0.05)\n"
-        "print(first, gc.isenabled())"
-    )
-    assert python(program) == "False True"
+def test_garbage_is_left_alone_at_first() -> None:
+    program = "import gc; from aflow_tune import quick_start as q\nq.import_quickly()\n"
+    assert python(f"{program}print(gc.isenabled())") == "False"

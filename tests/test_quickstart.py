@@ -30,19 +30,15 @@ def test_the_shipped_files_are_what_the_generator_writes(tmp_path: Path) -> None
         assert (tmp_path / name).read_bytes() == (DATA / f"{name}.jsonl").read_bytes()
 
 
-def test_no_held_out_question_is_in_training_in_any_order() -> None:
-    train = {normalised(row["question"]) for row in _shipped("train")}
-    held_out = {normalised(row["question"]) for row in _shipped("held_out")}
-    assert not train & held_out
-    assert len(_shipped("held_out")) >= 100
-    assert normalised("3 +4+ 1") == normalised("1 + 3 + 4")
-    assert normalised("3 + 4 + 1") != normalised("3 + 4 + 2")
-
-
-def test_every_answer_is_right_and_every_sum_is_there_once() -> None:
-    rows = _shipped("train") + _shipped("held_out")
+def test_every_sum_is_there_once_and_no_held_out_one_is_in_training_in_any_order() -> None:
+    train, held_out = _shipped("train"), _shipped("held_out")
+    rows = train + held_out
     assert all(sum(row["terms"]) == row["answer"] for row in rows)
     assert len({row["question"] for row in rows}) == len(rows) == 9**3
+    questions = [{normalised(row["question"]) for row in of} for of in (train, held_out)]
+    assert not questions[0] & questions[1]
+    assert len(held_out) >= 100
+    assert normalised("3 +4+ 1") == normalised("1 + 3 + 4") != normalised("3 + 4 + 2")
 
 
 class Calculator:
@@ -85,10 +81,7 @@ def test_the_second_call_works_on_the_first_ones_answer() -> None:
     assert reward == pytest.approx(0.1)
 
 
-BADLY_FORMED = ["12", "<answer>12", "<answer>-2</answer>", "", "<answer></answer>"]
-
-
-@pytest.mark.parametrize("reply", BADLY_FORMED)
+@pytest.mark.parametrize("reply", ["12", "<answer>12", "<answer>-2</answer>", ""])
 def test_an_answer_in_another_form_earns_nothing_for_it(reply: str) -> None:
     model = Calculator("<answer>7</answer>", reply)
     reward, metrics = _run(model, {"terms": [3, 4, 5], "answer": 12})

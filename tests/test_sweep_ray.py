@@ -6,26 +6,17 @@ import json
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from project import WORKFLOW, write_project
 from ray_nodes import ray_nodes
 
-from aflow_tune.cluster.sweep_ray import (
-    RayStarter,
-    cluster_for,
-    needs_of,
-    no_room,
-    ray_starter,
-)
+from aflow_tune.cluster.sweep_ray import cluster_for, needs_of, no_room
 from aflow_tune.cluster.worker import of_a_run
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.find_ray import FoundRay
-from aflow_tune.runs.process import last_words
 
 KEY = "sk-sweep-5b1f0c77aa"
 
@@ -93,47 +84,6 @@ def test_a_run_does_not_take_its_worker_s_settings_for_its_own() -> None:
         "CUDA_VISIBLE_DEVICES": "2",
         "MY_KEY": KEY,
     }
-
-
-def test_what_nodes_would_find_out_differently_must_be_said(tmp_path: Path) -> None:
-    found = FoundRay("10.0.0.1:6379", "RAY_ADDRESS")
-    with (
-        pytest.raises(BadInput) as refused,
-        ray_starter(configured(), found, tmp_path, 1),
-    ):
-        pass
-    assert [fault.cure for fault in refused.value.faults] == ["engine=local, or engine=trinity"]
-
-
-@pytest.mark.slow
-def test_a_run_that_cannot_begin_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is refused ends with the command's own code and words; one that waits for room
-    is never begun when it is stopped; a file that the node does not have is named."""
-    from aflow_tune.cluster.local_ray import local_ray
-
-    config = write_project(tmp_path, tmp_path / "no-model")
-    monkeypatch.chdir(tmp_path)
-
-    def ended(condition: Callable[[], object]) -> object:
-        deadline = time.monotonic() + 240
-        while (found := condition()) is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return found
-
-    with local_ray("test/sweep", {}):
-        starter = RayStarter("local", {"num_cpus": 1, "num_gpus": 0})
-        refused = starter.start([config.name, "no.such.key=1"], tmp_path / "refused.log")
-        absent = starter.start(["absent.yaml"], tmp_path / "absent.log")
-        assert ended(refused.poll) == 2
-        assert "no.such.key" in (tmp_path / "refused.log").read_text()
-        assert ended(absent.poll) == 2
-        assert "there is no file absent.yaml" in last_words(tmp_path / "absent.log")
-        never = RayStarter("local", {"num_cpus": 10_000, "num_gpus": 0})
-        waiting = never.start([config.name], tmp_path / "waiting.log")
-        assert waiting.poll() is None
-        waiting.stop()
-        assert waiting.poll() == -15
-    assert not (tmp_path / "waiting.log").exists()
 
 
 @pytest.mark.slow

@@ -1,12 +1,10 @@
-"""The shipped agent against a scripted server, and how shipped functions travel."""
+"""The shipped agent and graphs against scripted models."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,6 @@ from aflow_tune.contract.plugins import resolve
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.run import GraphEnding
 from aflow_tune.models import ScriptedModel as ScriptedReplies
-from aflow_tune.shipping import gather, write_bundle
-
-# isort: split
-from ray import cloudpickle
 
 ROOT = Path(__file__).parents[1]
 react_agent = resolve(f"{ROOT}/workflows/react_agent.py:react_agent")
@@ -64,42 +58,13 @@ def test_the_agent_calculates_answers_and_is_judged(last_words: str, reward: flo
     [
         ("12 * (3 + 4) / 2", "42.0"),
         (" -3 - -1", "-2"),
-        ("1 / 0", "Error: division by zero"),
-        ("9 ** 9 ** 9", "Error: only numbers, + - * / and parentheses"),
-        ("__import__('os').getcwd()", "Error: only numbers, + - * / and parentheses"),
-        ("True + 1", "Error: only numbers, + - * / and parentheses"),
+        *((text, "Error") for text in ("1 / 0", "9 ** 9 ** 9", "__import__('os').getcwd()")),
+        *((text, "Error") for text in ("True + 1", "2 +", "", "(" * 500 + "1", "1" + "0" * 5000)),
     ],
 )
 def test_the_calculator_knows_arithmetic_only(expression: str, result: str) -> None:
     response = asyncio.run(calculate(expression))
-    assert response.content[0]["text"] == result
-
-
-def test_the_calculator_answers_whatever_is_written() -> None:
-    for expression in ("2 +", "", "(" * 500 + "1" + ")" * 500, "1" + "0" * 5000, "1\x00"):
-        response = asyncio.run(calculate(expression))
-        assert response.content[0]["text"].startswith("Error: ")
-
-
-def test_shipped_functions_reach_a_process_that_does_not_know_their_files(tmp_path: Path) -> None:
-    quickstart = resolve(f"{ROOT}/workflows/three_terms.py:add_three_terms")
-    math_judge = resolve(f"{ROOT}/rewards/math_boxed.py:math_judge")
-    functions = [quickstart, react_agent, gsm8k_judge, math_judge]
-    bundle = write_bundle(gather({it.__module__ for it in functions}), tmp_path)
-    (tmp_path / "functions").write_bytes(cloudpickle.dumps(functions))
-    code = (
-        "import asyncio, json, pickle, sys\n"
-        "from aflow_tune.shipping import arrive\n"
-        f"assert '{bundle}/files' in str(arrive({bundle.name!r}).base)\n"
-        f"_, _, gsm8k, math = pickle.load(open({str(tmp_path / 'functions')!r}, 'rb'))\n"
-        "print(json.dumps([asyncio.run(gsm8k({'answer': '#### 4'}, '4')).reward,\n"
-        "                  asyncio.run(math({'solution': '0.5'}, r'\\boxed{\\frac12}')).reward]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [1.0, 1.0]
+    assert response.content[0]["text"].partition(":")[0] == result
 
 
 def _adds(messages: Sequence[Mapping[str, Any]]) -> str:

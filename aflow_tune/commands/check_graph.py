@@ -6,7 +6,6 @@ Runs nothing of the graph and calls no model.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aflow_tune.commands.options import add_command, print_json, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -41,48 +41,28 @@ exit codes: 0 the graph may run, 2 it is refused or cannot be read
 """
 
 
+_OPTIONS = """\
+file FILE  JSON, Python, a graph's folder, or -
+--problem-type --type {math,code,qa}  what the workflow will be called with; code brings an entry
+    point
+--max-calls N natural  calls of models that it may make at worst (default: 20)
+--max-tokens N natural  prompt and completion tokens that it may use at worst (default: no limit)
+--operators NAME,... names  only these may be used; file.py:Class adds one of yours (default: all)
+--json  print one JSON object
+"""
+
+
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "check-graph",
+        _check,
+        _OPTIONS,
         help="whether a graph that a model wrote may run, and what it can cost",
         description="Check a written graph before it runs: its Python, its names, its calls and "
         "its cost at worst. Prints the verdict, the bound and the drawing.",
         epilog=_EPILOG,
     )
-    parser.add_argument("file", metavar="FILE", help="JSON, Python, a graph's folder, or -")
-    parser.add_argument(
-        "--problem-type",
-        "--type",
-        choices=("math", "code", "qa"),
-        help="what the workflow will be called with; code brings an entry point",
-    )
-    parser.add_argument(
-        "--max-calls",
-        type=_count,
-        metavar="N",
-        help="calls of models that it may make at worst (default: 20)",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=_count,
-        metavar="N",
-        help="prompt and completion tokens that it may use at worst (default: no limit)",
-    )
-    parser.add_argument(
-        "--operators",
-        type=lambda text: [word.strip() for word in text.split(",") if word.strip()],
-        default=[],
-        metavar="NAME,...",
-        help="only these may be used; file.py:Class adds one of yours (default: all)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(action=_check)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"give a whole number from 0 on, not {text!r}")
-    return int(text)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -94,7 +74,7 @@ def _check(options: argparse.Namespace) -> int:
         limits = replace(limits, model_calls=options.max_calls)
     given = _read(options.file)
     settings: dict[str, Any] = {
-        "operators": _operators(options.operators),
+        "operators": _operators(options.operators or []),
         "problem_type": options.problem_type,
         "limits": limits,
     }
@@ -102,7 +82,7 @@ def _check(options: argparse.Namespace) -> int:
         verdict = check_graph_of(given, **settings)
     else:
         verdict = check_written(given, **settings)
-    print(json.dumps(_as_json(verdict), indent=2) if options.json else _as_text(verdict, limits))
+    print_json(_as_json(verdict)) if options.json else print(_as_text(verdict, limits))
     return ExitCode.DONE if verdict.ok else ExitCode.BAD_INPUT
 
 
@@ -113,21 +93,14 @@ def _operators(named: Sequence[str]) -> dict[str, type[Operator]]:
 
     own = load_operators([name for name in named if ":" in name])
     names = [name for name in named if ":" not in name]
-    unknown = [name for name in names if name not in OPERATORS]
-    if unknown:
-        faults = [
-            Fault("--operators", f"one of {listed(OPERATORS)}", name, _cure(did_you_mean, name))
-            for name in unknown
-        ]
-        raise BadInput("These operators are not known.", faults)
+    faults = []
+    for name in names:
+        if name not in OPERATORS:
+            near = did_you_mean(name, OPERATORS).strip(" ()")
+            cure = near or "for one of yours name its file: file.py:Class"
+            faults.append(Fault("--operators", f"one of {listed(OPERATORS)}", name, cure))
+    refuse("These operators are not known.", faults)
     return {name: OPERATORS[name] for name in names or OPERATORS} | own
-
-
-def _cure(did_you_mean: Any, name: str) -> str:
-    from aflow_tune.operators import OPERATORS
-
-    near = did_you_mean(name, OPERATORS).strip(" ()")
-    return near or "for one of yours name its file: file.py:Class"
 
 
 def _read(file: str) -> Any:
@@ -147,9 +120,9 @@ def _read(file: str) -> Any:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        found = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        fault = Fault(file, "a file in UTF-8, a graph's folder, or -", found, "name such a file")
-        raise BadInput("There is no graph to check.", [fault]) from None
+        title, expected = "There is no graph to check.", "a file in UTF-8, a graph's folder, or -"
+        found = getattr(error, "strerror", None) or str(error)
+        raise BadInput.of(title, file, expected, found, "name such a file") from None
     return Written(text, form=WrittenForm.CODE) if path.suffix == ".py" else text
 
 

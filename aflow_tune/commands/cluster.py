@@ -7,7 +7,8 @@ import getpass
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.commands.options import add_command
+from aflow_tune.errors import BadInput, ExitCode
 
 _EPILOG = """\
 examples:
@@ -29,6 +30,17 @@ exit codes:
 """
 
 
+_UP_OPTIONS = """\
+where HOST|YAML *  hosts, or a Ray cluster YAML (here)
+--num-cpus N int  on this machine (all)
+--num-gpus N int  on this machine (all)
+--user NAME  ssh user of the hosts (yours)
+--ssh-key FILE  private key for the hosts (ssh's own)
+--venv DIR  virtual environment on every host
+"""
+_YAML = "yaml . path ?  a Ray cluster YAML (the last one)\n"
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "cluster",
@@ -37,20 +49,10 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    up = actions.add_parser("up", help="start one", epilog=_EPILOG)
-    up.add_argument(
-        "where", nargs="*", metavar="HOST|YAML", help="hosts, or a Ray cluster YAML (here)"
-    )
-    up.add_argument("--num-cpus", type=int, metavar="N", help="on this machine (all)")
-    up.add_argument("--num-gpus", type=int, metavar="N", help="on this machine (all)")
-    up.add_argument("--user", metavar="NAME", help="ssh user of the hosts (yours)")
-    up.add_argument("--ssh-key", metavar="FILE", help="private key for the hosts (ssh's own)")
-    up.add_argument("--venv", metavar="DIR", help="virtual environment on every host")
-    up.set_defaults(action=_up)
-    for name, action, text in (("status", _status, "show it"), ("down", _down, "end it")):
-        other = actions.add_parser(name, help=text, epilog=_EPILOG)
-        other.add_argument("yaml", nargs="?", type=Path, help="a Ray cluster YAML (the last one)")
-        other.set_defaults(action=action)
+    add_command(actions, "up", _up, _UP_OPTIONS, help="start one", epilog=_EPILOG)
+    for name, text in (("status", "show it"), ("down", "end it")):
+        verb = add_command(actions, name, _status_or_down, _YAML, help=text, epilog=_EPILOG)
+        verb.set_defaults(verb=name)
 
 
 def _up(options: argparse.Namespace) -> int:
@@ -70,7 +72,7 @@ def _up(options: argparse.Namespace) -> int:
     if options.num_cpus is not None or options.num_gpus is not None:
         cure = "leave them out, or set them in a Ray cluster YAML"
         found = "--num-cpus or --num-gpus for several"
-        raise BadInput("nothing was started", [Fault("--num-cpus", "one machine", found, cure)])
+        raise BadInput.of("nothing was started", "--num-cpus", "one machine", found, cure)
     if len(where) == 1 and where[0].endswith((".yaml", ".yml")):
         config = Path(where[0])
     else:
@@ -85,15 +87,8 @@ def _up(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _status(options: argparse.Namespace) -> int:
+def _status_or_down(options: argparse.Namespace) -> int:
     from aflow_tune.cluster import machines
 
-    print(machines.status(options.yaml))
-    return ExitCode.DONE
-
-
-def _down(options: argparse.Namespace) -> int:
-    from aflow_tune.cluster import machines
-
-    print(machines.down(options.yaml))
+    print(getattr(machines, options.verb)(options.yaml))
     return ExitCode.DONE

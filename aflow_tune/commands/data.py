@@ -14,11 +14,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import refuse, too_small
+from aflow_tune.commands.options import add_command, refuse, too_small
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
-    from aflow_tune.data.prepare import Drawn, Source
+    from aflow_tune.data.prepare import Source
     from aflow_tune.data.rows import Table
     from aflow_tune.scoring.benchmarks import Benchmark
 
@@ -54,6 +54,23 @@ with both places. Exit code 2 if there is one, else 0.
 """
 
 
+_PREPARE_OPTIONS = """\
+--source NAME[=WHERE] each required  a source of rows; repeat it for each (see below)
+--ratio NAME=SHARE each  a source's share
+--benchmark NAME=BENCHMARK each  whose rows a source holds, where its name does not say it
+--out DIR path required  where to write
+--train N int =1000  rows (1000)
+--validation N int =100  rows (100)
+--test N int =100  rows (100)
+--seed . int =0  which rows are drawn (0)
+--force  replace files that are there
+"""
+_CHECK_OPTIONS = """\
+train TRAIN path  the file that is trained on
+test TEST path +  held-out files
+"""
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "data",
@@ -61,54 +78,24 @@ def add_parser(commands: Any) -> None:
         description="Prepare data files, or check them.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-
-    prepare = actions.add_parser(
+    add_command(
+        actions,
         "prepare",
+        _prepare,
+        _PREPARE_OPTIONS,
         help="write train.jsonl, validation.jsonl and test.jsonl from sources",
         description=_PREPARE,
         epilog=_PREPARE_EPILOG,
     )
-    prepare.add_argument(
-        "--source",
-        action="append",
-        required=True,
-        metavar="NAME[=WHERE]",
-        help="a source of rows; repeat it for each (see below)",
-    )
-    prepare.add_argument(
-        "--ratio", action="append", default=[], metavar="NAME=SHARE", help="a source's share"
-    )
-    prepare.add_argument(
-        "--benchmark",
-        action="append",
-        default=[],
-        metavar="NAME=BENCHMARK",
-        help="whose rows a source holds, where its name does not say it",
-    )
-    prepare.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
-    prepare.add_argument("--train", type=int, default=1000, metavar="N", help="rows (1000)")
-    prepare.add_argument("--validation", type=int, default=100, metavar="N", help="rows (100)")
-    prepare.add_argument("--test", type=int, default=100, metavar="N", help="rows (100)")
-    prepare.add_argument("--seed", type=int, default=0, help="which rows are drawn (0)")
-    prepare.add_argument("--force", action="store_true", help="replace files that are there")
-    prepare.set_defaults(action=_prepare)
-
-    check = actions.add_parser(
-        "check",
-        help="find held-out rows that stand in the training data",
-        description=_CHECK,
-    )
-    check.add_argument("train", type=Path, metavar="TRAIN", help="the file that is trained on")
-    check.add_argument("test", type=Path, nargs="+", metavar="TEST", help="held-out files")
-    check.set_defaults(action=_check)
+    text = "find held-out rows that stand in the training data"
+    add_command(actions, "check", _check, _CHECK_OPTIONS, help=text, description=_CHECK)
 
 
 def _prepare(options: argparse.Namespace) -> int:
     from aflow_tune.data.prepare import SPLITS, draw, write_splits
 
     sizes = {split: getattr(options, split) for split in SPLITS}
-    least = {"train": 1}
-    faults = too_small(*((f"--{split}", sizes[split], least.get(split, 0)) for split in SPLITS))
+    faults = too_small(*((f"--{split}", sizes[split], int(split == "train")) for split in SPLITS))
     named = _pairs("--source", options.source, faults)
     ratios = _pairs("--ratio", options.ratio, faults, named)
     benchmarks = _pairs("--benchmark", options.benchmark, faults, named)
@@ -116,11 +103,15 @@ def _prepare(options: argparse.Namespace) -> int:
     shares = _shares(named, ratios, benchmarks)
     sources = _read_sources(named, benchmarks, sum(sizes.values()), options.seed)
     drawn = draw(sources, shares, sizes, options.seed)
-    for path in write_splits(
-        options.out, sources, shares, drawn, options.seed, force=options.force
-    ):
-        print(path)
-    print(_summary(sources, shares, drawn))
+    written = write_splits(options.out, sources, shares, drawn, options.seed, force=options.force)
+    print(*written, sep="\n")
+    for source in sources:
+        name, share = source.name, float(shares[source.name])
+        taken = ", ".join(f"{split} {count}" for split, count in drawn.taken[name].items())
+        print(
+            f"{name}: {share:.1%}: {taken}, of {len(source.rows)} rows ({drawn.duplicates[name]} "
+            f"repeat another one, {drawn.leaking[name]} too near to a held-out one: left out)"
+        )
     return ExitCode.DONE
 
 
@@ -175,37 +166,38 @@ def _shares(
         if unknown:
             cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
             expected = "--ratio for each source: the default recipe knows mathematics, code and QA"
-            fault = Fault(f"--source {unknown[0]}", expected, "a source of no known kind", cure)
-            raise BadInput("The shares are not known.", [fault])
+            where, found = f"--source {unknown[0]}", "a source of no known kind"
+            raise BadInput.of("The shares are not known.", where, expected, found, cure)
         return default_shares({name: str(kind) for name, kind in kinds.items()})
     missing = [name for name in named if name not in ratios]
     if missing:
-        expected = "a share for every source, or for none"
-        fault = Fault(f"--source {missing[0]}", expected, "no --ratio", f"--ratio {missing[0]}=0.3")
-        raise BadInput("The shares are not known.", [fault])
+        expected, where = "a share for every source, or for none", f"--source {missing[0]}"
+        cure = f"--ratio {missing[0]}=0.3"
+        raise BadInput.of("The shares are not known.", where, expected, "no --ratio", cure)
     try:
         return exact_shares({name: float(ratios[name]) for name in named})
     except ValueError as error:
-        given = " ".join(f"{name}={ratio}" for name, ratio in ratios.items())
-        fault = Fault("--ratio", "shares above 0, together 1", str(error), f"correct {given}")
-        raise BadInput("The shares do not fit.", [fault]) from None
+        cure = " ".join(f"--ratio {name}={ratio}" for name, ratio in ratios.items())
+        expected = "shares above 0, together 1"
+        title, cure = "The shares do not fit.", f"correct {cure}"
+        raise BadInput.of(title, "--ratio", expected, str(error), cure) from None
 
 
 def _read_sources(
     named: Mapping[str, str], benchmarks: Mapping[str, str], rows: int, seed: int
 ) -> list[Source]:
-    """Read every source; the faults of all are reported together.
-
-    Args:
-        rows: how many rows one source can be asked for at most.
-    """
+    """Read every source, of which `rows` rows are needed at most; the faults of all are reported
+    together."""
     from aflow_tune.data.prepare import Source
+    from aflow_tune.scoring.benchmarks import BENCHMARKS, find
+    from aflow_tune.scoring.gym import PREFIX
 
     sources: list[Source] = []
     faults: list[Fault] = []
     for name, where in named.items():
         try:
-            benchmark = _benchmark(name, benchmarks.get(name))
+            known = name in benchmarks or name in BENCHMARKS or name.startswith(PREFIX)
+            benchmark = find(benchmarks.get(name, name)) if known else None
             found, sha256 = _rows(name, where, benchmark, rows, seed)
             label = benchmark.name if benchmark else benchmarks.get(name, name)
             sources.append(Source(name, label, found, where, sha256))
@@ -216,55 +208,41 @@ def _read_sources(
     return sources
 
 
-def _benchmark(name: str, given: str | None) -> Benchmark | None:
-    """The benchmark of a source; None for one whose name is none and that was given none."""
-    from aflow_tune.scoring.benchmarks import BENCHMARKS, find
-    from aflow_tune.scoring.gym import PREFIX
-
-    if given is None and name not in BENCHMARKS and not name.startswith(PREFIX):
-        return None
-    return find(given or name)
-
-
 def _rows(
     name: str, where: str, benchmark: Benchmark | None, rows: int, seed: int
 ) -> tuple[Sequence[Mapping[str, Any]], str | None]:
     """The rows of one source, and the hash of the file that they were read from."""
     from aflow_tune.data.rows import file_format
     from aflow_tune.scoring import gym
+    from aflow_tune.scoring.rows import HubSource, plain_row, read_hub
 
     if benchmark is not None and not where and benchmark.name.startswith(gym.PREFIX):
         # Some of what it makes may be equal or too similar: twice as many as can be needed.
         return gym.make_rows(benchmark.name.removeprefix(gym.PREFIX), 2 * rows, seed), None
     if not where or where == "hub" or where.startswith("hub:"):
         if benchmark is None:
-            fault = Fault(
-                f"--source {name}",
-                "a file or a data set of the hub",
-                "neither, and no benchmark has that name",
-                f"--source {name}=FILE.jsonl",
-            )
-            raise BadInput("A source has no rows.", [fault])
+            where, found = f"--source {name}", "neither, and no benchmark has that name"
+            expected, cure = "a file or a data set of the hub", f"--source {name}=FILE.jsonl"
+            raise BadInput.of("A source has no rows.", where, expected, found, cure)
         return benchmark.load(split=where.partition(":")[2] or None), None
     path = Path(where).expanduser()
     dataset = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?::([\w.\[\]:%+-]+))?", where)
     if dataset and not path.exists() and not path.parent.is_dir() and not file_format(path):
-        return _hub_rows(dataset[1], dataset[2], dataset[3], benchmark), None
+        # NAME[:CONFIGURATION]:SPLIT; the split is `train` where none is given
+        subset, split = (dataset[2], dataset[3]) if dataset[3] else (None, dataset[2] or "train")
+        to_row = benchmark.hub.to_row if benchmark and benchmark.hub else plain_row
+        return read_hub(HubSource(dataset[1], subset, split, to_row)), None
     table = _read_file(path)
     if benchmark is not None:
-        _require_fields(table, benchmark)
+        expected = f"the fields of {benchmark.name}: {', '.join(benchmark.fields)}"
+        cure = "add the field, or name the right --benchmark"
+        faults = [
+            Fault(place, expected, ", ".join(row) or "nothing", cure)
+            for row, place in zip(table.rows, table.places, strict=True)
+            if any(row.get(name) is None for name in benchmark.fields)
+        ]
+        refuse("Rows of another form.", faults[:5])
     return table.rows, hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _hub_rows(
-    name: str, first: str | None, second: str | None, benchmark: Benchmark | None
-) -> list[dict[str, Any]]:
-    """Rows of `name[:CONFIGURATION]:SPLIT`; the split is `train` where none is given."""
-    from aflow_tune.scoring.rows import HubSource, plain_row, read_hub
-
-    subset, split = (first, second) if second else (None, first or "train")
-    to_row = benchmark.hub.to_row if benchmark and benchmark.hub else plain_row
-    return read_hub(HubSource(name, subset, split or "train", to_row))
 
 
 def _read_file(path: Path) -> Table:
@@ -275,47 +253,13 @@ def _read_file(path: Path) -> Table:
     """
     from aflow_tune.data.rows import file_format, read_table
 
-    cure = "name a .jsonl, .json, .csv or .parquet file"
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
-        raise BadInput("A file cannot be read.", [Fault(str(path), "a file of rows", found, cure)])
-    if file_format(path) is None:
-        found = f"a file of unknown format: {path.name}"
-        raise BadInput("A file cannot be read.", [Fault(str(path), "a file of rows", found, cure)])
+    title, expected = "A file cannot be read.", "a file of rows"
+    if not path.is_file() or file_format(path) is None:
+        found = "a file of unknown format" if path.is_file() else "no such file"
+        cure = "name a .jsonl, .json, .csv or .parquet file"
+        raise BadInput.of(title, str(path), expected, found, cure)
     table = read_table(str(path), [path], whole=True)
-    if table.faults:
-        raise BadInput("A file cannot be read.", table.faults)
+    refuse(title, table.faults)
     if not table.rows:
-        raise BadInput("A file is empty.", [Fault(str(path), "rows", "none", "add rows")])
+        raise BadInput.of("A file is empty.", str(path), "rows", "none", "add rows")
     return table
-
-
-def _require_fields(table: Table, benchmark: Benchmark) -> None:
-    faults = [
-        Fault(
-            place,
-            f"the fields of {benchmark.name}: {', '.join(benchmark.fields)}",
-            f"{', '.join(row) or 'nothing'}",
-            "add the field, or name the right --benchmark",
-        )
-        for row, place in zip(table.rows, table.places, strict=True)
-        if any(row.get(name) is None for name in benchmark.fields)
-    ]
-    if faults:
-        raise BadInput("Rows of another form.", faults[:5])
-
-
-def _summary(sources: Sequence[Source], shares: Mapping[str, Fraction], drawn: Drawn) -> str:
-    lines = []
-    for source in sources:
-        name = source.name
-        taken = ", ".join(f"{split} {count}" for split, count in drawn.taken[name].items())
-        left = []
-        if drawn.duplicates[name]:
-            left.append(f"{drawn.duplicates[name]} repeat another one")
-        if drawn.leaking[name]:
-            left.append(f"{drawn.leaking[name]} nearly the same as a held-out one, left out")
-        more = f" ({'; '.join(left)})" if left else ""
-        share = float(shares[name])
-        lines.append(f"{name}: {share:.1%}: {taken}, of {len(source.rows)} rows{more}")
-    return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -12,8 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_config
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.commands.options import CONFIG, add_command, print_json
+from aflow_tune.errors import BadInput, ExitCode
 
 if TYPE_CHECKING:
     from aflow_tune.doctor.lines import Line
@@ -34,23 +33,25 @@ exit codes:
   1  a fault of the machine or the cluster
   2  a fault of what was given: configuration, function, data, model, key
 """
+_OPTIONS = f"""\
+{CONFIG.replace("path", "path ?")}\
+--offline  ask neither the hub nor endpoints of models
+--json  print one JSON object
+"""
 _LAST_SECONDS = 0.5
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "doctor",
+        _doctor,
+        _OPTIONS,
         help="what this machine, or a configuration, still lacks for a run",
         description="Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at "
         "everything that `validate` checks, at model, data, keys, and the cluster it names.",
         epilog=_EPILOG,
     )
-    add_config(parser, nargs="?")
-    parser.add_argument(
-        "--offline", action="store_true", help="ask neither the hub nor endpoints of models"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(action=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -60,7 +61,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.config is not None and "=" in str(options.config):
         given = str(options.config)
         cure = "aflow-tune doctor CONFIG.yaml key=value"
-        raise BadInput("There is no configuration.", [Fault(given, "a YAML file", given, cure)])
+        raise BadInput.of("There is no configuration.", given, "a YAML file", given, cure)
     examination = Examination(options.config, options.overrides, offline=options.offline)
     started = time.monotonic()
     told: list[Line] = []
@@ -74,16 +75,11 @@ def _doctor(options: argparse.Namespace) -> int:
     faults = [line for line in told if line.state is State.FAULT]
     seconds = time.monotonic() - started
     if options.json:
-        content = {
-            "ok": not faults,
-            "faults": len(faults),
-            "seconds": round(seconds, 2),
-            "lines": [line.to_json() for line in told],
-        }
-        print(json.dumps(content, indent=2))
+        content: dict[str, Any] = {"ok": not faults, "faults": len(faults)}
+        content |= {"seconds": round(seconds, 2), "lines": [line.to_json() for line in told]}
+        print_json(content)
     else:
-        count = {0: "no fault", 1: "one fault"}.get(len(faults), f"{len(faults)} faults")
-        print(f"\n{count}; {seconds:.1f} s")
+        print(f"\n{len(faults) or 'no'} fault{'s' * (len(faults) > 1)}; {seconds:.1f} s")
     code = ExitCode.FAILED if faults else ExitCode.DONE
     if any(line.given for line in faults):
         code = ExitCode.BAD_INPUT

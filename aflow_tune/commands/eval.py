@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_config, refuse, too_small
+from aflow_tune.commands.options import CONFIG, add_command, print_json, refuse, too_small
 from aflow_tune.errors import ExitCode, Fault, RunFailed
 
 _DESCRIPTION = """\
@@ -41,85 +39,50 @@ exit codes: 0 measured, 1 failed or no run could be scored, 2 bad input, 3 inter
 of budget reached.
 """
 
+_OPTIONS = f"""\
+{CONFIG}\
+--checkpoint WHICH many  weights to measure beside the base model (see below)
+--compare A,B two  measure two and compare them in pairs
+--samples K int =1  runs of each task
+--limit N int  only the first N tasks of each set
+--vary KEY=V1,V2 each  a column for each value of temperature, top_p, top_k or max_tokens; may be
+    repeated
+--prompts FILE path many  a column for each YAML of operator prompts
+--endpoint URL  an OpenAI-compatible API to ask instead
+--model NAME many  models of the endpoint, the base model first
+--key-variable NAME  environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own
+--solved-at SCORE float =1.0  score from which on a run has solved its task (default 1)
+--retry-failed  make runs that failed before once more
+--cache DIR path  keep the answers of executors and judges here and use them again; never those of
+    the model that is measured
+--out DIR path  default: eval in the run folder
+--json  print the result as JSON
+"""
 _LOG_WIDTH = 200
 """Characters of a line where nobody says how many fit."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "eval",
+        _run,
+        _OPTIONS,
         help="measure a workflow on its held-out tasks: base model, checkpoints, endpoints",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    add_config(parser)
-    parser.add_argument(
-        "--checkpoint",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="WHICH",
-        help="weights to measure beside the base model (see below)",
-    )
-    parser.add_argument(
-        "--compare", nargs=2, metavar=("A", "B"), help="measure two and compare them in pairs"
-    )
-    parser.add_argument("--samples", type=int, default=1, metavar="K", help="runs of each task")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks of each set")
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2",
-        help="a column for each value of temperature, top_p, top_k or max_tokens; may be repeated",
-    )
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        action="extend",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="a column for each YAML of operator prompts",
-    )
-    parser.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible API to ask instead")
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="models of the endpoint, the base model first",
-    )
-    parser.add_argument(
-        "--key-variable",
-        metavar="NAME",
-        help="environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
-    )
-    parser.add_argument(
-        "--solved-at",
-        type=float,
-        default=1.0,
-        metavar="SCORE",
-        help="score from which on a run has solved its task (default 1)",
-    )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="make runs that failed before once more"
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help="keep the answers of executors and judges here and use them again; never those of "
-        "the model that is measured",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: eval in the run folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(action=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check(options)
+    faults = too_small(("--samples", options.samples, 1), ("--limit", options.limit, 1))
+    if options.endpoint and not options.model:
+        cure = "--model NAME, as the endpoint calls it"
+        faults.append(Fault("--endpoint", "the model's name beside it", "no --model", cure))
+    if options.model and not options.endpoint:
+        cure = "--endpoint http://127.0.0.1:8000/v1; the local model is model.model_path=..."
+        faults.append(Fault("--model", "an endpoint that serves it", "no --endpoint", cure))
+    refuse("The evaluation cannot be started.", faults)
     from rich.console import Console
 
     from aflow_tune.config.quiet import quiet
@@ -151,8 +114,7 @@ def _run(options: argparse.Namespace) -> int:
     with EvalProgress(Console(stderr=options.json)) as progress:
         result, out = evaluate(request, progress)
     if options.json:
-        json.dump(result.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(result.to_json())
     else:
         console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
         print_result(result, console)
@@ -162,19 +124,3 @@ def _run(options: argparse.Namespace) -> int:
     if why is not None:
         raise RunFailed(f"nothing was measured: {why} (--retry-failed makes them once more)")
     return ExitCode.DONE
-
-
-def _check(options: argparse.Namespace) -> None:
-    """What can be said of the options alone.
-
-    Raises:
-        BadInput: with every fault.
-    """
-    faults = too_small(("--samples", options.samples, 1), ("--limit", options.limit, 1))
-    if options.endpoint and not options.model:
-        cure = "--model NAME, as the endpoint calls it"
-        faults.append(Fault("--endpoint", "the model's name beside it", "no --model", cure))
-    if options.model and not options.endpoint:
-        cure = "--endpoint http://127.0.0.1:8000/v1; the local model is model.model_path=..."
-        faults.append(Fault("--model", "an endpoint that serves it", "no --endpoint", cure))
-    refuse("The evaluation cannot be started.", faults)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import refuse, too_small
+from aflow_tune.commands.options import add_command, refuse, too_small
 from aflow_tune.errors import ExitCode, Fault
 
 _DESCRIPTION = """\
@@ -33,60 +32,48 @@ was rewarded best.
 """
 
 
+_OPTIONS = """\
+--run DIR path required  the run folder; of a chain of stages its own or a stage's
+--what {adapter,merged,workflows} required  see above
+--out DIR path required  where to; made if missing
+--checkpoint WHICH  for adapter and merged: last (the default), best (by the run's own evaluations),
+    or a step
+--config FILE path  in place of the run's resolved.yaml
+--top N int  for workflows: how many at most (default 10)
+--least-uses N int  for workflows: leave out structures with fewer uses (default 3)
+--dataset NAME  for workflows: what AFlow calls the data set, if the path of --out does not say it
+"""
+
+
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "export",
+        _run,
+        _OPTIONS,
         help="write a run's adapter, merged model or best workflows for other tools",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the run folder; of a chain of stages its own or a stage's",
-    )
-    parser.add_argument(
-        "--what", required=True, choices=("adapter", "merged", "workflows"), help="see above"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="where to; made if missing"
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="WHICH",
-        help="for adapter and merged: last (the default), best (by the run's own evaluations), "
-        "or a step",
-    )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="in place of the run's resolved.yaml"
-    )
-    parser.add_argument(
-        "--top", type=int, metavar="N", help="for workflows: how many at most (default 10)"
-    )
-    parser.add_argument(
-        "--least-uses",
-        type=int,
-        metavar="N",
-        help="for workflows: leave out structures with fewer uses (default 3)",
-    )
-    parser.add_argument(
-        "--dataset",
-        metavar="NAME",
-        help="for workflows: what AFlow calls the data set, if the path of --out does not say it",
-    )
-    parser.set_defaults(action=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check(options)
+    workflows = options.what == "workflows"
+    foreign = ("--checkpoint",) if workflows else ("--top", "--least-uses", "--dataset")
+    expected = "an export that it means something for"
+    faults = [
+        Fault(name, expected, f"--what {options.what}", "remove it")
+        for name in foreign
+        if getattr(options, name[2:].replace("-", "_")) is not None
+    ]
+    faults += too_small(("--top", options.top, 1), ("--least-uses", options.least_uses, 1))
+    refuse("Nothing was exported.", faults)
     from aflow_tune.config.quiet import quiet
 
     quiet()
     from aflow_tune.using.export import export_checkpoint, export_workflows
 
-    if options.what == "workflows":
+    if workflows:
         written = export_workflows(
             options.run,
             options.out,
@@ -100,30 +87,5 @@ def _run(options: argparse.Namespace) -> int:
         written = export_checkpoint(
             options.run, which, options.what, options.out, config=options.config
         )
-    for path in written.paths:
-        print(path)
-    for note in written.notes:
-        print(note)
+    print(*written.paths, *written.notes, sep="\n")
     return ExitCode.DONE
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Options that do not belong to what is written.
-
-    Raises:
-        BadInput: with every one of them.
-    """
-    faults = []
-    for_workflows = {
-        "--top": options.top,
-        "--least-uses": options.least_uses,
-        "--dataset": options.dataset,
-    }
-    for_weights = {"--checkpoint": options.checkpoint}
-    workflows = options.what == "workflows"
-    for name, value in (for_weights if workflows else for_workflows).items():
-        if value is not None:
-            found = f"--what {options.what}"
-            faults.append(Fault(name, "an export that it means something for", found, "remove it"))
-    faults += too_small(("--top", options.top, 1), ("--least-uses", options.least_uses, 1))
-    refuse("Nothing was exported.", faults)

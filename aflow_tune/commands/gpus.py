@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
+from aflow_tune.commands.options import add_command, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 _MOST_SECONDS = 86400.0
@@ -41,62 +41,37 @@ that descends from them or that they descend from.
 """
 
 
+_OPTIONS = """\
+--json  print JSON and nothing else
+--monitor  go on showing, until Ctrl-C
+--interval S float =2.0  seconds between two looks of --monitor (2)
+--log FILE path  also append each look to FILE, as a line of JSON
+"""
+_FREE_OPTIONS = """\
+devices DEVICE *  a number, UUID, GPU:INSTANCE
+--pid . int each  a process on a GPU; may be given several times
+--protect PID int each  a process to leave alone; may be given several times
+--config CONFIG path  a YAML whose protected_pids count as well
+--grace S float =10.0  seconds between SIGTERM and SIGKILL (10)
+--yes  do not ask
+"""
+
+
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "gpus",
+        _show,
+        _OPTIONS,
         help="show what runs on the GPUs and whose it is; watch them; free one",
         description="Show the NVIDIA GPUs of this machine: use, memory, temperature, power, and "
         "every process on them with its user, memory, start and command.",
         epilog=_EPILOG,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    parser.add_argument("--monitor", action="store_true", help="go on showing, until Ctrl-C")
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=2.0,
-        metavar="S",
-        help="seconds between two looks of --monitor (2)",
-    )
-    parser.add_argument(
-        "--log", type=Path, metavar="FILE", help="also append each look to FILE, as a line of JSON"
-    )
-    parser.set_defaults(action=_show)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    free = actions.add_parser(
-        "free",
-        help="end processes of your own on a GPU, after showing them",
-        description=_FREE,
-        epilog=_EPILOG,
-    )
-    free.add_argument("devices", nargs="*", metavar="DEVICE", help="a number, UUID, GPU:INSTANCE")
-    free.add_argument(
-        "--pid",
-        type=int,
-        action="append",
-        default=[],
-        help="a process on a GPU; may be given several times",
-    )
-    free.add_argument(
-        "--protect",
-        type=int,
-        action="append",
-        default=[],
-        metavar="PID",
-        help="a process to leave alone; may be given several times",
-    )
-    free.add_argument(
-        "--config", type=Path, metavar="CONFIG", help="a YAML whose protected_pids count as well"
-    )
-    free.add_argument(
-        "--grace",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="seconds between SIGTERM and SIGKILL (10)",
-    )
-    free.add_argument("--yes", action="store_true", help="do not ask")
-    free.set_defaults(action=_free)
+    text = "end processes of your own on a GPU, after showing them"
+    texts = {"help": text, "description": _FREE, "epilog": _EPILOG}
+    add_command(actions, "free", _free, _FREE_OPTIONS, **texts)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -121,11 +96,9 @@ def _show(options: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        where, found = f"--log {options.log}", error.strerror or str(error)
-        raise BadInput(
-            "The log cannot be written.",
-            [Fault(where, "a file that can be written", found, "name another file")],
-        ) from None
+        title, expected = "The log cannot be written.", "a file that can be written"
+        where, cure = f"--log {options.log}", "name another file"
+        raise BadInput.of(title, where, expected, str(error), cure) from None
     print(json.dumps(now.to_json(owner)) if options.json else render(now))
     return ExitCode.DONE if now.devices else ExitCode.FAILED
 
@@ -138,16 +111,11 @@ def _free(options: argparse.Namespace) -> int:
     if not options.devices and not options.pid:
         cure = "aflow-tune gpus free 0, or --pid PID"
         faults.append(Fault("gpus free", "a device or a --pid", "neither", cure))
-    for flag, given in (
-        ("--json", options.json),
-        ("--monitor", options.monitor),
-        ("--log", options.log is not None),
-    ):
-        if given:
+    for flag in ("--json", "--monitor", "--log"):
+        if getattr(options, flag[2:]):
             cure = f"leave {flag} out, or show first: aflow-tune gpus {flag} ..."
             faults.append(Fault("gpus free", "flags of `free`", f"{flag}, of showing", cure))
-    if faults:
-        raise BadInput("Nothing was signalled.", faults)
+    refuse("Nothing was signalled.", faults)
     protected = [*options.protect, *_protected_by(options.config)]
     freed = free(
         options.devices,
@@ -171,29 +139,23 @@ def _protected_by(config: Path | None) -> list[int]:
 
     loaded = load_config(config)
     pids = list(loaded.protected_pids)
-    faults = pid_faults(pids, loaded.positions.where("protected_pids"))
-    if faults:
-        raise BadInput("Nothing was signalled.", faults)
+    where = loaded.positions.where("protected_pids")
+    refuse("Nothing was signalled.", pid_faults(pids, where))
     return pids
 
 
 def _confirm(count: int) -> bool:
     """Whether somebody typed the whole word."""
-    what = "this process" if count == 1 else f"these {count} processes"
-    print(f"End {what}? Type yes: ", end="", flush=True)
     try:
-        answer = "" if sys.stdin is None else sys.stdin.readline()  # None: it was closed (`<&-`)
-    except UnicodeDecodeError:
-        answer = "\n"  # an answer, but not a yes
-    if not answer:
+        answer = input(f"End these {count} processes? Type yes: ")
+    except (EOFError, RuntimeError, UnicodeDecodeError):  # nobody there; stdin closed; no text
         print("\nnobody answered; where nobody can, --yes confirms")
+        return False
     return answer.strip().lower() == "yes"
 
 
 def _check_seconds(flag: str, value: float, least: float) -> None:
     if not (math.isfinite(value) and least <= value <= _MOST_SECONDS):
         expected = f"seconds, from {least:g} to {_MOST_SECONDS:g}"
-        raise BadInput(
-            "Nothing was done.",
-            [Fault(flag, expected, f"{value:g}", f"{flag} {max(least, 1):g}")],
-        )
+        cure = f"{flag} {max(least, 1):g}"
+        raise BadInput.of("Nothing was done.", flag, expected, f"{value:g}", cure)

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.errors import BadInput, ExitCode, Fault
+from aflow_tune.commands.options import add_command, write_text
+from aflow_tune.errors import BadInput, ExitCode
 
 if TYPE_CHECKING:
     from aflow_tune.graph.draw import Measured
@@ -26,6 +27,21 @@ examples:
 """
 
 
+_PATH = "path PATH path  the graph's folder\n"
+_DRAW_OPTIONS = f"""\
+{_PATH}\
+--svg FILE path  write an SVG picture there
+--run FOLDER path  write into it what the newest evaluation of this run folder counted: calls,
+    tokens, share of the reward, failures
+--mermaid  print Mermaid, also beside --svg
+"""
+_EXPORT_OPTIONS = f"""\
+{_PATH}\
+--round FOLDER path required  where to, such as workspace/GSM8K/workflows/round_21
+--dataset NAME  if the folder's path does not say it
+"""
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "graph",
@@ -34,48 +50,31 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-
-    show = verbs.add_parser(
+    add_command(
+        verbs,
         "show",
+        _show,
+        _PATH,
         help="operators, prompts, edges and faults",
         description="List operators, prompts, edges and faults. Exit code 2 if it has faults.",
     )
-    show.add_argument("path", type=Path, metavar="PATH", help="the graph's folder")
-    show.set_defaults(action=_show)
-
-    draw = verbs.add_parser(
+    add_command(
+        verbs,
         "draw",
+        _draw,
+        _DRAW_OPTIONS,
         help="as a Mermaid text or an SVG picture",
         description="Draw the graph: what feeds what, and what repeats. Prints Mermaid unless "
         "--svg is given.",
     )
-    draw.add_argument("path", type=Path, metavar="PATH", help="the graph's folder")
-    draw.add_argument("--svg", type=Path, metavar="FILE", help="write an SVG picture there")
-    draw.add_argument(
-        "--run",
-        type=Path,
-        metavar="FOLDER",
-        help="write into it what the newest evaluation of this run folder counted: calls, "
-        "tokens, share of the reward, failures",
-    )
-    draw.add_argument("--mermaid", action="store_true", help="print Mermaid, also beside --svg")
-    draw.set_defaults(action=_draw)
-
-    export = verbs.add_parser(
+    add_command(
+        verbs,
         "export",
+        _export,
+        _EXPORT_OPTIONS,
         help="write it as a round_N folder that AFlow runs",
         description="Write the graph as a round of AFlow. An existing graph is never overwritten.",
     )
-    export.add_argument("path", type=Path, metavar="PATH", help="the graph's folder")
-    export.add_argument(
-        "--round",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="where to, such as workspace/GSM8K/workflows/round_21",
-    )
-    export.add_argument("--dataset", metavar="NAME", help="if the folder's path does not say it")
-    export.set_defaults(action=_export)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -97,11 +96,8 @@ def _draw(options: argparse.Namespace) -> int:
         raise BadInput(title, graph.shape.faults)
     measured = None if options.run is None else _measured(options.run)
     if options.svg is not None:
-        picture = to_svg(graph.flow, measured, title=options.path.resolve().name)
-        try:
-            options.svg.write_text(picture, encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"{options.svg} cannot be written: {error}") from error
+        title = options.path.resolve().name
+        write_text(options.svg, to_svg(graph.flow, measured, title=title))
         print(options.svg)
     if options.mermaid or options.svg is None:
         print(to_mermaid(graph.flow, measured), end="")
@@ -121,16 +117,12 @@ def _measured(run_dir: Path) -> dict[str, Measured]:
     newest = [list(steps.values())[-1] for steps in evaluations.values()]
     records = [record for evaluation in newest for record in evaluation.records]
     if not records:
-        raise BadInput(
+        raise BadInput.of(
             "There are no numbers to draw.",
-            [
-                Fault(
-                    str(run_dir),
-                    "a run folder with evaluations",
-                    "no evaluation" if run_dir.is_dir() else "no such folder",
-                    "name the folder that the run printed as its run folder",
-                )
-            ],
+            str(run_dir),
+            "a run folder with evaluations",
+            "no evaluation" if run_dir.is_dir() else "no such folder",
+            "name the folder that the run printed as its run folder",
         )
     return measure(traces_of(records))
 
@@ -140,10 +132,7 @@ def _export(options: argparse.Namespace) -> int:
     from aflow_tune.graph.save import save_round
 
     saved = save_round(load_graph(options.path), options.round, dataset=options.dataset)
-    for path in saved.files:
-        print(path)
-    for note in saved.notes:
-        print(f"note: {note}")
+    print(*saved.files, *(f"note: {note}" for note in saved.notes), sep="\n")
     if saved.only_here:
         print(
             f"\nAFlow will not use the prompts of {', '.join(saved.only_here)}: operators that it "

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_config
+from aflow_tune.commands.options import CONFIG, add_command, print_json
 from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -51,38 +48,28 @@ exit codes: 0 done, 1 no graph solved a problem, 2 bad input, 3 interrupted, 4 a
 reached; after 3 and 4 the same command goes on.
 """
 
+_OPTIONS = f"""\
+{CONFIG.replace("the YAML file", "a YAML with a section `writer`")}\
+--source SOURCE many  templates, teacher, runs (default: harvest.sources)
+--runs DIR path many  run folders of the writer: the source `runs`, beside the others
+--limit N int  so many problems, drawn by `seed`
+--out FILE path  where the pairs go
+--json  print the counts as JSON
+"""
 _LINE_SECONDS = 15.0
-"""How often a log is told how far it is."""
+"""Least time between two progress lines in a log."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "harvest",
+        _run,
+        _OPTIONS,
         help="collect problems with graphs that solve them, for a supervised warm start",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    add_config(parser, config="a YAML with a section `writer`")
-    parser.add_argument(
-        "--source",
-        nargs="+",
-        action="extend",
-        metavar="SOURCE",
-        help="templates, teacher, runs (default: harvest.sources)",
-    )
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        action="extend",
-        type=Path,
-        default=[],
-        metavar="DIR",
-        help="run folders of the writer: the source `runs`, beside the others",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="so many problems, drawn by `seed`")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the pairs go")
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
-    parser.set_defaults(action=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -91,120 +78,92 @@ def _run(options: argparse.Namespace) -> int:
     from aflow_tune.tuning import harvest_config
 
     console = Console(stderr=options.json)
-    with _Progress(console) as progress:
+    with _progress(console) as say:
         summary = harvest_config(
             options.config,
             options.overrides,
-            sources=options.source,
+            sources=options.source or None,
             runs=options.runs,
             limit=options.limit,
             out=options.out,
-            phase=progress.say,
+            phase=say,
         )
     if options.json:
-        json.dump({**summary.counts, "pairs": str(summary.pairs)}, sys.stdout, indent=1)
-        print()
+        print_json({**summary.counts, "pairs": str(summary.pairs)})
         return ExitCode.DONE
-    print_counts(summary.counts, console)
+    _print_counts(summary.counts, console)
     console.print(f"pairs:  {summary.pairs}", markup=False, soft_wrap=True)
     return ExitCode.DONE
 
 
-def print_counts(counts: Mapping[str, Any], console: Console) -> None:
-    """The counts of a harvest as two tables: what became of the graphs, and what was kept."""
+def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
+    """What became of the graphs, what was kept, and what else is worth a line."""
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title="graphs tried", title_justify="left")
-    for name in ("what", "how many", "of these"):
-        table.add_column(name, justify="right" if name == "how many" else "left")
+    def listed(parts: Mapping[str, int]) -> str:
+        return ", ".join(f"{name} {number}" for name, number in parts.items())
+
     candidates = counts["candidates"]
-    rows: list[tuple[str, int, Mapping[str, int] | Sequence[str]]] = [
-        ("graphs", sum(candidates.values()), candidates),
-        ("refused by the check", counts["refused"], counts["refused_by_kind"]),
-        ("failed while they ran", counts["failed"], counts["failed_examples"][:1]),
-        ("answered wrongly", counts["wrong"], {}),
-        ("could not be scored", counts["unscored"], {}),
-        ("not tried to the end", counts["untried"], list(counts["untried_by_reason"])[:1]),
-        ("solved their problem", counts["solved"], {"problems": counts["solved_problems"]}),
-        ("over a structure's share", counts["dropped_for_balance"], {}),
-        ("kept", counts["kept"], counts["kept_by_source"]),
-    ]
-    for what, count, parts in rows:
-        if isinstance(parts, Mapping):
-            shown = ", ".join(f"{name} {number}" for name, number in parts.items())
-        else:
-            shown = "; ".join(parts)
-        if count or what in ("graphs", "solved their problem", "kept"):
-            table.add_row(what, str(count), escape(shown))
+    table = Table("what", "how many", "of these", title="graphs tried", title_justify="left")
+    for what, count, parts in (
+        ("graphs", sum(candidates.values()), listed(candidates)),
+        ("refused by the check", counts["refused"], listed(counts["refused_by_kind"])),
+        ("failed while they ran", counts["failed"], "".join(counts["failed_examples"][:1])),
+        ("answered wrongly", counts["wrong"], ""),
+        ("could not be scored", counts["unscored"], ""),
+        ("not tried to the end", counts["untried"], listed(counts["untried_by_reason"])),
+        ("solved their problem", counts["solved"], f"problems {counts['solved_problems']}"),
+        ("over a structure's share", counts["dropped_for_balance"], ""),
+        ("kept", counts["kept"], listed(counts["kept_by_source"])),
+    ):
+        table.add_row(what, str(count), escape(parts))
     console.print(table)
-    structures = Table(title="kept, by structure", title_justify="left")
-    structures.add_column("pairs", justify="right")
-    structures.add_column("structure")
-    kept = sorted(counts["kept_by_structure"].items(), key=lambda item: -item[1])
-    for structure, number in kept:
-        structures.add_row(str(number), escape(structure))
-    console.print(structures)
-    for line in _lines(counts):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _lines(counts: Mapping[str, Any]) -> Iterator[str]:
-    """What else is worth a line."""
+    structures = counts["kept_by_structure"]
+    lines = [f"{number} pairs of {structure}" for structure, number in structures.items()]
     problems, solved = counts["problems"], counts["solved_problems"]
-    yield f"problems: {problems}, of which {solved} were solved by some graph"
-    if counts["leaks"]:
-        yield f"dropped before: {counts['leaks']} problems that are held out too"
-    if counts["rollouts_of_other_problems"]:
-        number = counts["rollouts_of_other_problems"]
-        yield f"passed over: {number} rollouts of problems that are not in the training task set"
-    if counts["teacher_failures"]:
-        shown = ", ".join(f"{kind} {number}" for kind, number in counts["teacher_failures"].items())
-        yield f"the teacher did not answer: {shown}; the same command asks again"
+    lines.append(f"problems: {problems}, of which {solved} were solved by some graph")
+    for text, number in (
+        ("dropped before: {} problems that are held out too", counts["leaks"]),
+        ("passed over: {} rollouts of other problems", counts["rollouts_of_other_problems"]),
+    ):
+        if number:
+            lines.append(text.format(number))
+    if failures := counts["teacher_failures"]:
+        lines.append(f"the teacher did not answer: {listed(failures)}; the same command asks again")
     for who in ("executor", "teacher"):
         spent = counts[who]
         if spent["tokens"]:
             cost = "price not known" if spent["usd"] is None else f"${spent['usd']:.4f}"
-            yield f"{who}: {spent['tokens']:,} tokens, {cost}"
-    share = counts["share_in_force"]
+            lines.append(f"{who}: {spent['tokens']:,} tokens, {cost}")
     if counts["dropped_for_balance"] > counts["kept"]:
-        yield (
-            f"more was dropped than kept, so that no structure exceeds {share:.0%}: add sources, "
-            "or raise harvest.per_structure"
+        lines.append(
+            "more was dropped than kept, so that no structure exceeds "
+            f"{counts['share_in_force']:.0%}: add sources, or raise harvest.per_structure"
         )
-    if len(counts["kept_by_structure"]) == 1:
-        yield (
+    if len(structures) == 1:
+        lines.append(
             "warning: all pairs have one structure, which a policy will learn by heart: add "
             "sources, or problems of another kind"
         )
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-class _Progress:
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
     """Says what is going on: one line that changes on a terminal, a line now and then elsewhere."""
+    from rich.markup import escape
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._status: Any = None
-        self._said = 0.0
+    last = 0.0
 
-    def __enter__(self) -> _Progress:
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._status = self._console.status("")
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            with contextlib.suppress(Exception):
-                self._status.stop()
-
-    def say(self, text: str) -> None:
-        """What is going on now."""
-        from rich.markup import escape
-
+    def say(text: str) -> None:
+        nonlocal last
         counted = text.startswith("harvesting:")
-        if self._status is not None and counted:
-            self._status.update(escape(text))
-        elif not counted or time.monotonic() - self._said > _LINE_SECONDS:
-            self._said = time.monotonic()
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if counted and console.is_terminal:
+            status.update(escape(text))
+        elif not counted or time.monotonic() - last > _LINE_SECONDS:
+            last = time.monotonic()
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    with console.status("") as status:
+        yield say

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
+    MODEL_OPTIONS,
     WHAT_IS_A_CHECKPOINT,
-    add_model_options,
+    add_command,
     inferer_of,
+    print_json,
     refuse,
     too_small,
+    write_text,
 )
 from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
 
@@ -50,34 +52,31 @@ exit codes: 0 an answer came (of every row), 1 none came, 2 bad input.
 """
 
 
+_OPTIONS = f"""\
+{MODEL_OPTIONS}\
+--problem TEXT  the problem; - reads it from here
+--type --problem-type {{math,code,qa}}  of the problem
+--truth --ground-truth TEXT  the right answer; for code a file of tests
+--entry-point NAME  the function to write, for code
+--samples N int =1  how often to ask
+--batch FILE path  a JSONL file of problems
+--out FILE path  where results of --batch go
+--at-once N int =8  rows of --batch worked on together
+--json  print the result as JSON
+--svg FILE path  draw the workflow's graph there
+"""
+
+
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "infer",
+        _run,
+        _OPTIONS,
         help="let a trained policy write a workflow for a problem, and run it",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    add_model_options(parser)
-    parser.add_argument("--problem", metavar="TEXT", help="the problem; - reads it from here")
-    parser.add_argument(
-        "--type", "--problem-type", choices=("math", "code", "qa"), help="of the problem"
-    )
-    parser.add_argument(
-        "--truth",
-        "--ground-truth",
-        metavar="TEXT",
-        help="the right answer; for code a file of tests",
-    )
-    parser.add_argument("--entry-point", metavar="NAME", help="the function to write, for code")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="how often to ask")
-    parser.add_argument("--batch", type=Path, metavar="FILE", help="a JSONL file of problems")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where results of --batch go")
-    parser.add_argument(
-        "--at-once", type=int, default=8, metavar="N", help="rows of --batch worked on together"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the workflow's graph there")
-    parser.set_defaults(action=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -104,12 +103,14 @@ async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) 
         except TimeoutError:
             limit = f"{inferer.seconds:g} s (rollout.run_timeout)"
             raise RunFailed(f"the problem was not solved within {limit}") from None
-    if options.svg is not None:
-        _write_svg(options.svg, found[0])
+    if options.svg is not None and not found[0].svg:
+        print("there is no graph to draw: the code could not be read", file=sys.stderr)
+    elif options.svg is not None:
+        write_text(options.svg, found[0].svg)
+        print(options.svg, file=sys.stderr)
     if options.json:
         plain: Any = [solved.to_json() for solved in found]
-        json.dump(plain[0] if options.samples == 1 else plain, sys.stdout, indent=1)
-        print()
+        print_json(plain[0] if options.samples == 1 else plain)
     else:
         for number, solved in enumerate(found, 1):
             if options.samples > 1:
@@ -147,42 +148,16 @@ def _problem(options: argparse.Namespace) -> Problem:
         try:
             truth = Path(truth).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, ValueError) as error:
-            fault = Fault(f"--truth {truth}", "a file of tests", str(error), "name the file")
-            raise BadInput("The tests cannot be read.", [fault]) from None
+            title, where = "The tests cannot be read.", f"--truth {truth}"
+            raise BadInput.of(title, where, "a file of tests", str(error), "name it") from None
     text = sys.stdin.read() if options.problem == "-" else options.problem
-    row = {
-        "problem": text,
-        "type": options.type,
-        "truth": truth,
-        "entry_point": options.entry_point,
-    }
-    return Problem.of(row, "the command line")
-
-
-def _write_svg(file: Path, solved: Solved) -> None:
-    if not solved.svg:
-        print("there is no graph to draw: the code could not be read", file=sys.stderr)
-        return
-    try:
-        file.write_text(solved.svg, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{file} cannot be written: {error}") from error
-    print(file, file=sys.stderr)
+    row = {"problem": text, "type": options.type, "truth": truth}
+    return Problem.of(row | {"entry_point": options.entry_point}, "the command line")
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Options that do not fit together.
-
-    Raises:
-        BadInput: with every one of them.
-    """
+    """Refuse options that do not fit together."""
     faults = []
-    one = {
-        "--problem": options.problem,
-        "--truth": options.truth,
-        "--entry-point": options.entry_point,
-        "--svg": options.svg,
-    }
     if options.batch is None:
         if options.problem is None:
             cure = '--problem "What is 2 + 3?", or --batch FILE'
@@ -192,9 +167,10 @@ def _check(options: argparse.Namespace) -> None:
         if options.out is not None:
             faults.append(Fault("--out", "--batch FILE beside it", "it alone", "remove it"))
     else:
-        for name, value in one.items():
-            if value is not None:
-                cure = f"remove it, or --batch; rows have `{name[2:].replace('-', '_')}`"
+        for key in ("problem", "truth", "entry_point", "svg"):
+            if getattr(options, key) is not None:
+                cure = f"remove it, or --batch; rows have `{key}`"
+                name = f"--{key.replace('_', '-')}"
                 faults.append(Fault(name, "either it or --batch", "both", cure))
     faults += too_small(("--samples", options.samples, 1), ("--at-once", options.at_once, 1))
     refuse("Nothing was asked.", faults)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 WORKFLOW = '''"""A workflow of two calls: draft an answer, then check it. Make it yours."""
 
@@ -126,26 +126,10 @@ aflow-tune config.yaml              # trains; results are under runs/
 Override any key on the command line: `aflow-tune config.yaml buffer.total_steps=20`.
 """
 
-# Every third sum is held out, so that both sets are equally hard.
-_SUMS = range(1, 61)
-_HELD_OUT = _SUMS[2::3]
-
 
 def _rows(numbers: Iterable[int]) -> str:
     rows = ({"question": f"What is {n} + {n + 1}?", "answer": 2 * n + 1} for n in numbers)
     return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def project_files() -> dict[str, str]:
-    """The project's files by name."""
-    return {
-        "workflow.py": WORKFLOW,
-        "config.yaml": CONFIG,
-        "test_workflow.py": TEST,
-        "README.md": README,
-        "train.jsonl": _rows(n for n in _SUMS if n not in _HELD_OUT),
-        "held_out.jsonl": _rows(_HELD_OUT),
-    }
 
 
 def write_project(folder: Path) -> list[Path]:
@@ -154,18 +138,22 @@ def write_project(folder: Path) -> list[Path]:
     Raises:
         BadInput: `folder` cannot be a folder.
     """
-    blocking = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    if blocking.exists() and not blocking.is_dir():
-        fault = Fault(
-            str(folder),
-            "a folder, or a name that is free",
-            f"a file, {blocking}",
-            "name another folder",
-        )
-        raise BadInput("The project cannot be written there.", [fault])
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        title, expected = "The project cannot be written there.", "a folder, or a free name"
+        raise BadInput.of(title, str(folder), expected, str(error), "name another folder") from None
+    files = {
+        "workflow.py": WORKFLOW,
+        "config.yaml": CONFIG,
+        "test_workflow.py": TEST,
+        "README.md": README,
+        # Every third sum is held out, so that both sets are equally hard.
+        "train.jsonl": _rows(n for n in range(1, 61) if n % 3),
+        "held_out.jsonl": _rows(range(3, 61, 3)),
+    }
     written = []
-    for name, text in project_files().items():
+    for name, text in files.items():
         path = folder / name
         if not path.exists():
             path.write_text(text, encoding="utf-8")

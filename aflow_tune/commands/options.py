@@ -1,12 +1,12 @@
-"""What commands share: a parser that helps, options that recur, types with a plain refusal, and the
-options of those that ask what was trained (`infer`, `serve`)."""
+"""What commands share: a parser that helps, tables that declare options, types with a plain
+refusal, and the options of those that ask what was trained (`infer`, `serve`)."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,30 +19,12 @@ _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the lines of a text as they are, and names the options that were probably meant."""
+    """Keeps the lines of a text as they are, and takes settings anywhere."""
 
     def __init__(self, **settings: Any) -> None:
         if settings.get("epilog") or "\n" in (settings.get("description") or ""):
             settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            options = [word for word in unknown if word.startswith("--")]
-            hints = [f"{word}: {self._meant(word.partition('=')[0])}" for word in options]
-            said = "; ".join(hints) or f"see {self.prog} --help"
-            self.error(f"unrecognized arguments: {' '.join(unknown)} ({said})")
-        return found, unknown
-
-    def _meant(self, word: str) -> str:
-        """Options that are spelt alike, or share a word."""
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        words = set(word.strip("-").split("-"))
-        near = difflib.get_close_matches(word, known, 2)
-        near += [name for name in known if words & set(name.strip("-").split("-"))]
-        names = " or ".join(list(dict.fromkeys(near))[:3])
-        return f"did you mean {names}?" if names else f"see {self.prog} --help"
 
     def arranged(self, words: Sequence[str]) -> list[str]:
         """The words with CONFIG first, then every `key=value`, then the options with their values.
@@ -72,15 +54,141 @@ class Parser(argparse.ArgumentParser):
         return [*positional, *settings, *options]
 
 
-def add_config(
-    parser: argparse.ArgumentParser,
-    overrides: str = "settings that win over the file",
-    config: str = "the YAML file",
-    **more: Any,
-) -> None:
-    """Add CONFIG and the settings that may follow it, with their help texts."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help=config, **more)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
+# -- tables of options ---------------------------------------------------------------------
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    action: Callable[[argparse.Namespace], int],
+    options: str = "",
+    **texts: str,
+) -> Parser:
+    """Add a command or one of its verbs, with `help`, `description` and `epilog` as `texts`."""
+    parser: Parser = commands.add_parser(name, **texts)
+    add_options(parser, options)
+    parser.set_defaults(action=action)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, table: str) -> None:
+    """Add what a table declares, a line each; deeper indentation continues a line.
+
+    `--name  help` is a flag, `--name METAVAR marks  help` an option, `name METAVAR marks  help` a
+    positional argument. METAVAR `{a,b}` lists choices, `.` is argparse's own. Marks are a name of
+    `_TYPES`, one of `_MARKS`, or `=DEFAULT`. `[title]` begins a group, `[]` ends it; `[either]`
+    and `[either, required]` begin options that exclude each other.
+    """
+    target: Any = parser
+    for line in table.replace("\n    ", " ").splitlines():
+        head, _, text = line.partition("  ")
+        if head.startswith("[either"):
+            target = parser.add_mutually_exclusive_group(required="required" in head)
+        elif head.startswith("["):
+            target = parser.add_argument_group(head[1:-1]) if head != "[]" else parser
+        else:
+            words = head.split()
+            names = [word for word in words if word.startswith("-")] or words[:1]
+            target.add_argument(*names, help=text or None, **_settings(words[len(names) :]))
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    if not words:
+        return {"action": "store_true"}
+    metavar, *marks = words
+    found: dict[str, Any] = {}
+    if metavar.startswith("{"):
+        found["choices"] = metavar[1:-1].split(",")
+    elif metavar != ".":
+        found["metavar"] = tuple(metavar.split(",")) if "two" in marks else metavar
+    for mark in marks:
+        if mark in _TYPES:
+            found["type"] = _TYPES[mark]
+        else:
+            found |= {"default": mark[1:]} if mark.startswith("=") else _MARKS[mark]
+    return found
+
+
+def count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number above 0, not {text!r}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"give a whole number from 0 on, not {text!r}")
+    return int(text)
+
+
+def amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a number above 0, not {text!r}")
+    return value
+
+
+def size(text: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?B?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        meant = f"; did you mean {text.strip()}GB?" if text.strip().isdigit() else ""
+        raise argparse.ArgumentTypeError(f"a size with its unit, such as 24GB, not {text!r}{meant}")
+    return float(match[1]) * 2 ** (10 * ("KMGT".index(match[2].upper()) + 1))
+
+
+def seeds(text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if not re.fullmatch(r"\d+(,\d+)*", text) or len(set(map(int, numbers))) < len(numbers):
+        raise argparse.ArgumentTypeError(f"different whole numbers such as 0,1,2, not {text!r}")
+    return tuple(map(int, numbers))
+
+
+def names(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "amount": amount,
+    "count": count,
+    "float": float,
+    "int": int,
+    "names": names,
+    "natural": natural,
+    "path": Path,
+    "seeds": seeds,
+    "size": size,
+}
+_MARKS: dict[str, dict[str, Any]] = {
+    "required": {"required": True},
+    "two": {"nargs": 2},
+    "flag": {"action": "store_true"},
+    "kept": {"default": argparse.SUPPRESS},
+    "each": {"action": "append", "default": []},
+    "many": {"nargs": "+", "action": "extend", "default": []},
+    "overrides": {"dest": "overrides"},
+    "?": {"nargs": "?"},
+    "*": {"nargs": "*"},
+    "+": {"nargs": "+"},
+}
+
+
+# -- what several commands say -------------------------------------------------------------
+
+
+def print_json(content: Any) -> None:
+    """As one indented object."""
+    print(json.dumps(content, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user named. Raises BadInput."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written: {error}") from error
 
 
 def refuse(title: str, faults: Sequence[Fault]) -> None:
@@ -98,69 +206,49 @@ def too_small(*given: tuple[str, int | None, int]) -> list[Fault]:
     ]
 
 
-def count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number above 0, not {text!r}")
-    return int(text)
-
-
-def amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number above 0, not {text!r}")
-    return value
-
-
+CONFIG = """\
+config CONFIG path  the YAML file
+overrides key=value *  settings that win over the file
+"""
+"""The configuration, and the settings that may follow it."""
 WHAT_IS_A_CHECKPOINT = """\
 what DIR may be:
   a run folder (its newest checkpoint; of a chain of stages the last one that trained), a
   checkpoint global_step_N, or export/adapter or export/merged of a run. The configuration is the
   run's resolved.yaml unless --config names another.
 """
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add them to a command's parser."""
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="what was trained (below)")
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the YAML to go by; alone: the base model"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="KEY=VALUE",
-        help="a setting that wins over the file, such as models.executor.base_url=...; may be "
-        "repeated",
-    )
-    parser.add_argument(
-        "--endpoint", metavar="URL", help="the policy is behind this OpenAI-compatible API"
-    )
-    parser.add_argument("--model", metavar="NAME", help="what the endpoint calls the policy")
-    parser.add_argument(
-        "--key-variable",
-        metavar="NAME",
-        help="environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="of the policy; default: as the configuration evaluates held-out tasks",
-    )
+MODEL_OPTIONS = """\
+--checkpoint DIR path  what was trained (below)
+--config FILE path  the YAML to go by; alone: the base model
+--set KEY=VALUE each overrides  a setting that wins over the file, such as
+    models.executor.base_url=...; may be repeated
+--endpoint URL  the policy is behind this OpenAI-compatible API
+--model NAME  what the endpoint calls the policy
+--key-variable NAME  environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own
+--temperature T float  of the policy; default: as the configuration evaluates held-out tasks
+"""
+"""Of the commands that ask what was trained; `inferer_of` reads them."""
 
 
 def inferer_of(options: argparse.Namespace) -> Inferer:
-    """What the options mean, ready to be opened.
+    """What `MODEL_OPTIONS` mean, ready to be opened.
 
     Raises:
         BadInput: options that do not fit, or whatever is wrong with folder and configuration.
     """
-    _check_model(options)
+    faults = []
+    if options.checkpoint is None and options.config is None:
+        cure = "--checkpoint runs/my_project/my_run"
+        faults.append(Fault("--checkpoint", "a folder, or --config FILE", "neither", cure))
+    if bool(options.endpoint) != bool(options.model):
+        given, missing = ("--endpoint", "--model NAME")
+        if options.model:
+            given, missing = ("--model", "--endpoint URL")
+        faults.append(Fault(given, f"{missing} beside it", "it alone", f"add {missing}"))
+    if options.temperature is not None and not 0 <= options.temperature <= 100:
+        found = f"{options.temperature:g}"
+        faults.append(Fault("--temperature", "0 or more", found, "--temperature 0"))
+    refuse("The model cannot be asked.", faults)
     import transformers.utils.logging
 
     from aflow_tune.using.inferring import open_trained
@@ -175,19 +263,3 @@ def inferer_of(options: argparse.Namespace) -> Inferer:
         key_variable=options.key_variable,
         temperature=options.temperature,
     )
-
-
-def _check_model(options: argparse.Namespace) -> None:
-    faults = []
-    if options.checkpoint is None and options.config is None:
-        cure = "--checkpoint runs/my_project/my_run"
-        faults.append(Fault("--checkpoint", "a folder, or --config FILE", "neither", cure))
-    if bool(options.endpoint) != bool(options.model):
-        given, missing = ("--endpoint", "--model NAME")
-        if options.model:
-            given, missing = ("--model", "--endpoint URL")
-        faults.append(Fault(given, f"{missing} beside it", "it alone", f"add {missing}"))
-    if options.temperature is not None and not 0 <= options.temperature <= 100:
-        found = f"{options.temperature:g}"
-        faults.append(Fault("--temperature", "0 or more", found, "--temperature 0"))
-    refuse("The model cannot be asked.", faults)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import refuse, too_small
+from aflow_tune.commands.options import add_command, print_json, refuse, too_small
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
-    from aflow_tune.runs.clean import Plan
     from aflow_tune.runs.listing import RunInfo
 
 ROOTS = ("runs", "checkpoints")
 """Where the recipes, and configurations that say nothing, put their run folders."""
-SORTS = ("changed", "name", "state", "score", "cost", "step")
 _ACTIONS = ("list", "resume", "clean")
 _LONGEST_ERROR = 300
 _DESCRIPTION = """\
@@ -61,6 +58,29 @@ def arrange(arguments: Sequence[str]) -> list[str]:
     return [command, "list", *rest]
 
 
+_FOLDERS = """\
+folders DIR path *  run folders, or folders that hold some (default: runs and checkpoints here)
+"""
+_LIST_OPTIONS = f"""\
+{_FOLDERS}\
+--json  print JSON and nothing else
+--sort {{changed,name,state,score,cost,step}} =changed  by what; default: changed, latest first
+--state STATE each  only runs in this state; may be repeated
+"""
+_RESUME_OPTIONS = """\
+folder DIR path  the run folder
+overrides key=value *  settings, such as buffer.total_steps=20
+"""
+_CLEAN_OPTIONS = f"""\
+{_FOLDERS}\
+--keep-last N int =1  newest (1)
+--keep-best N int =1  best ones (1)
+[either]
+--yes  do not ask
+--dry-run  only show what would go
+"""
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "runs",
@@ -69,56 +89,19 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-
-    listed = actions.add_parser(
-        "list",
-        help="what runs there are, and what became of them (the word may be left out)",
-        description=_DESCRIPTION,
-    )
-    _add_folders(listed)
-    listed.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    listed.add_argument(
-        "--sort", choices=SORTS, default="changed", help="by what; default: changed, latest first"
-    )
-    listed.add_argument(
-        "--state", action="append", metavar="STATE", help="only runs in this state; may be repeated"
-    )
-    listed.set_defaults(action=_list)
-
-    resume = actions.add_parser(
+    listed = "what runs there are, and what became of them (the word may be left out)"
+    add_command(actions, "list", _list, _LIST_OPTIONS, help=listed, description=_DESCRIPTION)
+    add_command(
+        actions,
         "resume",
+        _resume,
+        _RESUME_OPTIONS,
         help="go on with a run, by its folder",
         description="Start the command that began a run once more, in the folder it was started "
         "in: it goes on from the last sound checkpoint. More settings may follow.",
     )
-    resume.add_argument("folder", type=Path, metavar="DIR", help="the run folder")
-    resume.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings, such as buffer.total_steps=20"
-    )
-    resume.set_defaults(action=_resume)
-
-    clean = actions.add_parser(
-        "clean",
-        help="take away checkpoints that are neither newest nor best",
-        description=_CLEAN,
-    )
-    _add_folders(clean)
-    clean.add_argument("--keep-last", type=int, default=1, metavar="N", help="newest (1)")
-    clean.add_argument("--keep-best", type=int, default=1, metavar="N", help="best ones (1)")
-    how = clean.add_mutually_exclusive_group()
-    how.add_argument("--yes", action="store_true", help="do not ask")
-    how.add_argument("--dry-run", action="store_true", help="only show what would go")
-    clean.set_defaults(action=_clean)
-
-
-def _add_folders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        type=Path,
-        metavar="DIR",
-        help=f"run folders, or folders that hold some (default: {' and '.join(ROOTS)} here)",
-    )
+    clean = "take away checkpoints that are neither newest nor best"
+    add_command(actions, "clean", _clean, _CLEAN_OPTIONS, help=clean, description=_CLEAN)
 
 
 def _roots(folders: Sequence[Path]) -> list[Path]:
@@ -142,18 +125,16 @@ def _roots(folders: Sequence[Path]) -> list[Path]:
 def _list(options: argparse.Namespace) -> int:
     from aflow_tune.runs.listing import STATES, describe, find_runs
 
-    for name in options.state or ():
+    for name in options.state:
         if name not in STATES:
-            expected = ", ".join(STATES)
-            raise BadInput(
-                "There is no such state.", [Fault("--state", expected, name, "--state failed")]
-            )
+            title, cure = "There is no such state.", "--state failed"
+            raise BadInput.of(title, "--state", ", ".join(STATES), name, cure)
     found = [describe(path) for path in find_runs(_roots(options.folders))]
     if options.state:
         found = [run for run in found if run.state.value in options.state]
-    found.sort(key=_order(options.sort))
+    found.sort(key=lambda run: _order(run)[options.sort])
     if options.json:
-        print(json.dumps([run.to_json() for run in found], indent=1))
+        print_json([run.to_json() for run in found])
     elif found:
         _print_table(found)
     else:
@@ -161,32 +142,26 @@ def _list(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _order(by: str) -> Any:
-    def key(run: RunInfo) -> tuple[Any, ...]:
-        name = str(run.path)
-        values: dict[str, tuple[Any, ...]] = {
-            "changed": (-run.changed, name),
-            "name": (name,),
-            "state": (run.state.value, -run.changed, name),
-            "score": (-run.best[1] if run.best else float("inf"), name),
-            "cost": (-run.usd if run.usd is not None else float("inf"), name),
-            "step": (-run.step, name),
-        }
-        return values[by]
-
-    return key
-
-
-_HEADS = ("state", "step", "best", "cost", "changed", "place")
+def _order(run: RunInfo) -> dict[str, tuple[Any, ...]]:
+    """What a list is sorted by, for each choice of --sort."""
+    name, last = str(run.path), float("inf")
+    return {
+        "changed": (-run.changed, name),
+        "name": (name,),
+        "state": (run.state.value, -run.changed, name),
+        "score": (-run.best[1] if run.best else last, name),
+        "cost": (last if run.usd is None else -run.usd, name),
+        "step": (-run.step, name),
+    }
 
 
 def _print_table(found: Sequence[RunInfo]) -> None:
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = [("state", "step", "best", "cost", "changed", "place")]
     notes: dict[int, str] = {}
     for run in found:
         _add_rows(run, rows, notes, depth=0)
-    widths = [max(len(row[i]) for row in (_HEADS, *rows)) for i in range(len(_HEADS))]
-    for number, row in enumerate((_HEADS, *rows), -1):
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(padded).rstrip())
         if number in notes:
@@ -236,25 +211,6 @@ def _clean(options: argparse.Namespace) -> int:
         for run in find_runs(_roots(options.folders))
         for part in plan(run, keep_last=options.keep_last, keep_best=options.keep_best)
     ]
-    _print_plans(plans)
-    total = sum(part.size for part in plans)
-    if not any(part.doomed for part in plans):
-        print("nothing to take away")
-        return ExitCode.DONE
-    print(f"together {_bytes(total)}")
-    if options.dry_run:
-        return ExitCode.DONE
-    if not options.yes and not _agreed():
-        print("nothing was taken away")
-        return ExitCode.DONE
-    gone, problems = carry_out(plans)
-    print(f"{len(gone)} taken away, {_bytes(sum(item.size for item in gone))} freed")
-    for problem in problems:
-        print(f"not taken away: {problem}", file=sys.stderr)
-    return ExitCode.FAILED if problems else ExitCode.DONE
-
-
-def _print_plans(plans: Sequence[Plan]) -> None:
     for part in plans:
         if part.untouched is not None:
             print(f"{part.run}: left alone, {part.untouched}")
@@ -263,24 +219,29 @@ def _print_plans(plans: Sequence[Plan]) -> None:
             print(f"{part.run}: steps that stay: {staying}")
             for item in part.doomed:
                 print(f"  {_bytes(item.size):>10}  {item.path.name}: {item.why}")
+    if not any(part.doomed for part in plans):
+        print("nothing to take away")
+        return ExitCode.DONE
+    print(f"together {_bytes(sum(part.size for part in plans))}")
+    if options.dry_run:
+        return ExitCode.DONE
+    if not options.yes:
+        if not sys.stdin.isatty():
+            title, found = "Nothing was taken away.", "no terminal to ask on"
+            raise BadInput.of(title, "--yes", "an answer", found, "--yes, or --dry-run to look")
+        if input("take these away? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was taken away")
+            return ExitCode.DONE
+    gone, problems = carry_out(plans)
+    print(f"{len(gone)} taken away, {_bytes(sum(item.size for item in gone))} freed")
+    for problem in problems:
+        print(f"not taken away: {problem}", file=sys.stderr)
+    return ExitCode.FAILED if problems else ExitCode.DONE
 
 
-def _agreed() -> bool:
-    """Ask on the terminal.
-
-    Raises:
-        BadInput: nobody is there to answer.
-    """
-    if not sys.stdin.isatty():
-        fault = Fault("--yes", "an answer", "no terminal to ask on", "--yes, or --dry-run to look")
-        raise BadInput("Nothing was taken away.", [fault])
-    return input("take these away? [y/N] ").strip().lower() in ("y", "yes")
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
+from aflow_tune.commands.options import add_command, add_options
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
-_POLICIES = ("auto", "bubblewrap", "landlock", "unsafe_subprocess")
 _EPILOG = """\
 examples:
   aflow-tune sandbox                                 the wall found here, what it covers
@@ -26,6 +25,19 @@ exit codes:
   1  no wall can be built here and nothing was run; with run also: the program did not finish
   2  bad input, such as a file that is not there
 """
+# Kept: the parser of `run` would put its defaults over what stood before the word.
+_COMMON = """\
+--policy {auto,bubblewrap,landlock,unsafe_subprocess} kept  which wall; unsafe_subprocess is none
+    (auto: the strongest that can be built)
+--json . flag kept  print JSON and nothing else
+"""
+_OPTIONS = f"""\
+program FILE.py path  the program
+--stdin FILE path  what it reads from stdin
+--time S float  seconds of wall clock (15)
+--memory MB int  for all its processes (512)
+--package NAME each  an installed package that it may import, such as numpy; again for more
+{_COMMON}"""
 
 
 def add_parser(commands: Any) -> None:
@@ -36,43 +48,17 @@ def add_parser(commands: Any) -> None:
         "It is proved by starting a program behind it.",
         epilog=_EPILOG,
     )
-    _add_common(parser)
+    add_options(parser, _COMMON)
     parser.set_defaults(action=_show, policy="auto", json=False)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    run = actions.add_parser(
+    add_command(
+        actions,
         "run",
+        _run,
+        _OPTIONS,
         help="run one Python program",
         description="Run one Python program in the sandbox and say how it ended.",
         epilog=_EPILOG,
-    )
-    run.add_argument("program", type=Path, metavar="FILE.py", help="the program")
-    run.add_argument("--stdin", type=Path, metavar="FILE", help="what it reads from stdin")
-    run.add_argument("--time", type=float, metavar="S", help="seconds of wall clock (15)")
-    run.add_argument("--memory", type=int, metavar="MB", help="for all its processes (512)")
-    run.add_argument(
-        "--package",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="an installed package that it may import, such as numpy; again for more",
-    )
-    _add_common(run)
-    run.set_defaults(action=_run)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    # Suppressed: the parser of `run` would put its defaults over what stood before the word.
-    parser.add_argument(
-        "--policy",
-        default=argparse.SUPPRESS,
-        choices=_POLICIES,
-        help="which wall; unsafe_subprocess is none (auto: the strongest that can be built)",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="print JSON and nothing else",
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aflow_tune.commands.options import add_command
 from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -27,42 +27,32 @@ rules side by side.
 """
 
 
+_OPTIONS = """\
+--benchmark NAME required  gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK
+--data ROWS.jsonl path  the rows, one object a line; left out: the benchmark's test rows from the
+    hub
+--split .  another split of the hub's data set
+[either, required]
+--answers ANSWERS.jsonl path  one answer a row
+--self-check  score the rows' own gold answers; exit code 1 unless all score 1.0
+[]
+--sandbox {auto,bubblewrap,landlock,unsafe_subprocess} =auto  what programs run behind;
+    unsafe_subprocess is no wall (default: the strongest)
+--json  print JSON and nothing else
+"""
+
+
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "score",
+        _score,
+        _OPTIONS,
         help="score answers by a benchmark's published and strict rule",
         description="Score answers to a benchmark's rows, wherever they came from. Programs run "
         "in the sandbox.",
         epilog=_EPILOG,
     )
-    parser.add_argument(
-        "--benchmark",
-        required=True,
-        metavar="NAME",
-        help="gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="ROWS.jsonl",
-        help="the rows, one object a line; left out: the benchmark's test rows from the hub",
-    )
-    parser.add_argument("--split", help="another split of the hub's data set")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--answers", type=Path, metavar="ANSWERS.jsonl", help="one answer a row")
-    what.add_argument(
-        "--self-check",
-        action="store_true",
-        help="score the rows' own gold answers; exit code 1 unless all score 1.0",
-    )
-    parser.add_argument(
-        "--sandbox",
-        default="auto",
-        choices=("auto", "bubblewrap", "landlock", "unsafe_subprocess"),
-        help="what programs run behind; unsafe_subprocess is no wall (default: the strongest)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    parser.set_defaults(action=_score)
 
 
 def _score(options: argparse.Namespace) -> int:

@@ -7,8 +7,9 @@ import asyncio
 from typing import Any
 
 from aflow_tune.commands.options import (
+    MODEL_OPTIONS,
     WHAT_IS_A_CHECKPOINT,
-    add_model_options,
+    add_command,
     inferer_of,
     refuse,
     too_small,
@@ -33,42 +34,35 @@ examples:
 {WHAT_IS_A_CHECKPOINT}"""
 
 
+_OPTIONS = f"""\
+{MODEL_OPTIONS}\
+--port N int =8080  0: a free one
+--host ADDRESS =127.0.0.1  to listen on; any but loopback needs --token-env
+--token-env NAME  environment variable with the token that callers send
+--at-once N int =4  problems worked on together; one more is told 429
+--timeout SECONDS float  for one problem; default: rollout.run_timeout of the configuration
+"""
+
+
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "serve",
+        _run,
+        _OPTIONS,
         help="offer a trained policy over HTTP on loopback, with a page",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    add_model_options(parser)
-    parser.add_argument("--port", type=int, default=8080, metavar="N", help="0: a free one")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="to listen on; any but loopback needs --token-env",
-    )
-    parser.add_argument(
-        "--token-env", metavar="NAME", help="environment variable with the token that callers send"
-    )
-    parser.add_argument(
-        "--at-once",
-        type=int,
-        default=4,
-        metavar="N",
-        help="problems worked on together; one more is told 429",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="for one problem; default: rollout.run_timeout of the configuration",
-    )
-    parser.set_defaults(action=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check(options)
+    faults = too_small(("--at-once", options.at_once, 1))
+    if not 0 <= options.port <= 65535:
+        faults.append(Fault("--port", "0 to 65535", str(options.port), "--port 8080"))
+    if options.timeout is not None and not 0 < options.timeout < float("inf"):
+        faults.append(Fault("--timeout", "seconds above 0", f"{options.timeout}", "--timeout 300"))
+    refuse("Nothing is served.", faults)
     from aflow_tune.config.quiet import quiet
     from aflow_tune.using.server import token_for
 
@@ -100,13 +94,3 @@ async def _serve(options: argparse.Namespace, token: str | None) -> int:
         await server.run()
     print("stopped", flush=True)
     return ExitCode.DONE
-
-
-def _check(options: argparse.Namespace) -> None:
-    faults = []
-    if not 0 <= options.port <= 65535:
-        faults.append(Fault("--port", "0 to 65535", str(options.port), "--port 8080"))
-    faults += too_small(("--at-once", options.at_once, 1))
-    if options.timeout is not None and not 0 < options.timeout < float("inf"):
-        faults.append(Fault("--timeout", "seconds above 0", f"{options.timeout}", "--timeout 300"))
-    refuse("Nothing is served.", faults)

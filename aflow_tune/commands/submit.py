@@ -7,8 +7,8 @@ import json
 import sys
 from typing import Any
 
-from aflow_tune.commands.options import add_config, refuse
-from aflow_tune.errors import ExitCode, Fault
+from aflow_tune.commands.options import add_command
+from aflow_tune.errors import BadInput, ExitCode
 
 _EPILOG = """\
 examples:
@@ -28,26 +28,38 @@ exit codes: as those of `aflow-tune CONFIG`; 0 with --detach and --stop once the
 """
 
 
+_OPTIONS = """\
+config CONFIG path ?  the YAML file
+overrides key=value *  settings that win
+--address URL  the cluster's dashboard (this machine's)
+--detach  do not follow the log
+--follow JOB  follow the log of a job
+--stop JOB  ask a job to save its state and end
+--list  list the jobs of ours
+--json  with --list: print JSON
+"""
+
+
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "submit",
+        _submit,
+        _OPTIONS,
         help="run a configuration as a job of a Ray cluster",
         description="Send a configuration with its code, data and keys to a Ray cluster and run "
         "it there.",
         epilog=_EPILOG,
     )
-    add_config(parser, "settings that win", nargs="?")
-    parser.add_argument("--address", metavar="URL", help="the cluster's dashboard (this machine's)")
-    parser.add_argument("--detach", action="store_true", help="do not follow the log")
-    parser.add_argument("--follow", metavar="JOB", help="follow the log of a job")
-    parser.add_argument("--stop", metavar="JOB", help="ask a job to save its state and end")
-    parser.add_argument("--list", action="store_true", help="list the jobs of ours")
-    parser.add_argument("--json", action="store_true", help="with --list: print JSON")
-    parser.set_defaults(action=_submit)
 
 
 def _submit(options: argparse.Namespace) -> int:
-    _check(options)
+    given = {"CONFIG": options.config, "--follow": options.follow, "--stop": options.stop}
+    named = [name for name, value in given.items() if value] + ["--list"] * options.list
+    if len(named) != 1:
+        found = " and ".join(named) or "none of them"
+        expected = "one of CONFIG, --follow JOB, --stop JOB, --list"
+        raise BadInput.of("nothing was submitted", "command line", expected, found, "name one")
     from aflow_tune.config.quiet import quiet
 
     quiet()
@@ -55,7 +67,12 @@ def _submit(options: argparse.Namespace) -> int:
 
     jobs = Jobs(options.address)
     if options.list:
-        _show(jobs.listed(), options.json)
+        rows = jobs.listed()
+        lines = [
+            f"{row['job']}  {row['status']:<10} {row['seconds']:>9.0f} s  {row['run']}"
+            for row in rows
+        ]
+        print(json.dumps(rows) if options.json else "\n".join(lines) or "no job of ours")
         return ExitCode.DONE
     if options.stop:
         asked = jobs.stop(options.stop)
@@ -89,22 +106,3 @@ def _followed(jobs: Any, job: str) -> int:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        print(f"{row['job']}  {row['status']:<10} {row['seconds']:>9.0f} s  {row['run']}")
-    if not rows:
-        print("no job of ours")
-
-
-def _check(options: argparse.Namespace) -> None:
-    given = {"CONFIG": options.config, "--follow": options.follow, "--stop": options.stop}
-    named = [name for name, value in given.items() if value] + ["--list"] * options.list
-    if len(named) != 1:
-        found = " and ".join(named) or "none of them"
-        expected = "one of CONFIG, --follow JOB, --stop JOB, --list"
-        refuse("nothing was submitted", [Fault("command line", expected, found, "name one")])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from typing import Any
 
-from aflow_tune.commands.options import add_config, amount, count
+from aflow_tune.commands.options import CONFIG, add_command, print_json
 from aflow_tune.errors import ExitCode
-from aflow_tune.sweeps import OBJECTIVES, PRUNERS, SAMPLERS, Request
+from aflow_tune.sweeps import Request
 
 _EPILOG = """\
 what to try, for any key of the configuration (--space may be repeated, or names a YAML file):
@@ -40,68 +38,40 @@ exit codes:
 """
 
 
+_OPTIONS = f"""\
+{CONFIG.replace("settings that win over the file", "settings that every trial has")}\
+--space KEY=WHAT|FILE each required  a key and what to try for it, or a YAML file of such lines;
+    may be repeated
+[what is drawn, and how it is compared]
+--trials N count  trials in all (20; a grid: all)
+--sampler {{tpe,random,grid}} =tpe  tpe learns from the trials before (default), random does not,
+    grid tries every combination once
+--seed N int =0  of what is drawn (0)
+--seeds 0,1,2 seeds  run each trial once with each of these seeds and take the mean
+--objective {{best,last}} =best  the best evaluation of a run (default), or its last
+--prune {{none,median,halving}} =none  stop a trial whose held-out score falls behind: below the
+    median of earlier trials, or not in the better half when the steps have doubled (default: none)
+[how much at once, and where]
+--parallel K count =1  runs at once (1)
+--timeout SECONDS amount  stop this command after that long
+--ray ADDRESS  start runs through this Ray: HOST:PORT, auto for one that runs here, none for
+    processes of this machine (default: what cluster.ray_address or RAY_ADDRESS names)
+[]
+--json  print the content of sweep.json at the end
+"""
+
+
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    add_command(
+        commands,
         "sweep",
+        _sweep,
+        _OPTIONS,
         help="try a configuration with other settings, and compare by held-out score",
         description="Train one configuration again and again with other settings, drawn by "
         "Optuna, and compare the trials by their held-out score.",
         epilog=_EPILOG,
     )
-    add_config(parser, "settings that every trial has")
-    parser.add_argument(
-        "--space",
-        action="append",
-        default=[],
-        required=True,
-        metavar="KEY=WHAT|FILE",
-        help="a key and what to try for it, or a YAML file of such lines; may be repeated",
-    )
-    how = parser.add_argument_group("what is drawn, and how it is compared")
-    how.add_argument("--trials", type=count, metavar="N", help="trials in all (20; a grid: all)")
-    how.add_argument(
-        "--sampler",
-        choices=SAMPLERS,
-        default="tpe",
-        help="tpe learns from the trials before (default), random does not, grid tries every "
-        "combination once",
-    )
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (0)")
-    how.add_argument(
-        "--seeds",
-        type=_seeds,
-        default=(),
-        metavar="0,1,2",
-        help="run each trial once with each of these seeds and take the mean",
-    )
-    how.add_argument(
-        "--objective",
-        choices=OBJECTIVES,
-        default="best",
-        help="the best evaluation of a run (default), or its last",
-    )
-    how.add_argument(
-        "--prune",
-        choices=PRUNERS,
-        default="none",
-        help="stop a trial whose held-out score falls behind: below the median of earlier trials, "
-        "or not in the better half when the steps have doubled (default: none)",
-    )
-    where = parser.add_argument_group("how much at once, and where")
-    where.add_argument("--parallel", type=count, default=1, metavar="K", help="runs at once (1)")
-    where.add_argument(
-        "--timeout", type=amount, metavar="SECONDS", help="stop this command after that long"
-    )
-    where.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="start runs through this Ray: HOST:PORT, auto for one that runs here, none for "
-        "processes of this machine (default: what cluster.ray_address or RAY_ADDRESS names)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the content of sweep.json at the end"
-    )
-    parser.set_defaults(action=_sweep)
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -114,7 +84,7 @@ def _sweep(options: argparse.Namespace) -> int:
         trials=options.trials,
         sampler=options.sampler,
         seed=options.seed,
-        seeds=options.seeds,
+        seeds=options.seeds or (),
         prune=options.prune,
         objective=options.objective,
         parallel=options.parallel,
@@ -125,14 +95,5 @@ def _sweep(options: argparse.Namespace) -> int:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
     ended = sweep_config(request, ray=options.ray, phase=say)
-    print(json.dumps(ended.content, indent=1) if options.json else f"\n{ended.text}")
+    print_json(ended.content) if options.json else print(f"\n{ended.text}")
     return ExitCode.DONE
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"whole numbers such as 0,1,2, not {text!r}")
-    seeds = tuple(map(int, text.split(",")))
-    if len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"every seed once, not {text!r}")
-    return seeds

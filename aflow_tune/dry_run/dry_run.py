@@ -4,11 +4,10 @@ Everything between the rows and the optimiser step is what a run has: reader, ad
 judge, recorded calls over HTTP, Ray's actors (or one process with `--inline`), experience pipeline,
 advantages, buffer, loss, weights handed on. What stands in is the policy: a tiny random model with
 its tokenizer, whose answers are scripted (`script.py`); and models behind an API, which servers on
-this machine answer for unless calls were allowed. `engine: trinity` is played on the local engines;
-each setting that only Trinity's own engines have is named.
+this machine answer for unless calls were allowed. `engine: trinity` is played on the local engines.
 
-Everything is written into a temporary folder; the run's own folder is neither read nor made. A
-running Ray is left alone, whatever names it: the actors are those of a Ray of the dry run's own.
+Everything is written into a temporary folder; the run's own folder is neither read nor made. No
+running Ray is joined, whatever names it: the actors are those of a Ray of the dry run's own.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from aflow_tune.engines.local.scripted import (
     tokenizer_for,
     write_stand_in,
 )
-from aflow_tune.errors import AflowTuneError, BadInput, Fault, Interrupted
+from aflow_tune.errors import AflowTuneError, BadInput, Interrupted
 from aflow_tune.find_ray import use_own
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
@@ -65,7 +64,6 @@ from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 
 MOST_RUNS = 256
 """A step of more runs is played with fewer tasks, so that a dry run stays short."""
-PLAYED_MODES = ("both", "colocate")
 LONGEST_RUN = 60.0
 """Seconds that a run of the workflow may take where every model answers at once."""
 WIDER = 8
@@ -73,7 +71,6 @@ WIDER = 8
 trained tokenizer is rarely longer than so many bytes, each of which another one may count."""
 _MOST_TEXT = 8000
 _SHORT = 1000
-
 _ELSEWHERE: dict[str, Any] = {
     "explorer.concurrent_mode": "asynchronous",
     "explorer.over_rollout.ratio": 0.0,
@@ -90,6 +87,7 @@ _ELSEWHERE: dict[str, Any] = {
     "algorithm.enable_router_replay": False,
     "algorithm.rollout_correction": None,
     "algorithm.optimizer.optimizer_type": "adam",
+    "synchronizer.sync_style": SyncStyle.FIXED,
 }
 """What only Trinity's own engines have, and what takes its place."""
 
@@ -147,9 +145,12 @@ def dry_run(
     started = time.monotonic()
     whole = load_config(path, overrides)
     stage, planned = _chosen(whole, options.stage)
-    with _Scene(whole, planned, options) as scene:
+    temporary = tempfile.TemporaryDirectory(prefix="aflow-dry-run-", ignore_cleanup_errors=True)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(temporary))
+        stack.callback(end_log)
         phase("checking")
-        scene.prepare()
+        scene = _Scene(whole, planned, options, folder, stack)
         run, failure, reached = scene.run, None, 0
         try:
             reached = run.play(phase, stop)
@@ -189,16 +190,16 @@ def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
     names = [name for name, _ in parts if name]
     if stage is not None and stage not in names:
         expected = f"one of {', '.join(names)}" if names else "nothing: there are no stages"
-        fault = Fault("--stage", expected, repr(stage), "name a stage, or leave --stage out")
-        raise BadInput("There is no such stage.", [fault])
-    playable = [part for part in parts if part[1].mode in PLAYED_MODES]
+        cure = "name a stage, or leave --stage out"
+        raise BadInput.of("There is no such stage.", "--stage", expected, repr(stage), cure)
+    playable = [part for part in parts if part[1].mode in ("both", "colocate")]
     for part in playable:
         if stage in (None, part[0]):
             return part
     modes = ", ".join(dict.fromkeys(part.mode for _, part in parts))
     cure = "name such a stage with --stage" if playable else "aflow-tune validate and doctor"
-    fault = Fault(whole.positions.where("mode"), "mode: both", f"mode: {modes}", cure)
-    raise BadInput("A dry run plays a run that trains on rollouts of a workflow.", [fault])
+    title = "A dry run plays a run that trains on rollouts of a workflow."
+    raise BadInput.of(title, whole.positions.where("mode"), "mode: both", f"mode: {modes}", cure)
 
 
 def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
@@ -221,107 +222,56 @@ def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
 
 
 class _Scene:
-    """What a dry run is played with: a folder, a tiny model, servers; gone when it is left.
+    """What a dry run is played with: a folder, a tiny model, servers, which end with `stack`.
 
     `planned` is the configuration as it is, `run` what is played of it.
+
+    Raises:
+        BadInput: either was refused.
     """
 
-    def __init__(self, whole: AflowConfig, planned: AflowConfig, options: DryRunOptions) -> None:
-        self.whole, self.planned, self.options = whole, planned, options
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Scene:
-        folder = tempfile.TemporaryDirectory(prefix="aflow-dry-run-", ignore_cleanup_errors=True)
-        self.folder = Path(self._stack.enter_context(folder))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        end_log()
-        self._stack.close()
-
-    def prepare(self) -> None:
-        """Prepare what is planned and what is played of it.
-
-        Raises:
-            BadInput: either was refused.
-        """
-        planned = self.planned
+    def __init__(
+        self,
+        whole: AflowConfig,
+        planned: AflowConfig,
+        options: DryRunOptions,
+        folder: Path,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.planned, self.options, self.stack = planned, options, stack
         self.policy = planned.model.model_path
         self.tokens = tokenizer_for(self.policy)
-        self.model = self.folder / "model"
+        self.model = folder / "model"
         self.parameters = write_stand_in(self.model, self.tokens.tokenizer)
         self.apis = {role: model for role, model in planned.models.items() if model.model}
-        if not self.options.call_apis and self.apis:
-            self.whole.models = planned.models = api_stand_ins(planned.models, self._serve)
+        if not options.call_apis and self.apis:
+            whole.models = planned.models = api_stand_ins(planned.models, self._serve)
         played = copy.deepcopy(planned)
-        workflow, judge = functions_of(self.whole)
+        workflow, judge = functions_of(whole)
         script = self._script()
-        self.trinity = planned.engine == "trinity"
-        if self.trinity:
+        if planned.engine == "trinity":
             planned.prepared.engine = ("trinity", "as configured")
             # A folder of the cluster's machines need not be here: `doctor` looks for it there.
             for model in (planned.model, *planned.explorer.auxiliary_models):
-                folder = Path(str(model.model_path)).expanduser()
-                if folder.is_absolute() and not folder.exists():
+                named = Path(str(model.model_path)).expanduser()
+                if named.is_absolute() and not named.exists():
                     model.model_path = str(self.model)
         prepare(planned, Purpose.CHECK, workflow=workflow)
         self.trinity = planned.engine == "trinity"
         most = max(1, MOST_RUNS // planned.algorithm.repeat_times)
-        self.tasks = min(planned.buffer.batch_size, self.options.tasks or most)
-        self.left_out = [*self._shrink(played)]
+        self.tasks = min(planned.buffer.batch_size, options.tasks or most)
+        self.left_out = [*self._shrink(played, folder)]
         self.run = DryRun(played, workflow, judge)
         self.run.script = script
         try:
             self.run.prepare()
         except BadInput as error:
-            if not self.trinity:
-                raise
-            title = (
-                "The local engines, which stand in for Trinity's in a dry run, cannot play this "
-                f"configuration. {error.title}"
-            )
-            raise BadInput(title, error.faults) from error
+            if self.trinity:
+                error.title = f"The local engines cannot play this configuration. {error.title}"
+            raise
+        # What is warned of the shrunken configuration alone is not the user's.
         own = [text for text in self.run.warnings if text not in played.warnings]
         self.warnings = [*dict.fromkeys([*planned.warnings, *own])]
-
-    def _shrink(self, config: AflowConfig) -> Iterator[str]:
-        """Make a configuration small, before it is prepared: the same work, a tiny model, nothing
-        kept. What decides what a run does stays: rows, workflow, judge, rewards, batch, group,
-        algorithm, advantage, operators, lengths. Yields what is left out, in words."""
-        if self.trinity:
-            yield from _without_trinitys(config)
-        yield from _writing_below(config, self.folder)
-        config.engine, config.mode = "local", "both"
-        config.local.device, config.local.dtype = "cpu", "fp32"
-        config.inline = config.inline or self.options.inline
-        # The run folder is a temporary one of this machine, and so are the servers that stand in
-        # for APIs: the nodes of a cluster would see neither.
-        use_own(config)
-        model, buffer, explorer = config.model, config.buffer, config.explorer
-        for named in (model, *explorer.auxiliary_models):
-            named.model_path, named.trust_remote_code = str(self.model), False
-        explorer.rollout_model.model_path = None  # it gets that of `model`
-        if not self.tokens.own:
-            for lengths in (model, explorer.rollout_model, *explorer.auxiliary_models):
-                for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens"):
-                    value = getattr(lengths, name)
-                    setattr(lengths, name, None if value is None else value * WIDER)
-            for _, taskset, _ in user_tasksets(config):
-                if taskset.rollout_args.max_tokens is not None:
-                    taskset.rollout_args.max_tokens *= WIDER
-        if model.lora_configs and not adapts(model.lora_configs[0].target_modules):
-            yield f"target_modules: {model.lora_configs[0].target_modules}"
-            model.lora_configs[0].target_modules = "all-linear"
-        buffer.batch_size, buffer.train_batch_size = self.tasks, 0
-        buffer.total_steps, config.trainer.total_steps = 1, None
-        if config.algorithm.sample_strategy in COUNTING_STRATEGIES:
-            config.algorithm.sample_strategy = config.algorithm.sample_strategy_args = None
-        explorer.eval_on_startup, explorer.eval_interval = False, 1
-        explorer.max_repeat_times_per_runner = None
-        buffer.explorer_input.eval_tasksets, config.quick_eval = [], None
-        if not self.options.call_apis:
-            config.budget = BudgetSection()
-            config.rollout.run_timeout = min(config.rollout.run_timeout, LONGEST_RUN)
 
     def _script(self) -> Script:
         planned, path = self.planned, self.options.answers
@@ -342,11 +292,63 @@ class _Scene:
         tokenizer.chat_template = CHATML  # takes any roles in any order, as APIs do
         model = load_model(self.model, torch.float32, torch.device("cpu"))
         sampler = ScriptedSampler(model, tokenizer, scored=False, max_model_len=2**20, threads=1)
-        self._stack.callback(sampler.close)
+        self.stack.callback(sampler.close)
         server = ScriptedServer(sampler, tokenizer, name)
         address = server.start()
-        self._stack.callback(server.stop)
+        self.stack.callback(server.stop)
         return f"{address}/v1"
+
+    def _shrink(self, config: AflowConfig, folder: Path) -> Iterator[str]:
+        """Make a configuration small, before it is prepared: the same work, a tiny model, nothing
+        kept. What decides what a run does stays: rows, workflow, judge, rewards, batch, group,
+        algorithm, advantage, operators, lengths. Yields what is left out, in words."""
+        model, buffer, explorer = config.model, config.buffer, config.explorer
+        if self.trinity:
+            yield from _without_trinitys(config)
+        config.engine, config.mode = "local", "both"
+        config.local.device, config.local.dtype = "cpu", "fp32"
+        config.inline = config.inline or self.options.inline
+        # The nodes of a cluster would see neither the temporary folder nor the servers.
+        use_own(config)
+        # Everything that is written goes below `folder`; what reports elsewhere is left out.
+        config.checkpoint_root_dir, config.continue_from_checkpoint = str(folder / "runs"), True
+        config.prepared.account_folder = config.physical_gpus = None
+        config.trainer.save_hf_checkpoint = "never"
+        monitor, pipeline = config.monitor, config.data_processor.experience_pipeline
+        if monitor.monitor_type != "tensorboard":
+            yield f"monitor {monitor.monitor_type}"
+        monitor.monitor_type, monitor.monitor_args = "tensorboard", None
+        monitor.enable_ray_timeline = False
+        pipeline.save_input, pipeline.input_save_path = False, None
+        if buffer.trainer_input.experience_buffer is not None:
+            yield "buffer.trainer_input.experience_buffer (a queue in memory takes its place)"
+            buffer.trainer_input.experience_buffer = None
+        for named in (model, *explorer.auxiliary_models):
+            named.model_path, named.trust_remote_code = str(self.model), False
+        explorer.rollout_model.model_path = None  # it gets that of `model`
+        if not self.tokens.own:
+            owners: list[tuple[Any, str]] = [
+                (lengths, name)
+                for lengths in (model, explorer.rollout_model, *explorer.auxiliary_models)
+                for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+            ]
+            owners += [(item[1].rollout_args, "max_tokens") for item in user_tasksets(config)]
+            for owner, name in owners:
+                if (value := getattr(owner, name)) is not None:
+                    setattr(owner, name, value * WIDER)
+        if model.lora_configs and not adapts(model.lora_configs[0].target_modules):
+            yield f"target_modules: {model.lora_configs[0].target_modules}"
+            model.lora_configs[0].target_modules = "all-linear"
+        buffer.batch_size, buffer.train_batch_size = self.tasks, 0
+        buffer.total_steps, config.trainer.total_steps = 1, None
+        if config.algorithm.sample_strategy in COUNTING_STRATEGIES:
+            config.algorithm.sample_strategy = config.algorithm.sample_strategy_args = None
+        explorer.eval_on_startup, explorer.eval_interval = False, 1
+        explorer.max_repeat_times_per_runner = None
+        buffer.explorer_input.eval_tasksets, config.quick_eval = [], None
+        if not self.options.call_apis:
+            config.budget = BudgetSection()
+            config.rollout.run_timeout = min(config.rollout.run_timeout, LONGEST_RUN)
 
     # -- what it was -----------------------------------------------------------------------
 
@@ -422,9 +424,6 @@ def _named(role: str, model: Any) -> str:
     return f"{role} ({model.model} at {model.base_url or f'the address of {model.provider}'})"
 
 
-# -- smaller settings ----------------------------------------------------------------------
-
-
 def _without_trinitys(config: AflowConfig) -> Iterator[str]:
     """Take out what only Trinity's vLLM and verl have; yields what was set."""
     for key, value in _ELSEWHERE.items():
@@ -435,14 +434,11 @@ def _without_trinitys(config: AflowConfig) -> Iterator[str]:
         found = getattr(owner, name)
         if found != value:
             if config.positions.given(key):
-                yield f"{key}: {found}"
+                yield f"{key}: {getattr(found, 'value', found)}"
             setattr(owner, name, copy.copy(value))
     inputs = config.buffer.explorer_input
     for taskset in filter(None, [inputs.taskset, *inputs.tasksets]):
         taskset.rollout_args.top_p, taskset.rollout_args.top_k = None, -1
-    if config.synchronizer.sync_style != SyncStyle.FIXED:
-        yield f"synchronizer.sync_style: {config.synchronizer.sync_style.value}"
-        config.synchronizer.sync_style = SyncStyle.FIXED
     config.model.tinker.enable = config.model.external_model.enable = False
     for auxiliary in config.explorer.auxiliary_models:
         auxiliary.engine_type, auxiliary.tool_call_parser = "vllm", "hermes"
@@ -451,39 +447,16 @@ def _without_trinitys(config: AflowConfig) -> Iterator[str]:
         adapter.path = adapter.exclude_modules = None
 
 
-def _writing_below(config: AflowConfig, folder: Path) -> Iterator[str]:
-    """Let everything that is written go below `folder`; yields what reports elsewhere, which is
-    left out."""
-    config.checkpoint_root_dir = str(folder / "runs")
-    config.continue_from_checkpoint = True
-    config.prepared.account_folder = None
-    config.physical_gpus = None
-    config.trainer.save_hf_checkpoint = "never"
-    monitor, pipeline = config.monitor, config.data_processor.experience_pipeline
-    if monitor.monitor_type != "tensorboard":
-        yield f"monitor {monitor.monitor_type}"
-    monitor.monitor_type, monitor.monitor_args = "tensorboard", None
-    monitor.enable_ray_timeline = False
-    pipeline.save_input, pipeline.input_save_path = False, None
-    if config.buffer.trainer_input.experience_buffer is not None:
-        yield "buffer.trainer_input.experience_buffer (a queue in memory takes its place)"
-        config.buffer.trainer_input.experience_buffer = None
-
-
 def adapts(target_modules: str | list[str] | tuple[str, ...]) -> bool:
     """Whether `target_modules` names a layer of the tiny model, as PEFT reads it."""
-    if target_modules == "all-linear":
-        return True
     layers = ("self_attn",) * 4 + ("mlp",) * 3
     names = [f"model.layers.0.{at}.{name}" for at, name in zip(layers, PROJECTIONS, strict=True)]
-    endings = [target_modules] if isinstance(target_modules, str) else target_modules
-    if any(name.endswith(f".{target}") for name in names for target in endings):
-        return True
+    if not isinstance(target_modules, str):
+        return any(name.endswith(f".{target}") for name in names for target in target_modules)
     with contextlib.suppress(re.error):
-        return isinstance(target_modules, str) and any(
-            re.fullmatch(target_modules, name) for name in names
-        )
-    return False
+        if any(re.fullmatch(target_modules, name) for name in names):
+            return True
+    return target_modules == "all-linear" or target_modules in PROJECTIONS
 
 
 def api_stand_ins(
@@ -496,22 +469,19 @@ def api_stand_ins(
     """
     found = dict(models)
     for role, model in models.items():
-        if model.model is not None:
-            found[role] = replace(
-                model,
-                provider="openai",
-                base_url=serve(model.model),
-                api_key_env=None,
-                headers_env={},
-                prices=model.prices or _listed(model),
-            )
+        if model.model is None:
+            continue
+        prices = model.prices
+        if prices is None and (price := price_of(model.provider, model.base_url, model.model)):
+            # Listed prices may rise with the length of a prompt: those of a short one are taken.
+            read, written = price.cost(Usage(_SHORT, 0)), price.cost(Usage(0, _SHORT))
+            prices = PriceSettings(read * 1_000_000 / _SHORT, written * 1_000_000 / _SHORT)
+        found[role] = replace(
+            model,
+            provider="openai",
+            base_url=serve(model.model),
+            api_key_env=None,
+            headers_env={},
+            prices=prices,
+        )
     return found
-
-
-def _listed(model: ModelSettings) -> PriceSettings | None:
-    price = price_of(model.provider, model.base_url, model.model or "")
-    if price is None:
-        return None
-    # Listed prices may rise with the length of a prompt: those of a short one are taken.
-    read, written = price.cost(Usage(_SHORT, 0)), price.cost(Usage(0, _SHORT))
-    return PriceSettings(read * 1_000_000 / _SHORT, written * 1_000_000 / _SHORT)

@@ -39,22 +39,13 @@ _STEP = {
 
 
 @dataclass(frozen=True)
-class PlayedCall:
-    """One recorded call of the policy; tokens."""
-
-    prompt: int
-    response: int
-    truncated: bool = False
-
-
-@dataclass(frozen=True)
 class PlayedRun:
     """One run of the workflow.
 
     `task` counts the tasks of the step, `item` is the row in its task set, `run` counts the
     group's runs, `kind` and `source` are what was said and where it is from (`script.py`).
     `reward` is None where the run failed; `failure` then says how and `detail` why. `calls` are
-    those that are trained.
+    those that are trained: tokens of `prompt` and `response`, and whether it was `truncated`.
     """
 
     task: int
@@ -65,15 +56,10 @@ class PlayedRun:
     reward: float | None
     failure: str | None = None
     detail: str = ""
-    calls: tuple[PlayedCall, ...] = ()
+    calls: tuple[dict[str, int], ...] = ()
 
 
 def append_run(folder: Path, run: PlayedRun) -> None:
-    """Append a line to the file of `folder`.
-
-    Raises:
-        OSError: it could not be written whole.
-    """
     append_line(folder / PLAYED_FILE, as_line(asdict(run)))
 
 
@@ -86,8 +72,7 @@ def read_runs(folder: Path) -> list[PlayedRun]:
             entry = json.loads(line)
         except ValueError:
             continue  # the empty end, or what a killed worker left torn
-        calls = tuple(PlayedCall(**call) for call in entry.pop("calls"))
-        run = PlayedRun(**entry, calls=calls)
+        run = PlayedRun(**entry)
         found[run.task, run.run] = run
     return [found[key] for key in sorted(found)]
 
@@ -151,6 +136,11 @@ class DryRunResult:
         return fill_of(self.plan, self.metrics.get(_COUNT, 0.0))
 
     @property
+    def spread(self) -> Distribution | None:
+        """The rewards of the runs that succeeded."""
+        return distribution([run.reward for run in self.runs if run.reward is not None])
+
+    @property
     def first_failure(self) -> PlayedRun | None:
         """The first run that failed, by task and run."""
         return next((run for run in self.runs if run.failure is not None), None)
@@ -168,13 +158,12 @@ class Fill:
 
 def fill_of(plan: Plan, played: float) -> Fill:
     """What becomes of the experiences that the played tasks left for the trainer."""
-    whole = played * plan.tasks / plan.played
+    whole, wanted = played * plan.tasks / plan.played, plan.train_batch_size
     if not played:
         return Fill(0.0, None, False, "nothing was left to train on")
     if not plan.counts_calls:
         words = f"each step trains on all {whole:g} experiences of its {plan.tasks} tasks"
         return Fill(whole, None, True, words)
-    wanted = plan.train_batch_size
     share = f"a step leaves {whole:g} experiences, train_batch_size is {wanted}"
     there, needed = (plan.explorer_rounds or 0) * whole, plan.trainer_steps * wanted
     if plan.explorer_rounds is not None and there < needed:
@@ -184,10 +173,8 @@ def fill_of(plan: Plan, played: float) -> Fill:
             f"buffer.train_batch_size to at most {int(there // plan.trainer_steps)}"
         )
         return Fill(whole, wanted, False, words)
-    words = "exactly one train step"
-    if whole > wanted:
-        words = f"{whole / wanted:.3g} train steps a step of the explorer"
-    elif whole < wanted:
+    words = f"{whole / wanted:.3g} train steps a step of the explorer"
+    if whole < wanted:
         words = f"it takes {wanted / whole:.3g} steps to fill"
     return Fill(whole, wanted, True, f"{share}: {words}")
 
@@ -257,12 +244,12 @@ def _tokens(result: DryRunResult) -> dict[str, float]:
     scale = result.plan.tasks / result.plan.played
     return {
         "calls": len(calls) * scale,
-        "prompt": sum(call.prompt for call in calls) * scale,
-        "response": sum(call.response for call in calls) * scale,
-        "longest_prompt": max(call.prompt for call in calls),
-        "longest_response": max(call.response for call in calls),
-        "longest": max(call.prompt + call.response for call in calls),
-        "truncated": sum(call.truncated for call in calls) * scale,
+        "prompt": sum(call["prompt"] for call in calls) * scale,
+        "response": sum(call["response"] for call in calls) * scale,
+        "longest_prompt": max(call["prompt"] for call in calls),
+        "longest_response": max(call["response"] for call in calls),
+        "longest": max(call["prompt"] + call["response"] for call in calls),
+        "truncated": sum(call["truncated"] for call in calls) * scale,
     }
 
 
@@ -280,8 +267,7 @@ def place_of(text: str) -> str | None:
 
 def as_json(result: DryRunResult) -> dict[str, Any]:
     """Everything as plain data."""
-    spread = distribution([run.reward for run in result.runs if run.reward is not None])
-    first = result.first_failure
+    spread, first = result.spread, result.first_failure
     return {
         "ok": result.good,
         "failure": None if result.good else result.failure or verdict(result),
@@ -291,15 +277,13 @@ def as_json(result: DryRunResult) -> dict[str, Any]:
             "sources": dict(Counter(run.source for run in result.runs)),
             "by_kind": by_kind(result),
         },
-        "rewards": None if spread is None else asdict(spread),
+        "rewards": spread and asdict(spread),
         "groups": groups(result),
         "batch": asdict(result.fill),
         "tokens": _tokens(result),
         "step": _step(result),
         "failed_runs": dict(Counter(run.failure for run in result.runs if run.failure)),
-        "first_failure": None
-        if first is None
-        else asdict(first) | {"place": place_of(first.detail)},
+        "first_failure": first and asdict(first) | {"place": place_of(first.detail)},
         "real": result.real,
         "stood_in": result.stood_in,
         "warnings": result.warnings,
@@ -311,11 +295,67 @@ def as_json(result: DryRunResult) -> dict[str, Any]:
 
 def render(result: DryRunResult) -> str:
     """Everything that is known, the verdict last."""
-    parts = (_head, _reward_lines, _batch_lines, _step_lines, _failure_lines)
+    plan, held, made = result.plan, _tokens(result), _step(result)
+    stage = f", stage {plan.stage}" if plan.stage else ""
+    sources = Counter(run.source for run in result.runs)
+    said = "; ".join(f"{runs} runs: {source}" for source, runs in sources.items())
+    lines = [
+        f"Dry run of one step ({plan.algorithm}, engine {plan.engine}{stage}): "
+        f"{plan.played} of {plan.tasks} tasks x {plan.repeats} runs; sums are scaled to the step.",
+        f"The answers are scripted: nothing here is what {plan.model} would do.",
+        f"answers: {said or 'none was asked for'}",
+        "",
+        *_reward_lines(result),
+    ]
+    found = groups(result)
+    listed = ", ".join(f"{found[name]} {name}" for name in _GROUPS if name in found)
+    steps = "not known: the rows are not on this machine" if plan.steps is None else plan.steps
+    lines += [
+        f"groups of {plan.repeats} runs: {listed}",
+        f"batch: {result.fill.words}",
+        f"steps of the run: {steps}",
+        "",
+    ]
+    if held:
+        limits = (
+            f"{name} {held[key]:.0f}" + ("" if limit is None else f" of {limit}")
+            for name, key, limit in (
+                ("longest prompt", "longest_prompt", plan.max_prompt),
+                ("longest response", "longest_response", plan.max_response),
+                ("longest together", "longest", plan.max_length),
+            )
+        )
+        lines += [
+            f"a step holds {plan.tasks} tasks, {plan.tasks * plan.repeats} runs, "
+            f"{held['calls']:.0f} calls, {held['prompt']:.0f} prompt and "
+            f"{held['response']:.0f} response tokens (responses are as long as the script's)",
+            f"  {', '.join(limits)}; {held['truncated']:.0f} responses cut off",
+        ]
+        if not plan.own_tokens:
+            note = "counted by another tokenizer than the model's; the limits were widened for it"
+            lines.append(f"  {note}")
+    if "gradient_norm" in made:
+        values = ", ".join(
+            f"{name.replace('_', ' ')} {value:.4g}"
+            for name, value in made.items()
+            if name not in ("train_tokens", "skipped")
+        )
+        lines += [f"the optimiser step on the tiny model: {values}"]
+    if (first := result.first_failure) is not None:
+        kinds = Counter(run.failure for run in result.runs if run.failure)
+        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        place = place_of(first.detail)
+        lines += [
+            "",
+            f"failed runs: {listed}. The first (row {first.item}, run {first.run}, "
+            f"answers {first.kind}){f' at {place}' if place else ''}:",
+            *(f"  {line}" for line in first.detail.splitlines()),
+        ]
     lists = {"real": result.real, "stood in for": result.stood_in, "warnings": result.warnings}
-    blocks = ["\n".join(part(result)) for part in parts]
-    blocks += ["\n  - ".join([f"{title}:", *items]) for title, items in lists.items() if items]
-    return "\n\n".join(block for block in [*blocks, verdict(result)] if block)
+    for title, items in lists.items():
+        if items:
+            lines += ["", f"{title}:", *(f"  - {item}" for item in items)]
+    return "\n".join([*lines, "", verdict(result)])
 
 
 def verdict(result: DryRunResult) -> str:
@@ -334,28 +374,13 @@ def verdict(result: DryRunResult) -> str:
     return f"dry run: FAILED {seconds}: {reason}"
 
 
-def _head(result: DryRunResult) -> Iterator[str]:
-    plan = result.plan
-    stage = f", stage {plan.stage}" if plan.stage else ""
-    played = f"{plan.played} tasks x {plan.repeats} runs"
-    if plan.played < plan.tasks:
-        played += f" of the {plan.tasks} tasks of a step, whose sums are scaled"
-    sources = Counter(run.source for run in result.runs)
-    said = "; ".join(f"{runs} runs: {source}" for source, runs in sources.items())
-    yield f"Dry run of one step ({plan.algorithm}, engine {plan.engine}{stage}): {played}."
-    yield f"The answers are scripted: nothing here is what {plan.model} would do."
-    yield f"answers: {said or 'none was asked for'}"
-
-
 def _reward_lines(result: DryRunResult) -> Iterator[str]:
-    spread = distribution([run.reward for run in result.runs if run.reward is not None])
-    if spread is None:
+    if (spread := result.spread) is None:
         return
     least, first, median, third, greatest = spread.quartiles
-    yield f"rewards of {spread.count} scripted runs: mean {spread.mean:.4g}"
     yield (
-        f"  least {least:.4g}, quartiles {first:.4g} / {median:.4g} / {third:.4g}, "
-        f"greatest {greatest:.4g}"
+        f"rewards of {spread.count} scripted runs: mean {spread.mean:.4g}, least {least:.4g}, "
+        f"quartiles {first:.4g} / {median:.4g} / {third:.4g}, greatest {greatest:.4g}"
     )
     most = max(count for _, _, count in spread.histogram)
     for start, end, count in spread.histogram:
@@ -365,63 +390,4 @@ def _reward_lines(result: DryRunResult) -> Iterator[str]:
     for kind, found in by_kind(result).items():
         mean = "none" if found["reward"] is None else f"{found['reward']:.4g}"
         yield f"    {kind:<6} {found['runs']:6d} runs, mean reward {mean}, {found['failed']} failed"
-
-
-def _batch_lines(result: DryRunResult) -> Iterator[str]:
-    found, plan = groups(result), result.plan
-    listed = ", ".join(f"{found[name]} {name}" for name in _GROUPS if name in found)
-    yield f"groups of {plan.repeats} runs: {listed}"
-    yield f"batch: {result.fill.words}"
-    steps = "not known: the rows are not on this machine" if plan.steps is None else plan.steps
-    yield f"steps of the run: {steps}"
-
-
-def _step_lines(result: DryRunResult) -> Iterator[str]:
-    held, made, plan = _tokens(result), _step(result), result.plan
-    if held:
-        yield (
-            f"a step holds {plan.tasks} tasks, {plan.tasks * plan.repeats} runs, "
-            f"{held['calls']:.0f} calls, {held['prompt']:.0f} prompt and "
-            f"{held['response']:.0f} response tokens"
-        )
-        limits = {"prompt": plan.max_prompt, "response": plan.max_response}
-        longest = [f"longest {n} {held[f'longest_{n}']:.0f}{_of(m)}" for n, m in limits.items()]
-        yield (
-            f"  {', '.join(longest)}, longest together {held['longest']:.0f}"
-            f"{_of(plan.max_length)}; {held['truncated']:.0f} responses cut off"
-        )
-        yield (
-            "  responses are as long as the script's answers are, prompts as long as the "
-            "workflow's words with them"
-        )
-        if not plan.own_tokens:
-            yield "  counted by another tokenizer than the model's; the limits were widened for it"
-    if "gradient_norm" in made:
-        advantages = ""
-        if "advantage_min" in made:
-            advantages = (
-                f"advantages {made['advantage_min']:.4g} to {made['advantage_max']:.4g} "
-                f"(mean {made['advantage_mean']:.4g}), "
-            )
-        yield (
-            f"the optimiser step on the tiny model: {advantages}loss {made.get('loss', 0.0):.4g}, "
-            f"gradient norm {made['gradient_norm']:.4g}"
-        )
-
-
-def _failure_lines(result: DryRunResult) -> Iterator[str]:
-    first = result.first_failure
-    if first is None:
-        return
-    kinds = Counter(run.failure for run in result.runs if run.failure)
-    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    place = place_of(first.detail)
-    yield (
-        f"failed runs: {listed}. The first (row {first.item}, run {first.run}, "
-        f"answers {first.kind}){f' at {place}' if place else ''}:"
-    )
-    yield from (f"  {line}" for line in first.detail.splitlines())
-
-
-def _of(limit: int | None) -> str:
-    return "" if limit is None else f" of {limit}"
+    yield ""

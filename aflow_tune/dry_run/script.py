@@ -1,9 +1,7 @@
 """What the scripted policy says, where each text comes from, and the adapter that has it said.
 
-A run of a dry run is of one kind, by its number in its group: even runs are meant to be good,
-odd ones bad. So every group has both kinds where both are known, and a group whose rewards are
-all alike is one whose reward does not tell them apart. How often a real model is right, and so how
-many groups it makes mixed, no script can know.
+In each group even runs are meant to be good, odd ones bad: where all rewards of a group are alike,
+the reward does not tell them apart.
 
 | kind | what is said |
 |---|---|
@@ -18,13 +16,13 @@ file (`--answers`) is a JSON line an item:
     {"item": "What is 5?", "good": ["a draft", "the final answer"], "bad": "No idea."}
     {"item": "*", "good": {"first_sum": "<answer>{partial}</answer>", "second_sum": "{answer}"}}
 
-`item` is the number of a row of the training data from 0, or a text that one of its fields has
-(an id, the question), or "*" for every row without a line of its own. A line without `item` stands
-for the row of its number among such lines.
+`item` is the number of a row from 0, or a text that one of its fields has, or "*" for every row
+without a line of its own. A line without `item` stands for the row of its number among such lines.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -36,7 +34,7 @@ from typing import Any
 from trinity.common.experience import Experience
 
 from aflow_tune.context import RolloutContext, current_caller
-from aflow_tune.dry_run.numbers import PlayedCall, PlayedRun, append_run
+from aflow_tune.dry_run.numbers import PlayedRun, append_run
 from aflow_tune.engines.local.scripted import ANSWER_FIELD
 from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
 from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY, TRACE_KEY
@@ -151,64 +149,55 @@ def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[s
     Raises:
         BadInput: with every faulty line.
     """
-    found: dict[int | str, dict[str, Saying]] = {}
-    places: dict[int | str, str] = {}
-    faults: list[Fault] = []
-    unnamed = 0
-    for place, entry in _entries(path):
-        wrong = [entry] if isinstance(entry, Fault) else [*_entry_faults(place, entry)]
-        if isinstance(entry, Fault) or wrong:
-            faults += wrong
-            continue
-        item = entry.get("item")
-        if item is None:
-            item, unnamed = unnamed, unnamed + 1
-        if isinstance(item, int) and not numbered:
-            expected = "a text of one of the row's fields: there are several training task sets"
-            cure = '{"item": "the question or an id", ...}'
-            faults.append(Fault(f"{place}: item", expected, "a number, or no item", cure))
-        if item in found:
-            expected = f"another item than that of line {places[item]}"
-            faults.append(Fault(place, expected, repr(item), "keep one line for an item"))
-            continue
-        places[item] = place.rpartition(":")[2]
-        found[item] = {kind: entry[kind] for kind in (GOOD, BAD) if entry.get(kind) is not None}
-    if not found and not faults:
-        faults.append(Fault(str(path), "at least one line", "none", _FORM))
-    if faults:
-        more = f" {len(faults) - _SHOWN} more faults are not shown." if len(faults) > _SHOWN else ""
-        raise BadInput(f"The answers file cannot be used.{more}", faults[:_SHOWN])
-    return found
-
-
-def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        found = getattr(error, "strerror", None) or str(error)
-        fault = Fault(str(path), "a readable file of JSON lines in UTF-8", found, "check the path")
-        raise BadInput("The answers file cannot be read.", [fault]) from None
+        expected = "a readable file of JSON lines in UTF-8"
+        title = "The answers file cannot be read."
+        raise BadInput.of(title, str(path), expected, str(error), "check the path") from None
+    found: dict[int | str, dict[str, Saying]] = {}
+    lines: dict[int | str, int] = {}
+    faults: list[Fault] = []
+    unnamed = itertools.count()
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
         try:
             entry = json.loads(line)
-            found = f"a {type(entry).__name__}"
         except (ValueError, RecursionError) as error:
-            entry, found = None, str(error)
-        if isinstance(entry, dict):
-            yield place, entry
-        else:
-            yield place, Fault(place, "one JSON object in a line", found, _FORM)
+            entry = error
+        if not isinstance(entry, dict):
+            faults.append(Fault(place, "one JSON object in a line", f"{entry!r:.80}", _FORM))
+            continue
+        wrong = [*_entry_faults(place, entry, numbered=numbered)]
+        item = entry.get("item")
+        if item is None:
+            item = next(unnamed)
+        if not wrong and item in found:
+            expected = f"another item than that of line {lines[item]}"
+            wrong = [Fault(place, expected, repr(item), "keep one line for an item")]
+        faults += wrong
+        if not wrong:
+            lines[item] = number
+            found[item] = {kind: entry[kind] for kind in (GOOD, BAD) if entry.get(kind) is not None}
+    if not found and not faults:
+        faults.append(Fault(str(path), "at least one line", "none", _FORM))
+    if faults:
+        raise BadInput(f"The answers file has {len(faults)} faults.", faults[:_SHOWN])
+    return found
 
 
-def _entry_faults(place: str, entry: Mapping[str, Any]) -> Iterator[Fault]:
+def _entry_faults(place: str, entry: Mapping[str, Any], *, numbered: bool) -> Iterator[Fault]:
     if unknown := [key for key in entry if key not in ("item", GOOD, BAD)]:
         yield Fault(place, f"the keys item, {GOOD}, {BAD}", ", ".join(unknown), _FORM)
     item = entry.get("item")
-    number = type(item) is int and item >= 0
-    if item is not None and not number and not (isinstance(item, str) and item):
+    is_text, is_number = isinstance(item, str) and bool(item), type(item) is int and item >= 0
+    if not is_text and not numbered:
+        expected = "a text of one of the row's fields: there are several training task sets"
+        cure = '{"item": "the question or an id", ...}'
+        yield Fault(f"{place}: item", expected, "a number, or no item", cure)
+    elif not is_text and not is_number and item is not None:
         expected = f'a row\'s number from 0, a text of one of its fields, or "{ANY}"'
         yield Fault(f"{place}: item", expected, repr(item), _FORM)
     if entry.get(GOOD) is None and entry.get(BAD) is None:
@@ -223,21 +212,17 @@ def _entry_faults(place: str, entry: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _is_texts(value: Any) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(text, str) for text in value)
-    return isinstance(value, str)
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) for text in texts)
 
 
 # -- the adapter ---------------------------------------------------------------------------
 
 
 class ScriptedAdapter(WorkflowAdapter):
-    """The real adapter, which tells the `ScriptedSampler` what to say. Its `workflow_args` also
-    hold `script`.
-
-    Each call of the tuned model carries the answer that the run's script has for it, in a field of
-    the request that `engines/local/scripted.py` reads; it is not part of what is recorded or
-    trained. How the run ended is appended to a file, which the dry run reads.
+    """The real adapter, which tells the `ScriptedSampler` what to say: each call of the tuned model
+    carries its answer in a field of the request that `engines/local/scripted.py` reads, which is
+    not part of what is recorded or trained. How the run ended is appended to a file.
     """
 
     def __init__(self, **named: Any) -> None:
@@ -247,14 +232,11 @@ class ScriptedAdapter(WorkflowAdapter):
         self._part = script.part(self._raw_task(), self._item, self.run_index)
 
     async def run_async(self) -> list[Experience]:
-        """One run, as `WorkflowAdapter.run_async`; its outcome is kept.
-
-        Raises:
-            OSError: it could not be written down.
-        """
+        """One run, as `WorkflowAdapter.run_async`; its outcome is kept."""
         experiences = await super().run_async()
         last = experiences[-1]
-        failure = (last.info or {}).get(FAILURE_KEY)
+        info = last.info or {}
+        failure = info.get(FAILURE_KEY)
         played = PlayedRun(
             task=int(self.task.task_id),
             item=self._item,
@@ -263,7 +245,7 @@ class ScriptedAdapter(WorkflowAdapter):
             source=self._part.source,
             reward=None if failure else float(last.reward or 0.0),
             failure=failure,
-            detail=str((last.info or {}).get(TRACE_KEY, "")),
+            detail=str(info.get(TRACE_KEY, "")),
             calls=() if failure else tuple(map(_call, experiences)),
         )
         append_run(Path(str(self.settings.run_dir)), played)
@@ -295,7 +277,11 @@ def demands_a_form(request: Mapping[str, Any]) -> bool:
     return kind != "text" or request.get("tool_choice") not in (None, "auto", "none")
 
 
-def _call(experience: Experience) -> PlayedCall:
+def _call(experience: Experience) -> dict[str, int]:
     prompt = int(experience.prompt_length)
-    response = len(experience.tokens) - prompt
-    return PlayedCall(prompt, response, experience.truncate_status is not None)
+    truncated = int(experience.truncate_status is not None)
+    return {
+        "prompt": prompt,
+        "response": len(experience.tokens) - prompt,
+        "truncated": truncated,
+    }

@@ -3,9 +3,9 @@
 Every stage of a chain is a run of its own and is estimated as such. Settings are prepared as for
 a run, without asking a cluster; `engine: trinity` can be estimated on a machine without a GPU.
 
-What does not fit is estimated again with other settings. Each candidate has values from mild to
-harsh: first its mildest value that is enough alone; if none is, all of them together until it
-fits. A change is shown only after the whole configuration was read again with it.
+What does not fit is estimated again with other settings: first each setting alone with its mildest
+value that is enough; if none is, all of them together, without those that are not needed. A change
+is shown only after the whole configuration was read again with it.
 
 `--measure` runs the command itself for two steps in a folder that is removed: its metrics say what
 an estimate cannot know, its process tree how much memory it took.
@@ -16,29 +16,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from aflow_tune.config.engine import choose_engine
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.stages import parts_of
 from aflow_tune.config.validate import functions_of
-from aflow_tune.errors import BadInput, Fault, RunFailed
+from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.estimate.gpus import gpu_needs, gpus_of
 from aflow_tune.estimate.local import local_needs, local_run
 from aflow_tune.estimate.needs import GIB, Change, Estimate, Need, setting
 from aflow_tune.estimate.quantities import (
     Earlier,
-    Given,
+    EstimateOptions,
     lengths_of,
     limits_of,
     step_quantities,
@@ -52,21 +51,6 @@ _MEASURED_EVERY = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
 _SHOWN = 3
 _LORA = "[{lora_rank: 16, lora_alpha: 32}]"
-_ROLLOUTS = ("both", "colocate")
-
-
-@dataclass(frozen=True)
-class EstimateOptions:
-    """What the command line adds to the configuration. Memory in bytes."""
-
-    given: Given = field(default_factory=Given)
-    gpu_memory: float | None = None
-    gpus: int | None = None
-    memory: float | None = None
-    usd_per_gpu_hour: float | None = None
-    rehearse: bool = True
-    measure: bool = False
-    changes: bool = True
 
 
 def estimate(
@@ -96,11 +80,7 @@ def estimate(
 
 
 class _Stage:
-    """One run, or one stage of a chain: prepared, and what is known of its lengths.
-
-    Raises:
-        BadInput: it cannot run, or cannot be estimated.
-    """
+    """One run, or one stage of a chain: prepared, and what is known of its lengths."""
 
     def __init__(
         self,
@@ -115,31 +95,34 @@ class _Stage:
         workflow, judge = functions_of(whole)
         self._prepare(workflow)
         config, where = self.config, self.config.positions.where
-        self.policy = named_model(config.model.model_path, where("model.model_path"))
-        self.auxiliary = tuple(
-            named_model(str(model.model_path), where(f"explorer.auxiliary_models.{at}.model_path"))
-            for at, model in enumerate(config.explorer.auxiliary_models)
-        )
+        names = {"model.model_path": config.model.model_path}
+        for at, model in enumerate(config.explorer.auxiliary_models):
+            names[f"explorer.auxiliary_models.{at}.model_path"] = str(model.model_path)
+        self.models = tuple(named_model(name, where(key)) for key, name in names.items())
+        self.policy = self.models[0]
         self.earlier = measured or Earlier.of(Path(config.checkpoint_job_dir))
         seen = self._seen(workflow, judge)
-        self.lengths = lengths_of(config, workflow, options.given, self.earlier, seen)
+        self.lengths = lengths_of(config, workflow, options, self.earlier, seen)
 
     def _prepare(self, workflow: Any) -> None:
         """As for a run, but away from any cluster."""
         config, gpus = self.config, self.options.gpus
         if config.model.tinker.enable:
-            cure = "model.tinker.enable=false estimates the same on GPUs of your own"
-            found = "Tinker's service, which samples and trains elsewhere"
-            place = config.positions.where("model.tinker.enable")
-            fault = Fault(place, "engines of your own", found, cure)
-            raise BadInput("There is no memory of yours to estimate.", [fault])
+            raise BadInput.of(
+                "There is no memory of yours to estimate.",
+                config.positions.where("model.tinker.enable"),
+                "engines of your own",
+                "Tinker's service, which samples and trains elsewhere",
+                "model.tinker.enable=false estimates the same on GPUs of your own",
+            )
         if config.engine == "trinity":
-            # Whether it can run on this machine is the doctor's question, not this one.
+            # Whether it can run on this machine is the doctor's question.
             config.prepared.engine = ("trinity", "as configured")
             if cluster := gpus_of(config, gpus):
                 total, each = cluster
-                config.cluster.node_num = total // each if total % each == 0 else 1
-                config.cluster.gpu_per_node = each if total % each == 0 else total
+                whole = total % each == 0
+                config.cluster.node_num = total // each if whole else 1
+                config.cluster.gpu_per_node = each if whole else total
             if gpus == 1 and config.mode == "both":
                 config.mode = "colocate"
                 self.notes.append(
@@ -150,17 +133,17 @@ class _Stage:
 
     def _seen(self, workflow: Any, judge: Any) -> Seen | None:
         """What a rehearsal shows, or of `mode: train` its rows; None where it is not known."""
-        given, config = self.options.given, self.config
+        given, config = self.options, self.config
         found: Seen | str | None = None
-        if config.mode in _ROLLOUTS:
-            if self.options.rehearse and given.calls is None and given.prompt_tokens is None:
-                folders = {model.name: model.folder for model in (self.policy, *self.auxiliary)}
+        note = "the workflow was not rehearsed: {}"
+        if config.mode in ("both", "colocate"):
+            if given.rehearse and given.calls is None and given.prompt_tokens is None:
+                folders = {model.name: model.folder for model in self.models}
                 found = rehearse(config, workflow, judge, folders)
-            note = "the workflow was not rehearsed: {}"
         elif config.mode == "train" and config.engine == "local":
+            note = "the rows were not read: {}; each may be as long as the limits"
             if given.prompt_tokens is None and given.response_tokens is None:
                 found = read_rows(config, self.policy.folder)
-            note = "the rows were not read: {}; each may be as long as the limits"
         if isinstance(found, str):
             self.notes.append(note.format(found))
             return None
@@ -181,10 +164,8 @@ class _Stage:
         if earlier.peak is not None:
             gib = earlier.peak / GIB
             found.notes.append(f"the two measured steps took {gib:.2f} GiB, without evaluations")
-        if config.mode in _ROLLOUTS:
-            found.quantities = step_quantities(
-                config, self.lengths, options.given, earlier, gpus, options.usd_per_gpu_hour
-            )
+        if config.mode in ("both", "colocate"):
+            found.quantities = step_quantities(config, self.lengths, options, earlier, gpus)
         return found
 
     def fits_with(self, items: Sequence[tuple[str, Any]]) -> bool:
@@ -200,17 +181,15 @@ class _Stage:
     def needs(self, config: AflowConfig) -> tuple[list[Need], int]:
         """The memory, and the GPUs that are paid for."""
         options, limit = self.options, self.options.gpu_memory
+        planned = "cuda" if limit and config.local.device in ("auto", "cuda") else None
+        if limit is None and torch.cuda.is_available():
+            limit = float(torch.cuda.get_device_properties(0).total_memory)
         if config.engine != "local":
             gpus = gpus_of(config, options.gpus)
-            limit = limit or _gpu_here()
-            return gpu_needs(
-                config, self.policy, self.auxiliary, self.lengths, gpus, limit, options.memory
-            )
-        planned = "cuda" if limit and config.local.device in ("auto", "cuda") else None
-        run = local_run(config, self.policy, self.auxiliary, self.lengths, planned)
+            return gpu_needs(config, self.models, self.lengths, gpus, limit, options.memory)
+        run = local_run(config, self.policy, self.models[1:], self.lengths, planned)
         here = memory_here() if options.memory is None else options.memory
-        needs = local_needs(run, here, limit or _gpu_here())
-        return needs, 0 if run.device == "cpu" else 1
+        return local_needs(run, here, limit), 0 if run.device == "cpu" else 1
 
 
 def memory_here(cgroup: Path = _CGROUP) -> float:
@@ -229,14 +208,6 @@ def memory_here(cgroup: Path = _CGROUP) -> float:
         return free if limit == "max" else min(free, float(limit) - used)
     except (OSError, ValueError):
         return free
-
-
-def _gpu_here() -> float | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    return float(torch.cuda.get_device_properties(0).total_memory)
 
 
 # -- what to change ------------------------------------------------------------------------
@@ -274,13 +245,10 @@ def _together(
 ) -> list[tuple[str, Any]]:
     """All mild values first, then harsher ones, until it fits; then what is not needed goes."""
     taken: dict[str, Any] = {}
-    for level in range(max((len(values) for _, values, _ in candidates), default=0)):
-        for key, values, _ in candidates:
-            if level >= len(values):
-                continue
-            taken[key] = values[level]
-            if not stage.fits_with([*taken.items()]):
-                continue
+    levels = itertools.zip_longest(*([(key, value) for value in v] for key, v, _ in candidates))
+    for key, value in filter(None, itertools.chain.from_iterable(levels)):
+        taken[key] = value
+        if stage.fits_with([*taken.items()]):
             for needless in list(taken):
                 rest = [item for item in taken.items() if item[0] != needless]
                 if rest and stage.fits_with(rest):
@@ -291,22 +259,21 @@ def _together(
 
 def _candidates(config: AflowConfig) -> Iterator[tuple[str, Sequence[Any], str]]:
     """Settings with values from mild to harsh, and what is lost by them."""
+    smaller = "more, smaller passes: a little slower"
     if config.engine == "local":
         local = config.local
         if not config.inline and config.mode == "both":
             cost = "no Ray: one process does everything in turns, with the same results"
             yield "inline", (True,), cost
-        passes = _halves(local.micro_batch_tokens, 64)
-        yield "local.micro_batch_tokens", passes, "more, smaller passes: a little slower"
-        batches = _halves(local.max_batch, 4)
-        yield "local.max_batch", batches, "fewer sequences at once: slower"
+        yield "local.micro_batch_tokens", _halves(local.micro_batch_tokens, 64), smaller
+        yield "local.max_batch", _halves(local.max_batch, 4), "fewer sequences at once: slower"
         if local.dtype in ("fp32", "float32", "auto") and not config.deterministic:
             yield "local.dtype", ("bf16",), "less exact sums"
     else:
         trainer, model = config.trainer, config.explorer.rollout_model
         longest = limits_of(config)[2]
         passes = _halves(trainer.max_token_len_per_gpu or 2 * longest, longest)
-        yield "trainer.max_token_len_per_gpu", passes, "more, smaller passes: a little slower"
+        yield "trainer.max_token_len_per_gpu", passes, smaller
         if model.gpu_memory_utilization < 0.95:
             cost = "less room for whatever else is on the GPU"
             yield "explorer.rollout_model.gpu_memory_utilization", (0.95,), cost
@@ -322,11 +289,8 @@ def _candidates(config: AflowConfig) -> Iterator[tuple[str, Sequence[Any], str]]
 
 def _halves(value: int, least: int) -> list[int]:
     """Half of it, a quarter, and so on, while not below `least`."""
-    found = []
-    while value // 2 >= least:
-        value //= 2
-        found.append(value)
-    return found
+    halves = (value // 2**power for power in itertools.count(1))
+    return [*itertools.takewhile(lambda half: half >= max(1, least), halves)]
 
 
 def _put(config: AflowConfig, key: str, value: Any) -> None:
@@ -350,13 +314,15 @@ def _measured(
 ) -> Earlier:
     """What two steps of the run say. Only for the local engine: what a GPU cluster does has to be
     measured there."""
-    engine = choose_engine(parts[0][1])[0]
-    if engine != "local" or len(parts) > 1 or parts[0][1].mode != "both":
-        found = f"engine {engine}" if engine != "local" else "a chain of stages, or another mode"
-        cure = "leave --measure out; give --tokens-per-second, or measure a run of one stage"
-        expected = "one run of `mode: both` on the local engine"
-        fault = Fault("--measure", expected, found, cure)
-        raise BadInput("Only such a run can be measured.", [fault])
+    engine, mode = choose_engine(parts[0][1])[0], parts[0][1].mode
+    if engine != "local" or len(parts) > 1 or mode != "both":
+        raise BadInput.of(
+            "Only a run on the local engine can be measured.",
+            "--measure",
+            "one run of `mode: both` on the local engine",
+            f"engine {engine}, mode {mode}, {len(parts)} stage(s)",
+            "leave --measure out; give --tokens-per-second, or measure a run of one stage",
+        )
     with tempfile.TemporaryDirectory(prefix="aflow-measure-") as folder:
         short = [
             f"checkpoint_root_dir={folder}",
@@ -386,9 +352,7 @@ def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]
     printed. Shared pages are divided among their sharers where that is known (Linux)."""
     peak = 0.0
     with (folder / "output.txt").open("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ}
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 peak = max(peak, _tree_bytes(process.pid))

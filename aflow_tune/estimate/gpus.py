@@ -1,32 +1,29 @@
 """`engine: trinity`: verl's trainer and vLLM's engines, for each GPU.
 
-The trainer is verl 0.8.0's FSDP engine as Trinity 0.6.0 configures it. Sources, by file of the
-installed packages:
+The trainer is verl 0.8.0's FSDP engine as Trinity 0.6.0 configures it. Sources:
 
 - trinity/trainer/verl/config.py `_build_fsdp_engine_config`: `model_dtype` fp32, `fsdp_size` -1
-  (all trainer GPUs), `reshard_after_forward` true, gradient checkpointing on, no fused kernels.
+  (all trainer GPUs), `reshard_after_forward`, gradient checkpointing, no fused kernels.
 - verl/workers/engine/fsdp/transformer_impl.py: parameters are held in `model_dtype` and computed
-  in bf16; a reference policy's shards stay in the machine's memory (CPUOffloadPolicy); a base
-  model under an adapter is sharded like a trained one.
+  in bf16; a reference policy's shards stay in the machine's memory (CPUOffloadPolicy).
 - trinity/trainer/verl/workers.py `_maybe_patch_lora_fsdp2`: under fsdp2 adapters are bf16.
-- verl/workers/engine/base.py `BaseEngineCtx`: `param_offload` and `optimizer_offload` bring
-  shards back for the whole of a train step, so they save nothing at its peak.
+- verl/workers/engine/base.py `BaseEngineCtx`: `param_offload` and `optimizer_offload` save nothing
+  at the peak of a train step.
 - Rajbhandari et al., ZeRO (arXiv:1910.02054): what each GPU keeps of the states.
 - trinity/common/config_validator.py `GPUMemoryValidator._calc_fsdp_activation_memory`, whose
   coefficients its authors fitted with torch's profiler: logits and backward buffers.
 
 vLLM takes `gpu_memory_utilization` of every GPU whatever the model is; what weights, the largest
-forward pass and its own overhead leave becomes blocks of keys and values. So the question is not
-how much it takes but whether the blocks are enough:
+forward pass and its own overhead leave becomes blocks of keys and values. So the question is
+whether the blocks are enough:
 
 - vllm/v1/worker/gpu_worker.py `determine_available_memory`: utilization x total - peak of a
   profiling run (weights, activations, what is not torch's).
-- vllm/v1/kv_cache_interface.py `AttentionSpec.page_size_bytes`: a block of one layer holds
-  2 x block_size x kv_heads x head_size elements. Layers with a sliding window need no more than
-  window - 1 + the tokens of a forward pass, and one block (`SlidingWindowSpec`).
+- vllm/v1/kv_cache_interface.py: a block of one layer holds 2 x block_size x kv_heads x head_size
+  elements; a layer with a sliding window needs window - 1 + the tokens of a forward pass, and one
+  block (`SlidingWindowSpec`). Kwon et al., PagedAttention (arXiv:2309.06180).
 - vllm/config/cache.py: block_size 16; vllm/config/scheduler.py: 2,048 tokens a forward pass and
   128 sequences where, as in Trinity's engine, the usage context names no others.
-- Kwon et al., PagedAttention (arXiv:2309.06180).
 
 Which GPUs serve what follows Trinity's allocation (`RayClusterConfigValidator.
 _set_gpu_allocation_info`): each engine gets tensor x pipeline x data parallel GPUs, the trainer all
@@ -49,8 +46,6 @@ from aflow_tune.estimate.quantities import Known, Lengths, limits_of, worst
 from aflow_tune.estimate.shapes import Lora, ModelShape, NamedModel, kept_per_token, widest_mlp
 
 if TYPE_CHECKING:
-    from trinity.common.config import InferenceModelConfig
-
     from aflow_tune.config.load import AflowConfig
 
 CUDA_CONTEXT = 1.0 * GIB
@@ -67,8 +62,6 @@ _DTYPES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float3
 _QUANTISED = {"fp8": 1.0, "bitsandbytes": 0.5 + 4 / 64}
 """Bytes of a linear layer's weight: one; 4-bit NF4 with an fp32 scale of every 64
 (arXiv:2305.14314)."""
-_TRAINS = ("both", "train", "colocate")
-_ROLLS_OUT = ("both", "explore", "bench", "serve", "colocate")
 
 
 # -- the trainer ---------------------------------------------------------------------------
@@ -92,17 +85,16 @@ class GpuTrainer:
     offload: bool = False
     checkpointing: bool = True
     held: int = _FP32
-    fused_logits: bool = False
     reference: bool = False
     critic: bool = False
 
     def states(self) -> tuple[float, float, float]:
         """Bytes of weights, gradients and Adam's two moments over all GPUs together."""
-        all_parameters = self.shape.parameters * self.held
+        whole = self.shape.parameters * self.held
         if self.lora is None:
-            return all_parameters, all_parameters, 2 * all_parameters
+            return whole, whole, 2 * whole
         adapter = self.lora.parameters(self.shape) * (_BF16 if self.fsdp2 else self.held)
-        return all_parameters + adapter, adapter, 2 * adapter
+        return whole + adapter, adapter, 2 * adapter
 
     def needs(self, limit: float | None, host: float | None, notes: list[str]) -> list[Need]:
         """The needs of one GPU, and of the machine's memory on one node.
@@ -114,9 +106,11 @@ class GpuTrainer:
         if self.reference:
             notes = [*notes, "the reference policy's shards are kept in the machine's memory"]
         parts = tuple(part for part in self._gpu() if part.size)
-        gpu = Need("trainer", "GPU", parts, self.gpus, limit, USABLE, notes=tuple(notes))
         nodes = math.ceil(self.gpus / self.per_node)
-        return [gpu, Need("trainer", "memory", tuple(self._host()), nodes, host)]
+        return [
+            Need("trainer", "GPU", parts, self.gpus, limit, USABLE, notes=tuple(notes)),
+            Need("trainer", "memory", tuple(self._host()), nodes, host),
+        ]
 
     def _gpu(self) -> Iterator[Part]:
         shape, tokens = self.shape, self.tokens
@@ -142,7 +136,7 @@ class GpuTrainer:
         yield Part("activations", tokens * activations, f"{tokens} tokens, {note}")
         # Logits in bf16 with what cross entropy makes of them, or the buffers of the backward
         # pass: 10 N V, and 4 V H + 80 N H (Trinity's `GPUMemoryValidator`, bf16).
-        logits = (20480 if self.fused_logits else 10 * tokens) * shape.vocabulary
+        logits = 10 * tokens * shape.vocabulary
         backward = 4 * shape.vocabulary * shape.hidden + 80 * tokens * shape.hidden
         yield Part("logits and backward buffers", max(logits, backward), f"{tokens} tokens")
         yield Part("CUDA and NCCL", CUDA_CONTEXT, "allowance", allowance=True)
@@ -161,15 +155,10 @@ class GpuTrainer:
             yield Part("reference policy", weights * on_node)
 
 
-def _trainer_needs(
-    config: AflowConfig,
-    shape: ModelShape,
-    lengths: Lengths,
-    gpus: tuple[int, int, int],
-    limit: float | None,
-    host: float | None,
-) -> list[Need]:
-    """The trainer's needs. `gpus`: in all, of a node, and those that the engines take."""
+def _trainer(
+    config: AflowConfig, shape: ModelShape, lengths: Lengths, gpus: tuple[int, int, int]
+) -> tuple[GpuTrainer, list[str]]:
+    """What the trainer is set to, with notes. `gpus`: in all, of a node, taken by the engines."""
     all_gpus, per_node, engines = gpus
     where, trainer = config.positions.where, config.trainer
     lora, faults = lora_of(config), []
@@ -193,8 +182,8 @@ def _trainer_needs(
     algorithm = ALGORITHM_TYPE.get(config.algorithm.algorithm_type)
     fsdp = _verl_settings(trainer.trainer_config, "actor", "fsdp_config")
     model = _verl_settings(trainer.trainer_config, "model")
-    parallel = max(1, trainer.ulysses_sequence_parallel_size)
     longest = limits_of(config)[2]
+    parallel = max(1, trainer.ulysses_sequence_parallel_size)
     tokens = trainer.max_token_len_per_gpu or math.ceil(2 * longest / parallel)
     padding, notes = 1.0, []
     if not trainer.use_remove_padding:
@@ -219,23 +208,20 @@ def _trainer_needs(
         fsdp2 and bool(fsdp.get("offload_policy", trainer.offload_policy)),
         bool(model.get("enable_gradient_checkpointing", True)),
         _DTYPES.get(str(fsdp.get("model_dtype", "fp32")), _FP32),
-        bool(model.get("use_fused_kernels", False)),
         # Trinity loads one by the algorithm alone (trinity/trainer/verl/trainer.py).
         bool(algorithm.use_reference) and lora is None,
         bool(algorithm.use_critic),
     )
-    return settings.needs(limit, host, notes)
+    return settings, notes
 
 
 def _verl_settings(settings: Any, *path: str) -> Mapping[str, Any]:
     """A section of `trainer.trainer_config`, in verl's flat form or below actor_rollout_ref."""
     at: Any = settings if isinstance(settings, dict) else {}
-    nested = at.get("actor_rollout_ref")
-    if isinstance(nested, dict) and path[0] in nested:
-        at = nested
+    at = {**at, **(at.get("actor_rollout_ref") or {})}
     for name in path:
-        at = at.get(name) if isinstance(at, dict) else None
-    return at if isinstance(at, dict) else {}
+        at = at.get(name) or {}
+    return at
 
 
 # -- the engines ---------------------------------------------------------------------------
@@ -243,8 +229,7 @@ def _verl_settings(settings: Any, *path: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Engine:
-    """One kind of rollout engine. Replicas of data parallelism count as engines. `wanted`:
-    sequences that the run would like to decode at once on each."""
+    """One kind of rollout engine. Replicas of data parallelism count as engines."""
 
     role: str
     shape: ModelShape
@@ -260,7 +245,6 @@ class Engine:
     block_size: int = 16
     forward_tokens: int = 2048
     sequences: int = 128
-    wanted: int = 1
 
     @property
     def gpus(self) -> int:
@@ -287,14 +271,12 @@ class Engine:
 
     def sequence_bytes(self) -> float:
         """Bytes of one sequence of full length in whole blocks, on one GPU."""
-        page = self.token_bytes() / self.shape.layers * self.block_size
         blocks = 0
         for layer in self.shape.blocks:
-            tokens, extra = self.max_length, 0
-            if layer.window is not None and layer.window - 1 + self.forward_tokens < tokens:
-                tokens, extra = layer.window - 1 + self.forward_tokens, 1
-            blocks += math.ceil(tokens / self.block_size) + extra
-        return blocks * page
+            seen = math.inf if layer.window is None else layer.window - 1 + self.forward_tokens
+            extra = 1 if seen < self.max_length else 0
+            blocks += math.ceil(min(seen, self.max_length) / self.block_size) + extra
+        return blocks * self.token_bytes() / self.shape.layers * self.block_size
 
     def need(self, limit: float | None) -> Need:
         """The need of one GPU of an engine. Without `limit` the cache is the least that works: one
@@ -304,38 +286,23 @@ class Engine:
             note = "one sequence of full length"
             one = Part("keys and values", self.sequence_bytes(), note)
             return Need(self.role, "GPU", (*fixed, one), count=self.gpus)
-        free = self.utilization * limit - sum(part.size for part in fixed)
+        free = max(0.0, self.utilization * limit - sum(part.size for part in fixed))
         token, refusal = self.token_bytes(), None
-        blocks = max(0, math.floor(free / (self.block_size * token)))
-        tokens = blocks * self.block_size
-        sequences = max(0.0, free) / self.sequence_bytes()
-        notes = [
+        blocks = math.floor(free / (self.block_size * token))
+        tokens, sequences = blocks * self.block_size, free / self.sequence_bytes()
+        note = (
             f"{token / 1024:,.0f} KiB a token: {tokens:,} tokens, or {sequences:.1f} "
             f"sequences of {self.max_length:,}"
-        ]
-        at_once = min(self.wanted, self.sequences)
+        )
         if sequences < 1:
             refusal = (
                 f"vLLM would not start: {tokens:,} tokens of cache are fewer than one sequence "
                 f"of {self.max_length:,}"
             )
-        elif sequences < at_once:
-            notes.append(
-                f"fewer than the {at_once} that run at once: some wait or are computed again if "
-                "all grow to full length"
-            )
         kv = Part("keys and values", tokens * token, f"{blocks:,} blocks of {self.block_size}")
         # vLLM fills its share exactly; graphs and other processes live in the rest.
-        return Need(
-            self.role,
-            "GPU",
-            (*fixed, kv),
-            self.gpus,
-            limit,
-            max(self.utilization, 0.0),
-            refusal,
-            tuple(notes),
-        )
+        share = max(self.utilization, 0.0)
+        return Need(self.role, "GPU", (*fixed, kv), self.gpus, limit, share, refusal, (note,))
 
     def _fixed(self) -> Iterator[Part]:
         shape, split = self.shape, self.tensor_parallel * self.pipeline_parallel
@@ -357,22 +324,21 @@ class Engine:
 def _engines(
     config: AflowConfig, policy: NamedModel, auxiliary: tuple[NamedModel, ...]
 ) -> list[Engine]:
-    """The rollout engines, and those of each auxiliary model.
-
-    Raises:
-        BadInput: a quantisation or an engine type that is not counted.
-    """
-    if config.mode not in _ROLLS_OUT:
+    """The rollout engines, and those of each auxiliary model."""
+    explorer, where = config.explorer, config.positions.where
+    if config.mode not in ("both", "explore", "bench", "serve", "colocate"):
         return []
+    named = []
+    if explorer.rollout_model.engine_type != "external":
+        key = "explorer.rollout_model"
+        named.append((explorer.rollout_model, key, "rollout", policy, lora_of(config)))
+    for number, other in enumerate(auxiliary):
+        model, key = explorer.auxiliary_models[number], f"explorer.auxiliary_models.{number}"
+        named.append((model, key, model.name or f"auxiliary model {number}", other, None))
+    found: list[Engine] = []
     faults: list[Fault] = []
-    rollout = config.explorer.rollout_model
-    runs = config.buffer.batch_size * config.algorithm.repeat_times
-    wanted = math.ceil(runs / max(1, rollout.engine_num))
-
-    def engine(
-        model: InferenceModelConfig, key: str, role: str, named: NamedModel, lora: Lora | None
-    ) -> Engine:
-        where, extra = config.positions.where, dict(model.extra_engine_args or {})
+    for model, key, role, one, lora in named:
+        extra = dict(model.extra_engine_args or {})
         quantization = extra.get("quantization")
         if not model.engine_type.startswith("vllm"):
             cure = "remove engine_type, or measure a short run"
@@ -382,34 +348,24 @@ def _engines(
             expected = "none, " + " or ".join(_QUANTISED)
             faults.append(Fault(place, expected, repr(quantization), "measure a short run instead"))
         itemsize = _DTYPES.get(str(model.dtype), 2)
-        kv = str(extra.get("kv_cache_dtype", "auto"))
-        return Engine(
+        short = str(extra.get("kv_cache_dtype", "auto")).startswith(("fp8", "int8"))
+        engine = Engine(
             role,
-            named.shape,
+            one.shape,
             model.engine_num * model.data_parallel_size,
             model.tensor_parallel_size,
             model.pipeline_parallel_size,
             float(model.gpu_memory_utilization),
             int(model.max_model_len or limits_of(config)[2]),
             itemsize,
-            1 if kv.startswith(("fp8", "int8")) else itemsize,
+            1 if short else itemsize,
             quantization,
             lora,
             int(extra.get("block_size") or Engine.block_size),
             int(extra.get("max_num_batched_tokens") or Engine.forward_tokens),
             int(extra.get("max_num_seqs") or Engine.sequences),
-            wanted,
         )
-
-    found = []
-    if rollout.engine_type != "external":
-        key = "explorer.rollout_model"
-        found.append(engine(rollout, key, "rollout", policy, lora_of(config)))
-    for number, named in enumerate(auxiliary):
-        model = config.explorer.auxiliary_models[number]
-        role = model.name or f"auxiliary model {number}"
-        key = f"explorer.auxiliary_models.{number}"
-        found.append(engine(model, key, role, named, None))
+        found.append(engine)
     if faults:
         raise BadInput("These engines cannot be estimated.", faults)
     return found
@@ -419,8 +375,7 @@ def _engines(
 
 
 def gpus_of(config: AflowConfig, gpus: int | None) -> tuple[int, int] | None:
-    """The GPUs that the run would have, in all and on a node: as said, as configured, or None
-    where nobody says."""
+    """The GPUs that the run would have, in all and on a node: as said, else as configured."""
     cluster = config.cluster
     if gpus is not None:
         return gpus, min(gpus, cluster.gpu_per_node or gpus)
@@ -431,8 +386,7 @@ def gpus_of(config: AflowConfig, gpus: int | None) -> tuple[int, int] | None:
 
 def gpu_needs(
     config: AflowConfig,
-    policy: NamedModel,
-    auxiliary: tuple[NamedModel, ...],
+    models: tuple[NamedModel, ...],
     lengths: Lengths,
     gpus: tuple[int, int] | None,
     limit: float | None,
@@ -441,20 +395,22 @@ def gpu_needs(
     """The needs of trainer and engines, and the GPUs that are paid for.
 
     Args:
+        models: the policy and the auxiliary models.
         gpus: as `gpus_of` has it; None: one for the trainer beside those of the engines.
         limit: bytes of a GPU; None if not known.
         host: bytes of a machine's memory; None if not known.
 
     Raises:
-        BadInput: something of it is not counted.
+        BadInput: a strategy, a quantisation or an engine type that is not counted.
     """
-    engines = _engines(config, policy, auxiliary)
+    policy, *auxiliary = models
+    engines = _engines(config, policy, tuple(auxiliary))
     taken = sum(engine.gpus for engine in engines)
     all_gpus, per_node = gpus or (taken + 1, taken + 1)
     needs = []
-    if config.mode in _TRAINS:
-        split = (all_gpus, per_node, taken)
-        needs += _trainer_needs(config, policy.shape, lengths, split, limit, host)
+    if config.mode in ("both", "train", "colocate"):
+        trainer, notes = _trainer(config, policy.shape, lengths, (all_gpus, per_node, taken))
+        needs += trainer.needs(limit, host, notes)
     needs += [engine.need(limit) for engine in engines]
     if config.mode == "colocate":  # engine and trainer share one GPU, so their needs add up
         on_gpu = [need for need in needs if need.place == "GPU"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aflow_tune.estimate.quantities import Known, Number
@@ -101,9 +101,7 @@ def overall(estimates: Sequence[Estimate]) -> bool | None:
 
 
 def _all_fit(found: Sequence[bool | None]) -> bool | None:
-    if False in found:
-        return False
-    return None if None in found else True
+    return False if False in found else None if None in found else True
 
 
 def as_json(estimates: Sequence[Estimate]) -> dict[str, Any]:
@@ -111,52 +109,21 @@ def as_json(estimates: Sequence[Estimate]) -> dict[str, Any]:
     # Needs that share a machine's memory add up; of GPUs the fullest counts.
     memory = [sum(n.size for n in one.needs if n.place == "memory") for one in estimates]
     gpus = [need.size for one in estimates for need in one.needs if need.place == "GPU"]
-    return {
-        "fits": overall(estimates),
-        "peak_bytes": {"memory": max(memory, default=0.0), "GPU": max(gpus, default=0.0)},
-        "runs": [
-            {
-                "stage": one.name or None,
-                "engine": one.engine,
-                "model": one.model,
-                "fits": one.fits,
-                "needs": [_need_json(need) for need in one.needs],
-                "quantities": {
-                    name: {"value": number.value, "known": number.known.value, "how": number.how}
-                    for name, number in one.quantities.items()
-                },
-                "notes": one.notes,
-                "changes": [
-                    {
-                        "settings": dict(change.settings),
-                        "saved_bytes": change.saved,
-                        "bytes": change.size,
-                        "cost": change.cost,
-                    }
-                    for change in one.changes
-                ],
-            }
-            for one in estimates
-        ],
-    }
-
-
-def _need_json(need: Need) -> dict[str, Any]:
-    return {
-        "role": need.role,
-        "place": need.place,
-        "count": need.count,
-        "bytes": need.size,
-        "limit_bytes": need.limit,
-        "usable_share": need.share,
-        "fits": need.fits,
-        "refusal": need.refusal,
-        "notes": list(need.notes),
-        "parts": [
-            {"name": p.name, "bytes": p.size, "note": p.note, "allowance": p.allowance}
-            for p in need.parts
-        ],
-    }
+    runs = []
+    for one in estimates:
+        run = asdict(one)
+        needs, changes = run.pop("needs"), run.pop("changes")
+        for plain, need in zip(needs, one.needs, strict=True):
+            plain |= {"bytes": need.size, "fits": need.fits}
+            plain |= {"limit_bytes": plain.pop("limit"), "usable_share": plain.pop("share")}
+            plain["parts"] = [part | {"bytes": part.pop("size")} for part in plain["parts"]]
+        for change in changes:
+            change |= {"saved_bytes": change.pop("saved"), "bytes": change.pop("size")}
+            change["settings"] = dict(change["settings"])
+        more = {"stage": run.pop("name") or None, "fits": one.fits}
+        runs.append(run | more | {"needs": needs, "changes": changes})
+    peak = {"memory": max(memory, default=0.0), "GPU": max(gpus, default=0.0)}
+    return {"fits": overall(estimates), "peak_bytes": peak, "runs": runs}
 
 
 def render(estimates: Sequence[Estimate]) -> str:
@@ -171,51 +138,38 @@ def _render(one: Estimate) -> str:
     head = f"stage {one.name}: " if one.name else ""
     lines = [f"{head}engine {one.engine}, {one.model}"]
     for need in one.needs:
-        lines += ["", *_need_lines(need)]
+        each = "GPU" if need.place == "GPU" else "machine's memory"
+        lines += ["", f"{need.role}, {f'{need.count} x ' if need.count > 1 else ''}{each}:"]
+        lines += [f"  {_size(part.size):>11}  {part.name}{_note(part.note)}" for part in need.parts]
+        total = f"  {_size(need.size):>11}  together"
+        if need.limit is not None:
+            total += f", of {_size(need.limit * need.share)} usable: {_VERDICT[need.fits]}"
+        lines += [total, *(f"  {text}" for text in (need.refusal, *need.notes) if text)]
     if one.quantities:
         lines += ["", "each training step:"]
-        lines += [_quantity_line(name, number) for name, number in one.quantities.items()]
+        lines += [_quantity(name, number) for name, number in one.quantities.items()]
     if one.notes:
         lines += ["", *(f"note: {note}" for note in one.notes)]
     if one.fits is False and not one.changes:
-        lines += [
-            "",
-            "no single setting that is tried here makes it fit: take a smaller model, or more",
-        ]
+        text = "no single setting that is tried here makes it fit: take a smaller model, or more"
+        lines += ["", text]
     elif one.fits is False:
         lines += ["", "what makes it fit, each checked by estimating again:"]
-        for change in one.changes:
-            saved = f"saves {_size(change.saved)}" if change.saved > 0 else "moves it elsewhere"
-            lines.append("  " + " ".join(shlex.quote(setting(*item)) for item in change.settings))
-            lines.append(f"      {saved}, leaves {_size(change.size)}; {change.cost}")
+    for change in one.changes:
+        saved = f"saves {_size(change.saved)}" if change.saved > 0 else "moves it elsewhere"
+        lines.append("  " + " ".join(shlex.quote(setting(*item)) for item in change.settings))
+        lines.append(f"      {saved}, leaves {_size(change.size)}; {change.cost}")
     return "\n".join(lines)
 
 
-def _need_lines(need: Need) -> list[str]:
-    each = "GPU" if need.place == "GPU" else "machine's memory"
-    lines = [f"{need.role}, {f'{need.count} x ' if need.count > 1 else ''}{each}:"]
-    lines += [f"  {_size(part.size):>11}  {part.name}{_note(part.note)}" for part in need.parts]
-    total = f"  {_size(need.size):>11}  together"
-    if need.limit is not None:
-        share = "" if need.share == 1 else f" ({need.share:.0%} of {_size(need.limit)})"
-        usable = _size(need.limit * need.share)
-        total += f", of {usable} usable{share}: {_VERDICT[need.fits]}"
-    said = [need.refusal, *need.notes] if need.refusal else need.notes
-    return [*lines, total, *(f"  {text}" for text in said)]
-
-
-def _quantity_line(name: str, number: Number) -> str:
+def _quantity(name: str, number: Number) -> str:
     if number.value is None:
         return f"  {name:22} unknown{_note(number.how)}"
-    if name.startswith("usd"):
-        value = f"${number.value:,.{4 if 0 < number.value < 1 else 2}f}"
-    elif name.startswith("seconds"):
-        value = f"{number.value:,.1f} s"
-    else:
-        whole = number.value == int(number.value) or number.value >= 100
-        value = f"{number.value:,.{0 if whole else 1}f}"
+    digits = 4 if name.startswith("usd") else 0 if number.value >= 100 else 1
+    unit = " s" if name.startswith("seconds") else ""
     known = "" if number.known is Known.COUNTED else number.known.value
-    return f"  {name:22} {value}{_note('; '.join(filter(None, (known, number.how))))}"
+    note = _note("; ".join(filter(None, (known, number.how))))
+    return f"  {name:22} {number.value:,.{digits}f}{unit}{note}"
 
 
 def setting(key: str, value: object) -> str:

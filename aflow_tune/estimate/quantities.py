@@ -1,16 +1,15 @@
 """One training step as numbers: calls, tokens, seconds, US dollars, and how well each is known.
 
-Of lengths and calls the best that is known counts, in this order: what the user said, what an
-earlier run in the same folder measured, what a rehearsal of the workflow showed, the limits of
-the configuration, which are upper bounds and called so. A product is known as well as its worst
-factor. A speed is never assumed: without one that was measured or given, the time is unknown.
+Of lengths and calls the best that is known counts: what the user said, what an earlier run in the
+same folder measured, what a rehearsal showed, the limits of the configuration (upper bounds). A
+product is known as well as its worst factor. A speed is never assumed.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +19,6 @@ from aflow_tune.data.fields import most_calls
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
 from aflow_tune.report.metrics import MetricsLine, read_metrics, series
-from aflow_tune.sections import ModelSettings
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
@@ -67,7 +65,7 @@ _NO_SPEED = Number(
 
 
 def worst(*numbers: Number) -> Known:
-    """The standing of what is computed from all of them."""
+    """How well what is computed from all of them is known."""
     return min((number.known for number in numbers), key=list(Known).index)
 
 
@@ -80,14 +78,21 @@ def computed(how: str, function: Callable[..., float], *numbers: Number) -> Numb
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the user said on the command line; None: nothing."""
+class EstimateOptions:
+    """What the command line adds to the configuration. Memory in bytes; None: nothing is said."""
 
     prompt_tokens: int | None = None
     response_tokens: int | None = None
     calls: int | None = None
     tokens_per_second: float | None = None
     train_tokens_per_second: float | None = None
+    gpu_memory: float | None = None
+    gpus: int | None = None
+    memory: float | None = None
+    usd_per_gpu_hour: float | None = None
+    rehearse: bool = True
+    measure: bool = False
+    changes: bool = True
 
 
 @dataclass
@@ -112,6 +117,12 @@ class Earlier:
     def largest(self, name: str) -> float | None:
         """The largest value of a metric."""
         return max((value for _, value in series(self.lines, name)), default=None)
+
+    def best(self, given: float | None, measured: float | None, otherwise: Number) -> Number:
+        """What was given, else what was measured, else `otherwise`."""
+        if given is not None:
+            return Number(float(given), Known.GIVEN, "command line")
+        return otherwise if measured is None else Number(measured, Known.MEASURED, self.place)
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ def limits_of(config: AflowConfig) -> tuple[int, int, int]:
 def lengths_of(
     config: AflowConfig,
     workflow: Callable[..., Any] | None,
-    given: Given,
+    given: EstimateOptions,
     earlier: Earlier,
     seen: Seen | None,
 ) -> Lengths:
@@ -160,47 +171,35 @@ def lengths_of(
             responses = Number(seen.response, Known.COUNTED, seen.how)
             longest_response = longest_response or seen.longest_response
     return Lengths(
-        _best(given.calls, earlier, "rollout/calls/mean", calls),
-        _best(given.prompt_tokens, earlier, "prompt_length/mean", prompts),
-        _best(given.response_tokens, earlier, "response_length/mean", responses),
+        earlier.best(given.calls, earlier.mean("rollout/calls/mean"), calls),
+        earlier.best(given.prompt_tokens, earlier.mean("prompt_length/mean"), prompts),
+        earlier.best(given.response_tokens, earlier.mean("response_length/mean"), responses),
         float(longest_prompt or prompt),
         float(longest_response or response),
         seen.unshared if seen is not None else None,
     )
 
 
-def _best(given: float | None, earlier: Earlier, metric: str, otherwise: Number) -> Number:
-    return _first(given, earlier, earlier.mean(metric), otherwise)
-
-
-def _first(
-    given: float | None, earlier: Earlier, measured: float | None, otherwise: Number
-) -> Number:
-    if given is not None:
-        return Number(float(given), Known.GIVEN, "command line")
-    return otherwise if measured is None else Number(measured, Known.MEASURED, earlier.place)
-
-
 def _most_calls(config: AflowConfig, workflow: Callable[..., Any] | None) -> Number:
-    if config.writer.executor:
-        turns = float(config.writer.turns)
-        return Number(turns, Known.BOUND, "writer.turns: the policy writes")
-    if config.graph.path:
-        return Number(float(config.graph.max_calls), Known.BOUND, "the limit graph.max_calls")
     seen = most_calls(workflow) if workflow is not None else None
-    if seen is not None:
-        return Number(float(max(1, seen)), Known.BOUND, "calls in the workflow's source")
-    how = "the workflow hands its model on: give --calls, or the number of a run's calls"
-    return Number(None, Known.UNKNOWN, how)
+    if config.writer.executor:
+        most, how = config.writer.turns, "writer.turns: the policy writes"
+    elif config.graph.path:
+        most, how = config.graph.max_calls, "the limit graph.max_calls"
+    elif seen is not None:
+        most, how = max(1, seen), "calls in the workflow's source"
+    else:
+        how = "the workflow hands its model on: give --calls, or the number of a run's calls"
+        return Number(None, Known.UNKNOWN, how)
+    return Number(float(most), Known.BOUND, how)
 
 
 def step_quantities(
     config: AflowConfig,
     lengths: Lengths,
-    given: Given,
+    given: EstimateOptions,
     earlier: Earlier,
     gpus: int,
-    usd_per_gpu_hour: float | None,
 ) -> dict[str, Number]:
     """Everything that is counted of a training step, by name."""
     tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
@@ -211,12 +210,19 @@ def step_quantities(
     new = computed("calls x tokens of a response", operator.mul, calls, lengths.response)
     train = computed("what the trainer is given", operator.add, new, read)
     seconds = _seconds(new, train, given, earlier)
-    dollars = {"usd for GPUs": _gpu_dollars(seconds["seconds"], gpus, usd_per_gpu_hour)}
-    dollars |= {f"usd for {name}": number for name, number in _api_dollars(config, earlier, runs)}
-    if all(number.value is not None for number in dollars.values()):
-        total = computed("all of these", lambda *known: sum(known), *dollars.values())
+    if given.usd_per_gpu_hour is not None:
+        rate = Number(gpus * given.usd_per_gpu_hour / 3600, Known.GIVEN)
+        how = f"{gpus} GPUs x the step's time"
+        gpu_dollars = computed(how, operator.mul, seconds["seconds"], rate)
+    elif gpus:
+        gpu_dollars = Number(None, Known.UNKNOWN, "give --usd-per-gpu-hour")
     else:
-        total = Number(None, Known.UNKNOWN, "some of these are unknown")
+        gpu_dollars = Number(0.0, Known.COUNTED, "no GPU")
+    dollars = {"usd for GPUs": gpu_dollars}
+    for role, model in config.models.items():
+        if role != "policy" and model.model:
+            name = model.role or role
+            dollars[f"usd for {name}"] = _api_dollars(config, role, earlier, runs)
     return {
         "calls of a run": lengths.calls,
         "tokens of a prompt": lengths.prompt,
@@ -228,11 +234,13 @@ def step_quantities(
         "train tokens": train,
         **seconds,
         **dollars,
-        "usd": total,
+        "usd": computed("all of these", lambda *known: sum(known), *dollars.values()),
     }
 
 
-def _seconds(new: Number, train: Number, given: Given, earlier: Earlier) -> dict[str, Number]:
+def _seconds(
+    new: Number, train: Number, given: EstimateOptions, earlier: Earlier
+) -> dict[str, Number]:
     """Seconds of sampling, of training and of the step, one after the other.
 
     A step that was measured counts as such only if it had as many tokens as this one: the settings
@@ -245,58 +253,37 @@ def _seconds(new: Number, train: Number, given: Given, earlier: Earlier) -> dict
     if waited and time and alike and not asked:
         step = waited + time + (earlier.mean("time/sync_weight") or 0.0)
         return {"seconds": Number(step, Known.MEASURED, earlier.place)}
-    measured = tokens / time if tokens and time else None
-    speeds = (
-        _best(given.tokens_per_second, earlier, "rollout/tokens_per_second", _NO_SPEED),
-        _first(given.train_tokens_per_second, earlier, measured, _NO_SPEED),
-    )
-    sampling, training = (
-        computed(f"{speed.value or 0:,.0f} a second", operator.truediv, count, speed)
-        for count, speed in zip((new, train), speeds, strict=True)
-    )
-    return {
-        "seconds sampling": sampling,
-        "seconds training": training,
-        "seconds": computed("taking turns", operator.add, sampling, training),
+    sampled = earlier.mean("rollout/tokens_per_second")
+    trained = tokens / time if tokens and time else None
+    speeds = {
+        "seconds sampling": (new, earlier.best(given.tokens_per_second, sampled, _NO_SPEED)),
+        "seconds training": (
+            train,
+            earlier.best(given.train_tokens_per_second, trained, _NO_SPEED),
+        ),
     }
+    found = {
+        name: computed(f"{speed.value or 0:,.0f} a second", operator.truediv, count, speed)
+        for name, (count, speed) in speeds.items()
+    }
+    return found | {"seconds": computed("taking turns", operator.add, *found.values())}
 
 
-def _gpu_dollars(seconds: Number, gpus: int, usd_per_gpu_hour: float | None) -> Number:
-    if usd_per_gpu_hour is not None:
-        rate = Number(gpus * usd_per_gpu_hour / 3600, Known.GIVEN)
-        return computed(f"{gpus} GPUs x the step's time", operator.mul, seconds, rate)
-    if gpus:
-        return Number(None, Known.UNKNOWN, "give --usd-per-gpu-hour")
-    return Number(0.0, Known.COUNTED, "no GPU")
-
-
-def _api_dollars(
-    config: AflowConfig, earlier: Earlier, runs: Number
-) -> Iterator[tuple[str, Number]]:
-    """US dollars of each model behind an API, as far as they are known before a run."""
-    for role, model in config.models.items():
-        if role != "policy" and model.model:
-            name = model.role or role
-            spent = earlier.mean(f"rollout/cost/{name}/mean")
-            if spent is not None:
-                how = f"US dollars of a run: {earlier.place}"
-                yield name, Number((runs.value or 0.0) * spent, Known.MEASURED, how)
-            else:
-                yield name, _listed_dollars(config, role, model, runs)
-
-
-def _listed_dollars(config: AflowConfig, role: str, model: ModelSettings, runs: Number) -> Number:
+def _api_dollars(config: AflowConfig, role: str, earlier: Earlier, runs: Number) -> Number:
+    """US dollars of a model behind an API, as far as they are known before a run."""
+    model, every = config.models[role], runs.value or 0.0
+    spent = earlier.mean(f"rollout/cost/{model.role or role}/mean")
+    if spent is not None:
+        return Number(every * spent, Known.MEASURED, f"US dollars of a run: {earlier.place}")
     price = price_of(model.provider, model.base_url, model.model or "", model.prices)
     if price is None:
-        why = f"no price of {model.model}: give models.{role}.prices"
-        return Number(None, Known.UNKNOWN, why)
+        return Number(None, Known.UNKNOWN, f"no price of {model.model}: give models.{role}.prices")
     read, written = price.cost(Usage(1_000_000, 0)), price.cost(Usage(0, 1_000_000))
-    if price.cost(Usage(1_000_000, 1_000_000)) == 0:
+    if read + written == 0:
         return Number(0.0, runs.known, "it costs nothing")
     most = config.writer.max_usd
     if config.writer.executor == role and model.max_tokens and most is not None:
-        why = "the limit writer.max_usd of a run"
-        return Number((runs.value or 0.0) * most, Known.BOUND, why)
+        return Number(every * most, Known.BOUND, "the limit writer.max_usd of a run")
     why = (
         "calls and lengths are not known before a run; a million tokens cost "
         f"${read:.2f} in, ${written:.2f} out"

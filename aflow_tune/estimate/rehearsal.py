@@ -2,15 +2,9 @@
 
 A rehearsal calls the workflow on a few training rows. Rows, adapter, recording and experiences are
 those of a run; only the sampler is replaced by one that answers at once with plain words, as many
-as a response may have. So the number of calls, the prompts and what runs share are real, and
-nothing is loaded but the tokenizer. What a trained model would answer, and what a workflow does
-with good answers, a rehearsal cannot know.
-
-Only workflow functions are rehearsed, without `models:` behind an API, which would cost money, and
-with rows that are on this machine. A client that a workflow or a judge makes by itself cannot be
-seen from here: it calls whom it calls.
-
-Of `mode: train` the rows of the first steps are read by Trinity's reader and formatters.
+as a response may have. So the number of calls, the prompts and what runs share are real. Only
+workflow functions are rehearsed, without `models:` behind an API, which would cost money. Of
+`mode: train` the rows of the first steps are read by Trinity's reader and formatters.
 """
 
 from __future__ import annotations
@@ -110,23 +104,26 @@ def rehearse(
         )
     try:
         with tempfile.TemporaryDirectory(prefix="aflow-rehearsal-") as folder:
-            played = _rehearse(config, workflow, judge, folders, Path(folder))
+            played = _rehearse(copy.deepcopy(config), workflow, judge, folders, Path(folder))
             return asyncio.run(asyncio.wait_for(played, SECONDS))
-    except TimeoutError:
-        return f"the workflow took more than {SECONDS:.0f} s with a model that answers at once"
     except Exception as error:
         # Whatever user code or a reader raises here costs knowledge, not the estimate.
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"the workflow took more than {SECONDS:.0f} s with a model that answers at once"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 async def _rehearse(
-    given: AflowConfig,
+    config: AflowConfig,
     workflow: Callable[..., Any],
     judge: Callable[..., Any] | None,
     folders: Mapping[str, Path | None],
     folder: Path,
 ) -> Seen | str:
-    config = copy.deepcopy(given)
     config.mode = "both"  # on stand-ins, who has which GPU is no question
     use_own(config)  # nor is any cluster asked
     config.checkpoint_job_dir = config.prepared.account_folder = str(folder)
@@ -154,9 +151,13 @@ async def _rehearse(
     if not runs:
         return "every run failed with a model that answers in plain words"
     prompts = [item.prompt_length for item in good]
-    how = f"a rehearsal of {runs} runs without a model"
-    unshared = _unshared(good) / runs
-    return Seen(how, len(good) / runs, statistics.fmean(prompts), max(prompts), unshared)
+    return Seen(
+        f"a rehearsal of {runs} runs without a model",
+        len(good) / runs,
+        statistics.fmean(prompts),
+        max(prompts),
+        _unshared(good) / runs,
+    )
 
 
 class _Rollouts(InlineRollouts):
@@ -195,12 +196,13 @@ class _StandIn:
         if faults:
             raise BadInput("The prompt cannot be completed", faults)
         count = min(params.max_tokens, self.max_model_len - len(prompt_ids))
-        return [self._completion(count) for _ in range(params.n)]
-
-    def _completion(self, count: int) -> Completion:
-        start = self._draw.randrange(len(self._words))
-        ids = list(itertools.islice(itertools.cycle(self._words), start, start + count))
-        return Completion(ids, [-1.0] * count, self.vocabulary.text(ids), "length", None)
+        found = []
+        for _ in range(params.n):
+            start = self._draw.randrange(len(self._words))
+            ids = list(itertools.islice(itertools.cycle(self._words), start, start + count))
+            text = self.vocabulary.text(ids)
+            found.append(Completion(ids, [-1.0] * count, text, "length", None))
+        return found
 
     def close(self) -> None:
         """Nothing to free."""
@@ -228,8 +230,7 @@ def read_rows(config: AflowConfig, folder: Path | None) -> Seen | str:
             materialise_experiences(copied)
             steps = asyncio.run(_first_steps(open_experiences(copied)))
     except Exception as error:
-        # Whatever a reader or a template raises here costs knowledge, not the estimate.
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return _reason(error)
     if not steps:
         return "they are fewer than one step takes"
     rows = [row for step in steps for row in step]

@@ -1,25 +1,24 @@
 """A causal language model as numbers: its layers, parameters, cache entries and activations.
 
-`named_model` reads the `config.json` of a model that a configuration names (a folder, the local
-hub cache, or a model of ours); weights are looked at only for the number format of their file.
-`shape_of` counts what transformers' module of that `model_type` holds; the tests compare every
-family with that module on torch's meta device. Other families are refused: a near miss would be a
-wrong number that looks right.
-
-Mixture-of-experts models hold all their experts in memory and compute with a few of them for
-each token: `parameters` and `active_parameters` are told apart.
+`named_model` reads the `config.json` of a model; its weights are looked at only for their number
+format. `shape_of` builds transformers' module of it on torch's meta device, where nothing is
+allocated, and counts. Families whose activations are not known here are refused: a near miss would
+be a wrong number that looks right.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, header_of
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 _SMOLLM2 = {
     "model_type": "llama",
@@ -36,69 +35,45 @@ _SMOLLM2 = {
 """Of SmolLM2-135M, as published: so that it can be estimated before it was ever fetched."""
 _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _FP32 = 4
-_DENSE = {
-    # model_type: (norms of width hidden, norms of width head_dim, biases) of a layer
-    "llama": (2, 0, "configured"),
-    "mistral": (2, 0, "none"),
-    "qwen2": (2, 0, "qkv"),
-    "qwen3": (2, 2, "configured"),
-    "smollm3": (2, 0, "configured"),
-    "phi3": (2, 0, "none"),
-    "gemma": (2, 0, "configured"),
-    "gemma2": (4, 0, "configured"),
-    "gemma3_text": (4, 2, "configured"),
-}
-_SPARSE = {"mixtral": (2, 0, "none"), "qwen3_moe": (2, 2, "configured")}
-FAMILIES = (*_DENSE, *_SPARSE, "gpt2")
+_TITLE = "The model's size cannot be worked out."
+FAMILIES = (
+    *("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2"),
+    *("qwen3", "qwen3_moe", "smollm3"),
+)
 """Counted families by `model_type`."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a block: its module path below the block, widths, and bias."""
+    """A linear layer of a block: its module path below the block, and widths."""
 
     path: str
     inputs: int
     outputs: int
-    bias: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Weights and bias."""
-        return self.inputs * self.outputs + self.outputs * self.bias
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. Widths in elements.
+    """One decoder layer. Widths in elements; `norms`: parameters of all its norms.
 
     `experts` 0: an ordinary MLP, which is among `linears`. Otherwise `experts` MLPs of width
-    `mlp`, of `expert` parameters each, are held beside a `router`, and `active` of them compute a
-    token.
+    `mlp`, of `expert` parameters each, are held, and `active` of them compute a token.
     """
 
     linears: tuple[Linear, ...]
+    parameters: int
     norms: int
     mlp: int
-    gated: bool = True
     window: int | None = None
     experts: int = 0
     active: int = 0
-    router: int = 0
     expert: int = 0
-
-    @property
-    def parameters(self) -> int:
-        """Everything that the layer holds."""
-        linears = sum(linear.parameters for linear in self.linears)
-        return linears + self.norms + self.router + self.experts * self.expert
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A causal LM. `tied`: the output head is the embedding. `positions`: rows of a learned
-    position embedding. `prefix`: where the blocks stand in the module tree. `fp32_norms`: RMS norms
-    that compute, and keep for the backward pass, a copy of their input in fp32."""
+    """A causal LM. `parameters`: all of them, shared ones once. `tied`: the output head is the
+    embedding. `prefix`: where the blocks stand in the module tree."""
 
     family: str
     vocabulary: int
@@ -108,14 +83,11 @@ class ModelShape:
     head_dim: int
     blocks: tuple[Block, ...]
     tied: bool
-    final_norm: int
-    positions: int = 0
-    prefix: str = "model.layers"
-    fp32_norms: bool = True
+    parameters: int
+    prefix: str
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.blocks)
 
     @property
@@ -127,12 +99,6 @@ class ModelShape:
     def block_parameters(self) -> int:
         """Parameters of all decoder layers."""
         return sum(block.parameters for block in self.blocks)
-
-    @property
-    def parameters(self) -> int:
-        """All of them, shared ones once."""
-        rest = self.final_norm + self.positions * self.hidden
-        return (1 if self.tied else 2) * self.embedding + self.block_parameters + rest
 
     @property
     def active_parameters(self) -> int:
@@ -209,6 +175,7 @@ class NamedModel:
         )
 
 
+@lru_cache
 def named_model(name: str, where: str) -> NamedModel:
     """The model called `name`, as `model.model_path` takes it.
 
@@ -219,25 +186,25 @@ def named_model(name: str, where: str) -> NamedModel:
         BadInput: it is not on this machine, its settings cannot be read, or it is of a family
             whose parameters are not counted.
     """
+    from transformers import AutoConfig, LlamaConfig
+
     folder = _folder(name)
     if folder is None and name in BUNDLED:
-        return NamedModel(name, shape_of(_SMOLLM2), 4)
+        return NamedModel(name, shape_of(LlamaConfig(**_SMOLLM2)), 4)
     if folder is None:
         expected = "a folder with config.json, a cached hub id, or one of " + ", ".join(BUNDLED)
         cure = f"hf download {name} config.json, or name a folder that holds the config.json"
-        raise _refused(where, expected, f"{name}: no config.json on this machine", cure)
-    from transformers import AutoConfig
-
+        raise BadInput.of(_TITLE, where, expected, f"{name}: no config.json on this machine", cure)
     try:
-        settings = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        found = str(error).splitlines()[0] if str(error) else type(error).__name__
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        shape = shape_of(config, where)
+    except BadInput:
+        raise
+    except Exception as error:  # whatever settings that do not fit together lead to
         expected = "a config.json that transformers reads"
-        raise _refused(where, expected, found, "check the model") from error
-    activation = settings.get("hidden_act", "silu")
-    return NamedModel(
-        name, shape_of(settings, where), _itemsize(folder, settings), activation, folder
-    )
+        raise BadInput.of(_TITLE, where, expected, f"{error!r:.200}", "check the model") from error
+    activation = getattr(config, "hidden_act", "silu")
+    return NamedModel(name, shape, _itemsize(folder, config), activation, folder)
 
 
 def _folder(name: str) -> Path | None:
@@ -257,140 +224,85 @@ def _folder(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _itemsize(folder: Path, settings: Mapping[str, Any]) -> int:
+def _itemsize(folder: Path, config: Any) -> int:
     """Bytes of an element in the weights' file, or else by the settings."""
     for file in sorted(folder.glob("*.safetensors")):
         header = header_of(file) or {}
         kinds = [item["dtype"] for name, item in header.items() if name != "__metadata__"]
         if kinds:
             return _SIZES.get(max(set(kinds), key=kinds.count), 2)
-    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
+    dtype = str(getattr(config, "dtype", None) or "float32")
     return 4 if dtype.removeprefix("torch.") == "float32" else 2
 
 
-def shape_of(settings: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape that the settings of a `config.json` describe, with `AutoConfig`'s defaults.
+def shape_of(config: Any, where: str = "config.json") -> ModelShape:
+    """The shape of a model, from transformers' configuration of it.
 
     Raises:
-        BadInput: a family that is not counted here, weights that are quantised, or a setting
-            that is missing.
+        BadInput: a family that is not counted here, or weights that are quantised.
     """
-    family = str(settings.get("model_type"))
+    from transformers import AutoModelForCausalLM
+
+    family = config.model_type
     if family not in FAMILIES:
-        expected = "a model_type among " + ", ".join(sorted(FAMILIES))
+        expected = "a model_type among " + ", ".join(FAMILIES)
         cure = "estimate with a model of one of these families, or measure a short run instead"
-        raise _refused(where, expected, repr(settings.get("model_type")), cure)
-    if quantised := settings.get("quantization_config"):
-        found = f"quantization_config: {quantised.get('quant_method', 'unknown')}"
+        raise BadInput.of(_TITLE, where, expected, repr(family), cure)
+    if getattr(config, "quantization_config", None):
         cure = (
             "name the unquantised model; the engine's own quantisation is counted "
             "(explorer.rollout_model.extra_engine_args.quantization)"
         )
-        raise _refused(where, "weights that are not quantised", found, cure)
-    try:
-        return _gpt2(settings) if family == "gpt2" else _decoder(settings)
-    except KeyError as error:
-        expected, found = f"the settings of a {family} model", f"no {error.args[0]}"
-        raise _refused(where, expected, found, "save the model again") from error
-
-
-def _refused(where: str, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput("The model's size cannot be worked out.", [Fault(where, expected, found, cure)])
-
-
-def _decoder(c: Mapping[str, Any]) -> ModelShape:
-    """The Llama form: pre-norm attention and a gated MLP, or a mixture of them."""
-    family, h = c["model_type"], c["hidden_size"]
-    norms, head_norms, biases = (_DENSE | _SPARSE)[family]
-    heads = c["num_attention_heads"]
-    kv_heads = int(c.get("num_key_value_heads") or heads)
-    head_dim = int(c.get("head_dim") or h // heads)
-    q, kv = heads * head_dim, kv_heads * head_dim
-    bias = biases == "configured" and bool(c.get("attention_bias"))
-    mlp_bias = biases == "configured" and bool(c.get("mlp_bias"))
-    i = c["intermediate_size"]
-    attention: tuple[Linear, ...]
-    mlp: tuple[Linear, ...]
-    if family == "phi3":
-        attention = (
-            Linear("self_attn.qkv_proj", h, q + 2 * kv),
-            Linear("self_attn.o_proj", q, h),
-        )
-        mlp = (Linear("mlp.gate_up_proj", h, 2 * i), Linear("mlp.down_proj", i, h))
-    else:
-        attention = (
-            Linear("self_attn.q_proj", h, q, bias or biases == "qkv"),
-            Linear("self_attn.k_proj", h, kv, bias or biases == "qkv"),
-            Linear("self_attn.v_proj", h, kv, bias or biases == "qkv"),
-            Linear("self_attn.o_proj", q, h, bias),
-        )
-        mlp = (
-            Linear("mlp.gate_proj", h, i, mlp_bias),
-            Linear("mlp.up_proj", h, i, mlp_bias),
-            Linear("mlp.down_proj", i, h, mlp_bias),
-        )
-    width = norms * h + head_norms * head_dim
-    experts = 0
-    if family in _SPARSE:
-        # transformers 5 writes num_local_experts, older config.json files num_experts.
-        experts = c["num_local_experts"] if "num_local_experts" in c else c["num_experts"]
-    plain, every = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step") or 1
-    blocks = []
-    for number, window in enumerate(_windows(c)):
-        if experts and number not in plain and (number + 1) % every == 0:
-            wide = c["moe_intermediate_size"] if family == "qwen3_moe" else i
-            active = c["num_experts_per_tok"]
-            sparse = Block(
-                attention, width, wide, True, window, experts, active, experts * h, 3 * h * wide
-            )
-            blocks.append(sparse)
-        else:
-            blocks.append(Block(attention + mlp, width, i, window=window))
+        expected = "weights that are not quantised"
+        raise BadInput.of(_TITLE, where, expected, "quantization_config", cure)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    prefix, layers = next(
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, torch.nn.ModuleList) and len(child) == config.num_hidden_layers
+    )
+    heads, window = config.num_attention_heads, getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
+    blocks = (
+        _block(layer, config, window if kind == "sliding_attention" else None)
+        for layer, kind in zip(layers, kinds, strict=True)
+    )
     return ModelShape(
         family,
-        c["vocab_size"],
-        h,
+        config.vocab_size,
+        config.hidden_size,
         heads,
-        kv_heads,
-        head_dim,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
         tuple(blocks),
-        tied=bool(c.get("tie_word_embeddings")),
-        final_norm=h,
+        bool(config.tie_word_embeddings),
+        sum(parameter.numel() for parameter in module.parameters()),
+        prefix,
     )
 
 
-def _windows(c: Mapping[str, Any]) -> Sequence[int | None]:
-    """The attention window of each layer; None sees everything."""
-    count, window = c["num_hidden_layers"], c.get("sliding_window")
-    if kinds := c.get("layer_types"):
-        return [window if kind == "sliding_attention" else None for kind in kinds]
-    everywhere = bool(window) and c.get("use_sliding_window", True)
-    return [window if everywhere else None] * count
+def _block(layer: torch.nn.Module, config: Any, window: int | None) -> Block:
+    from transformers.pytorch_utils import Conv1D
 
-
-def _gpt2(c: Mapping[str, Any]) -> ModelShape:
-    h, heads = c["n_embd"], c["n_head"]
-    i = c.get("n_inner") or 4 * h
-    linears = (
-        Linear("attn.c_attn", h, 3 * h, True),
-        Linear("attn.c_proj", h, h, True),
-        Linear("mlp.c_fc", h, i, True),
-        Linear("mlp.c_proj", i, h, True),
-    )
-    return ModelShape(
-        "gpt2",
-        c["vocab_size"],
-        h,
-        heads,
-        heads,
-        h // heads,
-        (Block(linears, 4 * h, i, gated=False),) * c["n_layer"],
-        tied=bool(c.get("tie_word_embeddings", True)),
-        final_norm=2 * h,
-        positions=c["n_positions"],
-        prefix="transformer.h",
-        fp32_norms=False,
-    )
+    linears = []
+    for path, child in layer.named_modules():
+        if isinstance(child, torch.nn.Linear | Conv1D):
+            width, other = child.weight.shape
+            widths = (width, other) if isinstance(child, Conv1D) else (other, width)
+            linears.append(Linear(path, *widths))
+    sizes = {name: parameter.numel() for name, parameter in layer.named_parameters()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name or "ln_" in name)
+    dense = (tuple(linears), sum(sizes.values()), norms)
+    held = {name: p for name, p in layer.named_parameters() if ".experts." in name}
+    if not held:
+        return Block(*dense, linears[-1].inputs, window)
+    down = next(parameter for name, parameter in held.items() if name.endswith("down_proj"))
+    experts, _, mlp = down.shape  # [experts, hidden, intermediate]
+    expert = sum(parameter.numel() for parameter in held.values()) // experts
+    return Block(*dense, mlp, window, experts, config.num_experts_per_tok, expert)
 
 
 def kept_per_token(
@@ -424,7 +336,7 @@ def kept_per_token(
     """
     full, hidden = lora is None, shape.hidden
     q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if shape.fp32_norms:
+    if shape.family != "gpt2":
         count, rest = divmod(block.norms, hidden)
         norms = count * (_FP32 * hidden + _FP32 + itemsize * hidden * (2 if full else 1))
         if rest == 2 * shape.head_dim:
@@ -433,7 +345,7 @@ def kept_per_token(
         norms = 2 * (itemsize * 2 * hidden + 2 * _FP32)
     attention = 2 * q_width + 2 * keys * kv_width + (q_width if gathered else 0)
     # gelu by its tanh formula keeps input, half of it, tanh, 1 + tanh and the product
-    mlp = 4 * block.mlp * max(1, block.active) if block.gated else 5 * block.mlp
+    mlp = 5 * block.mlp if shape.family == "gpt2" else 4 * block.mlp * max(1, block.active)
     rows = 0.0 if lora is None else lora.rows_per_layer(shape)
     return norms + itemsize * (attention + mlp + rows)
 

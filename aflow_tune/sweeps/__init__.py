@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SAMPLERS = ("tpe", "random", "grid")
-PRUNERS = ("none", "median", "halving")
-OBJECTIVES = ("best", "last")
-
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line. `trials` None: all of a grid, else 20."""
+    """What was asked for on the command line. `trials` None: all of a grid, else 20.
+
+    `sampler`: tpe, random or grid. `prune`: none, median or halving. `objective`: best or last.
+    """
 
     config: Path
     space: Sequence[str]

@@ -1,12 +1,10 @@
 """A sweep as it was asked for, checked: what is tried, where its folder is, what its trials are.
 
-Everything that could be refused is refused here, before anything is started, by the code that
-`aflow-tune validate` uses: the configuration itself, every value of the space alone, and of a
-small grid every combination. A random combination cannot be known beforehand; it is checked when
-it is drawn (`Plan.refusal`).
+Everything that could be refused is refused before anything is started, by the code that
+`aflow-tune validate` uses: the configuration, every value alone, and of a small grid every
+combination. What is drawn at random is checked when it is drawn (`Plan.refusal`).
 
-The second command of a sweep must mean the same as the first, or its trials could not be compared:
-what decides a score is kept in `settings.json`, and a difference is refused with both sides.
+What decides a score is kept in `settings.json`: the second command of a sweep must mean the same.
 """
 
 from __future__ import annotations
@@ -67,7 +65,6 @@ class Plan:
     trials: int
     folder: Path
     first_report: int
-    warnings: tuple[str, ...] = ()
 
     @property
     def seeds(self) -> list[int | None]:
@@ -82,18 +79,12 @@ class Plan:
     def settings(self, number: int, seed: int | None, values: dict[str, str]) -> list[str]:
         """The settings with which a trial's run is started."""
         group = f"{self.config.group}/{self.folder.name}".lstrip("/")
-        own = {"group": group, "name": self.run_name(number, seed)}
-        return [
-            *self.request.overrides,
-            *settings_of(values),
-            *([] if seed is None else [f"seed={seed}"]),
+        settings = [*self.request.overrides, *settings_of(values)]
+        settings += [] if seed is None else [f"seed={seed}"]
+        for key, text in (("group", group), ("name", self.run_name(number, seed))):
             # Read as text, whatever it looks like.
-            *(
-                f"{k}={v}" if _PLAIN.fullmatch(v) else f"{k}={json.dumps(v)}"
-                for k, v in own.items()
-            ),
-            "continue_from_checkpoint=true",
-        ]
+            settings.append(f"{key}={text if _PLAIN.fullmatch(text) else json.dumps(text)}")
+        return [*settings, "continue_from_checkpoint=true"]
 
     def refusal(self, number: int, values: dict[str, str]) -> BadInput | None:
         """Why a trial's settings would be refused by the run itself; None: they are fine."""
@@ -132,10 +123,13 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
         raise BadInput("The sweep cannot begin.", faults)
     folder = chain_folder(config)
     folder = folder.with_name(f"{folder.name}{ENDING}")
-    local = report.engine is None or report.engine[0] == "local"
     first_report = max(1, int(report.config.explorer.eval_interval or 1))
-    warnings = tuple(_warnings(request, config, local=local))
-    return Plan(request, config, axes, trials, folder, first_report, warnings)
+    if config.quick_eval and request.objective == "best":
+        say(
+            "warning: with `quick_eval` the last evaluation uses all held-out tasks and others a "
+            "sample: --objective last compares trials on the same tasks"
+        )
+    return Plan(request, config, axes, trials, folder, first_report)
 
 
 def check_same(plan: Plan) -> None:
@@ -153,9 +147,9 @@ def check_same(plan: Plan) -> None:
     except FileNotFoundError:
         before = None
     except ValueError as error:
+        title, expected = "The settings of this sweep cannot be read.", "settings in JSON"
         cure = "start again under another `name=`"
-        fault = Fault(str(path), "the settings of a sweep, in JSON", str(error), cure)
-        raise BadInput("The settings of this sweep cannot be read.", [fault]) from None
+        raise BadInput.of(title, str(path), expected, str(error), cure) from None
     if before is None or not (plan.folder / STUDY_FILE).exists():
         write_json(path, now)
         return
@@ -203,10 +197,7 @@ def _own_key(axis: Axis, request: Request) -> Iterator[Fault]:
     if key in _OWN_KEYS:
         expected = "a key that decides what is learned"
         yield Fault(axis.where, expected, f"`{key}`: {_OWN_KEYS[key]}", "leave it out")
-    elif key == "seed" and request.seeds:
-        found = "`seed` beside --seeds, which sets it for every run"
-        yield Fault(axis.where, "one of the two", found, leave)
-    elif beside := next(given, None):
+    elif beside := next(given, "--seeds" if key == "seed" and request.seeds else None):
         yield Fault(axis.where, "a key that is not set beside it", beside, leave)
 
 
@@ -245,27 +236,3 @@ def _of_value(fault: Fault, axis: Axis, text: str) -> Fault:
     if not axis.choices and not axis.whole and axis.low.is_integer() and axis.high.is_integer():
         cure = f"{axis.key}=int:{axis.low:g}..{axis.high:g} for whole numbers, or: {cure}"
     return replace(fault, where=where, cure=cure)
-
-
-def _warnings(request: Request, config: AflowConfig, *, local: bool) -> Iterator[str]:
-    """What a user should know before the hours are spent."""
-    seeds = len(request.seeds)
-    if request.prune != "none" and request.parallel < seeds:
-        yield (
-            f"a trial is pruned by the mean over its {seeds} seeds, and they do not all run at "
-            f"once: --parallel {seeds} lets pruning save more than the last of them"
-        )
-    if config.quick_eval and request.objective == "best":
-        yield (
-            "with `quick_eval` the last evaluation uses all held-out tasks and others a sample: "
-            "--objective last compares trials on the same tasks"
-        )
-    shared = local and config.physical_gpus is None and config.local.device in ("auto", "cuda")
-    if request.parallel > 1 and shared:
-        import torch
-
-        if torch.cuda.is_available():
-            yield (
-                f"{request.parallel} runs at once would share one GPU: physical_gpus=auto gives "
-                "each its own"
-            )

@@ -16,7 +16,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +39,6 @@ _EXACT = 2**53
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:[.\[][\w\-.\[\]]*)?")
 _EXAMPLE = "--space algorithm.optimizer.lr=log:1e-6..1e-4 --space algorithm.repeat_times=4,8"
 _TITLE = "The space of the sweep cannot be read."
-_Said = str | list[str] | BadInput
-"""Of a key: a range or a list in one text, the texts of a list, or why it is neither."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,11 @@ class Axis:
     log: bool = False
 
     @property
-    def count(self) -> int | None:
-        """How many values there are; None where a range has no end of them."""
+    def values(self) -> tuple[str, ...] | range | None:
+        """Every value; None of a range that cannot be counted."""
         if self.choices:
-            return len(self.choices)
-        return int(self.high) - int(self.low) + 1 if self.whole else None
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Every value, where they can be counted."""
-        return self.choices or tuple(map(str, range(int(self.low), int(self.high) + 1)))
+            return self.choices
+        return range(int(self.low), int(self.high) + 1) if self.whole else None
 
     @property
     def probes(self) -> tuple[str, ...]:
@@ -78,10 +71,6 @@ class Axis:
         if isinstance(value, str):
             return value
         return repr(int(value) if self.whole else float(value))
-
-    def value(self, text: str) -> str | int:
-        """One of `values` as the study keeps it."""
-        return text if self.choices else int(text)
 
     def distribution(self) -> BaseDistribution:
         """As Optuna has it."""
@@ -113,22 +102,24 @@ def grid(axes: Sequence[Axis], seed: int) -> list[dict[str, str]]:
     Raises:
         BadInput: a range that cannot be counted, or more than `MOST_COMBINATIONS`.
     """
+    values = [axis.values for axis in axes]
+    count = math.prod(len(of) for of in values if of is not None)
     faults = []
-    for axis in (axis for axis in axes if axis.count is None):
+    for axis in (axis for axis in axes if axis.values is None):
         middle = math.sqrt(axis.low * axis.high) if axis.log else (axis.low + axis.high) / 2
         sample = ",".join(f"{value:.3g}" for value in (axis.low, middle, axis.high))
         expected = "values that can be counted, for --sampler grid"
         cure = f"list them: {axis.key}={sample}, or --sampler tpe"
         faults.append(Fault(axis.where, expected, "a range of numbers", cure))
-    count = math.prod(axis.count or 1 for axis in axes)
     if not faults and count > MOST_COMBINATIONS:
         expected = f"at most {MOST_COMBINATIONS} combinations"
         faults.append(Fault("--sampler grid", expected, str(count), "--sampler tpe or random"))
     if faults:
         raise BadInput("There is no grid of this space.", faults)
-    keys = [axis.key for axis in axes]
-    products = itertools.product(*(axis.values for axis in axes))
-    found = [dict(zip(keys, values, strict=True)) for values in products]
+    found = [
+        {axis.key: axis.text(value) for axis, value in zip(axes, combination, strict=True)}
+        for combination in itertools.product(*(of or () for of in values))
+    ]
     random.Random(seed).shuffle(found)
     return found
 
@@ -139,73 +130,60 @@ def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
     Raises:
         BadInput: with every item that cannot be read, and every key that is named twice.
     """
-    axes: list[Axis] = []
+    axes: dict[str, Axis] = {}
     faults: list[Fault] = []
     for item in items:
         key, equals, text = item.partition("=")
-        found: Iterable[tuple[str, str, _Said]] = [(key.strip(), f"--space {item}", text)]
+        where = f"--space {item}"
         try:
-            found = found if equals else _of_file(Path(item))
-            for name, where, said in found:
-                try:
-                    axes.append(_axis(name, where, said))
-                except BadInput as error:
-                    faults += error.faults
+            lines = [(key.strip(), where, text)] if equals else [*_of_file(Path(item), where)]
         except BadInput as error:
             faults += error.faults
-    seen: dict[str, Axis] = {}
-    for axis in axes:
-        first = seen.setdefault(canonical(axis.key), axis)
-        if first is not axis:
-            cure = "put all its values into one of them"
-            faults.append(Fault(axis.where, "every key once", f"also {first.where}", cure))
+            continue
+        for name, place, said in lines:
+            try:
+                axis = _axis(name, place, said)
+            except BadInput as error:
+                faults += error.faults
+                continue
+            first = axes.setdefault(canonical(axis.key), axis)
+            if first is not axis:
+                cure = "put all its values into one of them"
+                faults.append(Fault(place, "every key once", f"also {first.where}", cure))
     if not axes and not faults:
         faults.append(Fault("--space", "what to try", "nothing", _EXAMPLE))
     if faults:
         raise BadInput(_TITLE, faults)
-    return tuple(axes)
+    return tuple(axes.values())
 
 
-def _of_file(path: Path) -> Iterator[tuple[str, str, _Said]]:
-    """(key, where, what is said) of each line of a YAML file."""
-    expected, where = "key=values, or a YAML file with `key: [values]`", f"--space {path}"
+def _of_file(path: Path, where: str) -> Iterator[tuple[str, str, str | list[str]]]:
+    """(key, where, a range or the texts of a list) of each line of a YAML file."""
+    expected = "key=values, or a YAML file with `key: [values]` lines"
     if path.suffix not in (".yaml", ".yml"):
         raise _unreadable(where, expected, str(path), _EXAMPLE)
     try:
         source = path.read_text(encoding="utf-8-sig")
         node = yaml.compose(source, Loader=yaml.SafeLoader)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise _unreadable(where, expected, reason, "check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _unreadable(str(path), "YAML", str(error).splitlines()[0], _EXAMPLE) from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _unreadable(where, expected, str(error).splitlines()[0], "check the file") from None
     if not isinstance(node, yaml.MappingNode):
-        raise _unreadable(str(path), "`key: [values]` lines", "something else", _EXAMPLE)
+        raise _unreadable(where, expected, "something else", _EXAMPLE)
     for key, value in node.value:
-        where = f"{path}:{key.start_mark.line + 1}: {key.value}"
-        yield str(key.value), where, _said(source, key.value, value, where)
-
-
-def _said(source: str, key: str, value: yaml.Node, where: str) -> _Said:
-    if isinstance(value, yaml.ScalarNode):
-        return str(value.value)
-    if isinstance(value, yaml.MappingNode):
-        inner = str(value.value[0][0].value) if value.value else "..."
-        cure = f"write the whole key: `{key}.{inner}: [values]`"
-        return _unreadable(where, "a list of values or a range", "keys below it", cure)
-    if all(isinstance(item, yaml.ScalarNode) or item.flow_style for item in value.value):
-        return _as_written(source, value)
-    expected = "lists within the list in brackets"
-    return _unreadable(where, expected, "blocks", "- [q_proj, v_proj]")
+        place = f"{path}:{key.start_mark.line + 1}: {key.value}"
+        if isinstance(value, yaml.ScalarNode):
+            yield str(key.value), place, str(value.value)
+        elif isinstance(value, yaml.SequenceNode):
+            yield str(key.value), place, _as_written(source, value)
+        else:
+            yield str(key.value), place, []
 
 
 def _as_written(source: str, node: yaml.Node) -> list[str]:
     return [source[item.start_mark.index : item.end_mark.index].strip() for item in node.value]
 
 
-def _axis(key: str, where: str, said: _Said) -> Axis:
-    if isinstance(said, BadInput):
-        raise said
+def _axis(key: str, where: str, said: str | list[str]) -> Axis:
     if not _KEY.fullmatch(key):
         raise _unreadable(where, "key=values", f"the key {key!r}", _EXAMPLE)
     key = display(canonical(key))
@@ -223,11 +201,14 @@ def _axis(key: str, where: str, said: _Said) -> Axis:
             problem = getattr(error, "problem", None) or str(error)
             raise _unreadable(where, "values in YAML", problem, "quote the values") from None
     if len(said) < 2:
-        found_text = f"one value: {said[0]}" if said else "none"
         cure = f"give a fixed value as a setting: {key}={said[0] if said else '...'}"
-        raise _unreadable(where, "two values or more, or a range LOW..HIGH", found_text, cure)
+        expected = "two values or more, or a range LOW..HIGH, for a key that is written whole"
+        raise _unreadable(where, expected, ", ".join(said) or "none", cure)
     first: dict[str | float, str] = {}
     for choice in said:
+        if "\n" in choice:
+            expected = "lists within the list in brackets"
+            raise _unreadable(where, expected, "blocks", "- [q_proj, v_proj]")
         value = float(choice) if re.fullmatch(_NUMBER, choice) else choice
         if value in first:
             again = f"{choice} again" + (f", as {first[value]}" if first[value] != choice else "")
@@ -237,22 +218,21 @@ def _axis(key: str, where: str, said: _Said) -> Axis:
 
 
 def _range(key: str, where: str, kinds: str, low_text: str, high_text: str) -> Axis:
-    low, high = float(low_text), float(high_text)
-    whole, log, shown = "int:" in kinds, "log:" in kinds, f"{low_text}..{high_text}"
+    low, high, shown = float(low_text), float(high_text), f"{low_text}..{high_text}"
+    whole, log = "int:" in kinds, "log:" in kinds
     if not low < high < math.inf:
         cure = f"{high_text}..{low_text}" if high < low else "choose a smaller number"
         if low == high:
             cure = f"give a fixed value as a setting: {key}={low_text}"
         raise _unreadable(where, "LOW..HIGH with LOW below HIGH", shown, cure)
-    if whole and not (low.is_integer() and high.is_integer()):
-        raise _unreadable(where, "whole numbers", shown, "int:2..16")
-    if whole and max(abs(low), abs(high)) > _EXACT:
-        raise _unreadable(where, f"whole numbers up to {_EXACT:,}", shown, "list some of them")
+    exact = low.is_integer() and high.is_integer() and max(abs(low), abs(high)) <= _EXACT
+    if whole and not exact:
+        raise _unreadable(where, f"whole numbers up to {_EXACT:,}", shown, "int:2..16")
     if log and low <= 0:
-        cure = f"begin above 0, such as {high / 100:g}..{high_text}" if high > 0 else "leave log:"
+        cure = "begin above 0, or leave log: out"
         raise _unreadable(where, "numbers above 0 for log:", low_text, cure)
     return Axis(key, where, low=low, high=high, whole=whole, log=log)
 
 
 def _unreadable(where: str, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput(_TITLE, [Fault(where, expected, found, cure)])
+    return BadInput.of(_TITLE, where, expected, found, cure)

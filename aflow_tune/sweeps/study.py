@@ -1,13 +1,12 @@
 """Optuna's side of a sweep: what is tried next, what is pruned, and the record in SQLite.
 
-The study asks and is told; nothing runs inside of Optuna. A trial that is RUNNING in the study was
-not brought to an end: its command goes on with it, or the next command does. The score is
-maximised.
+The study asks and is told; nothing runs inside of Optuna. A trial that is RUNNING in the study has
+not ended: its command goes on with it, or the next command does. The score is maximised.
 
 Samplers are made anew for every trial from the sweep's seed and the trial's number: one that was
 made once would begin its random numbers again after a resume, and draw the same settings twice.
-A grid's combinations are handed over as fixed trials, because Optuna's `GridSampler` stops a loop
-of Optuna's own that is not there (`Study.stop` raises).
+A grid's combinations are handed over as fixed trials: Optuna's `GridSampler` stops `optimize`,
+which is not used here.
 """
 
 from __future__ import annotations
@@ -61,9 +60,10 @@ class SweepStudy:
 
     def __init__(self, plan: Plan) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._plan = plan
+        # Optuna's notes that a part of it may change in a later version.
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        self._plan, request = plan, plan.request
         self._axes = {axis.key: axis for axis in plan.axes}
-        request = plan.request
         self._grid = grid(plan.axes, request.seed) if request.sampler == "grid" else None
         plan.folder.mkdir(parents=True, exist_ok=True)
         # In place of an address, in which some characters of a path would mean something else.
@@ -77,15 +77,14 @@ class SweepStudy:
             "median": optuna.pruners.MedianPruner(n_startup_trials=_MEDIAN_AFTER),
             "halving": optuna.pruners.SuccessiveHalvingPruner(plan.first_report, 2),
         }
-        with _calm():
-            self._storage = optuna.storages.RDBStorage("sqlite:///study", engine_kwargs=engine)
-            self._study = optuna.create_study(
-                study_name=_NAME,
-                storage=self._storage,
-                direction="maximize",
-                pruner=pruners[request.prune],
-                load_if_exists=True,
-            )
+        self._storage = optuna.storages.RDBStorage("sqlite:///study", engine_kwargs=engine)
+        self._study = optuna.create_study(
+            study_name=_NAME,
+            storage=self._storage,
+            direction="maximize",
+            pruner=pruners[request.prune],
+            load_if_exists=True,
+        )
 
     def close(self) -> None:
         """Let go of the file."""
@@ -113,17 +112,16 @@ class SweepStudy:
         What was handed over and not begun by a command that was killed comes first.
         """
         trials = self._study.get_trials(deepcopy=False)
-        with _calm():
-            if self._grid is not None and all(t.state != TrialState.WAITING for t in trials):
-                tried = {tuple(self._texts(trial).values()) for trial in self._begun()}
-                left = next((v for v in self._grid if tuple(v.values()) not in tried), None)
-                if left is None:
-                    return None
-                self._study.enqueue_trial(
-                    {key: self._axes[key].value(text) for key, text in left.items()}
-                )
-            self._study.sampler = self._sampler(len(trials))
-            trial = self._study.ask({key: a.distribution() for key, a in self._axes.items()})
+        if self._grid is not None and all(t.state != TrialState.WAITING for t in trials):
+            tried = {tuple(self._texts(trial).values()) for trial in self._begun()}
+            left = next((v for v in self._grid if tuple(v.values()) not in tried), None)
+            if left is None:
+                return None
+            self._study.enqueue_trial(
+                {k: text if self._axes[k].choices else int(text) for k, text in left.items()}
+            )
+        self._study.sampler = self._sampler(len(trials))
+        trial = self._study.ask({key: a.distribution() for key, a in self._axes.items()})
         return TrialRecord(trial.number, "running", self._texts(trial))
 
     def report(self, number: int, step: int, value: float) -> bool:
@@ -169,11 +167,10 @@ class SweepStudy:
 
 @contextmanager
 def opened(plan: Plan) -> Iterator[SweepStudy]:
-    """The study for the block; where it cannot be read or written, such as on a full disk, that is
-    told in words.
+    """The study for the block.
 
     Raises:
-        RunFailed: it cannot.
+        RunFailed: it cannot be read or written, such as on a full disk.
     """
     study = None
     try:
@@ -189,11 +186,3 @@ def opened(plan: Plan) -> Iterator[SweepStudy]:
     finally:
         if study is not None:
             study.close()
-
-
-@contextmanager
-def _calm() -> Iterator[None]:
-    """Without Optuna's notes that a part of it may change in a later version."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        yield

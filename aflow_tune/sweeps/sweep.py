@@ -1,10 +1,10 @@
 """A sweep while it runs: which trial is next, what its runs have come to, how it ends.
 
 A trial has one run for each seed, and a run is a process of its own (or an actor in a Ray cluster)
-that this one starts, looks at twice a second and may ask to stop. A run that ends well is scored
-from its folder; one that fails costs its trial and no more; one that was killed, or stopped by
-somebody else, leaves its trial unfinished: the same command goes on with it, before anything new is
-begun. Table and page are written after every trial and at the end, however that comes.
+that this one starts, polls and may ask to stop. A run that ends well is scored from its folder; one
+that fails costs its trial and no more; one that was killed, or stopped by somebody else, leaves its
+trial unfinished: the same command goes on with it first. Table and page are written after every
+trial and at the end, however that comes.
 """
 
 from __future__ import annotations
@@ -98,8 +98,6 @@ def run_sweep(
         setting = f"cluster.ray_address={ray}"
         request = replace(request, overrides=(*request.overrides, setting))
     plan = make_plan(request, say)
-    for warning in plan.warnings:
-        say(f"warning: {warning}")
     with locked(plan.folder), contextlib.ExitStack() as stack:
         cluster = None if ray == "none" else cluster_for(plan.config)
         start: Start = _start_here
@@ -116,8 +114,8 @@ def _start_here(arguments: Sequence[str], output: Path) -> Process:
 def carry_out(
     plan: Plan, start: Start, *, stop: Callable[[], bool], say: Callable[[str], None] = print
 ) -> Ended:
-    """Run the trials of a plan whose folder is held. Where it ends with an error, the table as it
-    stands is written and said first. Raises as `run_sweep`."""
+    """Run the trials of a plan whose folder is locked. Where it ends with an error, the table as
+    it stands is written and said first. Raises as `run_sweep`."""
     check_same(plan)
     say(f"sweep folder: {plan.folder}")
     with opened(plan) as study:
@@ -155,28 +153,10 @@ class Run:
         return self.process is not None and self.code is None
 
     @property
-    def waiting(self) -> bool:
-        """Whether it may be started."""
-        return self.process is None and self.code is None and not self.held
-
-    @property
     def failed(self) -> bool:
         """Whether it failed by itself; killed by a signal is not failed."""
         ended = self.code is not None and self.code > 0
         return ended and self.code not in (*_WELL, ExitCode.INTERRUPTED) and not self.asked
-
-    def look(self) -> float:
-        """Notice its end; the seconds that it took if it is noticed now, else 0."""
-        if self.process is None or self.code is not None:
-            return 0.0
-        self.code = self.process.poll()
-        return 0.0 if self.code is None else time.monotonic() - self.started
-
-    def ask(self, *, again: bool) -> None:
-        """Ask it to save and stop; `again`: to stop at once."""
-        if self.going and self.process is not None and (again or not self.asked):
-            self.asked = True
-            self.process.stop()
 
     def state(self) -> RunState | None:
         """What its folder says."""
@@ -196,17 +176,12 @@ class Run:
 class Trial:
     """A trial under way. `seconds`: of its runs together, in earlier commands too."""
 
-    record: TrialRecord
+    number: int
     runs: list[Run]
     reported: set[int]
     seconds: float
     pruned: bool
     failed: str | None = None
-
-    @property
-    def number(self) -> int:
-        """Its number in the study."""
-        return self.record.number
 
     @property
     def ending(self) -> bool:
@@ -222,12 +197,17 @@ class Trial:
 
     def look(self) -> None:
         """Notice the ends of its runs."""
-        self.seconds += sum(run.look() for run in self.runs)
+        for run in self.runs:
+            if run.process is not None and run.code is None:
+                run.code = run.process.poll()
+                self.seconds += 0.0 if run.code is None else time.monotonic() - run.started
 
     def ask(self, *, again: bool = False) -> None:
-        """Ask its runs to save and stop."""
+        """Ask its runs to save and stop; `again`: to stop at once."""
         for run in self.runs:
-            run.ask(again=again)
+            if run.process is not None and run.going and (again or not run.asked):
+                run.asked = True
+                run.process.stop()
 
 
 class Sweep:
@@ -251,7 +231,16 @@ class Sweep:
 
     def run(self) -> None:
         """Run until every trial has ended. Raises as `run_sweep`, but for BadInput."""
-        begun = self._resume()
+        records = self.study.records()
+        self.trials = [self._trial(record) for record in records if record.state == "running"]
+        begun = len(records)
+        if not self.trials and begun >= self.plan.trials:
+            raise AlreadyFinished(
+                f"All {begun} trials of the sweep in {self.plan.folder} have ended. Nothing "
+                "was started. For more give a higher --trials."
+            )
+        for trial in self.trials:
+            self.say(f"trial {trial.number}: going on with it")
         limit = self.plan.request.timeout
         deadline = float("inf") if limit is None else time.monotonic() + limit
         try:
@@ -264,8 +253,9 @@ class Sweep:
                         raise BudgetReached(f"--timeout is over; {self._how_to_go_on()}")
                     raise Interrupted(f"stopped; {self._how_to_go_on()}")
                 begun += self._fill(begun)
-                if reason := self._hopeless():
-                    raise RunFailed(reason)
+                if self._hopeless():
+                    title = f"the first {FIRST_FAILURES} trials came to nothing."
+                    raise RunFailed(f"{title} {self._reasons()}")
                 if not self.trials:
                     break
                 time.sleep(POLL_SECONDS)
@@ -281,27 +271,23 @@ class Sweep:
 
     # -- what is begun ---------------------------------------------------------------------
 
-    def _resume(self) -> int:
-        """Take up the trials that an earlier command left; how many were begun in all."""
-        records = self.study.records()
-        self.trials = [self._trial(record) for record in records if record.state == "running"]
-        if not self.trials and len(records) >= self.plan.trials:
-            raise AlreadyFinished(
-                f"All {len(records)} trials of the sweep in {self.plan.folder} have ended. Nothing "
-                "was started. For more give a higher --trials."
-            )
-        for trial in self.trials:
-            self.say(f"trial {trial.number}: going on with it")
-        return len(records)
-
     def _fill(self, begun: int) -> int:
         """Start runs while there is room; how many trials were begun."""
         new = 0
-        while self._room() and not self._hopeless():
-            live = [trial for trial in self.trials if not trial.ending]
-            waiting = next((run for trial in live for run in trial.runs if run.waiting), None)
-            if waiting is not None:
-                self._start(waiting)
+        while not self._hopeless():
+            busy = sum(run.going or run.held for trial in self.trials for run in trial.runs)
+            if busy >= self.plan.request.parallel:
+                break
+            runs = [run for trial in self.trials if not trial.ending for run in trial.runs]
+            waiting = (r for r in runs if r.process is None and r.code is None and not r.held)
+            if (run := next(waiting, None)) is not None:
+                # An earlier command of this sweep may have been killed while its run still saves.
+                run.held = is_locked(run.folder)
+                if run.held:
+                    self.say(f"waiting for the run in {run.folder}, which is still going on")
+                else:
+                    run.process = self.start(run.arguments, run.output)
+                    run.started = time.monotonic()
                 continue
             record = self.study.next() if begun + new < self.plan.trials else None
             if record is None:
@@ -316,10 +302,6 @@ class Sweep:
                 write(self.plan, self.study.records())
         return new
 
-    def _room(self) -> bool:
-        busy = sum(run.going or run.held for trial in self.trials for run in trial.runs)
-        return busy < self.plan.request.parallel
-
     def _trial(self, record: TrialRecord) -> Trial:
         runs = []
         for seed in self.plan.seeds:
@@ -333,16 +315,9 @@ class Sweep:
             if state is not None and state.status == "finished":
                 run.code = int(ExitCode.DONE)
             runs.append(run)
-        seconds = float(record.notes.get("seconds", 0.0))
-        return Trial(record, runs, set(record.reported), seconds, bool(record.notes.get("pruned")))
-
-    def _start(self, run: Run) -> None:
-        if is_locked(run.folder):
-            # An earlier command of this sweep was killed, and its run is still saving.
-            self.say(f"waiting for the run in {run.folder}, which is still going on")
-            run.held = True
-            return
-        run.process, run.started = self.start(run.arguments, run.output), time.monotonic()
+        notes = record.notes
+        seconds, pruned = float(notes.get("seconds", 0.0)), bool(notes.get("pruned"))
+        return Trial(record.number, runs, set(record.reported), seconds, pruned)
 
     # -- what has become of it -------------------------------------------------------------
 
@@ -395,8 +370,7 @@ class Sweep:
         about = bool(known) and (len(known) < len(infos) or any(info.about for info in infos))
         usd = sum(known) if known else None
         self.study.note(trial.number, seconds=trial.seconds, usd=usd, about=about)
-        codes = [run.code for run in trial.runs if run.code not in _WELL]
-        if not codes:
+        if all(run.code in _WELL for run in trial.runs):
             self._score(trial)
         elif trial.pruned:
             self.study.end(trial.number, pruned=True)
@@ -404,29 +378,26 @@ class Sweep:
         elif not any(run.asked for run in trial.runs):
             self.left.append(trial.number)
             self.endings.append("its run was stopped or killed")
-            said = ", ".join(map(str, codes))
-            self.say(f"trial {trial.number}: stopped or killed by somebody else ({said})")
+            self.say(f"trial {trial.number}: stopped or killed by somebody else")
 
     def _score(self, trial: Trial) -> None:
         """The mean over its runs, one for each seed; the interval is Student's t over them, or of
         one run that over held-out tasks."""
-        scores = []
-        step, interval = None, None
+        found = []
         for run in trial.runs:
             try:
-                found = outcome(run.folder, self.plan.request.objective)
+                one = outcome(run.folder, self.plan.request.objective)
             except (OSError, ValueError) as error:  # BadInput is a ValueError
                 reason = f"its records cannot be read: {error}"
                 self._fail(trial.number, reason, trial.seconds)
                 return
-            if found is None:
+            if one is None:
                 reason = f"{run.folder} holds no held-out evaluation with a score"
                 self._fail(trial.number, reason, trial.seconds)
                 return
-            score, step, interval = found
-            scores.append(score)
-        if len(scores) > 1:
-            step, interval = None, mean_interval(scores)
+            found.append(one)
+        scores = [score for score, _, _ in found]
+        _, step, interval = found[0] if len(found) == 1 else (None, None, mean_interval(scores))
         self.study.note(
             trial.number,
             step=step,
@@ -447,12 +418,10 @@ class Sweep:
 
     # -- how it ends -----------------------------------------------------------------------
 
-    def _hopeless(self) -> str:
-        """Why it makes no sense to go on; empty where it does."""
+    def _hopeless(self) -> bool:
+        """Whether it makes no sense to go on: the first trials of this command all failed."""
         first = self.endings[:FIRST_FAILURES]
-        if len(first) < FIRST_FAILURES or not all(first):
-            return ""
-        return f"the first {FIRST_FAILURES} trials came to nothing. {self._reasons()}"
+        return len(first) == FIRST_FAILURES and all(first)
 
     def _reasons(self) -> str:
         reasons = dict.fromkeys(reason for reason in self.endings if reason)

@@ -1,0 +1,124 @@
+"""`aflow-tune CONFIG` with its dry run, `aflow-tune validate` and `aflow-tune init`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import Any
+
+from aflow_tune.commands.options import CONFIG, add_command, refuse
+from aflow_tune.errors import BadInput, ExitCode, Fault
+
+_EPILOG = """\
+dry run:
+  aflow-tune run --dry-run my.yaml                        one step, scripted; no GPU, no model
+  aflow-tune run --dry-run my.yaml --answers answers.jsonl
+  aflow-tune run --dry-run gpu.yaml --inline --json       one process, without Ray
+
+  Plays one training step through your rows, workflow, rewards, the adapter, Ray workers, buffer and
+  advantages, with an optimiser step on a tiny random model. What the policy says is scripted: in
+  each group even runs say what the row gives as its answer, odd ones plain words. --answers FILE
+  says it better, a JSON line for an item:
+
+    {"item": 0, "good": "<answer>13</answer>", "bad": "no idea"}
+    {"item": "*", "good": "<answer>{answer}</answer>"}          {answer}: the row's own field
+
+  No number is what the model would do. Exit code 0: a batch was filled and a step was made;
+  1: not, and the first traceback is shown; 2: refused, nothing was started. docs/dry_run.md
+"""
+_CONFIG = CONFIG.replace("the file", "the file, such as buffer.total_steps=20")
+_OPTIONS = f"""\
+{_CONFIG}\
+--inline  one process without Ray: starts faster, half the memory, same results
+[a dry run]
+--dry-run  play one step by a script on a tiny random model; no GPU, nothing is kept
+--answers FILE path  what a good and a bad policy would say
+--call-apis  call the models behind APIs, which costs money; else plain words stand in for them
+--tasks N count  tasks to play (a whole step, up to 256 runs); sums are scaled to the step
+--stage NAME  the stage to play (the first that can be)
+--json  print JSON and nothing else
+"""
+
+
+def add_parser(commands: Any) -> None:
+    add_command(
+        commands,
+        "run",
+        _run,
+        _OPTIONS,
+        help="tune a workflow (the word may be left out)",
+        description="Tune the workflow of a configuration, with an evaluation before and after. "
+        "The same command resumes an interrupted run.",
+        epilog=_EPILOG,
+    )
+    add_command(
+        commands,
+        "validate",
+        _validate,
+        _CONFIG,
+        help="check configuration, function and data set without starting anything",
+        description="Check a configuration, its workflow function and its data sets. Starts "
+        "nothing and fetches nothing. Every fault is printed with its place and its cure.",
+    )
+    add_command(
+        commands,
+        "init",
+        _init,
+        "folder . path  where to write it; made if missing\n",
+        help="write a small new project: workflow, YAML, data, test",
+        description="Write a small project to start from. Existing files are never overwritten.",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.dry_run:
+        return _dry_run(options)
+    faults = [
+        Fault(f"command line: {name}", "--dry-run beside it", "a real run", f"--dry-run {name}")
+        for name in ("--answers", "--call-apis", "--tasks", "--stage", "--json")
+        if getattr(options, name[2:].replace("-", "_"))
+    ]
+    refuse("These options are those of a dry run.", faults)
+    from aflow_tune.tuning import run_config
+
+    run_config(options.config, options.overrides, inline=True if options.inline else None)
+    return ExitCode.DONE
+
+
+def _dry_run(options: argparse.Namespace) -> int:
+    from aflow_tune.dry_run.numbers import as_json, render
+    from aflow_tune.tuning import dry_run_config
+
+    with contextlib.redirect_stdout(sys.stderr):  # the workflow may print
+        result = dry_run_config(
+            options.config,
+            options.overrides,
+            answers=options.answers,
+            call_apis=options.call_apis,
+            tasks=options.tasks,
+            stage=options.stage,
+            inline=options.inline,
+        )
+    print(json.dumps(as_json(result)) if options.json else render(result))
+    return ExitCode.DONE if result.good else ExitCode.FAILED
+
+
+def _validate(options: argparse.Namespace) -> int:
+    from aflow_tune.tuning import validate_config
+
+    report = validate_config(options.config, options.overrides)
+    print(report.render())
+    return ExitCode.BAD_INPUT if report.faults else ExitCode.DONE
+
+
+def _init(options: argparse.Namespace) -> int:
+    from aflow_tune.commands.init_project import write_project
+
+    written = write_project(options.folder)
+    if not written:
+        raise BadInput(f"nothing was written to {options.folder}: every file is there already")
+    print(*written, sep="\n")
+    print(f"\nnext: aflow-tune validate {options.folder / 'config.yaml'}")
+    return ExitCode.DONE
