@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     quiet()
     problem = None if options.batch else _problem(options)
     inferer = inferer_of(options)
-    for warning in inferer.warnings:
+    for warning in inferer.config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if problem is not None:
         return asyncio.run(_one(inferer, problem, options))
@@ -107,15 +107,14 @@ async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) 
     if options.svg is not None:
         _write_svg(options.svg, found[0])
     if options.json:
-        plain: Any = [solved.to_json() for solved in found]
-        json.dump(plain[0] if options.samples == 1 else plain, sys.stdout, indent=1)
+        json.dump(found[0] if options.samples == 1 else found, sys.stdout, indent=1)
         print()
     else:
         for number, solved in enumerate(found, 1):
             if options.samples > 1:
                 print(f"--- sample {number} of {options.samples}")
             print(solved_text(solved, drawing=options.svg is None), end="")
-    return ExitCode.DONE if any(solved.answered for solved in found) else ExitCode.FAILED
+    return ExitCode.DONE if any(solved["answered"] for solved in found) else ExitCode.FAILED
 
 
 async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
@@ -127,7 +126,7 @@ async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
         print(text, file=sys.stderr, flush=True)
 
     async with inferer:
-        tally = await run_batch(
+        answered = await run_batch(
             inferer,
             rows,
             samples=options.samples,
@@ -135,8 +134,8 @@ async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
             out=options.out,
             say=say,
         )
-    say(f"{tally.answered} of {tally.rows} rows have an answer")
-    return ExitCode.DONE if tally.answered == tally.rows else ExitCode.FAILED
+    say(f"{answered} of {len(rows)} rows have an answer")
+    return ExitCode.DONE if answered == len(rows) else ExitCode.FAILED
 
 
 def _problem(options: argparse.Namespace) -> Problem:
@@ -160,11 +159,12 @@ def _problem(options: argparse.Namespace) -> Problem:
 
 
 def _write_svg(file: Path, solved: Solved) -> None:
-    if not solved.svg:
+    svg = solved["workflow"]["svg"]
+    if not svg:
         print("there is no graph to draw: the code could not be read", file=sys.stderr)
         return
     try:
-        file.write_text(solved.svg, encoding="utf-8")
+        file.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise BadInput(f"{file} cannot be written: {error}") from error
     print(file, file=sys.stderr)

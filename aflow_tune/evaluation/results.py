@@ -6,18 +6,26 @@ Computed from the records by `aflow_tune.report`; nothing is measured here. `to_
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
 from aflow_tune.evaluation.columns import Column, Plan
-from aflow_tune.report.audit import Finding, audit_evaluation
-from aflow_tune.report.evaluation import Comparison, Evaluation, compare
+from aflow_tune.report.audit import audit_evaluation
+from aflow_tune.report.evaluation import (
+    Comparison,
+    Evaluation,
+    Price,
+    callers,
+    compare,
+    cost,
+    per_solved,
+    usage,
+)
+from aflow_tune.report.page import TONES
 from aflow_tune.report.records import EvalRecord
 from aflow_tune.report.statistics import Interval, mean, standard_deviation
-from aflow_tune.report.usage import CallerUse, Cost, Price, Usage, callers, cost, per_solved, usage
 from aflow_tune.scoring.agent_reward import efficiency, target_tools, timing, tool_accuracy
 from aflow_tune.sections import AgentRewardSection
 
@@ -34,77 +42,48 @@ class AgentMeasure:
     count: int
 
 
-@dataclass(frozen=True)
 class Cell:
-    """One column on one task set.
+    """One column on one task set, and all that is counted of its records.
 
-    `price` is what the tokens of the column's model cost, `rows` those of the task set by item,
-    `samples` the rollouts of each, `solved_at` the score from which on one has solved its task.
+    `pass_at` is pass@k over scored rollouts, `pass_at_all` with failed ones as unsolved (empty
+    where none failed), `measures` reward and every recorded metric over items. What a solved
+    rollout took is what all took, for each that was solved; None where it is not known.
+
+    Args:
+        rows: those of the task set by item.
+        price: what the tokens of the column's model cost.
+        samples: rollouts of each row.
+        solved_at: the score from which on a rollout has solved its task.
     """
 
-    column: Column
-    evaluation: Evaluation
-    rows: Mapping[int, Mapping[str, Any]]
-    price: Price | None
-    samples: int
-    solved_at: float
-
-    @property
-    def score(self) -> Interval | None:
-        return self.evaluation.interval()
-
-    @cached_property
-    def pass_at(self) -> dict[int, Interval | None]:
-        """pass@k over scored rollouts."""
-        levels = pass_levels(self.samples)
-        return {k: self.evaluation.pass_at(k, self.solved_at) for k in levels}
-
-    @cached_property
-    def pass_at_all(self) -> dict[int, Interval | None]:
-        """The same with failed rollouts as unsolved; empty where none failed."""
-        levels = pass_levels(self.samples) if self.evaluation.failed_rollouts else []
-        at = self.solved_at
-        return {k: self.evaluation.pass_at(k, at, failed_as_unsolved=True) for k in levels}
-
-    @property
-    def solved(self) -> int:
-        return self.evaluation.solved_rollouts(self.solved_at)
-
-    @cached_property
-    def usage(self) -> Usage:
-        return usage(self.evaluation.records)
-
-    @cached_property
-    def cost(self) -> Cost:
-        return cost(self.evaluation.records, self.price)
-
-    @cached_property
-    def callers(self) -> list[CallerUse]:
-        return callers(self.evaluation.records)
-
-    @cached_property
-    def measures(self) -> dict[str, Interval | None]:
-        """Reward and every recorded metric, over items."""
-        names = self.evaluation.metric_names()
-        return {name: self.evaluation.metric_interval(name) for name in names}
-
-    @cached_property
-    def agents(self) -> dict[str, AgentMeasure]:
-        return measure_agents(self.evaluation.records, self.rows, self.solved_at)
-
-    @cached_property
-    def findings(self) -> list[Finding]:
-        return audit_evaluation(self.evaluation, f" ({self.column.name})")
-
-    @property
-    def tokens_per_solved(self) -> float | None:
-        """Tokens of all rollouts, prompts included, for each solved one."""
-        return per_solved(self.usage.total_tokens, self.solved)
-
-    @property
-    def cost_per_solved(self) -> float | None:
-        """US dollars of all rollouts for each solved one; None where a price is unknown."""
-        return per_solved(self.cost.total, self.solved)
+    def __init__(
+        self,
+        column: Column,
+        evaluation: Evaluation,
+        rows: Mapping[int, Mapping[str, Any]],
+        price: Price | None,
+        samples: int,
+        solved_at: float,
+    ) -> None:
+        self.column, self.evaluation = column, evaluation
+        records, names = evaluation.records, evaluation.metric_names()
+        # Powers of two, and the number of samples.
+        levels = sorted({2**n for n in range(samples.bit_length())} | {samples})
+        failed = levels if evaluation.failed_rollouts else []
+        self.score = evaluation.interval()
+        self.pass_at = {k: evaluation.pass_at(k, solved_at) for k in levels}
+        self.pass_at_all = {
+            k: evaluation.pass_at(k, solved_at, failed_as_unsolved=True) for k in failed
+        }
+        self.solved = evaluation.solved_rollouts(solved_at)
+        self.usage = usage(records)
+        self.cost = cost(records, price)
+        self.callers = callers(records)
+        self.measures = {name: evaluation.metric_interval(name) for name in names}
+        self.agents = measure_agents(records, rows, solved_at)
+        self.findings = audit_evaluation(evaluation, f" ({column.name})")
+        self.tokens_per_solved = per_solved(self.usage.total_tokens, self.solved)
+        self.cost_per_solved = per_solved(self.cost.total, self.solved)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; None is null: not known, or nothing to count."""
@@ -113,10 +92,8 @@ class Cell:
             "items": evaluation.items,
             "runs": len(evaluation.records),
             "score": _plain(self.score),
-            "pass_at": {str(k): _plain(value) for k, value in self.pass_at.items()},
-            "pass_at_failed_as_unsolved": {
-                str(k): _plain(value) for k, value in self.pass_at_all.items()
-            },
+            "pass_at": _plain_of(self.pass_at),
+            "pass_at_failed_as_unsolved": _plain_of(self.pass_at_all),
             "solved_runs": self.solved,
             "failed_runs": evaluation.failed_rollouts,
             "failures": evaluation.failures,
@@ -132,7 +109,7 @@ class Cell:
                 "unknown_roles": list(self.cost.unknown),
             },
             "callers": [asdict(use) for use in self.callers],
-            "measures": {name: _plain(value) for name, value in self.measures.items()},
+            "measures": _plain_of(self.measures),
             "agents": {name: asdict(value) for name, value in self.agents.items()},
             "warnings": [asdict(finding) for finding in self.findings],
         }
@@ -146,6 +123,10 @@ class Difference:
     before: Column
     after: Column
     comparison: Comparison | None
+
+    @property
+    def tone(self) -> str:
+        return TONES[self.comparison.direction if self.comparison else 0]
 
     def sentences(self) -> list[str]:
         """The verdict and what has to be said beside it."""
@@ -181,10 +162,13 @@ class Result:
     differences: Sequence[Difference]
     warnings: Sequence[str] = field(default_factory=tuple)
 
+    @property
+    def every(self) -> list[Cell]:
+        return [cell for cells in self.cells.values() for cell in cells]
+
     def why_nothing(self) -> str | None:
         """Where nothing could be scored: how many rollouts there are, and what most of them met."""
-        every = [cell for cells in self.cells.values() for cell in cells]
-        records = [record for cell in every for record in cell.evaluation.records]
+        records = [record for cell in self.every for record in cell.evaluation.records]
         if not records or any(record.score is not None for record in records):
             return None
         met = Counter((record.failure or "unscored", record.reason) for record in records)
@@ -231,34 +215,21 @@ def compare_columns(plan: Plan, cells: Mapping[str, Sequence[Cell]]) -> list[Dif
     ]
 
 
-def pass_levels(samples: int) -> list[int]:
-    """The k of pass@k that are told: powers of two, and the number of samples."""
-    levels = {2**power for power in range(samples.bit_length()) if 2**power <= samples}
-    return sorted(levels | {samples})
-
-
 def measure_agents(
     records: Sequence[EvalRecord], rows: Mapping[int, Mapping[str, Any]], solved_at: float
 ) -> dict[str, AgentMeasure]:
     """The five measures of tool-using agents over the rollouts on rows that have `target_tools`
-    (a list of names, perhaps empty); empty without any.
+    (a list of names, perhaps empty); empty without any. A rollout that failed counts in none.
 
     - tool_selection_accuracy: F1 of the tools that were called against `target_tools`; where
       none was wanted, 1 if none was called, else 0.5.
     - plan_success_rate: 1 for a rollout that called every tool of `target_tools`.
     - step_efficiency: `optimal_steps` (default 5) against the steps taken, at most 1. A step is
       one answer of the model.
-    - timing_precision: 1 if a tool was called and one was wanted, or neither; else 0. Never
-      seconds.
+    - timing_precision: 1 if a tool was called and one was wanted, or neither; else 0.
     - end_to_end_success: 1 for a score of at least `solved_at`.
-
-    Parts that the agent reward pays for are computed by its own functions. A rollout that failed
-    counts in none of them, as it has no score either; `count` says how many were measured.
     """
-    names = ("tool_selection_accuracy", "plan_success_rate", "step_efficiency")
-    values: dict[str, list[float]] = {
-        name: [] for name in (*names, "timing_precision", "end_to_end_success")
-    }
+    values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         row = rows.get(record.item, {})
         if row.get("target_tools") is None or record.failure is not None:
@@ -273,8 +244,8 @@ def measure_agents(
         values["timing_precision"].append(timing(called, wanted))
         if record.score is not None:
             values["end_to_end_success"].append(float(record.score >= solved_at))
-    if not any(values.values()):
-        return {}
+    if values:
+        values.setdefault("end_to_end_success", [])
     return {
         name: AgentMeasure(mean(found) if found else None, standard_deviation(found), len(found))
         for name, found in values.items()
@@ -283,6 +254,10 @@ def measure_agents(
 
 def _plain(interval: Interval | None) -> dict[str, Any] | None:
     return None if interval is None else asdict(interval)
+
+
+def _plain_of(intervals: Mapping[Any, Interval | None]) -> dict[str, Any]:
+    return {str(name): _plain(interval) for name, interval in intervals.items()}
 
 
 def _path(path: object) -> str | None:

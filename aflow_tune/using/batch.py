@@ -2,7 +2,7 @@
 
 With an output file the same command goes on where it was stopped: a result says which row and
 which sample it belongs to, and of what it was made (`key`: the row, the weights, the settings).
-Results of another make are not mixed with new ones but refused. Rows that met an error are asked
+Results of another make are refused, not mixed with new ones. Rows that met an error are asked
 again.
 """
 
@@ -15,21 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, Fault
+from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.files import append_line, as_line, drop_torn_line, write_whole
-from aflow_tune.using.solved import Problem, Solved
+from aflow_tune.using.inferring import Inferer
+from aflow_tune.using.solved import Problem
 
 _MAX_FAULTS = 20
-
-
-class Sampling(Protocol):
-    """A solver that knows which sample of a problem is asked for."""
-
-    async def solve(self, problem: Problem, sample: int = 0) -> Solved:
-        """What became of one problem."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -43,14 +36,6 @@ class Row:
     id: Any = None
 
 
-@dataclass
-class Tally:
-    """What a batch came to: its rows, and those with an answer in at least one sample."""
-
-    rows: int
-    answered: int
-
-
 def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Row]:
     """The problems of a JSONL file.
 
@@ -61,12 +46,12 @@ def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Ro
     Raises:
         BadInput: with the faulty rows and their lines.
     """
+    title = "These problems cannot be asked."
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        cure = "name a JSONL file in UTF-8"
-        fault = Fault(f"--batch {file}", "a file with a problem a line", str(error), cure)
-        raise BadInput("The problems cannot be read.", [fault]) from None
+        cure, expected = "name a JSONL file in UTF-8", "a file with a problem a line"
+        raise BadInput.of(title, f"--batch {file}", expected, str(error), cure) from None
     rows: list[Row] = []
     faults: list[Fault] = []
     for number, line in enumerate(lines, 1):
@@ -89,24 +74,24 @@ def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Ro
     if not rows and not faults:
         faults.append(Fault(str(file), "at least one problem", "none", "add a line"))
     if faults:
-        raise BadInput("These problems cannot be asked.", faults[:_MAX_FAULTS])
+        raise BadInput(title, faults[:_MAX_FAULTS])
     return rows
 
 
 async def run_batch(
-    solver: Sampling,
+    solver: Inferer,
     rows: Sequence[Row],
     *,
     samples: int,
     at_once: int,
     out: Path | None,
     say: Callable[[str], None],
-) -> Tally:
-    """Solve every row `samples` times; results go to `out`, or to standard output.
+) -> int:
+    """Solve every row `samples` times; results go to `out`, or to standard output. Returns how many
+    rows have an answer in at least one sample.
 
     Raises:
         BadInput: `out` holds other results.
-        BudgetReached: a limit was reached; what was solved before is kept.
     """
     done = _kept(out, rows, samples) if out is not None else {}
     answered = {number for (number, _), got in done.items() if got}
@@ -117,8 +102,15 @@ async def run_batch(
 
     async def one(row: Row, sample: int) -> None:
         nonlocal count
+        line: dict[str, Any] = {"row": row.number, "sample": sample, "key": row.key}
+        if row.id is not None:
+            line["id"] = row.id
         async with slots:
-            line = await _entry(solver, row, sample)
+            try:
+                line |= await solver.solve(row.problem, sample)
+            except (AflowTuneError, TimeoutError) as error:
+                why = "timed out" if isinstance(error, TimeoutError) else str(error)
+                line |= {"problem": row.problem.text, "answered": False, "error": why}
         if line["answered"]:
             answered.add(row.number)
         if out is None:
@@ -130,30 +122,10 @@ async def run_batch(
         told = "answered" if line["answered"] else line.get("error") or "no answer"
         say(f"{count} of {total}: row {row.number}: {told}")
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for row in rows:
-                for sample in range(samples):
-                    if (row.number, sample) not in done:
-                        group.create_task(one(row, sample))
-    except* AflowTuneError as errors:
-        raise errors.exceptions[0] from None
-    return Tally(len(rows), len(answered))
-
-
-async def _entry(solver: Sampling, row: Row, sample: int) -> dict[str, Any]:
-    """A result's line. What a row alone fails of is its `error`."""
-    head = {"row": row.number, "sample": sample, "key": row.key}
-    if row.id is not None:
-        head["id"] = row.id
-    try:
-        solved = await solver.solve(row.problem, sample)
-    except BudgetReached:
-        raise
-    except (AflowTuneError, TimeoutError) as error:
-        told = "timed out" if isinstance(error, TimeoutError) else str(error)
-        return {**head, "problem": row.problem.text, "answered": False, "error": told}
-    return {**head, **solved.to_json()}
+    wanted = [(row, sample) for row in rows for sample in range(samples)]
+    left = [(row, sample) for row, sample in wanted if (row.number, sample) not in done]
+    await asyncio.gather(*(one(row, sample) for row, sample in left))
+    return len(answered)
 
 
 def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int], bool]:
@@ -173,15 +145,15 @@ def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int],
     for number, line in enumerate(lines, 1):
         entry = _object(line) or {}
         row, sample = entry.get("row"), entry.get("sample")
-        if (
-            not isinstance(row, int)
-            or not isinstance(sample, int)
-            or entry.get("key") != keys.get(row, "no such row")
-        ):
-            expected = "results of these problems by this model with these settings"
-            cure = "name a new file, or remove this one"
-            fault = Fault(f"{out}:{number}", expected, "something else", cure)
-            raise BadInput("The results cannot be added to this file.", [fault])
+        ours = isinstance(row, int) and isinstance(sample, int)
+        if not ours or entry.get("key") != keys.get(row, "no such row"):
+            raise BadInput.of(
+                "The results cannot be added to this file.",
+                f"{out}:{number}",
+                "results of these problems by this model with these settings",
+                "something else",
+                "name a new file, or remove this one",
+            )
         if "error" in entry:
             continue
         good.append(line + b"\n")

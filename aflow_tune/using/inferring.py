@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -34,10 +34,9 @@ from aflow_tune.engines.trinity.rollout.recording import (
     RolloutRecorder,
     recording_client,
 )
-from aflow_tune.errors import AflowTuneError, BadInput, Fault
+from aflow_tune.errors import AflowTuneError, BadInput
 from aflow_tune.evaluation.evaluating import LocalModels, endpoint_model
 from aflow_tune.evaluation.trained import config_source, find_weights, make_ready
-from aflow_tune.graph.draw import to_mermaid, to_svg
 from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.sandbox.policy import use_policy
@@ -46,16 +45,12 @@ from aflow_tune.scoring.numbers import last_number
 from aflow_tune.scoring.rewards import Unscored, scored
 from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import Trace
-from aflow_tune.using.solved import Problem, Solved, call_entries, spent_in
+from aflow_tune.using.solved import Problem, Solved, solved
 from aflow_tune.writer.results import raise_if_models_failed
 from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK, WriterRun, WriterWorkflow
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
-    from aflow_tune.graph.graph import Graph
-
-MAX_DRAWN = 200
-"""Calls in the source of a graph that is drawn; a picture of more tells nothing."""
 
 
 def open_trained(
@@ -87,13 +82,13 @@ def open_trained(
     weights = found.weights if found is not None and endpoint is None else None
     ready = load_config(file, overrides)
     if not ready.writer.executor:
-        fault = Fault(
+        raise BadInput.of(
+            "This model was not trained to write workflows.",
             ready.positions.where("writer.executor"),
             "`writer: {executor: ROLE}`: the policy writes, the executor runs",
             str(ready.workflow or ready.graph.path or "no workflow"),
             f"measure it with `aflow-tune eval {file.name}`, or name another --config",
         )
-        raise BadInput("This model was not trained to write workflows.", [fault])
     say_prices(ready, ready.models)
     sampling = make_ready(ready, weights=weights, local_model=endpoint is None)
     if temperature is not None:
@@ -102,9 +97,7 @@ def open_trained(
         check_endpoint(endpoint, [served_model or ""], key_variable)
     check_run_prompts(ready)
     workflow, _ = resolve_functions(ready)
-    if not isinstance(workflow, WriterWorkflow):
-        place = ready.positions.file
-        raise BadInput(f"{place}: `writer` is not what this configuration is tuned by")
+    assert isinstance(workflow, WriterWorkflow)
     return Inferer(
         ready,
         weights,
@@ -143,14 +136,8 @@ class Inferer:
     def __post_init__(self) -> None:
         self.seconds: float = self.config.rollout.run_timeout
         self._books = RunSpend("", BudgetSection(), self.config.models)
-        self._stack = contextlib.AsyncExitStack()
         self._policy: RecordingClient | None = None
         self._auxiliary: dict[str, Any] = {}
-
-    @property
-    def warnings(self) -> list[str]:
-        """What was found doubtful about the configuration."""
-        return self.config.warnings
 
     @property
     def make(self) -> str:
@@ -192,27 +179,21 @@ class Inferer:
         Raises:
             BadInput: a model cannot be loaded, or the weights do not fit it.
         """
-        await self._stack.__aenter__()
-        try:
-            local = await self._stack.enter_async_context(LocalModels())
+        config = self.config
+        async with contextlib.AsyncExitStack() as stack:
+            local = await stack.enter_async_context(LocalModels())
             if self.endpoint is None:
-                policy = await local.take(self.config, self.weights)
+                policy = await local.take(config, self.weights)
             else:
-                policy = endpoint_model(
-                    self.config, self.endpoint, self.served_model or "", self.key_variable
-                )
+                name = self.served_model or ""
+                policy = endpoint_model(config, self.endpoint, name, self.key_variable)
             self._policy = await recording_client(policy)
-            self._auxiliary = await self._stack.enter_async_context(
-                local.auxiliary_chat_models(self.config)
-            )
-        except BaseException:
-            await self._stack.aclose()
-            raise
+            models = local.auxiliary_chat_models(config)
+            self._auxiliary = await stack.enter_async_context(models)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._policy = None
-        self._auxiliary = {}
         await self._stack.aclose()
 
     async def solve(self, problem: Problem, sample: int = 0) -> Solved:
@@ -226,8 +207,7 @@ class Inferer:
             TimeoutError: it took longer than `seconds`.
             SandboxUnavailable: no sandbox can be built here, so nothing was run.
         """
-        if self._policy is None:
-            raise RuntimeError("the models are not loaded: use `async with inferer:`")
+        assert self._policy is not None, "use `async with inferer:`, which loads the models"
         generate_kwargs: dict[str, Any] = dict(self.sampling)
         top_k = generate_kwargs.pop("top_k", None)
         if top_k and top_k > 0:
@@ -257,29 +237,27 @@ class Inferer:
                         entry_point=problem.entry_point,
                         auxiliary_models=self._auxiliary,
                     )
-                seconds = time.monotonic() - started
-                solved = _solved(problem, run, trace, started, seconds)
+                got = solved(problem, run, trace, started, time.monotonic() - started)
                 if problem.truth is not None:
-                    solved = await self._rewarded(solved, run)
+                    got |= await self._reward(problem, run)
         finally:
             recorder.close()
-        return solved
+        return got
 
-    async def _rewarded(self, solved: Solved, run: WriterRun) -> Solved:
-        """With score and reward, or with why there is none."""
-        executed = run.last.executed
-        benchmark, row = benchmark_row(solved.problem, self.workflow.benchmark)
+    async def _reward(self, problem: Problem, run: WriterRun) -> dict[str, Any]:
+        """Score and reward, or why there is none."""
+        benchmark, row = benchmark_row(problem, self.workflow.benchmark)
         score, reason = 0.0, "there is no answer"
         try:
             raise_if_models_failed(run.last)
-            if executed.run.ok:
+            if run.last.executed.run.ok:
                 found = await score_answer(benchmark, row, run.text, policy=self.config.sandbox)
                 score, reason = scored(found), found.reason
             reward = run.reward(score, benchmark)
         except (Unscored, AflowTuneError) as error:
-            return replace(solved, score_reason=str(error))
-        parts = dict(reward.parts)
-        return replace(solved, score=score, score_reason=reason, reward=reward.total, parts=parts)
+            return {"score_reason": str(error)}
+        told = {"score": score, "score_reason": reason}
+        return {**told, "reward": reward.total, "parts": dict(reward.parts)}
 
 
 def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[str, Any]]:
@@ -309,47 +287,3 @@ def _is_number(text: str) -> bool:
         return float(text.strip().replace(",", "")) == last_number(text)
     except ValueError:
         return False
-
-
-def _solved(
-    problem: Problem, run: WriterRun, trace: Trace, started: float, seconds: float
-) -> Solved:
-    verdict, executed = run.last.verdict, run.last.executed
-    written, ran = verdict.written, executed.run
-    drawn = verdict.graph if verdict.graph is not None and _drawable(verdict.graph) else None
-    instead = executed.graph if executed.level and _drawable(executed.graph) else None
-    return Solved(
-        problem=problem,
-        text=run.last.text,
-        turns=run.turns,
-        form=None if written is None else written.form.value,
-        code="" if written is None else written.code,
-        prompts={} if written is None else dict(written.prompts),
-        refusals=verdict.refusals,
-        bound=verdict.bound,
-        level=executed.level,
-        ran_code=executed.graph.sources["graph.py"],
-        ran_prompts=dict(executed.graph.instructions),
-        ending=ran.ending.value,
-        reason=ran.reason,
-        answer=ran.text if ran.ok else None,
-        attempts=[
-            {
-                "level": int(attempt.level),
-                "ending": attempt.run.ending.value,
-                "reason": attempt.run.reason,
-            }
-            for attempt in executed.attempts
-        ],
-        calls=call_entries(trace, started),
-        model_calls=run.model_calls,
-        seconds=seconds,
-        mermaid="" if drawn is None else to_mermaid(drawn.flow),
-        svg="" if drawn is None else to_svg(drawn.flow, title="the workflow that was written"),
-        ran_svg="" if instead is None else to_svg(instead.flow, title="the workflow that answered"),
-        **spent_in(trace),
-    )
-
-
-def _drawable(graph: Graph) -> bool:
-    return 0 < len(graph.flow.nodes) <= MAX_DRAWN
