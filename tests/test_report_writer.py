@@ -392,7 +392,7 @@ def test_what_a_model_wrote_stays_text(tmp_path: Path, hostile: str) -> None:
 def test_the_best_workflows_are_exported(tmp_path: Path) -> None:
     run_dir = write_writer_run(tmp_path / "run", steps=8)
     command = ["export", "--run", str(run_dir), "--what", "workflows", "--out"]
-    assert main([*command, str(tmp_path / "out"), "--top", "3", "--dataset", "MATH"]) == 0
+    assert main([*command, str(tmp_path / "out"), "--dataset", "MATH"]) == 0
     index = json.loads((tmp_path / "out" / "index.json").read_text())["workflows"]
     rewards = [best["reward"] for best in index]
     assert rewards == sorted(rewards, reverse=True)

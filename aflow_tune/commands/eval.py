@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace) -> int:
     quiet()
     from aflow_tune.evaluation.columns import Request
     from aflow_tune.evaluation.evaluate import JSON_NAME, EvalProgress, evaluate
-    from aflow_tune.evaluation.page import PAGE_NAME, print_result
+    from aflow_tune.evaluation.results import PAGE_NAME, print_result
 
     request = Request(
         config=options.config,

@@ -118,7 +118,7 @@ async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) 
 
 
 async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
-    from aflow_tune.using.batch import read_rows, run_batch
+    from aflow_tune.using.inferring import read_rows, run_batch
 
     rows = read_rows(options.batch, inferer.make, options.type)
 

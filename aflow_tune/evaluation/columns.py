@@ -164,10 +164,7 @@ def make_plan(request: Request, run_dir: Path) -> Plan:
         raise BadInput("The evaluation cannot be started.", faults)
     distinct: dict[tuple[object, ...], Side] = {}
     for side in chosen:
-        if side.key not in distinct:
-            namesakes = sum(other.name.split(" #")[0] == side.name for other in distinct.values())
-            name = f"{side.name} #{namesakes + 1}" if namesakes else side.name
-            distinct[side.key] = replace(side, name=name)
+        distinct.setdefault(side.key, side)
     columns = tuple(replace(one, side=side) for side in distinct.values() for one in grid)
     at = {(column.side.key, column.settings): column for column in columns}
     pairs = []

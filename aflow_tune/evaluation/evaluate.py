@@ -46,8 +46,13 @@ from aflow_tune.evaluation.evaluating import (
     read_tasks,
     rows_by_item,
 )
-from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page
-from aflow_tune.evaluation.results import Cell, Result, compare_columns
+from aflow_tune.evaluation.results import (
+    PAGE_NAME,
+    Cell,
+    Result,
+    compare_columns,
+    write_eval_page,
+)
 from aflow_tune.evaluation.trained import load_trained
 from aflow_tune.files import write_json
 from aflow_tune.models.prices import price_of
