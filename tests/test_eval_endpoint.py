@@ -27,6 +27,14 @@ from typing import Dict
 from agentscope.model import TrinityChatModel
 
 from aflow_tune import caller, record_metrics
+from aflow_tune.operators import Custom
+
+
+async def by_operator(task: Dict, model: TrinityChatModel) -> float:
+    result = await Custom(model, name="solve")(input=task["question"], instruction="Answer: ")
+    right = float(task["answer"] in result["response"])
+    record_metrics(right=right)
+    return right
 
 
 async def ask_once(task: Dict, model: TrinityChatModel) -> float:
@@ -132,18 +140,9 @@ def test_the_same_command_measures_only_what_is_missing(
     _, less = evaluate("--limit", "2")
     assert len(server.requests) == 12
     assert less["columns"][0]["tasksets"]["held_out"]["runs"] == 2
-
-
-def test_what_decides_the_records_starts_new_ones(
-    evaluate: Run, server: ScriptedServer, tmp_path: Path
-) -> None:
-    evaluate("--limit", "1")
-    evaluate("--limit", "1", "seed=4")
-    evaluate("--limit", "1", "model.temperature=0.5")
-    (tmp_path / "helper.py").write_text("x = 1\n")
-    assert len(server.requests) == 3
-    evaluate("--limit", "1", "report.transcripts=0")  # how much is kept decides nothing
-    assert len(server.requests) == 3
+    for setting, requests in (("seed=4", 13), ("model.temperature=0.5", 14)):
+        evaluate("--limit", "1", setting)  # what decides the records starts new ones
+        assert len(server.requests) == requests
 
 
 def test_varied_settings_are_columns_and_reach_the_server(
@@ -342,58 +341,6 @@ def test_a_budget_of_money_needs_the_price_of_what_is_measured(
     assert code == 4
 
 
-OPERATOR_WORKFLOW = """
-from typing import Dict
-
-from agentscope.model import TrinityChatModel
-
-from aflow_tune import record_metrics
-from aflow_tune.operators import Custom
-
-
-async def by_operator(task: Dict, model: TrinityChatModel) -> float:
-    solve = Custom(model, name="solve")
-    result = await solve(input=task["question"], instruction="Answer: ")
-    right = float(task["answer"] in result["response"])
-    record_metrics(right=right)
-    return right
-"""
-
-
-def test_prompts_of_operators_are_columns(
-    evaluate: Run, server: ScriptedServer, tmp_path: Path
-) -> None:
-    (tmp_path / "by_operator.py").write_text(OPERATOR_WORKFLOW)
-    (tmp_path / "plain.yaml").write_text('Custom: "{instruction}{input}"\n')
-    (tmp_path / "marked.yaml").write_text(
-        'prompts: {Custom.solve: {main: "MARK {instruction} {input}"}}\n'
-    )
-    server.answer = lambda request: (
-        numbers(request) if "MARK" in str(request["messages"]) else Reply("nothing")
-    )
-    code, result = evaluate(
-        *("--limit", "4", f"workflow={tmp_path}/by_operator.py:by_operator"),
-        *("--prompts", str(tmp_path / "plain.yaml"), str(tmp_path / "marked.yaml")),
-    )
-    assert code == 0
-    plain, marked = (column["tasksets"]["held_out"] for column in result["columns"])
-    assert [column["name"] for column in result["columns"]] == [
-        "base, plain.yaml",
-        "base, marked.yaml",
-    ]
-    assert (plain["score"]["mean"], marked["score"]["mean"]) == (0.0, 0.5)
-    # Prompts of the configuration lie below those of the files.
-    code, result = evaluate(
-        *("--limit", "4", f"workflow={tmp_path}/by_operator.py:by_operator"),
-        'prompts={Custom: "MARK {instruction} {input}"}',
-        *("--checkpoint", "base", "--prompts", str(tmp_path / "plain.yaml")),
-    )
-    assert code == 0
-    assert result["columns"][0]["tasksets"]["held_out"]["score"]["mean"] == 0.0
-    (use,) = marked["callers"]
-    assert (use["caller"], use["outcomes"]) == ("Custom.solve", {"answered": 4})
-
-
 def test_operator_graphs_are_compared(
     evaluate: Run, server: ScriptedServer, config: Path, tmp_path: Path
 ) -> None:
@@ -412,3 +359,23 @@ def test_operator_graphs_are_compared(
     assert [column["name"] for column in result["columns"]] == ["base", "base, second"]
     first, second = (column["tasksets"]["held_out"] for column in result["columns"])
     assert (first["score"]["mean"], second["score"]["mean"]) == (0.0, 0.5)
+
+
+def test_prompts_of_operators_are_columns(
+    evaluate: Run, server: ScriptedServer, tmp_path: Path
+) -> None:
+    (tmp_path / "plain.yaml").write_text('Custom: "{instruction}{input}"\n')
+    (tmp_path / "marked.yaml").write_text(
+        'prompts: {Custom.solve: {main: "MARK {instruction} {input}"}}\n'
+    )
+    server.answer = lambda request: (
+        numbers(request) if "MARK" in str(request["messages"]) else Reply("nothing")
+    )
+    files = (str(tmp_path / "plain.yaml"), str(tmp_path / "marked.yaml"))
+    workflow = f"workflow={tmp_path}/flow.py:by_operator"
+    code, result = evaluate("--limit", "4", workflow, "--prompts", *files)
+    assert code == 0
+    plain, marked = (column["tasksets"]["held_out"] for column in result["columns"])
+    assert (plain["score"]["mean"], marked["score"]["mean"]) == (0.0, 0.5)
+    (use,) = marked["callers"]
+    assert (use["caller"], use["outcomes"]) == ("Custom.solve", {"answered": 4})

@@ -63,20 +63,6 @@ async def test_one_who_leaves_does_not_take_the_answer_from_the_others(sampler: 
         await leaving
 
 
-@pytest.mark.slow
-@in_loop
-async def test_when_all_leave_the_place_is_free_and_nothing_is_remembered(sampler: Sampler) -> None:
-    answers, before = GreedyAnswers(sampler.submit), drawn(sampler)
-    both = [asyncio.ensure_future(answers.submit(PROMPT, greedy(3900))) for _ in range(2)]
-    await asyncio.sleep(0.05)
-    for each in both:
-        each.cancel()
-    await asyncio.gather(*both, return_exceptions=True)
-    assert len((await answers.submit(PROMPT, greedy(10)))[0].token_ids) == 10
-    assert drawn(sampler) - before < 3900
-    assert len((await answers.submit(PROMPT, greedy(3900)))[0].token_ids) == 3900
-
-
 @in_loop
 async def test_an_error_reaches_all_who_wait_and_is_not_remembered() -> None:
     asked = 0

@@ -7,21 +7,21 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from fake_run import TASKSET, call, write_evaluation, write_fake_run, write_step
 
-from aflow_tune.report.charts import Curve, Point, interval_strip, line_chart, stacked_chart
-from aflow_tune.report.html import COUNTS_FILE, harvest_rows, summary_text, write_report
+from aflow_tune.report.charts import Curve, Point, line_chart, stacked_chart
+from aflow_tune.report.html import COUNTS_FILE, summary_text, write_report
 from aflow_tune.report.page import MOST_CHARACTERS, plain_text
 from aflow_tune.report.records import read_records, record_path
-from aflow_tune.report.statistics import Interval
 
 _VOID = {"meta", "br", "link", "input", "img"}
 
 
-class _Page(HTMLParser):
+class Page(HTMLParser):
     """Checks nesting and collects tags, attributes and text."""
 
     def __init__(self, text: str) -> None:
@@ -53,42 +53,36 @@ class _Page(HTMLParser):
             self.words.append(data)
 
 
-def _page(run_dir: Path, *arguments: object) -> _Page:
-    return _Page(write_report(run_dir, *arguments).read_text(encoding="utf-8"))  # type: ignore[arg-type]
+def page_of(run_dir: Path, *arguments: object) -> Page:
+    return Page(write_report(run_dir, *arguments).read_text(encoding="utf-8"))  # type: ignore[arg-type]
 
 
 def test_a_run_that_learned(tmp_path: Path) -> None:
     run_dir = write_fake_run(tmp_path / "my run")
     change = SimpleNamespace(key="engine", before="auto", after="local", why="no CUDA device")
     settings = {"model.model_path": "smollm2-135m", "report.score": "correct", "seed": 3}
-    page = _page(run_dir, settings, [change])
+    page = page_of(run_dir, settings, [change])
     assert "my run" in page.text
     assert "Held-out score rose from" in page.text
     assert "held-out score correct" in page.text
     assert "smollm2-135m" in page.text
     assert "no CUDA device" in page.text
-    for title in (
+    titles = (
         f"Held-out score: {TASKSET}",
         "Reward of the rollouts",
         "Health of the groups",
-        "Loss",
-        "KL",
-        "Entropy",
-        "Gradient norm",
-        "Learning rate",
         "Length of the responses",
         "Sampling speed",
-        "Training speed",
         "Failed rollouts in training",
         "Held-out evaluations",
         "The same items before and after",
         "What to do next",
-    ):
-        assert title in page.text, title
+    )
+    assert [title for title in titles if title not in page.text] == []
     assert ("class", "verdict rose") in page.attributes
 
 
-_HOSTILE = [
+HOSTILE = [
     "</pre><script>alert(1)</script>",
     "<img src=x onerror=alert(1)>",
     '"><svg onload=alert(1)>',
@@ -99,7 +93,7 @@ _HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("hostile", _HOSTILE)
+@pytest.mark.parametrize("hostile", HOSTILE)
 def test_what_models_and_users_wrote_stays_text(tmp_path: Path, hostile: str) -> None:
     clean = write_fake_run(tmp_path / "clean")
     run_dir = write_fake_run(tmp_path / "run")
@@ -112,8 +106,8 @@ def test_what_models_and_users_wrote_stays_text(tmp_path: Path, hostile: str) ->
         )
     write_step(run_dir, 6, **{hostile: 2.0})
     change = SimpleNamespace(key=hostile, before=hostile, after=hostile, why=hostile)
-    page = _page(run_dir, {"name": hostile, hostile: 1}, [change])
-    assert {*page.tags} == {*_page(clean, {"name": "x"}, [change]).tags}
+    page = page_of(run_dir, {"name": hostile, hostile: 1}, [change])
+    assert {*page.tags} == {*page_of(clean, {"name": "x"}, [change]).tags}
     assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
     assert " ".join(hostile.split()) in page.text
 
@@ -131,54 +125,33 @@ def test_texts_of_any_shape_become_plain_text() -> None:
     assert len(cut) < MOST_CHARACTERS + 60
 
 
-@pytest.mark.parametrize(
-    "transcript",
-    [
-        [{}],
-        [{"caller": None, "messages": None, "response": None, "tokens": "many"}],
-        [{"messages": ["text", {"content": 3}, {"tool_calls": [{"function": {"name": "f"}}, 1]}]}],
-        [{"messages": [{"role": "assistant", "content": None, "tool_calls": "none"}]}],
-        ["not a call"],
-        [call("half a pair: \ud83d")],
-    ],
-)
-def test_odd_transcripts_never_break_the_page(tmp_path: Path, transcript: list[object]) -> None:
+def test_odd_transcripts_never_break_the_page(tmp_path: Path) -> None:
+    tool_calls = [{"function": {"name": "f"}}, 1]
+    transcript: list[Any] = [
+        {},
+        {"caller": None, "messages": None, "response": None, "tokens": "many"},
+        {"messages": ["text", {"content": 3}, {"tool_calls": tool_calls}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": "none"}]},
+        "not a call",
+        call("half a pair: \ud83d"),
+    ]
     for step in (0, 4):
-        write_evaluation(tmp_path, step, [0.0, 1.0], transcript=())
+        write_evaluation(tmp_path, step, [0.0, 1.0])
         path = record_path(tmp_path / "evaluations", TASKSET, step)
-
-        records = [replace(r, transcript=transcript) for r in read_records(path)]  # type: ignore[arg-type]
+        records = [replace(record, transcript=transcript) for record in read_records(path)]
         path.write_bytes(b"".join(record.to_line() for record in records))
-    assert "The same items before and after" in _page(tmp_path).text
+    assert "The same items before and after" in page_of(tmp_path).text
 
 
-def test_runs_with_nothing_or_little_to_show(tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    page = _page(empty)
-    assert "nothing was shown about learning" in page.text
-    assert "Curves" not in page.text
-    assert "nothing was shown about learning" in summary_text(empty, empty / "report.html")
-
-    once = write_fake_run(tmp_path / "once", evaluate_at=(0,))
-    page = _page(once)
-    assert "No held-out task set was evaluated twice" in page.text
-    assert f"Held-out score: {TASKSET}" in page.text
-
-    stepless = write_fake_run(tmp_path / "stepless", steps=0, evaluate_at=(0,))
-    assert "steps 0" in _page(stepless).text
-
-    single = write_fake_run(tmp_path / "single", steps=1, evaluate_at=())
-    assert "Reward of the rollouts" in _page(single).text
-
-
-def test_damaged_records_do_not_cost_the_page(tmp_path: Path) -> None:
+def test_empty_and_damaged_runs_have_a_page(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "nothing was shown about learning" in page_of(tmp_path / "empty").text
+    assert "Curves" not in page_of(tmp_path / "empty").text
     run_dir = write_fake_run(tmp_path / "run")
     path = record_path(run_dir / "evaluations", TASKSET, 0)
     path.write_text("damaged\n" + path.read_text())
-    page = _page(run_dir)
-    assert "cannot be read" in page.text
-    assert "Reward of the rollouts" in page.text
+    assert "cannot be read" in page_of(run_dir).text
+    assert "Reward of the rollouts" in page_of(run_dir).text
     assert "cannot be read" in summary_text(run_dir, run_dir / "report.html")
 
 
@@ -191,9 +164,7 @@ def test_secrets_and_functions_are_not_in_the_settings(tmp_path: Path) -> None:
         "workflow_func": len,
     }
     text = write_report(tmp_path, settings).read_text()
-    assert "sk-123" not in text
-    assert "hf_123" not in text
-    assert "workflow_func" not in text
+    assert [word for word in ("sk-123", "hf_123", "workflow_func") if word in text] == []
     assert "EMPTY" in text
     assert "max_response_tokens" in text
 
@@ -221,46 +192,25 @@ def test_charts_are_well_formed_and_show_their_values() -> None:
     ]
     # Plot area: x from 44 to 391, y from 161 (0) to 9 (1).
     assert (dots[1].get("cx"), dots[1].get("cy")) == ("391.0", f"{161 - 0.7 * 152:.1f}")
-    stacked = stacked_chart(
-        "s", [Curve("a", [Point(1, 0.25), Point(3, 0.5)]), Curve("b", [Point(1, 0.75)], 1)], (1, 3)
-    )
-    areas = [node for node in ElementTree.fromstring(stacked) if node.tag == "path"]
-    assert len(areas) == 2
-    (one,) = ElementTree.fromstring(stacked_chart("s", [Curve("a", [Point(4, 1.0)])], (4, 4))).iter(
-        "path"
-    )
+    stacked = stacked_chart("s", [Curve("a", [Point(4, 1.0)])], (4, 4))
+    (one,) = ElementTree.fromstring(stacked).iter("path")
     assert one.get("d") == "M44.0,161.0V9.0H391.0V161.0H44.0Z"  # the whole area
-    assert interval_strip(Interval(1.0, None, None, 1)) == ""
-    ElementTree.fromstring(interval_strip(Interval(-0.2, -0.3, -0.1, 9)))
 
 
-COUNTS = {
-    "problems": 4,
-    "solved_problems": 3,
-    "refused": 2,
-    "kept": 3,
-    "kept_by_source": {"templates": 1, "teacher": 2},
-    "kept_by_structure": {"Custom | P>0 0>A": 3},
-    "executor": {"calls": 7, "tokens": 90, "usd": None},
-}
-
-
-def test_the_counts_stand_in_reading_order(tmp_path: Path) -> None:
-    (tmp_path / COUNTS_FILE).write_text(json.dumps(COUNTS))
-    assert harvest_rows(tmp_path) == [
-        ("problems", "4"),
-        ("of them solved by some graph", "3"),
-        ("graphs refused by the check", "2"),
-        ("pairs kept", "3"),
-        ("pairs from teacher", "2"),
-        ("pairs from templates", "1"),
-        ("pairs of the structure Custom | P>0 0>A", "3"),
-        ("calls of the executor", "7"),
-        ("tokens of the executor", "90"),
-    ]
-    config = {"mode": "harvest", "algorithm.algorithm_type": "ppo"}
-    page = write_report(tmp_path, config=config).read_text()
-    assert "What was harvested" in page
-    assert "Custom | P&gt;0 0&gt;A" in page
-    assert "<dt>algorithm</dt>" not in page
-    assert "ppo" not in page.partition("<h2>")[0]
+def test_the_counts_of_a_harvest_stand_in_reading_order(tmp_path: Path) -> None:
+    counts = {
+        "problems": 4,
+        "kept": 3,
+        "kept_by_source": {"templates": 1, "teacher": 2},
+        "kept_by_structure": {"Custom | P>0 0>A": 3},
+        "executor": {"calls": 7, "tokens": 90, "usd": None},
+    }
+    (tmp_path / COUNTS_FILE).write_text(json.dumps(counts))
+    page = page_of(tmp_path, {"mode": "harvest", "algorithm.algorithm_type": "ppo"}).text
+    told = (
+        "What was harvested problems 4 pairs kept 3 pairs from teacher 2 pairs from templates 1 "
+        "pairs of the structure Custom | P>0 0>A 3 calls of the executor 7 tokens of the executor "
+        "90 "
+    )
+    assert told in page
+    assert "ppo" not in page.partition("Audit")[0]

@@ -62,8 +62,7 @@ def test_a_clean_run_with_its_reward_by_hand(
     assert got["answer"] == "The answer is 391"
     assert (got["level"], got["level_meaning"]) == (0, "the workflow as it was written")
     workflow = got["workflow"]
-    assert workflow["valid"]
-    assert workflow["form"] == "hybrid"
+    assert (workflow["valid"], workflow["form"]) == (True, "hybrid")
     assert workflow["prompts"] == {"solve": PROMPT}
     assert "flowchart TD" in workflow["mermaid"]
     assert workflow["svg"].startswith("<svg")
@@ -86,21 +85,12 @@ def test_a_clean_run_with_its_reward_by_hand(
     total = 0.05 + 0.05 + sum(weight * parts[name] for name, weight in weights.items())
     assert got["reward"] == pytest.approx(-10 + 20 * (0.1 + 0.9 * total))
 
-    kinds = [(call["kind"], call.get("role") or call.get("operator")) for call in got["calls"]]
-    assert kinds == [
-        ("model", "policy"),
-        ("workflow", None),
-        ("operator", "Custom"),
-        ("model", "executor"),
-    ]
     policy_call, workflow_call, operator_call, executor_call = got["calls"]
-    assert workflow_call["outcome"] == "finished"
-    assert policy_call["usd"] is None
+    assert (policy_call["role"], policy_call["usd"]) == ("policy", None)
     assert got["policy_tokens"] == (policy_call["prompt_tokens"] + policy_call["completion_tokens"])
-    assert operator_call["instance"] == "solve"
-    assert operator_call["outcome"] == "answered"
-    assert executor_call["usd"] == pytest.approx(got["usd"])
-    assert executor_call["model"] == "frozen"
+    assert (workflow_call["kind"], workflow_call["outcome"]) == ("workflow", "finished")
+    assert (operator_call["instance"], operator_call["outcome"]) == ("solve", "answered")
+    assert (executor_call["model"], executor_call["usd"]) == ("frozen", pytest.approx(got["usd"]))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +188,7 @@ def test_a_batch_goes_on_where_it_was_stopped(
     [
         (["--problem", "2?"], "--type"),
         (["--type", "math"], "a problem"),
-        (["--problem", "  ", "--type", "math"], "a text that is not empty"),
+        (["--problem", "  ", "--type", "math"], "not empty"),
         (["--problem", "x" * 50_001, "--type", "math"], "at most 50000"),
         (["--problem", "2?", "--type", "code", "--entry-point", "no name"], "name of a function"),
         (["--problem", "2?", "--type", "code", "--truth", "none.py"], "a file of tests"),
@@ -220,10 +210,9 @@ def test_a_model_that_writes_no_workflows(
 ) -> None:
     config = tmp_path / "plain.yaml"
     config.write_text("workflow: flow.py:solve\n")
-    command = ["infer", "--config", str(config), "--endpoint", "http://127.0.0.1:9", "--model", "m"]
-    with ScriptedServer(policy) as server:
-        command[4] = server.url
-        assert main([*command, "--problem", "2?", "--type", "math"]) == 2
+    endpoint = ["--endpoint", "http://127.0.0.1:9", "--model", "m"]
+    asked = ["--problem", "2?", "--type", "math"]
+    assert main(["infer", "--config", str(config), *endpoint, *asked]) == 2
     assert "not trained to write workflows" in capsys.readouterr().err
 
 
@@ -311,32 +300,6 @@ def test_every_form_of_the_same_weights_writes_the_same(run: Path, ask: Any) -> 
     others.append(ask("--config", str(run / "resolved.yaml")))
     texts = {text, *(other["workflow"]["text"] for other in others)}
     assert len(texts) == 3  # another step, and the base model, write something else
-
-
-@pytest.mark.slow
-def test_an_executor_on_this_machine(
-    run: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The local recipe's form: policy and frozen executor are both sampled here."""
-    text = (run / "resolved.yaml").read_text()
-    config = tmp_path / "two.yaml"
-    here = run.parent
-    text = text.replace("score.py:score", f"{here}/score.py:score")
-    config.write_text(text.replace("short.txt", f"{here}/short.txt"))
-    local = (
-        "explorer.auxiliary_models=[{name: frozen, max_prompt_tokens: 900, "
-        f"max_response_tokens: 8, max_model_len: 1024, model_path: {tiny_model_dir}}}]"
-    )
-    options = ["--config", str(config), "--set", local, "--set", "writer.executor=frozen"]
-    arguments = ["--checkpoint", str(run), *options, "--type", "math", "--problem", "1 + 1?"]
-    code = main(["infer", *arguments, "--json"])
-    got = json.loads(capsys.readouterr().out)
-    assert code == (0 if got["answered"] else 1)  # random weights may say nothing
-    asked = [call for call in got["calls"] if call["kind"] == "model"]
-    assert {call["role"] for call in asked} == {"policy", "executor"}
-    assert all(call["failure"] is None for call in asked)
-    assert got["model_calls"] >= 1
-    assert got["tokens"] > 0
 
 
 def test_what_a_folder_means(run: Path, tmp_path: Path) -> None:

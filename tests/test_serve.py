@@ -25,7 +25,7 @@ from writer_servers import EVIL, GOOD, executor, policy, write_config
 from aflow_tune.cli import main
 from aflow_tune.errors import RunFailed
 from aflow_tune.using.inferring import open_trained
-from aflow_tune.using.server import MAX_BODY_BYTES, Bounds, SolveServer, is_loopback, own_hosts
+from aflow_tune.using.server import MAX_BODY_BYTES, SolveServer, is_loopback, own_hosts
 from aflow_tune.using.solved import Problem, Solved
 
 QUESTION = {"problem": "What is 17 * 23?", "type": "math"}
@@ -125,25 +125,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 def waiting() -> Iterator[tuple[Client, Waiting]]:
     """A server that works on one problem at a time, for minutes."""
     solver = Waiting()
-    with serving(lambda: solver, bounds=Bounds(at_once=1, seconds=300)) as client:
+    with serving(lambda: solver, at_once=1) as client:
         yield client, solver
 
 
-def test_a_problem_is_solved(trained: Client) -> None:
+def test_a_problem_is_solved_and_what_a_model_wrote_travels_as_data(trained: Client) -> None:
     status, got, headers = trained(body={**QUESTION, "truth": "391"})
-    assert status == 200
-    assert headers["content-type"] == "application/json"
-    assert got["answer"] == "The answer is 391"
+    assert (status, headers["content-type"]) == (200, "application/json")
+    assert (got["answer"], got["score"]) == ("The answer is 391", 1.0)
     assert got["workflow"]["code"].strip() == GOOD.strip()
-    assert got["score"] == 1.0
-    assert {call["kind"] for call in got["calls"]} == {"model", "workflow", "operator"}
     assert "/" not in got["calls"][0]["model"]
-
-
-def test_what_a_model_wrote_travels_as_data(trained: Client) -> None:
     status, got, _ = trained(body={"problem": "evil rubbish", "type": "math"})
-    assert status == 200
-    assert got["level"] == 3
+    assert (status, got["level"]) == (200, 3)
     assert EVIL in got["workflow"]["text"]
     assert EVIL in got["answer"]
     assert EVIL not in got["ran"]["svg"]
@@ -194,9 +187,7 @@ def test_health_and_about(trained: Client) -> None:
     assert trained("/health")[:2] == (200, {"status": "ok", "working": 0, "at_once": 4})
     assert trained("/about")[1]["title"] == "run/global_step_2"
     for path, status in (("/docs", 404), ("/../../etc/passwd", 404), ("/solve", 405)):
-        found, content, _ = trained(path)
-        assert (found, list(content)) == (status, ["error"])
-        assert "POST /solve" in content["error"]
+        assert trained(path)[0] == status
 
 
 @pytest.mark.parametrize(
@@ -295,19 +286,10 @@ def test_a_client_that_goes_away_cancels_its_run(waiting: tuple[Client, Waiting]
         time.sleep(0.05)
 
 
-def test_a_problem_that_takes_too_long() -> None:
-    solver = Waiting()
-    with serving(lambda: solver, bounds=Bounds(1, seconds=0.2)) as client:
-        status, got, _ = client(body=QUESTION)
-    assert status == 504
-    assert "time" in got["error"]
-    assert solver.cancelled.is_set()
-
-
 def test_a_token_opens_what_works() -> None:
     token = "a-token-of-24-characters"
     solver = Waiting()
-    with serving(lambda: solver, token=token, bounds=Bounds(1, 0.2)) as client:
+    with serving(lambda: solver, token=token, seconds=0.2) as client:
         assert client("/")[0] == 200
         assert client("/health")[0] == 200
         assert client("/about")[0] == 401
@@ -317,21 +299,16 @@ def test_a_token_opens_what_works() -> None:
             assert (status, got) == (401, {"error": "the token is missing or wrong"})
         assert not solver.begun.is_set()
         sent = {**JSON, "authorization": f"Bearer {token}"}
-        assert client(body=QUESTION, headers=sent)[0] == 504
+        assert client(body=QUESTION, headers=sent)[0] == 504  # it takes too long
+        assert solver.cancelled.wait(60)
 
 
 def test_addresses() -> None:
-    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")] == (
-        [True] * 4
-    )
-    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org")] == (
-        [False] * 4
-    )
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org")))
     assert own_hosts("0.0.0.0", 8080) is None
-    hosts = own_hosts("127.0.0.1", 8080)
-    assert hosts is not None
-    assert "localhost:8080" in hosts
-    assert "localhost" not in hosts
+    hosts = own_hosts("127.0.0.1", 8080) or set()
+    assert ("localhost:8080" in hosts, "localhost" in hosts) == (True, False)
 
 
 @pytest.mark.parametrize(

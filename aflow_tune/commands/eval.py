@@ -88,23 +88,21 @@ def _run(options: argparse.Namespace) -> int:
     from aflow_tune.config.quiet import quiet
 
     quiet()
-    from aflow_tune.evaluation.columns import Request, Wanted
+    from aflow_tune.evaluation.columns import Request
     from aflow_tune.evaluation.evaluate import JSON_NAME, EvalProgress, evaluate
-    from aflow_tune.evaluation.page import PAGE_NAME, print_result
+    from aflow_tune.evaluation.results import PAGE_NAME, print_result
 
     request = Request(
         config=options.config,
         overrides=options.overrides,
-        wanted=Wanted(
-            checkpoints=options.checkpoint,
-            compare=tuple(options.compare) if options.compare else None,
-            vary=options.vary,
-            prompts=options.prompts,
-            served_models=options.model,
-        ),
+        checkpoints=options.checkpoint,
+        compare=options.compare or (),
+        vary=options.vary,
+        prompts=options.prompts,
         samples=options.samples,
         limit=options.limit,
         endpoint=options.endpoint,
+        served_models=options.model,
         key_variable=options.key_variable,
         out=options.out,
         solved_at=options.solved_at,

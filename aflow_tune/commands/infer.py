@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     quiet()
     problem = None if options.batch else _problem(options)
     inferer = inferer_of(options)
-    for warning in inferer.warnings:
+    for warning in inferer.config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if problem is not None:
         return asyncio.run(_one(inferer, problem, options))
@@ -103,24 +103,24 @@ async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) 
         except TimeoutError:
             limit = f"{inferer.seconds:g} s (rollout.run_timeout)"
             raise RunFailed(f"the problem was not solved within {limit}") from None
-    if options.svg is not None and not found[0].svg:
+    svg = found[0]["workflow"]["svg"]
+    if options.svg is not None and not svg:
         print("there is no graph to draw: the code could not be read", file=sys.stderr)
     elif options.svg is not None:
-        write_text(options.svg, found[0].svg)
+        write_text(options.svg, svg)
         print(options.svg, file=sys.stderr)
     if options.json:
-        plain: Any = [solved.to_json() for solved in found]
-        print_json(plain[0] if options.samples == 1 else plain)
+        print_json(found[0] if options.samples == 1 else found)
     else:
         for number, solved in enumerate(found, 1):
             if options.samples > 1:
                 print(f"--- sample {number} of {options.samples}")
             print(solved_text(solved, drawing=options.svg is None), end="")
-    return ExitCode.DONE if any(solved.answered for solved in found) else ExitCode.FAILED
+    return ExitCode.DONE if any(solved["answered"] for solved in found) else ExitCode.FAILED
 
 
 async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
-    from aflow_tune.using.batch import read_rows, run_batch
+    from aflow_tune.using.inferring import read_rows, run_batch
 
     rows = read_rows(options.batch, inferer.make, options.type)
 
@@ -128,7 +128,7 @@ async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
         print(text, file=sys.stderr, flush=True)
 
     async with inferer:
-        tally = await run_batch(
+        answered = await run_batch(
             inferer,
             rows,
             samples=options.samples,
@@ -136,8 +136,8 @@ async def _many(inferer: Inferer, options: argparse.Namespace) -> int:
             out=options.out,
             say=say,
         )
-    say(f"{tally.answered} of {tally.rows} rows have an answer")
-    return ExitCode.DONE if tally.answered == tally.rows else ExitCode.FAILED
+    say(f"{answered} of {len(rows)} rows have an answer")
+    return ExitCode.DONE if answered == len(rows) else ExitCode.FAILED
 
 
 def _problem(options: argparse.Namespace) -> Problem:

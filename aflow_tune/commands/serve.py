@@ -72,10 +72,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 async def _serve(options: argparse.Namespace, token: str | None) -> int:
-    from aflow_tune.using.server import Bounds, SolveServer
+    from aflow_tune.using.server import SolveServer
 
     inferer = inferer_of(options)
-    for warning in inferer.warnings:
+    for warning in inferer.config.warnings:
         print(f"warning: {warning}", flush=True)
     inferer.seconds = options.timeout or inferer.seconds
     server = SolveServer(
@@ -83,7 +83,8 @@ async def _serve(options: argparse.Namespace, token: str | None) -> int:
         inferer.title,
         host=options.host,
         port=options.port,
-        bounds=Bounds(options.at_once, inferer.seconds),
+        at_once=options.at_once,
+        seconds=inferer.seconds,
         token=token,
         private=inferer.private,
     )

@@ -2,10 +2,10 @@
 and what each column is measured from.
 
 Names of the command line become columns here, and every name that leads nowhere is refused
-together with what there is. The base model is always the first column. A column's identity is
-everything that its records depend on and that can be seen from here; its folder is named after
-it, so that records are taken up again exactly where they still hold. What a function does beyond
-its own files, such as a server that it asks, is not seen.
+together with what there is. The base model is always the first column. A column's folder is named
+after everything that its records depend on and that can be seen from here, so that records are
+taken up again exactly where they still hold. What a function does beyond its own files, such as a
+server that it asks, is not seen.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Side:
-    """Weights and workflow. None means the configuration's own.
-
-    `step` is the training step of the weights, for a checkpoint of this run; else 0.
-    """
+    """Weights and workflow; None means the configuration's own. `step` is the training step of
+    weights of this run, else 0."""
 
     name: str
     weights: Path | None = None
@@ -91,7 +89,7 @@ class Column:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What is set beside the side; equal for columns that differ in their side only."""
+        """Equal for columns that differ in their side only."""
         return tuple(sorted(self.sampling)), self.prompts
 
     @property
@@ -111,29 +109,24 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The columns that the command line asked for, as it was written. `served_models` are names
-    at an endpoint, the base model's first; empty without an endpoint."""
-
-    checkpoints: Sequence[str] = ()
-    compare: tuple[str, str] | None = None
-    vary: Sequence[str] = ()
-    prompts: Sequence[Path] = ()
-    served_models: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class Request:
-    """What the command line asked for. `out` None is `eval` in the run folder; `again`: rollouts
-    that failed in an earlier command are made again; `cache`: where answers of executors and
-    judges are kept for the next evaluation, None: nowhere."""
+    """What the command line asked for.
+
+    `served_models` are names at the endpoint, the base model's first. `out` None is `eval` in the
+    run folder; `again`: rollouts that failed in an earlier command are made again; `cache`: where
+    answers of executors and judges are kept for the next evaluation, None: nowhere.
+    """
 
     config: Path
     overrides: Sequence[str] = ()
-    wanted: Wanted = field(default_factory=Wanted)
+    checkpoints: Sequence[str] = ()
+    compare: Sequence[str] = ()
+    vary: Sequence[str] = ()
+    prompts: Sequence[Path] = ()
     samples: int = 1
     limit: int | None = None
     endpoint: str | None = None
+    served_models: Sequence[str] = ()
     key_variable: str | None = None
     out: Path | None = None
     solved_at: float = 1.0
@@ -141,166 +134,144 @@ class Request:
     cache: Path | None = None
 
 
-def make_plan(wanted: Wanted, run_dir: Path) -> Plan:
+def make_plan(request: Request, run_dir: Path) -> Plan:
     """The columns and comparisons that were asked for.
 
     Without `checkpoints` and `compare` the newest checkpoint of the run folder joins the base
-    model, where there is one.
+    model, where there is one. Each column is compared with the base model with the same settings,
+    or, where it is that itself, with the first column; and before these the two sides of `compare`
+    with each other.
 
     Raises:
         BadInput: with every name and setting that cannot be used.
     """
     faults: list[Fault] = []
-    sides = _Sides(run_dir, wanted.served_models, faults)
-    chosen = [sides.base]
-    chosen += [Side(name, served_model=name) for name in wanted.served_models[1:]]
-    chosen += [sides.find(name, "--checkpoint") for name in wanted.checkpoints]
-    compared = [sides.find(name, "--compare") for name in wanted.compare or ()]
-    chosen += compared
-    if not (wanted.checkpoints or compared or wanted.served_models) and sides.saved:
-        chosen.append(_of_run(sides.saved[-1], "last"))
-    grid = _settings(wanted, faults)
+    served = request.served_models
+    base = Side(BASE, served_model=served[0] if served else None)
+    saved = checkpoints(run_dir) if run_dir.is_dir() else []
+    find = functools.partial(_find_side, base, served, run_dir, saved, faults)
+    compared = [find(name, "--compare") for name in request.compare]
+    chosen = [
+        base,
+        *(Side(name, served_model=name) for name in served[1:]),
+        *(find(name, "--checkpoint") for name in request.checkpoints),
+        *compared,
+    ]
+    if not (request.checkpoints or compared or served) and saved:
+        chosen.append(_of_run(saved[-1], "last"))
+    grid = _settings(request, faults)
     if faults:
         raise BadInput("The evaluation cannot be started.", faults)
     distinct: dict[tuple[object, ...], Side] = {}
     for side in chosen:
-        if side.key not in distinct:
-            namesakes = sum(other.name.split(" #")[0] == side.name for other in distinct.values())
-            name = f"{side.name} #{namesakes + 1}" if namesakes else side.name
-            distinct[side.key] = replace(side, name=name)
+        distinct.setdefault(side.key, side)
     columns = tuple(replace(one, side=side) for side in distinct.values() for one in grid)
-    return Plan(columns, _pairs(columns, [side.key for side in compared]))
-
-
-def _pairs(
-    columns: Sequence[Column], compared: Sequence[tuple[object, ...]]
-) -> tuple[tuple[Column, Column], ...]:
-    """Each column against the base model with the same settings, or, where it is that itself,
-    against the first column; and before them the two sides that were named, by their keys."""
-    base = columns[0].side.key
     at = {(column.side.key, column.settings): column for column in columns}
     pairs = []
-    if compared and compared[0] not in (base, compared[1]):
-        pairs += [
-            (column, at[compared[1], column.settings])
-            for column in columns
-            if column.side.key == compared[0]
-        ]
+    if compared and compared[0].key not in (base.key, compared[1].key):
+        before, after = (side.key for side in compared)
+        pairs += [(c, at[after, c.settings]) for c in columns if c.side.key == before]
     for column in columns[1:]:
-        reference = at[base, column.settings]
+        reference = at[base.key, column.settings]
         pairs.append((columns[0] if reference is column else reference, column))
-    return tuple(pairs)
+    return Plan(columns, tuple(pairs))
 
 
-def _settings(wanted: Wanted, faults: list[Fault]) -> list[Column]:
+def _settings(request: Request, faults: list[Fault]) -> list[Column]:
     """Columns without a side yet: every combination of prompts and varied values."""
-    varied = [_varied(text, faults) for text in wanted.vary]
-    names = [values[0][0] for values in varied if values]
-    if len(set(names)) < len(names):
-        where = f"--vary {' '.join(wanted.vary)}"
-        faults.append(Fault(where, "each setting once", f"{names}", "list its values in one"))
-    for path in wanted.prompts:
+    varied: dict[str, list[tuple[str, float]]] = {}
+    for text in request.vary:
+        where = f"--vary {text}"
+        key, equals, listed = text.partition("=")
+        if not equals or key not in _VARIED or key in varied:
+            expected = f"KEY=V1,V2,... with KEY one of {', '.join(_VARIED)}, each once"
+            faults.append(Fault(where, expected, repr(text), "--vary temperature=0.2,0.7,1.0"))
+            continue
+        kind, low, high, expected = _VARIED[key]
+        values = {}
+        for part in listed.split(","):
+            try:
+                value = kind(part)
+                if not low <= value <= high:
+                    raise ValueError
+                values[key, value] = None
+            except ValueError:
+                faults.append(Fault(where, f"numbers {expected}", repr(part), f"--vary {key}=..."))
+        varied[key] = list(values)
+    for path in request.prompts:
         if not path.is_file():
             cure = "name a YAML file of prompts by operator"
             faults.append(Fault(f"--prompts {path}", "a file", "no such file", cure))
-    files: list[Path | None] = [*wanted.prompts] or [None]
-    return [
-        Column(Side(""), values, prompts)
-        for prompts in files
-        for values in itertools.product(*varied)
-    ]
+    files: list[Path | None] = [*request.prompts] or [None]
+    combined = [*itertools.product(*varied.values())]
+    return [Column(Side(""), values, prompts) for prompts in files for values in combined]
 
 
-def _varied(text: str, faults: list[Fault]) -> list[tuple[str, float]]:
-    where = f"--vary {text}"
-    key, equals, listed = text.partition("=")
-    if not equals or key not in _VARIED:
-        expected = f"KEY=V1,V2,... with KEY one of {', '.join(_VARIED)}"
-        faults.append(Fault(where, expected, repr(text), "--vary temperature=0.2,0.7,1.0"))
-        return []
-    kind, low, high, expected = _VARIED[key]
-    values = []
-    for part in listed.split(","):
-        try:
-            value = kind(part)
-            if not low <= value <= high:
-                raise ValueError
-            values.append((key, value))
-        except ValueError:
-            faults.append(Fault(where, f"numbers {expected}", repr(part), f"--vary {key}=..."))
-    return list(dict.fromkeys(values))
+def _find_side(
+    base: Side,
+    served: Sequence[str],
+    run_dir: Path,
+    saved: Sequence[Checkpoint],
+    faults: list[Fault],
+    name: str,
+    option: str,
+) -> Side:
+    """The side that a name of the command line means; what is wrong with it joins the faults."""
 
-
-class _Sides:
-    """Finds the side that a name of the command line means."""
-
-    def __init__(self, run_dir: Path, served: Sequence[str], faults: list[Fault]) -> None:
-        self.run_dir, self.served, self.faults = run_dir, served, faults
-        self.base = Side(BASE, served_model=served[0] if served else None)
-        self.saved = checkpoints(run_dir) if run_dir.is_dir() else []
-
-    def find(self, name: str, option: str) -> Side:
-        """The side called `name`; what is wrong with it is added to the faults."""
-        base = self.base
-        if name in (BASE, base.served_model):
-            return base
-        if name.startswith(WORKFLOW_PREFIX):
-            spec = name.removeprefix(WORKFLOW_PREFIX)
-            label = spec.rpartition(":")[2] or spec
-            return replace(base, name=f"{BASE}, {label}", workflow=spec)
-        if name.endswith((".yaml", ".yml")):
-            if not Path(name).is_file():
-                self._miss(option, name, "no such file")
-            return replace(base, name=Path(name).stem, config=Path(name))
-        if (Path(name) / GRAPH_FILE).is_file():
-            folder = Path(name).resolve()
-            return replace(base, name=f"{BASE}, {folder.name}", graph=folder)
-        if name in self.served:
-            return Side(name, served_model=name)
-        if self.served:
-            cure = "serve the weights there, and name the model: --model BASE TUNED"
-            fault = Fault(f"{option} {name}", "a model named by --model", "weights on disk", cure)
-            self.faults.append(fault)
-            return base
-        return self._saved(name, option)
-
-    def _saved(self, name: str, option: str) -> Side:
-        """Weights of this run by name or step, or of any folder."""
-        by_step = {checkpoint.step: checkpoint for checkpoint in self.saved}
-        if name == "last" and self.saved:
-            return _of_run(self.saved[-1], "last")
-        if name == "best" and self.saved:
-            step = best_step(self.run_dir, list(by_step))
-            if step is None:
-                return self._miss(option, name, "no checkpoint of the run was evaluated")
-            return _of_run(by_step[step], "best")
-        if name.isdigit() and int(name) in by_step:
-            return _of_run(by_step[int(name)])
-        folder = Path(name).expanduser()
-        if not folder.is_dir():
-            return self._miss(option, name, "no such checkpoint")
-        path = folder.resolve()
-        if kind_of(path) is None:
-            of_run = checkpoints(path)
-            if not of_run:
-                return self._miss(option, str(folder), "a folder without weights")
-            return replace(_of_run(of_run[-1]), name=f"{path.name}, step {of_run[-1].step}")
-        if path.parent == self.run_dir.resolve() and re.fullmatch(rf"{STEP_PREFIX}\d+", path.name):
-            return _of_run(Checkpoint(int(path.name.removeprefix(STEP_PREFIX)), path))
-        return Side("/".join(path.parts[-2:]), weights=path)
-
-    def _miss(self, option: str, name: str, found: str) -> Side:
-        steps = ", ".join(str(checkpoint.step) for checkpoint in self.saved)
-        there = f"base (no checkpoint is in {self.run_dir})"
-        if steps:
-            there = f"base, last, best, a step ({steps})"
-        expected = (
+    def miss(found: str, expected: str = "", cure: str = "") -> Side:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in saved)
+        there = f"base, last, best, a step ({steps})"
+        if not steps:
+            there = f"base (no checkpoint is in {run_dir})"
+        expected = expected or (
             f"{there}, a folder with weights or an operator graph, workflow:FILE.py:FUNCTION, "
             "or a YAML"
         )
-        cure = f"{option} last" if steps else "train first, or name a folder with weights"
-        self.faults.append(Fault(f"{option} {name}", expected, found, cure))
-        return self.base
+        train = "train first, or name a folder with weights"
+        cure = cure or (f"{option} last" if steps else train)
+        faults.append(Fault(f"{option} {name}", expected, found, cure))
+        return base
+
+    path = Path(name).expanduser()
+    by_step = {checkpoint.step: checkpoint for checkpoint in saved}
+    if name in (BASE, base.served_model):
+        return base
+    if name.startswith(WORKFLOW_PREFIX):
+        spec = name.removeprefix(WORKFLOW_PREFIX)
+        label = spec.rpartition(":")[2] or spec
+        return replace(base, name=f"{BASE}, {label}", workflow=spec)
+    if name.endswith((".yaml", ".yml")):
+        return (
+            replace(base, name=path.stem, config=path) if path.is_file() else miss("no such file")
+        )
+    if (path / GRAPH_FILE).is_file():
+        folder = path.resolve()
+        return replace(base, name=f"{BASE}, {folder.name}", graph=folder)
+    if name in served:
+        return Side(name, served_model=name)
+    if served:
+        cure = "serve the weights there, and name the model: --model BASE TUNED"
+        return miss("weights on disk", "a model named by --model", cure)
+    if name == "last" and saved:
+        return _of_run(saved[-1], "last")
+    if name == "best" and saved:
+        step = best_step(run_dir, list(by_step))
+        if step is None:
+            return miss("no checkpoint of the run was evaluated")
+        return _of_run(by_step[step], "best")
+    if name.isdigit() and int(name) in by_step:
+        return _of_run(by_step[int(name)])
+    if not path.is_dir():
+        return miss("no such checkpoint")
+    path = path.resolve()
+    if kind_of(path) is None:
+        of_run = checkpoints(path)
+        if not of_run:
+            return miss("a folder without weights")
+        return replace(_of_run(of_run[-1]), name=f"{path.name}, step {of_run[-1].step}")
+    if path.parent == run_dir.resolve() and re.fullmatch(rf"{STEP_PREFIX}\d+", path.name):
+        return _of_run(Checkpoint(int(path.name.removeprefix(STEP_PREFIX)), path))
+    return Side("/".join(path.parts[-2:]), weights=path)
 
 
 def _of_run(checkpoint: Checkpoint, name: str = "") -> Side:
@@ -320,10 +291,8 @@ class Source:
     @functools.cached_property
     def functions(self) -> dict[str, Any]:
         """Digests of the user's code, as it is now."""
-        return {
-            "workflow": _sources_of(self.workflow),
-            "judge": _sources_of(self.judge) if self.judge else None,
-        }
+        judge = _sources_of(self.judge) if self.judge else None
+        return {"workflow": _sources_of(self.workflow), "judge": judge}
 
 
 def make_sources(
@@ -374,20 +343,11 @@ def _other_config(path: Path, untouched: AflowConfig, request: Request) -> Sourc
 
 def column_folder(out: Path, column: Column, source: Source, request: Request) -> Path:
     """Where the column's records are: named after all that decides them, which it also holds."""
-    text = json.dumps(_identity(column, source, request), sort_keys=True, default=str)
-    slug = re.sub(r"[^A-Za-z0-9.=_-]+", "-", column.name).strip("-")[:60] or "column"
-    folder = out / "columns" / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    if not (folder / "column.json").exists():
-        write_json(folder / "column.json", json.loads(text))
-    return folder
-
-
-def _identity(column: Column, source: Source, request: Request) -> dict[str, Any]:
     config, side = source.config, column.side
     model = config.explorer.rollout_model
     sizes = ("max_model_len", "max_prompt_tokens", "max_response_tokens", "enable_thinking")
     local = {"dtype": config.local.dtype, "deterministic": config.deterministic}
-    return {
+    identity = {
         "model": side.served_model or config.model.model_path,
         "endpoint": base_url(request.endpoint) if request.endpoint else None,
         "local": None if request.endpoint else local,
@@ -417,6 +377,12 @@ def _identity(column: Column, source: Source, request: Request) -> dict[str, Any
             for name, tasks in source.tasks.items()
         },
     }
+    text = json.dumps(identity, sort_keys=True, default=str)
+    slug = re.sub(r"[^A-Za-z0-9.=_-]+", "-", column.name).strip("-")[:60] or "column"
+    folder = out / "columns" / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    if not (folder / "column.json").exists():
+        write_json(folder / "column.json", json.loads(text))
+    return folder
 
 
 def _sources_of(function: Function) -> dict[str, str]:
@@ -428,7 +394,7 @@ def _sources_of(function: Function) -> dict[str, str]:
             for item in dataclasses.fields(function)
             if item.name not in _BY_CONTENT
         ]
-        flow = as_graph(function)
+        flow = _as_graph(function)
         texts = () if flow is None else ("sources", "prompts", "instructions")
         content = [sorted(getattr(flow.graph, name).items()) for name in texts]
         named = sorted(getattr(function, "operators", ()))
@@ -455,17 +421,31 @@ def with_prompts(
 ) -> tuple[Function, Mapping[str, Any]]:
     """The workflow, and the configuration's prompts, with those of a YAML file on top.
 
-    The file has the form of the configuration's prompts: texts by operator, by
-    `Operator.instance` or, for an operator graph, by the name of a constant of its prompt file.
-    They may stand under a key `prompts:`.
+    The file has the form of the configuration's prompts, perhaps under a key `prompts:`: texts by
+    operator, by `Operator.instance` or, for an operator graph, by the name of a constant of its
+    prompt file.
 
     Raises:
         BadInput: the file is no YAML mapping, or a prompt fits no operator or graph.
     """
     if path is None:
         return workflow, config.prompts
-    prompts = _read_prompts(path)
-    graph = as_graph(workflow)
+    try:
+        prompts = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = f"a {type(prompts).__name__}"
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        prompts, found = None, " ".join(str(error).split())
+    if isinstance(prompts, dict) and set(prompts) == {"prompts"}:
+        prompts = prompts["prompts"]
+    if not isinstance(prompts, dict) or not prompts:
+        raise BadInput.of(
+            "The prompts cannot be used.",
+            f"--prompts {path}",
+            "a YAML mapping of operators to texts, such as `Review: {main: ...}`",
+            found,
+            "write the prompts by operator or by Operator.instance",
+        )
+    graph = _as_graph(workflow)
     if graph is not None:
         changed = dataclasses.replace(graph, graph=graph.graph.with_prompts(prompts))
         return changed, config.prompts
@@ -480,23 +460,6 @@ def with_prompts(
     return workflow, merged
 
 
-def as_graph(workflow: Function) -> Any:
-    """`workflow` if it is an operator graph, else None; the graph room, which is not needed for
-    anything else, is not imported to find out."""
+def _as_graph(workflow: Function) -> Any:
+    """`workflow` if it is an operator graph, else None; without importing the graph room."""
     return workflow if type(workflow).__module__ == "aflow_tune.graph.workflow" else None
-
-
-def _read_prompts(path: Path) -> Mapping[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and set(content) == {"prompts"}:
-            content = content["prompts"]
-        if isinstance(content, dict) and content:
-            return content
-        found = f"a {type(content).__name__}" if content else "nothing"
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        found = " ".join(str(error).split())
-    expected = "a YAML mapping of operators to texts, such as `Review: {main: ...}`"
-    cure = "write the prompts by operator or by Operator.instance"
-    fault = Fault(f"--prompts {path}", expected, found, cure)
-    raise BadInput("The prompts cannot be used.", [fault])

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,22 @@ from aflow_tune.evaluation.columns import (
 from aflow_tune.evaluation.evaluating import (
     Batch,
     LocalModels,
-    TaskSets,
     endpoint_model,
     read_tasks,
     rows_by_item,
 )
-from aflow_tune.evaluation.page import PAGE_NAME, write_eval_page
-from aflow_tune.evaluation.results import Cell, Result, compare_columns
+from aflow_tune.evaluation.results import (
+    PAGE_NAME,
+    Cell,
+    Result,
+    compare_columns,
+    write_eval_page,
+)
 from aflow_tune.evaluation.trained import load_trained
 from aflow_tune.files import write_json
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
-from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
-from aflow_tune.report.usage import Price
+from aflow_tune.report.evaluation import FOLDER, Evaluation, Price, load_evaluations
 from aflow_tune.runs.folder import locked
 from aflow_tune.sections import ModelSettings
 from aflow_tune.trace import POLICY
@@ -68,11 +71,7 @@ _LINE_SECONDS = 15.0
 
 class EvalProgress:
     """How far an evaluation is: a bar for each column on a terminal, a line now and then
-    elsewhere. Use as a context manager.
-
-    Args:
-        console: a rich console; where the result goes elsewhere, that of standard error.
-    """
+    elsewhere. A context manager; `console` is rich's."""
 
     def __init__(self, console: Any) -> None:
         self.console = console
@@ -97,10 +96,8 @@ class EvalProgress:
 
     @contextlib.contextmanager
     def column(self, name: str, total: int, done: int) -> Iterator[Callable[[], None]]:
-        """While a column is measured; the function given is called after each rollout.
-
-        `done` of the `total` rollouts have a record from an earlier command.
-        """
+        """While a column is measured; the function given is called after each rollout. `done` of
+        the `total` rollouts have a record from an earlier command."""
         if done:
             self.say(f"{name}: {done} of {total} rollouts are there from an earlier command")
         started = said = time.monotonic()
@@ -138,7 +135,7 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
     local_model = request.endpoint is None
     prepare(config, Purpose.EVALUATE, workflow=workflow, judge=judge, local_model=local_model)
     run_dir = Path(config.get_checkpoint_job_dir())
-    plan = make_plan(request.wanted, run_dir)
+    plan = make_plan(request, run_dir)
     if request.endpoint is not None:
         names = [column.side.served_model for column in plan.columns]
         served = list(dict.fromkeys(name for name in names if name))
@@ -176,7 +173,10 @@ async def _measure_all(
     limit = sources[plan.columns[0]].config.budget.wall_seconds
     models = [(column.side.weights, column.side.config) for column in plan.columns]
     ordered = sorted(plan.columns, key=lambda c: models.index((c.side.weights, c.side.config)))
-    _cancel_on_signals()
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(ValueError, RuntimeError):  # only the main thread has signals
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
         async with asyncio.timeout(limit), LocalModels() as local:
             for source in {id(source.config): source for source in sources.values()}.values():
@@ -192,7 +192,7 @@ async def _measure_all(
         raise BudgetReached(f"{error}{kept}") from None
     except TimeoutError:
         raise BudgetReached(f"budget.wall_seconds ({limit:g}) reached{kept}") from None
-    except asyncio.CancelledError:
+    except asyncio.CancelledError:  # SIGTERM, or Ctrl-C by way of asyncio.run
         raise Interrupted(f"stopped{kept}") from None
 
 
@@ -204,19 +204,19 @@ async def _measure(
     progress: EvalProgress,
     local: LocalModels,
 ) -> None:
-    tasks = limited(source.tasks, request.limit)
-    config, samples = source.config, request.samples
+    config, samples, endpoint = source.config, request.samples, request.endpoint
+    tasks = {name: of_set[: request.limit] for name, of_set in source.tasks.items()}
     folder = column_folder(out, column, source, request)
     workflow, prompts = with_prompts(source.workflow, column.prompts, config)
-    books, served = spend_of(config), column.side.served_model
-    if request.endpoint is not None and served is not None:
-        policy = _served(served, request.endpoint, config)
-        books = replace(books, models={**books.models, POLICY: policy})
+    spend, served = spend_of(config), column.side.served_model or ""
+    if endpoint is not None:
+        policy = _served(served, endpoint, config)
+        spend = replace(spend, models={**spend.models, POLICY: policy})
     batch = Batch(
         model=None,
         auxiliary=[],
         arguments={
-            **adapter_arguments(config, workflow, source.judge, books, folder / FOLDER),
+            **adapter_arguments(config, workflow, source.judge, spend, folder / FOLDER),
             "prompts": prompts,
             "cache": None if request.cache is None else str(request.cache),
         },
@@ -229,12 +229,10 @@ async def _measure(
     with progress.column(column.name, total, total - len(left)) as advance:
         if not left:
             return
-        if request.endpoint is None:
+        if endpoint is None:
             batch.model = await local.take(config, column.side.weights)
         else:
-            batch.model = endpoint_model(
-                config, request.endpoint, served or "", request.key_variable
-            )
+            batch.model = endpoint_model(config, endpoint, served, request.key_variable)
         batch.auxiliary = await local.auxiliary(config)
         await batch.run(tasks, left, samples, config.local.max_batch, advance)
     missing = len(batch.rollouts_left(tasks, samples, again=False))
@@ -243,27 +241,21 @@ async def _measure(
         raise RunFailed(f"{told}: is the disk full?")
 
 
-def limited(tasks: TaskSets, limit: int | None) -> dict[str, Sequence[Any]]:
-    """The first `limit` tasks of every task set."""
-    return {name: of_set[:limit] for name, of_set in tasks.items()}
-
-
 def _result(request: Request, plan: Plan, sources: Mapping[Column, Source], out: Path) -> Result:
     """What the records of the plan's columns come to."""
     first = sources[plan.columns[0]]
     config, samples, solved_at = first.config, request.samples, request.solved_at
-    tasks = limited(first.tasks, request.limit)
-    cells: dict[str, list[Cell]] = {name: [] for name in tasks}
+    rows = {name: rows_by_item(of_set[: request.limit]) for name, of_set in first.tasks.items()}
+    cells: dict[str, list[Cell]] = {name: [] for name in rows}
     for column in plan.columns:
         found = load_evaluations(column_folder(out, column, sources[column], request))
         price = _price(column, request, config)
-        for name, of_set in tasks.items():
-            rows = rows_by_item(of_set)
+        for name, of_set in rows.items():
             measured: Evaluation = found[name][column.side.step]
             # Earlier commands may have measured more.
-            records = [r for r in measured.records if r.item in rows and r.run < samples]
+            records = [r for r in measured.records if r.item in of_set and r.run < samples]
             evaluation = replace(measured, records=tuple(records))
-            cells[name].append(Cell(column, evaluation, rows, price, samples, solved_at))
+            cells[name].append(Cell(column, evaluation, of_set, price, samples, solved_at))
     executor = config.writer.executor
     written = f"written by the policy, run by {executor}" if executor else None
     facts = {
@@ -273,7 +265,7 @@ def _result(request: Request, plan: Plan, sources: Mapping[Column, Source], out:
         "endpoint": request.endpoint,
         "score": config.report.score,
         "seed": config.seed,
-        "tasks": {name: len(of_set) for name, of_set in tasks.items()},
+        "tasks": {name: len(of_set) for name, of_set in rows.items()},
         "written": time.strftime("%Y-%m-%d %H:%M"),
     }
     differences = compare_columns(plan, cells)
@@ -287,9 +279,7 @@ def _price(column: Column, request: Request, config: AflowConfig) -> Price | Non
         return None
     served = _served(column.side.served_model, request.endpoint, config)
     price = price_of(served.provider, served.base_url, served.model or "", served.prices)
-    if price is None:
-        return None
-    return lambda prompt, drawn: price.cost(Usage(prompt, drawn))
+    return price and (lambda prompt, drawn: price.cost(Usage(prompt, drawn)))
 
 
 def _served(name: str, endpoint: str, config: AflowConfig) -> ModelSettings:
@@ -297,20 +287,3 @@ def _served(name: str, endpoint: str, config: AflowConfig) -> ModelSettings:
     policy = config.models.get(POLICY)
     prices = policy.prices if policy else None
     return ModelSettings(model=name, base_url=base_url(endpoint), prices=prices)
-
-
-def _cancel_on_signals() -> None:
-    """Ctrl-C and SIGTERM cancel the current task; a second one ends the process at once. Only the
-    main thread has signals: elsewhere nothing is changed."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def stop() -> None:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-        if task is not None:
-            task.cancel()
-
-    with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-        for number in numbers:
-            loop.add_signal_handler(number, stop)

@@ -40,10 +40,8 @@ RolloutKey = tuple[str, int, int]
 
 
 class LocalModels:
-    """The local sampler with the weights that are asked for; one base model at a time.
-
-    Use as an asynchronous context manager: leaving it frees everything.
-    """
+    """The local sampler with the weights that are asked for; one base model at a time. Leaving
+    the context frees everything."""
 
     def __init__(self) -> None:
         self._model: tuple[SamplerHost, InlineModel] | None = None
@@ -55,9 +53,9 @@ class LocalModels:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for host, _model in self._auxiliary.values():
+        loaded = [*self._auxiliary.values(), *([self._model] if self._model else [])]
+        for host, _ in loaded:
             await asyncio.to_thread(host.close)
-        await self._release()
 
     async def take(self, config: AflowConfig, weights: Path | None) -> ModelWrapper:
         """The configured model with `weights`; None for the model as it is.
@@ -73,7 +71,9 @@ class LocalModels:
         # Full weights put over a base model cannot be taken back: it is loaded anew.
         key = repr(model_config)
         if self._model is None or self._key != key or not (self._pristine or weights):
-            await self._release()
+            loaded, self._model = self._model, None
+            if loaded is not None:
+                await asyncio.to_thread(loaded[0].close)
             self._model = await _load(model_config)
             self._key, self._pristine = key, True
         host, model = self._model
@@ -100,18 +100,11 @@ class LocalModels:
 
     async def auxiliary(self, config: AflowConfig) -> list[ModelWrapper]:
         """The auxiliary models of a configuration, each loaded once."""
-        found: list[ModelWrapper] = []
-        for model_config in config.explorer.auxiliary_models:
-            key = repr(model_config)
+        configs = {repr(one): one for one in config.explorer.auxiliary_models}
+        for key, one in configs.items():
             if key not in self._auxiliary:
-                self._auxiliary[key] = await _load(model_config)
-            found.append(self._auxiliary[key][1])
-        return found
-
-    async def _release(self) -> None:
-        loaded, self._model = self._model, None
-        if loaded is not None:
-            await asyncio.to_thread(loaded[0].close)
+                self._auxiliary[key] = await _load(one)
+        return [self._auxiliary[repr(one)][1] for one in config.explorer.auxiliary_models]
 
 
 async def _load(config: InferenceModelConfig) -> tuple[SamplerHost, InlineModel]:
@@ -137,11 +130,9 @@ async def read_tasks(config: AflowConfig) -> dict[str, list[Task]]:
 
 @dataclass
 class Batch:
-    """One workflow with one model on all tasks.
-
-    `arguments` are the adapter's `workflow_args`; `sampling` overrides fields of the tasks'
-    `rollout_args`; `folder` gets the records, under the number `step`.
-    """
+    """One workflow with one model on all tasks. `arguments` are the adapter's `workflow_args`;
+    `sampling` overrides fields of the tasks' `rollout_args`; `folder` gets the records, under the
+    number `step`."""
 
     model: ModelWrapper
     auxiliary: list[ModelWrapper]
@@ -158,17 +149,11 @@ class Batch:
             drop_torn_line(path)
             records = read_records(path) if path.exists() else []
             failures = {(record.item, record.run): record.failure for record in records}
-            done = {
-                key
-                for key, failure in failures.items()
-                if failure != Failure.BUDGET_REACHED and not (again and failure)
-            }
-            left += [
-                (name, number, rollout)
-                for number, task in enumerate(of_set)
-                for rollout in range(samples)
-                if (_item(task, number), rollout) not in done
-            ]
+            for number, task in enumerate(of_set):
+                for rollout in range(samples):
+                    failure = failures.get((_item(task, number), rollout), Failure.BUDGET_REACHED)
+                    if failure == Failure.BUDGET_REACHED or (again and failure):
+                        left.append((name, number, rollout))
         return left
 
     async def run(
@@ -186,11 +171,11 @@ class Batch:
             RunFailed: something outside of the user's functions failed.
         """
         slots = asyncio.Semaphore(at_once)
-        books = self.arguments["books"]
+        spend = self.arguments["books"]
 
         async def one(name: str, number: int, rollout: int) -> None:
             async with slots:
-                if books.reached():
+                if spend.reached():
                     return
                 given = tasks[name][number]
                 # A task of its own for each rollout, numbered as a run's evaluation numbers it.
@@ -215,7 +200,7 @@ class Batch:
             first = errors.exceptions[0]
             told = f"the evaluation met an error: {type(first).__name__}: {first}"
             raise RunFailed(told) from first
-        reason = books.reached()
+        reason = spend.reached()
         if reason is not None:
             raise BudgetReached(reason)
 

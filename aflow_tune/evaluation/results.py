@@ -1,28 +1,47 @@
-"""What an evaluation found: a cell for each column on each task set, and the comparisons.
+"""What an evaluation found: a cell for each column on each task set, and the comparisons; and how
+people are shown it, on a terminal and as `eval.html`.
 
 Computed from the records by `aflow_tune.report`; nothing is measured here. `to_json` is what
-`eval.json` holds (its keys call a rollout a run); terminal and page are made from the same objects.
+`eval.json` holds (its keys call a rollout a run). A number that is not known is said to be unknown;
+one that nothing was counted for is a dash.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from aflow_tune.evaluation.columns import Column, Plan
-from aflow_tune.report.audit import Finding, audit_evaluation
-from aflow_tune.report.evaluation import Comparison, Evaluation, compare
+from aflow_tune.report.audit import audit_evaluation
+from aflow_tune.report.charts import interval_chart, number
+from aflow_tune.report.evaluation import (
+    Comparison,
+    Evaluation,
+    Price,
+    callers,
+    compare,
+    cost,
+    per_solved,
+    usage,
+)
+from aflow_tune.report.page import TONES, plain_text, render, transcript_pairs, write_page
+from aflow_tune.report.quantities import TRACE_METRICS
 from aflow_tune.report.records import EvalRecord
 from aflow_tune.report.statistics import Interval, mean, standard_deviation
-from aflow_tune.report.usage import CallerUse, Cost, Price, Usage, callers, cost, per_solved, usage
 from aflow_tune.scoring.agent_reward import efficiency, target_tools, timing, tool_accuracy
 from aflow_tune.sections import AgentRewardSection
 
 VERSION = 1
 """Of the form of `eval.json`."""
+PAGE_NAME = "eval.html"
+NOTHING, UNKNOWN = "-", "unknown"
+_MOST_MEASURES = _MOST_CALLERS = 12
+_COLOURS = 6
 
 
 @dataclass(frozen=True)
@@ -34,77 +53,48 @@ class AgentMeasure:
     count: int
 
 
-@dataclass(frozen=True)
 class Cell:
-    """One column on one task set.
+    """One column on one task set, and all that is counted of its records.
 
-    `price` is what the tokens of the column's model cost, `rows` those of the task set by item,
-    `samples` the rollouts of each, `solved_at` the score from which on one has solved its task.
+    `pass_at` is pass@k over scored rollouts, `pass_at_all` with failed ones as unsolved (empty
+    where none failed), `measures` reward and every recorded metric over items. What a solved
+    rollout took is what all took, for each that was solved; None where it is not known.
+
+    Args:
+        rows: those of the task set by item.
+        price: what the tokens of the column's model cost.
+        samples: rollouts of each row.
+        solved_at: the score from which on a rollout has solved its task.
     """
 
-    column: Column
-    evaluation: Evaluation
-    rows: Mapping[int, Mapping[str, Any]]
-    price: Price | None
-    samples: int
-    solved_at: float
-
-    @property
-    def score(self) -> Interval | None:
-        return self.evaluation.interval()
-
-    @cached_property
-    def pass_at(self) -> dict[int, Interval | None]:
-        """pass@k over scored rollouts."""
-        levels = pass_levels(self.samples)
-        return {k: self.evaluation.pass_at(k, self.solved_at) for k in levels}
-
-    @cached_property
-    def pass_at_all(self) -> dict[int, Interval | None]:
-        """The same with failed rollouts as unsolved; empty where none failed."""
-        levels = pass_levels(self.samples) if self.evaluation.failed_rollouts else []
-        at = self.solved_at
-        return {k: self.evaluation.pass_at(k, at, failed_as_unsolved=True) for k in levels}
-
-    @property
-    def solved(self) -> int:
-        return self.evaluation.solved_rollouts(self.solved_at)
-
-    @cached_property
-    def usage(self) -> Usage:
-        return usage(self.evaluation.records)
-
-    @cached_property
-    def cost(self) -> Cost:
-        return cost(self.evaluation.records, self.price)
-
-    @cached_property
-    def callers(self) -> list[CallerUse]:
-        return callers(self.evaluation.records)
-
-    @cached_property
-    def measures(self) -> dict[str, Interval | None]:
-        """Reward and every recorded metric, over items."""
-        names = self.evaluation.metric_names()
-        return {name: self.evaluation.metric_interval(name) for name in names}
-
-    @cached_property
-    def agents(self) -> dict[str, AgentMeasure]:
-        return measure_agents(self.evaluation.records, self.rows, self.solved_at)
-
-    @cached_property
-    def findings(self) -> list[Finding]:
-        return audit_evaluation(self.evaluation, f" ({self.column.name})")
-
-    @property
-    def tokens_per_solved(self) -> float | None:
-        """Tokens of all rollouts, prompts included, for each solved one."""
-        return per_solved(self.usage.total_tokens, self.solved)
-
-    @property
-    def cost_per_solved(self) -> float | None:
-        """US dollars of all rollouts for each solved one; None where a price is unknown."""
-        return per_solved(self.cost.total, self.solved)
+    def __init__(
+        self,
+        column: Column,
+        evaluation: Evaluation,
+        rows: Mapping[int, Mapping[str, Any]],
+        price: Price | None,
+        samples: int,
+        solved_at: float,
+    ) -> None:
+        self.column, self.evaluation = column, evaluation
+        records, names = evaluation.records, evaluation.metric_names()
+        # Powers of two, and the number of samples.
+        levels = sorted({2**n for n in range(samples.bit_length())} | {samples})
+        failed = levels if evaluation.failed_rollouts else []
+        self.score = evaluation.interval()
+        self.pass_at = {k: evaluation.pass_at(k, solved_at) for k in levels}
+        self.pass_at_all = {
+            k: evaluation.pass_at(k, solved_at, failed_as_unsolved=True) for k in failed
+        }
+        self.solved = evaluation.solved_rollouts(solved_at)
+        self.usage = usage(records)
+        self.cost = cost(records, price)
+        self.callers = callers(records)
+        self.measures = {name: evaluation.metric_interval(name) for name in names}
+        self.agents = measure_agents(records, rows, solved_at)
+        self.findings = audit_evaluation(evaluation, f" ({column.name})")
+        self.tokens_per_solved = per_solved(self.usage.total_tokens, self.solved)
+        self.cost_per_solved = per_solved(self.cost.total, self.solved)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; None is null: not known, or nothing to count."""
@@ -113,10 +103,8 @@ class Cell:
             "items": evaluation.items,
             "runs": len(evaluation.records),
             "score": _plain(self.score),
-            "pass_at": {str(k): _plain(value) for k, value in self.pass_at.items()},
-            "pass_at_failed_as_unsolved": {
-                str(k): _plain(value) for k, value in self.pass_at_all.items()
-            },
+            "pass_at": _plain_of(self.pass_at),
+            "pass_at_failed_as_unsolved": _plain_of(self.pass_at_all),
             "solved_runs": self.solved,
             "failed_runs": evaluation.failed_rollouts,
             "failures": evaluation.failures,
@@ -132,7 +120,7 @@ class Cell:
                 "unknown_roles": list(self.cost.unknown),
             },
             "callers": [asdict(use) for use in self.callers],
-            "measures": {name: _plain(value) for name, value in self.measures.items()},
+            "measures": _plain_of(self.measures),
             "agents": {name: asdict(value) for name, value in self.agents.items()},
             "warnings": [asdict(finding) for finding in self.findings],
         }
@@ -146,6 +134,10 @@ class Difference:
     before: Column
     after: Column
     comparison: Comparison | None
+
+    @property
+    def tone(self) -> str:
+        return TONES[self.comparison.direction if self.comparison else 0]
 
     def sentences(self) -> list[str]:
         """The verdict and what has to be said beside it."""
@@ -181,10 +173,13 @@ class Result:
     differences: Sequence[Difference]
     warnings: Sequence[str] = field(default_factory=tuple)
 
+    @property
+    def every(self) -> list[Cell]:
+        return [cell for cells in self.cells.values() for cell in cells]
+
     def why_nothing(self) -> str | None:
         """Where nothing could be scored: how many rollouts there are, and what most of them met."""
-        every = [cell for cells in self.cells.values() for cell in cells]
-        records = [record for cell in every for record in cell.evaluation.records]
+        records = [record for cell in self.every for record in cell.evaluation.records]
         if not records or any(record.score is not None for record in records):
             return None
         met = Counter((record.failure or "unscored", record.reason) for record in records)
@@ -231,34 +226,21 @@ def compare_columns(plan: Plan, cells: Mapping[str, Sequence[Cell]]) -> list[Dif
     ]
 
 
-def pass_levels(samples: int) -> list[int]:
-    """The k of pass@k that are told: powers of two, and the number of samples."""
-    levels = {2**power for power in range(samples.bit_length()) if 2**power <= samples}
-    return sorted(levels | {samples})
-
-
 def measure_agents(
     records: Sequence[EvalRecord], rows: Mapping[int, Mapping[str, Any]], solved_at: float
 ) -> dict[str, AgentMeasure]:
     """The five measures of tool-using agents over the rollouts on rows that have `target_tools`
-    (a list of names, perhaps empty); empty without any.
+    (a list of names, perhaps empty); empty without any. A rollout that failed counts in none.
 
     - tool_selection_accuracy: F1 of the tools that were called against `target_tools`; where
       none was wanted, 1 if none was called, else 0.5.
     - plan_success_rate: 1 for a rollout that called every tool of `target_tools`.
     - step_efficiency: `optimal_steps` (default 5) against the steps taken, at most 1. A step is
       one answer of the model.
-    - timing_precision: 1 if a tool was called and one was wanted, or neither; else 0. Never
-      seconds.
+    - timing_precision: 1 if a tool was called and one was wanted, or neither; else 0.
     - end_to_end_success: 1 for a score of at least `solved_at`.
-
-    Parts that the agent reward pays for are computed by its own functions. A rollout that failed
-    counts in none of them, as it has no score either; `count` says how many were measured.
     """
-    names = ("tool_selection_accuracy", "plan_success_rate", "step_efficiency")
-    values: dict[str, list[float]] = {
-        name: [] for name in (*names, "timing_precision", "end_to_end_success")
-    }
+    values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         row = rows.get(record.item, {})
         if row.get("target_tools") is None or record.failure is not None:
@@ -273,8 +255,8 @@ def measure_agents(
         values["timing_precision"].append(timing(called, wanted))
         if record.score is not None:
             values["end_to_end_success"].append(float(record.score >= solved_at))
-    if not any(values.values()):
-        return {}
+    if values:
+        values.setdefault("end_to_end_success", [])
     return {
         name: AgentMeasure(mean(found) if found else None, standard_deviation(found), len(found))
         for name, found in values.items()
@@ -285,5 +267,174 @@ def _plain(interval: Interval | None) -> dict[str, Any] | None:
     return None if interval is None else asdict(interval)
 
 
+def _plain_of(intervals: Mapping[Any, Interval | None]) -> dict[str, Any]:
+    return {str(name): _plain(interval) for name, interval in intervals.items()}
+
+
 def _path(path: object) -> str | None:
     return None if path is None else str(path)
+
+
+# For people
+
+
+def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
+    """The table of one task set: labels with a text for each column. `score` is the name of the
+    held-out score."""
+
+    def interval(found: Interval | None) -> str:
+        return NOTHING if found is None else found.text()
+
+    def per_rollout(cell: Cell, amount: int | None) -> str:
+        return UNKNOWN if amount is None else number(amount / max(1, cell.usage.runs))
+
+    def per_solved(cell: Cell, amount: float | None) -> str:
+        known = UNKNOWN if amount is None else number(amount)
+        return known if cell.solved else "none solved"
+
+    def dollars(cell: Cell) -> str:
+        if cell.cost.total is not None:
+            return number(cell.cost.total)
+        known = sum(cell.cost.by_role.values())
+        unknown = f"{UNKNOWN} ({', '.join(cell.cost.unknown)})"
+        return f"{number(known)} + {unknown}" if known else unknown
+
+    def dollars_per_solved(cell: Cell) -> str:
+        return UNKNOWN if cell.cost.total is None else per_solved(cell, cell.cost_per_solved)
+
+    def agent(cell: Cell, name: str) -> str:
+        measure = cell.agents.get(name)
+        if measure is None or measure.mean is None:
+            return NOTHING
+        spread = "" if measure.std is None else f" ± {measure.std:.3f}"
+        return f"{measure.mean:.3f}{spread} (n = {measure.count})"
+
+    table: list[tuple[str, Callable[[Cell], str]]] = [
+        (f"held-out score ({score})", lambda cell: interval(cell.score)),
+        *((f"pass@{k}", lambda cell, k=k: interval(cell.pass_at[k])) for k in cells[0].pass_at),
+        *(
+            (
+                f"pass@{k}, failed rollouts as unsolved",
+                lambda cell, k=k: interval((cell.pass_at_all or cell.pass_at)[k]),
+            )
+            for k in cells[0].pass_at
+            if any(cell.pass_at_all for cell in cells)
+        ),
+        ("solved rollouts", lambda cell: f"{cell.solved} of {len(cell.evaluation.records)}"),
+        ("failed rollouts", lambda cell: _counts(cell.evaluation.failures) or "none"),
+        ("calls a rollout", lambda cell: per_rollout(cell, cell.usage.calls)),
+        ("tokens a rollout", lambda cell: per_rollout(cell, cell.usage.total_tokens)),
+        ("tokens a solved rollout", lambda cell: per_solved(cell, cell.tokens_per_solved)),
+        ("US dollars", dollars),
+        ("US dollars a solved rollout", dollars_per_solved),
+    ]
+    names = dict.fromkeys(name for cell in cells for name in cell.measures)
+    shown = [name for name in names if name != score and not name.startswith(TRACE_METRICS)]
+    for name in shown[:_MOST_MEASURES]:
+        table.append((name, lambda cell, name=name: interval(cell.measures.get(name))))
+    for name in dict.fromkeys(name for cell in cells for name in cell.agents):
+        table.append((name, lambda cell, name=name: agent(cell, name)))
+    return [(label, [text(cell) for cell in cells]) for label, text in table]
+
+
+def print_result(result: Result, console: Any) -> None:
+    """The table of each task set, its callers, and the comparisons in sentences."""
+    from rich.table import Table
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def plain(text: str) -> str:
+        """Text that rich does not take for markup."""
+        return text.replace("[", "\\[")
+
+    for taskset, cells in result.cells.items():
+        tasks = len({record.item for cell in cells for record in cell.evaluation.records})
+        extent = f"{tasks} task{'' if tasks == 1 else 's'}"
+        if result.samples > 1:
+            extent += f", {result.samples} rollouts each"
+        say(f"\n{taskset}: {extent}; intervals are 95%, over tasks")
+        table = Table("")
+        for column in result.columns:
+            table.add_column(plain(column.name), justify="right")
+        for label, values in rows(cells, str(result.facts.get("score"))):
+            table.add_row(plain(label), *map(plain, values))
+        console.print(table)
+        if any(len(cell.callers) > 1 or any(u.outcomes for u in cell.callers) for cell in cells):
+            say("calls by caller")
+            table = Table("column", "caller")
+            for heading in ("calls", "tokens drawn", "share", "failed", "cut off", "outcomes"):
+                table.add_column(heading, justify="right")
+            for cell in cells:
+                for index, use in enumerate(cell.callers[:_MOST_CALLERS]):
+                    own = use.usage
+                    table.add_row(
+                        "" if index else plain(cell.column.name),
+                        plain(use.caller),
+                        str(own.calls),
+                        UNKNOWN if own.tokens is None else str(own.tokens),
+                        NOTHING if use.token_share is None else f"{use.token_share:.0%}",
+                        str(own.failed_calls),
+                        str(own.truncated_calls),
+                        _counts(use.outcomes) or NOTHING,
+                    )
+            console.print(table)
+        for cell in cells:
+            reason = next((r.reason for r in cell.evaluation.records if r.reason), None)
+            if reason is not None:
+                say(f"{cell.column.name}: the first failed rollout says: {reason}")
+    for difference in result.differences:
+        place = f"{difference.taskset}, " if len(result.cells) > 1 else ""
+        name = f"{place}{difference.before.name} -> {difference.after.name}"
+        say(f"{name}: {' '.join(difference.sentences())}")
+    for cell in result.every:
+        for finding in cell.findings:
+            say(f"warning: {finding}")
+
+
+def write_eval_page(path: Path, result: Result) -> Path:
+    """Write the page of a result; returns its path."""
+    facts, score = dict(result.facts), str(result.facts.get("score"))
+    shown = {k: v for k, v in facts.items() if k not in ("tasks", "written", "score")}
+    shown |= {"rollouts a task": result.samples, "solved from": f"{result.solved_at:g}"}
+    compared = [difference for difference in result.differences if difference.comparison]
+    text = render(
+        "eval.html.jinja",
+        title=f"Evaluation: {Path(str(facts.get('config'))).stem}",
+        facts=[(name, plain_text(str(v))) for name, v in shown.items() if v is not None],
+        score=score,
+        result=result,
+        rows=rows,
+        charts=_charts,
+        transcripts=transcript_pairs,
+        compared=compared[:2],
+        written=facts.get("written"),
+        folder=str(path.parent),
+    )
+    return write_page(path, text)
+
+
+def _charts(cells: Sequence[Cell]) -> list[tuple[str, str, Markup]]:
+    """(title, note, drawing) of score and of pass@k for the most samples; a column a line."""
+    sides = list(dict.fromkeys(cell.column.side.name for cell in cells))
+    wanted = {"Held-out score": ("mean over tasks", [cell.score for cell in cells])}
+    most = max(cells[0].pass_at)
+    if most > 1:
+        note = "chance that one of the samples solves the task"
+        wanted[f"pass@{most}"] = note, [cell.pass_at[most] for cell in cells]
+    drawn = []
+    for title, (note, intervals) in wanted.items():
+        known = [interval for interval in intervals if interval is not None]
+        if known:
+            estimates = [
+                (cell.column.name, interval, sides.index(cell.column.side.name) % _COLOURS)
+                for cell, interval in zip(cells, intervals, strict=True)
+            ]
+            unit = all(0 <= interval.mean <= 1 for interval in known)
+            drawing = interval_chart(title, estimates, (0, 1) if unit else None)
+            drawn.append((title, f"{note}, 95% interval", Markup(drawing)))
+    return drawn
+
+
+def _counts(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -17,7 +17,7 @@ from aflow_tune.config.load import load_config
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.stages import chain_folder, parts_of
 from aflow_tune.engines.local.saved_weights import Kind, kind_of
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 from aflow_tune.runs.folder import STEP_PREFIX, checkpoints, read_stages
 from aflow_tune.types import Checkpoint
 
@@ -55,17 +55,19 @@ def find_weights(folder: Path) -> Found:
         return Found(path, above if (above / RESOLVED).is_file() else None)
     run_dir, saved = trained_run(path)
     if run_dir is None:
-        found = "a folder without weights" if path.is_dir() else "no such folder"
-        expected = f"a run folder with checkpoints, a {STEP_PREFIX}N, an adapter or a model"
-        cure = "name the folder that training printed as its run folder"
-        fault = Fault(str(folder), expected, found, cure)
-        raise BadInput("There is nothing trained here.", [fault])
+        raise BadInput.of(
+            "There is nothing trained here.",
+            str(folder),
+            f"a run folder with checkpoints, a {STEP_PREFIX}N, an adapter or a model",
+            "a folder without weights" if path.is_dir() else "no such folder",
+            "name the folder that training printed as its run folder",
+        )
     return Found(saved[-1].path, run_dir)
 
 
 def trained_run(folder: Path) -> tuple[Path | None, list[Checkpoint]]:
-    """The run folder with checkpoints that `folder` is, or, for a chain of stages, that of the
-    last stage that trained, and its checkpoints; None where no run has any."""
+    """The run folder with checkpoints that `folder` is, or of a chain the last stage that has
+    any, and these; None where there are none."""
     for run_dir in [folder, *reversed(stage_folders(folder))]:
         saved = checkpoints(run_dir)
         if saved:
@@ -88,11 +90,13 @@ def config_source(found: Found | None, named: Path | None) -> Path:
         return named
     if found is not None and found.run_dir is not None and (found.run_dir / RESOLVED).is_file():
         return found.run_dir / RESOLVED
-    where = "--config" if found is None else str(found.weights)
-    expected = f"a configuration: {RESOLVED} of the run that the weights come from"
-    got = "none was named" if found is None else "weights that lie in no run folder"
-    fault = Fault(where, expected, got, "name it: --config my.yaml")
-    raise BadInput("It is not known how to ask this model.", [fault])
+    raise BadInput.of(
+        "It is not known how to ask this model.",
+        "--config" if found is None else str(found.weights),
+        f"a configuration: {RESOLVED} of the run that the weights come from",
+        "none was named" if found is None else "weights that lie in no run folder",
+        "name it: --config my.yaml",
+    )
 
 
 def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
@@ -135,10 +139,9 @@ def make_ready(
     if weights is not None and kind_of(weights) is Kind.MODEL:
         config.model.model_path = config.explorer.rollout_model.model_path = str(weights)
     prepare(config, Purpose.ASK, local_model=local_model)
-    sampling = {}
-    for name in ("temperature", "top_p", "top_k"):
-        own = getattr(held_out, name, None)
-        sampling[name] = getattr(config.model, name) if own is None else own
-    most = getattr(held_out, "max_tokens", None) or config.model.max_response_tokens
-    sampling["max_tokens"] = most
+    model = config.model
+    usual = {name: getattr(model, name) for name in ("temperature", "top_p", "top_k")}
+    usual["max_tokens"] = model.max_response_tokens
+    own = {name: getattr(held_out, name, None) for name in usual}
+    sampling = {name: usual[name] if own[name] is None else own[name] for name in usual}
     return {name: value for name, value in sampling.items() if value is not None}

@@ -1,11 +1,10 @@
 """What a rising reward may hide: warnings about a run, from its metrics and its records.
 
-Each check is a function of numbers that a run leaves on disk, and answers with a warning or with
-nothing. It warns only where chance is an unlikely reason, and says what it counted: a warning is
-a place to look at, not a verdict. Thresholds are the constants below.
+A check warns only where chance is an unlikely reason, and says what it counted: a warning is a
+place to look at, not a verdict. Thresholds are the constants below.
 
-What is not covered: a reward that pays for the wrong thing in training and on the held-out tasks
-alike, which no comparison of the two can show.
+Not covered: a reward that pays for the wrong thing in training and on the held-out tasks alike,
+which no comparison of the two can show.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ GPU_CHECK = "use of the GPUs"
 
 _FAILED_USES = ("unreadable", "program_failed", "model_failed", "sandbox_unavailable", "raised")
 """Outcomes of operators that gave nothing to go on with."""
-_GOOD_ENDING = "sandbox/finished"
-"""The ending of a program that ran to its end."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,7 @@ def audit_run(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Fi
 def audit_evaluation(evaluation: Evaluation, place: str = "") -> list[Finding]:
     """Warnings that the records of one evaluation give. `place` is put behind the task set."""
     where = f"{evaluation.taskset}{place}"
-    checks = (one_answer_dominates, unearned_rewards)
-    found = [check(evaluation.records, where) for check in checks]
+    found = (check(evaluation.records, where) for check in (one_answer_dominates, unearned_rewards))
     return [finding for finding in found if finding is not None]
 
 
@@ -85,9 +81,9 @@ def reward_without_score(
 ) -> Finding | None:
     """Training reward rises while the held-out score falls.
 
-    The score falls if the last evaluation is below the best earlier one on the same items. The
-    best was chosen after the fact, so the interval's confidence is raised by the number of
-    candidates (Bonferroni). The reward rises if the second half of the steps between the two is
+    The score falls if the last evaluation is below the best earlier one on the same items. That
+    one was chosen after the fact, so the interval's confidence is raised by the number of
+    candidates (Bonferroni). The reward rises between the two if the second half of the steps is
     above the first half.
     """
     *earlier, last = evaluations
@@ -137,21 +133,27 @@ def one_answer_dominates(records: Sequence[EvalRecord], where: str) -> Finding |
 def unearned_rewards(records: Sequence[EvalRecord], where: str) -> Finding | None:
     """Rollouts with an empty answer, or in which nothing but failures happened, are rewarded.
 
-    A rollout is rewarded if its reward is above the lowest of all and not below their mean, so
-    that the scale does not matter. Nothing but failures: programs or operators were run, and not
-    one of a kind ended well; such a reward comes from the handling of an exception.
+    Rewarded means above the lowest reward and not below the mean, so that the scale does not
+    matter. Nothing but failures means that programs or operators were used and none of a kind
+    ended well; such a reward comes from the handling of an exception.
     """
-    rewards = [record.reward for record in records if record.reward is not None]
+
+    def only_failures(record: EvalRecord) -> bool:
+        endings = {name for name, count in record.metrics.items() if count > 0}
+        endings = {name for name in endings if name.startswith("sandbox/")}
+        if endings and "sandbox/finished" not in endings:
+            return True
+        outcomes = [use.get("outcome") for use in record.operators]
+        return bool(outcomes) and all(outcome in _FAILED_USES for outcome in outcomes)
+
+    rewards = [(record, record.reward) for record in records if record.reward is not None]
     if not rewards:
         return None
-    lowest, average = min(rewards), mean(rewards)
-    rewarded = [
-        record
-        for record in records
-        if record.reward is not None and record.reward > lowest and record.reward >= average
-    ]
+    values = [reward for _, reward in rewards]
+    lowest, average = min(values), mean(values)
+    rewarded = [record for record, reward in rewards if reward > lowest and reward >= average]
     empty = sum(record.answer == "" for record in rewarded)
-    broken = sum(record.answer != "" and _only_failures(record) for record in rewarded)
+    broken = sum(record.answer != "" and only_failures(record) for record in rewarded)
     count = empty + broken
     if count < UNEARNED_ROLLOUTS or count < UNEARNED_SHARE * len(rewarded):
         return None
@@ -213,11 +215,3 @@ def describe(warnings: Sequence[Finding], checks: Sequence[str] = CHECKS) -> lis
     if not warnings:
         return [f"Audit: nothing found ({', '.join(checks)})."]
     return [f"Audit: {warning}" for warning in warnings]
-
-
-def _only_failures(record: EvalRecord) -> bool:
-    endings = {n for n, count in record.metrics.items() if n.startswith("sandbox/") and count > 0}
-    if endings and _GOOD_ENDING not in endings:
-        return True
-    outcomes = [use.get("outcome") for use in record.operators]
-    return bool(outcomes) and all(outcome in _FAILED_USES for outcome in outcomes)

@@ -1,25 +1,46 @@
-"""Small charts as inline SVG that follow the page's colours in light and dark.
+"""The report's curves, and small charts as inline SVG that follow the page's colours.
 
-Drawn by hand rather than by a plotting library: a chart is a few hundred bytes a curve, its
-colours are the page's CSS variables, every point tells its value under the pointer, and nothing
-has to be imported. Labels are escaped here, so a chart may go into a page as it is.
-
-The titles of charts are read out in place of the drawing. Colours are 0 to 5, variables of the
-page.
+Drawn by hand rather than by a plotting library: a chart is a few hundred bytes a curve, its colours
+(0 to 5) are the page's CSS variables, and every point tells its value under the pointer. Labels are
+escaped here, so a chart may go into a page as it is. Titles are read out in place of the drawing.
+`charts` says which curves a run's page shows, and from which numbers; one without is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
+from markupsafe import Markup
+
+from aflow_tune.report.evaluation import Evaluations
+from aflow_tune.report.metrics import MetricsLine, series
+from aflow_tune.report.quantities import (
+    ENTROPY,
+    GRADIENT_NORM,
+    GROUP_HEALTH,
+    KL,
+    LEARNING_RATE,
+    LOSS,
+    MISMATCH,
+    REWARD,
+    derived,
+    failure_counts,
+    gpu_devices,
+    sampling_speed,
+    training_speed,
+    use_by_step,
+    workflow_metrics,
+)
 from aflow_tune.report.statistics import Interval
 
 _WIDTH, _HEIGHT = 400.0, 185.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 9.0, 9.0, 24.0
 _MOST_DOTS = 60
+_MOST_WORKFLOW_METRICS = 6
 _ROW = 26.0
 
 Bounds = tuple[float, float]
@@ -41,15 +62,6 @@ class Curve:
 
     label: str
     points: Sequence[Point]
-    colour: int = 0
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One row of an interval chart; `interval` is None where nothing was measured."""
-
-    label: str
-    interval: Interval | None
     colour: int = 0
 
 
@@ -119,13 +131,11 @@ def line_chart(
     frame = _Frame(steps, [*shown, *(bounds or ())])
     drawing = []
     for curve in curves:
-        banded = [(p.step, p.low, p.high) for p in curve.points if None not in (p.low, p.high)]
-        if len(banded) > 1:
-            over = [(step, high or 0.0) for step, _, high in banded]
-            under = [(step, low or 0.0) for step, low, _ in reversed(banded)]
-            drawing.append(
-                f'<polygon class="band c{curve.colour}" points="{frame.path(over + under)}"/>'
-            )
+        over = [(p.step, p.high) for p in curve.points if p.low is not None and p.high is not None]
+        under = [(p.step, p.low) for p in curve.points if p.low is not None and p.high is not None]
+        if len(over) > 1:
+            band = frame.path([*over, *reversed(under)])
+            drawing.append(f'<polygon class="band c{curve.colour}" points="{band}"/>')
         path = frame.path([(p.step, p.value) for p in curve.points])
         drawing.append(f'<polyline class="line c{curve.colour}" points="{path}"/>')
         for p in curve.points if len(curve.points) <= _MOST_DOTS else ():
@@ -189,14 +199,18 @@ def scatter_chart(
     return frame.svg(title, drawing, ticks)
 
 
-def interval_chart(title: str, estimates: Sequence[Estimate], bounds: Bounds | None = None) -> str:
-    """Estimates below each other, each with its interval, on one axis of values.
+def interval_chart(
+    title: str,
+    estimates: Sequence[tuple[str, Interval | None, int]],
+    bounds: Bounds | None = None,
+) -> str:
+    """Estimates (label, interval, colour) below each other on one axis of values.
 
     Args:
         estimates: at least one with an interval.
         bounds: values that the axis shows at least.
     """
-    intervals = [e.interval for e in estimates if e.interval is not None]
+    intervals = [interval for _, interval, _ in estimates if interval is not None]
     shown = [v for i in intervals for v in (i.mean, i.low, i.high) if v is not None]
     ticks = nice_ticks(min([*shown, *(bounds or ())]), max([*shown, *(bounds or ())]))
     low, high = min(ticks[0], *shown), max(ticks[-1], *shown)
@@ -210,34 +224,17 @@ def interval_chart(title: str, estimates: Sequence[Estimate], bounds: Bounds | N
     for tick in ticks:
         parts.append(_line("grid", x(tick), x(tick), f"{_TOP:g}", f"{bottom:g}"))
         parts.append(_text(x(tick), f"{bottom + 17:g}", number(tick)))
-    for row, estimate in enumerate(estimates):
+    for row, (label, value, colour) in enumerate(estimates):
         y = f"{_TOP + _ROW * (row + 0.5):.1f}"
-        label = estimate.label if len(estimate.label) <= 26 else f"{estimate.label[:25]}…"
-        parts.append(_text(f"{left - 8:g}", y, label, "end", ' dy="0.35em"'))
-        value = estimate.interval
+        short = label if len(label) <= 26 else f"{label[:25]}…"
+        parts.append(_text(f"{left - 8:g}", y, short, "end", ' dy="0.35em"'))
         if value is None:
             continue
         if value.low is not None and value.high is not None:
-            parts.append(_line(f"line c{estimate.colour}", x(value.low), x(value.high), y, y))
-        told = _told(estimate.label, value.mean, value.low, value.high)
-        parts.append(_dot(x(value.mean), y, "4", estimate.colour, told))
+            parts.append(_line(f"line c{colour}", x(value.low), x(value.high), y, y))
+        told = _told(label, value.mean, value.low, value.high)
+        parts.append(_dot(x(value.mean), y, "4", colour, told))
     return _svg(title, bottom + _BOTTOM, parts)
-
-
-def interval_strip(interval: Interval) -> str:
-    """An estimate with its interval on a line through zero; empty where there is no interval."""
-    if interval.low is None or interval.high is None:
-        return ""
-    reach = 1.12 * max(abs(interval.low), abs(interval.high), 1e-9)
-    low, high, centre = (
-        f"{130 + value / reach * 120:.1f}" for value in (interval.low, interval.high, interval.mean)
-    )
-    return (
-        '<svg class="strip" viewBox="0 0 260 40" role="img" aria-label="interval">'
-        f"{_line('grid', '10', '250', '16', '16')}{_line('zero', '130', '130', '5', '27')}"
-        f"{_text('130', '38', '0')}{_line('whisker', low, high, '16', '16')}"
-        f'<circle class="estimate" cx="{centre}" cy="16" r="5"/></svg>'
-    )
 
 
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -300,3 +297,169 @@ def _told(label: str, value: float, low: float | None, high: float | None) -> st
     """What the pointer shows: `reward, step 4: 0.25 (0.1 to 0.4)`."""
     bounds = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
     return f"{label}: {number(value)}{bounds}"
+
+
+# What is drawn of a run
+
+Scale = Literal["fit", "zero", "unit", "share"]
+"""The value axis: what the curves need, also zero, also 0 and 1 where the values look like
+shares, or always 0 and 1."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing with its caption, and what its colours mean: (colour, label)."""
+
+    title: str
+    note: str
+    svg: Markup
+    legend: Sequence[tuple[int, str]]
+
+
+def draw_chart(
+    title: str,
+    note: str,
+    curves: Sequence[Curve],
+    steps: tuple[int, int],
+    scale: Scale = "fit",
+    *,
+    legend: bool | None = None,
+    stacked: bool = False,
+) -> Chart | None:
+    """The chart of the curves that have points; None where none has.
+
+    Args:
+        steps: first and last step of the axis.
+        legend: None: where there could be several curves.
+        stacked: on each other, as stairs; with the scale `share` up to 1.
+    """
+    drawn = [curve for curve in curves if curve.points]
+    if not drawn:
+        return None
+    if stacked:
+        svg = stacked_chart(title, curves, steps, 1.0 if scale == "share" else None)
+        drawn = list(curves)
+    else:
+        values = [point.value for curve in drawn for point in curve.points]
+        # Scores and rewards between 0 and 1 are shown on that whole scale once they use much of
+        # it, so that noise does not look like progress.
+        unit = scale == "unit" and min(values) >= 0 and 0.2 < max(values) <= 1
+        bounds = (0.0, 1.0) if unit or scale == "share" else None
+        svg = line_chart(title, drawn, steps, (0.0, 0.0) if scale == "zero" else bounds)
+    named = len(curves) > 1 if legend is None else legend
+    return Chart(title, note, Markup(svg), [(c.colour, c.label) for c in drawn if named])
+
+
+def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Chart]:
+    """All charts of a run, the most telling first."""
+    every = [line.step for line in lines] + [step for of in evaluations.values() for step in of]
+    steps = min(every, default=0), max(every, default=0)
+    logged_names = {name for line in lines for name in line.metrics}
+
+    def curve(label: str, values: Iterable[tuple[int, float]], number: int = 0) -> Curve:
+        return Curve(label, [Point(step, value) for step, value in values], number % 6)
+
+    def logged(
+        title: str, note: str, named: Mapping[str, str], scale: Scale = "fit"
+    ) -> Chart | None:
+        """Curves of metrics, given with their labels."""
+        numbered = enumerate(named.items())
+        curves = [curve(label, series(lines, name), n) for n, (name, label) in numbered]
+        return draw_chart(title, note, curves, steps, scale)
+
+    def first(names: Sequence[str], label: str) -> dict[str, str]:
+        """The first of several names that the run logged."""
+        return {name: label for name in [n for n in names if n in logged_names][:1]}
+
+    def labelled(names: Sequence[str]) -> dict[str, str]:
+        return {name: name.removeprefix("actor/") for name in names}
+
+    def speed(
+        title: str, note: str, quantity: Callable[[Mapping[str, float]], float | None]
+    ) -> Chart | None:
+        return draw_chart(title, note, [curve("tokens/s", derived(lines, quantity))], steps, "zero")
+
+    held_out = []
+    for name, of_steps in evaluations.items():
+        measured = [(step, e.interval()) for step, e in of_steps.items() if e.whole]
+        points = [Point(step, i.mean, i.low, i.high) for step, i in measured if i is not None]
+        curves = [Curve("held-out score", points)]
+        note = "mean over items, 95% interval"
+        held_out.append(draw_chart(f"Held-out score: {name}", note, curves, steps, "unit"))
+    colours = {"mixed": 0, "all best": 2, "all worst": 1}
+    health = [
+        curve(kind, series(lines, name), colours[kind]) for kind, name in GROUP_HEALTH.items()
+    ]
+    recorded = workflow_metrics(lines)[:_MOST_WORKFLOW_METRICS]
+    lows, highs = (dict(series(lines, f"response_length/{end}")) for end in ("min", "max"))
+    lengths = [
+        Point(step, value, lows.get(step), highs.get(step))
+        for step, value in series(lines, "response_length/mean")
+    ]
+    length_note = "tokens a call: mean, shortest to longest" if lengths else "tokens a rollout"
+    if not lengths:
+        lengths = curve("", series(lines, "rollout/response_tokens/mean")).points
+    times = {
+        "explorer/time/wait_explore_step": "roll out",
+        "time/train_step": "train",
+        "time/sync_weight": "synchronise",
+    }
+    gpus = [
+        curve(f"GPU {label}", use_by_step(lines, f"gpu/{label}/use"), n)
+        for n, label in enumerate(gpu_devices(lines))
+    ]
+    failed: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for kind, count in failure_counts(line.metrics).items():
+            failed.setdefault(kind, {})[line.step] = count
+    failures = [
+        curve(kind, sorted(counts.items()), n)
+        for n, (kind, counts) in enumerate(sorted(failed.items()), 1)
+    ]
+    drift = "mean difference of a fixed text's log-probabilities after each sync"
+    found = [
+        *held_out,
+        logged("Reward of the rollouts", "mean over tasks", {REWARD: "reward"}, "unit"),
+        draw_chart(
+            "Health of the groups",
+            "share of tasks; only mixed groups teach",
+            health,
+            steps,
+            "share",
+            stacked=True,
+        ),
+        logged(
+            "What the workflow recorded",
+            "mean over tasks",
+            {f"rollout/{name}/mean": name for name in recorded},
+            "unit",
+        ),
+        logged("Loss", "of the step's batch", first(LOSS, "loss")),
+        logged("KL", "as the algorithm logs it", labelled(KL)),
+        logged("Entropy", "nats a token", first(ENTROPY, "entropy")),
+        logged("Gradient norm", "before clipping", labelled(GRADIENT_NORM), "zero"),
+        logged("Sampler against trainer", drift, {MISMATCH: "mismatch"}, "zero"),
+        logged("Learning rate", "", labelled(LEARNING_RATE), "zero"),
+        draw_chart(
+            "Length of the responses", length_note, [Curve("tokens", lengths)], steps, "zero"
+        ),
+        speed("Sampling speed", "tokens drawn a second", sampling_speed),
+        speed("Training speed", "tokens a second, prompts included", training_speed),
+        logged("Seconds a step", "", times, "zero"),
+        draw_chart(
+            "GPU use",
+            "share of the time until the step was done in which any kernel ran",
+            gpus,
+            steps,
+            "unit",
+        ),
+        draw_chart(
+            "Failed rollouts in training",
+            "by kind; they cost nothing but themselves",
+            failures,
+            steps,
+            legend=True,
+            stacked=True,
+        ),
+    ]
+    return [chart for chart in found if chart is not None]

@@ -1,22 +1,26 @@
 """Held-out evaluations of a run, and the comparison of two of them.
 
-The one evaluator: it reads the records that the adapter wrote, whichever engine ran. A rollout
-that failed has no score. The primary comparison counts an item only where both sides scored it
-and says how many did not: a crash is not a wrong answer. Because leaving failures out could also
-flatter a model that crashes on what it cannot do, a second comparison counts every failed rollout
-as 0, and the verdict says so when the two do not agree.
+It reads the records that the adapter wrote, whichever engine ran. A rollout that failed has no
+score: a crash is not a wrong answer. The primary comparison counts an item only where both sides
+scored it. Because that could flatter a model that crashes on what it cannot do, a second one counts
+every failed rollout as 0, and the verdict says so when the two do not agree.
 
-An evaluation that was cut off is never compared: the rollouts that finish first are not a fair
-sample. Whether one was finished is what `metrics.jsonl` says; where it says nothing about a
-task set, its evaluations are taken as whole.
+An evaluation that was cut off is never compared, since the rollouts that finish first are no fair
+sample. `metrics.jsonl` says which were finished; a task set of which it says nothing was.
+
+What an evaluation used is counted here too. Tokens are those of the evaluated model, as its server
+counted them; money is that of all roles: the evaluated model's from its tokens and its price, other
+roles' from what their clients noted in the trace. A sum with a missing part is None, never 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
@@ -30,8 +34,10 @@ from aflow_tune.report.statistics import (
     share_or_mean_interval,
     sign_test,
 )
+from aflow_tune.trace import POLICY
 
 FOLDER = "evaluations"
+_COST, _UNPRICED = "cost/", "unpriced_calls/"
 Scores = Mapping[int, Mapping[str, float]]
 """Mean score by step and task set."""
 
@@ -49,11 +55,8 @@ class Evaluation:
     whole: bool = True
 
     def scores(self, *, failed_as: float | None = None) -> dict[int, float]:
-        """Mean score of each item over its rollouts.
-
-        Those without a score count as `failed_as`; None leaves them out, and with them the
-        items that have no other rollout.
-        """
+        """Mean score of each item over its rollouts. Those without a score count as `failed_as`,
+        or are left out."""
         return mean_by_item(
             (r.item, failed_as if r.score is None else r.score) for r in self.records
         )
@@ -90,8 +93,8 @@ class Evaluation:
     def interval(self) -> Interval | None:
         """Mean score over items with its 95% interval; None if nothing was scored.
 
-        Wilson's interval where every item is right or wrong, else the t interval, which ends at
-        0 and 1 where every rollout is right or wrong.
+        Wilson's where every item is right or wrong, else the t interval, which ends at 0 and 1
+        where every rollout is right or wrong.
         """
         right_or_wrong = all(r.score in (None, 0.0, 1.0) for r in self.records)
         return share_or_mean_interval(list(self.scores().values()), shares=right_or_wrong)
@@ -101,8 +104,8 @@ class Evaluation:
     ) -> Interval | None:
         """pass@k over items with its 95% interval; a rollout solves its item from `solved_at` on.
 
-        Rollouts without a score are left out, or count as unsolved. Items with fewer than `k`
-        are left out; None if no item has as many.
+        Rollouts without a score are left out, or count as unsolved; items with fewer than `k`
+        rollouts are left out. None if no item has as many.
         """
         by_item: dict[int, list[float | None]] = defaultdict(list)
         for record in self.records:
@@ -137,33 +140,27 @@ class Paired:
     worse: int
 
     @property
-    def shown(self) -> bool:
-        """Whether a change is shown: the interval excludes zero and, on few items, the exact
-        sign test agrees."""
-        enough = self.difference.count >= SMALL_SAMPLE or self.p_value < 0.05
-        return self.difference.excludes_zero and enough
-
-    @property
     def direction(self) -> int:
-        """1 for a rise that is shown, -1 for a fall, 0 for neither."""
-        return 0 if not self.shown else (1 if self.difference.mean > 0 else -1)
+        """1 for a rise that is shown, -1 for a fall, 0 for neither: the interval has to exclude
+        zero and, on few items, the exact sign test to agree."""
+        enough = self.difference.count >= SMALL_SAMPLE or self.p_value < 0.05
+        if not (self.difference.excludes_zero and enough):
+            return 0
+        return 1 if self.difference.mean > 0 else -1
 
     def numbers(self) -> str:
         """`from 0.120 to 0.710 (+0.590, 95% interval +0.490 to +0.690, 128 paired items)`."""
         change = self.difference
         text = f"from {self.mean_before:.3f} to {self.mean_after:.3f} ({change.mean:+.3f}"
-        if change.low is not None and change.high is not None:
+        if change.low is not None:
             text += f", 95% interval {change.low:+.3f} to {change.high:+.3f}"
         return f"{text}, {change.count} paired item{'s' if change.count != 1 else ''})"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations of one task set.
-
-    `primary` counts the items that both scored; `failed_as_zero` counts all items of both and a
-    failed rollout as 0, and is None where none failed.
-    """
+    """Two evaluations of one task set. `primary` counts the items that both scored;
+    `failed_as_zero` all items, a failed rollout as 0, and is None where none failed."""
 
     before: Evaluation
     after: Evaluation
@@ -178,10 +175,8 @@ class Comparison:
     def direction(self) -> int:
         """1 if an improvement is shown, -1 if a loss is, 0 if neither, or if counting failed
         rollouts as 0 says otherwise."""
-        other = self.failed_as_zero
-        if other is not None and other.direction != self.primary.direction:
-            return 0
-        return self.primary.direction
+        other = self.failed_as_zero or self.primary
+        return self.primary.direction if other.direction == self.primary.direction else 0
 
     @property
     def left_out(self) -> int:
@@ -191,42 +186,39 @@ class Comparison:
 
     def verdict(self) -> str:
         """One honest sentence on the primary comparison."""
-        paired, change = self.primary, self.difference
+        numbers, change = self.primary.numbers(), self.difference
         word = "rose" if change.mean > 0 else "fell"
+        if self.primary.direction:
+            return f"Held-out score {word} {numbers}."
         if change.low is None:
-            return f"Nothing is shown: held-out score went {paired.numbers()}; one item is too few."
+            return f"Nothing is shown: held-out score went {numbers}; one item is too few."
         if not change.excludes_zero:
-            return (
-                f"No change shown: held-out score went {paired.numbers()}; "
-                "the interval includes zero."
-            )
-        if not paired.shown:
-            return (
-                f"Too few items to tell: held-out score {word} {paired.numbers()}, but chance "
-                f"alone does as much (exact sign test, p = {paired.p_value:.2g})."
-            )
-        return f"Held-out score {word} {paired.numbers()}."
+            return f"No change shown: held-out score went {numbers}; the interval includes zero."
+        return (
+            f"Too few items to tell: held-out score {word} {numbers}, but chance "
+            f"alone does as much (exact sign test, p = {self.primary.p_value:.2g})."
+        )
 
     def caveats(self) -> list[str]:
         """What has to be said beside the verdict; empty where nothing failed."""
         sentences = []
         if self.left_out:
+            several = self.left_out != 1
             sentences.append(
-                f"{_items(self.left_out)} left out, because a side has no scored rollout on "
-                f"{'it' if self.left_out == 1 else 'them'} (failed rollouts: "
+                f"{self.left_out} {'items are' if several else 'item is'} left out, because a side "
+                f"has no scored rollout on {'them' if several else 'it'} (failed rollouts: "
                 f"{self.before.failed_rollouts} before, {self.after.failed_rollouts} after)."
             )
         other = self.failed_as_zero
         if other is not None:
             text = f"With every failed rollout counted as 0 it went {other.numbers()}"
-            if other.direction == self.primary.direction:
-                sentences.append(f"{text}.")
-            else:
-                told = {1: "a rise", 0: "no change", -1: "a fall"}
-                sentences.append(
-                    f"{text}, which shows {told[other.direction]}: the two readings do not agree, "
-                    "so look at the failed rollouts first."
+            if other.direction != self.primary.direction:
+                told = {1: "a rise", 0: "no change", -1: "a fall"}[other.direction]
+                text += (
+                    f", which shows {told}: the two readings do not agree, "
+                    "so look at the failed rollouts first"
                 )
+            sentences.append(f"{text}.")
         return sentences
 
 
@@ -314,11 +306,8 @@ def scores_of(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def ranked(scores: Scores, steps: Iterable[int]) -> list[tuple[int, float]]:
-    """Those of `steps` that were evaluated on the most task sets, with their mean over these: the
-    command line's `best`, the checkpoints that a run keeps and the list of runs go by it.
-
-    The best first, the earliest of equals before later ones.
-    """
+    """Those of `steps` that were evaluated on the most task sets, with their mean over these, the
+    best first, earlier ones before equals: the one meaning of `best` for all commands."""
     wanted = set(steps)
     of_steps = {step: list(of.values()) for step, of in scores.items() if step in wanted and of}
     most = max(map(len, of_steps.values()), default=0)
@@ -345,5 +334,134 @@ def _metric(record: EvalRecord, name: str) -> float | None:
     return record.reward if name == "reward" else record.metrics.get(name)
 
 
-def _items(count: int) -> str:
-    return f"{count} item is" if count == 1 else f"{count} items are"
+# What was used
+
+Price = Callable[[int, int], float]
+"""US dollars of one call of the evaluated model, for its prompt tokens and its drawn tokens."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Calls and tokens of the evaluated model in `runs` rollouts (named as in `eval.json`).
+    Tokens are None if a call was not counted."""
+
+    runs: int
+    calls: int
+    failed_calls: int
+    truncated_calls: int
+    prompt_tokens: int | None
+    tokens: int | None
+
+    @property
+    def total_tokens(self) -> int | None:
+        """Prompt and drawn tokens together."""
+        if self.prompt_tokens is None or self.tokens is None:
+            return None
+        return self.prompt_tokens + self.tokens
+
+
+@dataclass(frozen=True)
+class CallerUse:
+    """The calls of one caller. `token_share`: its part of the drawn tokens, None if unknown;
+    `outcomes` counts those of the operator of that name."""
+
+    caller: str
+    usage: Usage
+    token_share: float | None
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """US dollars by role; roles whose price is not known are in `unknown` instead."""
+
+    by_role: dict[str, float]
+    unknown: tuple[str, ...]
+
+    @property
+    def total(self) -> float | None:
+        """All roles together; None as long as one is unknown."""
+        return None if self.unknown else math.fsum(self.by_role.values())
+
+
+def usage(records: Sequence[EvalRecord]) -> Usage:
+    """Calls and tokens of all `records`, failed rollouts included."""
+    return _usage(len(records), [call for record in records for call in record.calls])
+
+
+def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
+    """One entry a caller, those with the most drawn tokens first.
+
+    An operator calls as `.../Operator.instance`, and its outcomes stand beside that caller; one
+    that called no model has an entry of its own at the end.
+    """
+    by_caller: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    rollouts: Counter[str] = Counter()
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        for call in record.calls:
+            by_caller[str(call.get("caller"))].append(call)
+        rollouts.update({str(call.get("caller")) for call in record.calls})
+        for use in record.operators:
+            operator, name = str(use.get("operator")), str(use.get("instance") or "")
+            if not (name == operator or name.startswith(f"{operator}.")):
+                name = f"{operator}.{name}" if name else operator
+            outcomes[name][str(use.get("outcome"))] += 1
+    total = usage(records).tokens
+    found = []
+    for caller, calls in by_caller.items():
+        own = _usage(rollouts[caller], calls)
+        share = own.tokens / total if total and own.tokens is not None else None
+        found.append(CallerUse(caller, own, share, dict(outcomes[caller.rpartition("/")[2]])))
+    found.sort(key=lambda use: (-(use.usage.tokens or 0), use.caller))
+    calling = {caller.rpartition("/")[2] for caller in by_caller}
+    return found + [
+        CallerUse(name, _usage(0, []), 0.0 if total else None, dict(counts))
+        for name, counts in sorted(outcomes.items())
+        if name not in calling
+    ]
+
+
+def cost(records: Sequence[EvalRecord], price: Price | None) -> Cost:
+    """What the rollouts cost. `price` is that of the evaluated model; None where it is unknown.
+
+    The evaluated model's noted costs are passed over: all its calls are in the records, while
+    only those made through a client of ours are noted.
+    """
+    by_role: dict[str, float] = defaultdict(float)
+    unknown: set[str] = set()
+    for record in records:
+        for name, value in record.metrics.items():
+            if name.startswith(_COST) and name != _COST + POLICY:
+                by_role[name.removeprefix(_COST)] += value
+            elif name.startswith(_UNPRICED) and name != _UNPRICED + POLICY and value > 0:
+                unknown.add(name.removeprefix(_UNPRICED))
+    calls = [call for record in records for call in record.calls if not call.get("failed")]
+    if price is not None and all(isinstance(call.get("tokens"), int) for call in calls):
+        by_role[POLICY] = math.fsum(price(call["prompt_tokens"], call["tokens"]) for call in calls)
+    elif calls:
+        unknown.add(POLICY)
+    known = {role: value for role, value in by_role.items() if role not in unknown}
+    return Cost(known, tuple(sorted(unknown)))
+
+
+def per_solved(amount: float | None, solved: int) -> float | None:
+    """`amount` for each solved rollout, failed attempts included; None if none was solved."""
+    return amount / solved if amount is not None and solved else None
+
+
+def _usage(rollouts: int, calls: Sequence[dict[str, Any]]) -> Usage:
+    answered = [call for call in calls if not call.get("failed")]
+
+    def total(name: str) -> int | None:
+        counts = [call.get(name) for call in answered]
+        return sum(counts) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
+
+    return Usage(
+        runs=rollouts,
+        calls=len(calls),
+        failed_calls=len(calls) - len(answered),
+        truncated_calls=sum(bool(call.get("truncated")) for call in answered),
+        prompt_tokens=total("prompt_tokens"),
+        tokens=total("tokens"),
+    )

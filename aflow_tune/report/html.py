@@ -8,18 +8,17 @@ side; it reads `chain.json` and each stage's own files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
-import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from aflow_tune.models.redaction import masked
-from aflow_tune.report.audit import CHECKS, GPU_CHECK, Finding, audit_run, describe
-from aflow_tune.report.charts import interval_strip
-from aflow_tune.report.curves import charts
+from aflow_tune.report.audit import CHECKS, GPU_CHECK, audit_run, describe
+from aflow_tune.report.charts import charts
 from aflow_tune.report.evaluation import (
     Comparison,
     Evaluation,
@@ -38,8 +37,8 @@ from aflow_tune.report.quantities import (
     is_training,
     mean_gpu_use,
 )
-from aflow_tune.report.writer import WRITER_CHECKS, WriterRecords, audit_writer, load_writer
-from aflow_tune.report.writer_section import LEVEL_NAMES, summary_lines, writer_section
+from aflow_tune.report.writer import WRITER_CHECKS, audit_writer, load_writer
+from aflow_tune.report.writer_section import summary_lines, writer_section
 
 REPORT_NAME = "report.html"
 CHAIN_FILE = "chain.json"
@@ -54,19 +53,6 @@ _FACTS = {
     "seed": "seed",
 }
 _MOST_ROWS = 12
-_HARVEST_ROWS = {
-    "problems": "problems",
-    "solved_problems": "of them solved by some graph",
-    "leaks": "dropped: they stand among the held-out problems",
-    "refused": "graphs refused by the check",
-    "failed": "graphs that failed while they ran",
-    "wrong": "graphs with a wrong answer",
-    "unscored": "graphs whose answer could not be scored",
-    "untried": "graphs not judged, since a model did not answer in time",
-    "solved": "graphs that solved their problem",
-    "dropped_for_balance": "left out because their structure had its share",
-    "kept": "pairs kept",
-}
 
 
 class _Read:
@@ -81,35 +67,20 @@ class _Read:
         except ValueError as error:
             self.damage = [f"The evaluation records cannot be read: {error}"]
         self.comparisons = compare_ends(self.evaluations)
-        self.written: WriterRecords | None = load_writer(run_dir, self.evaluations)
-
-    @property
-    def failures(self) -> dict[str, float]:
-        """Failed rollouts of the whole training by kind, most frequent first."""
-        by_step = {
-            line.step: found for line in self.lines if (found := failure_counts(line.metrics))
-        }
-        totals: Counter[str] = Counter()
-        for found in by_step.values():
-            totals.update(found)
-        return dict(totals.most_common())
-
-    @property
-    def findings(self) -> list[Finding]:
-        found = audit_run(self.lines, self.evaluations)
-        return found + (audit_writer(self.written, self.evaluations) if self.written else [])
-
-    @property
-    def checks(self) -> tuple[str, ...]:
-        """What the audit looked for."""
-        checks = (*CHECKS, GPU_CHECK) if mean_gpu_use(self.lines) else CHECKS
-        return (*checks, *WRITER_CHECKS) if self.written else checks
-
-    @property
-    def nothing(self) -> str:
-        """Why there is no comparison."""
+        self.written = load_writer(run_dir, self.evaluations)
+        self.findings = audit_run(self.lines, self.evaluations)
+        self.checks = (*CHECKS, GPU_CHECK) if mean_gpu_use(self.lines) else CHECKS
+        if self.written:
+            self.findings += audit_writer(self.written, self.evaluations)
+            self.checks += WRITER_CHECKS
         how = "evaluated twice with scored rollouts" if self.evaluations else "evaluated"
-        return f"No held-out task set was {how}: nothing was shown about learning."
+        self.nothing = f"No held-out task set was {how}: nothing was shown about learning."
+        of_steps = {x.step: found for x in self.lines if (found := failure_counts(x.metrics))}
+        totals: Counter[str] = Counter()
+        for found in of_steps.values():
+            totals.update(found)
+        self.failures = dict(totals.most_common())
+        """Failed rollouts of the whole training by kind, most frequent first."""
 
 
 def write_report(
@@ -122,50 +93,38 @@ def write_report(
             functions left out.
         changes: what validation changed: objects with key, before, after, why.
     """
-    from markupsafe import Markup
-
     read = _Read(run_dir)
     settings = {
         str(key): plain_text(str(masked(str(key), value)))
         for key, value in (config or {}).items()
         if not callable(value)
     }
-    facts = [(label, settings[key]) for key, label in _FACTS.items() if _is_told(key, settings)]
+    told = dict(settings)
+    if settings.get("mode") in ("bench", "harvest"):  # which never read it
+        told.pop("algorithm.algorithm_type", None)
+    harvest = {}
+    with contextlib.suppress(OSError, ValueError):
+        harvest = json.loads((run_dir / COUNTS_FILE).read_text(encoding="utf-8"))
+    facts = [(label, told[k]) for k, label in _FACTS.items() if told.get(k, "None") != "None"]
     text = render(
         "report.html.jinja",
         title=run_dir.resolve().name,
         run_dir=str(run_dir),
-        written=time.strftime("%Y-%m-%d %H:%M"),
         facts=[*facts, *gpu_facts(read.lines)],
         score=settings.get("report.score", "reward"),
-        steps=steps_done(read.lines),
-        nothing=read.nothing,
-        damage=read.damage,
-        verdicts=[
-            {
-                "taskset": name,
-                "comparison": comparison,
-                "tone": TONES[comparison.direction],
-                "strip": Markup(interval_strip(comparison.difference)),
-                "measures": _measures(comparison),
-                "transcripts": transcript_pairs(comparison),
-            }
-            for name, comparison in read.comparisons.items()
-        ],
+        steps=_steps_done(read.lines),
+        read=read,
+        tones=TONES,
+        measures=_measures,
+        transcripts=transcript_pairs,
         evaluations=[e for steps in read.evaluations.values() for e in steps.values()],
-        charts=[(chart, Markup(chart.svg)) for chart in charts(read.lines, read.evaluations)],
-        failures=read.failures,
-        findings=read.findings,
-        checks=read.checks,
+        charts=charts(read.lines, read.evaluations),
         writer=writer_section(read.written) if read.written else None,
-        harvest=harvest_rows(run_dir),
-        level_names=LEVEL_NAMES,
+        harvest=harvest,
         plain=plain_text,
         changes=changes,
         settings=sorted(settings.items()),
-        merged=_there(run_dir / "export" / "merged"),
-        adapter=_there(run_dir / "export" / "adapter"),
-        monitor=_there(run_dir / "monitor"),
+        places=_places(run_dir),
         resumable=any(run_dir.glob("global_step_*")),
         python=repr,
         shell=shlex.quote,
@@ -188,145 +147,30 @@ def summary_text(run_dir: Path, report: Path) -> str:
     if read.written is not None:
         sentences += summary_lines(read.written)
     sentences += describe(read.findings, read.checks)
-    places = [
-        ("report", str(report)),
-        ("model", _there(run_dir / "export" / "merged")),
-        ("adapter", _there(run_dir / "export" / "adapter")),
-        ("checkpoint", _newest_checkpoint(run_dir)),
-        ("curves", f"tensorboard --logdir {shlex.quote(str(run_dir / 'monitor'))}"),
-    ]
-    shown = [f"{label + ':':<12}{text}" for label, text in places if text]
+    steps = (path.name.removeprefix("global_step_") for path in run_dir.glob("global_step_*"))
+    saved = [int(step) for step in steps if step.isdigit()]
+    found = _places(run_dir)
+    places = {
+        "report": str(report),
+        "model": found["merged"],
+        "adapter": found["adapter"],
+        "checkpoint": str(run_dir / f"global_step_{max(saved)}") if saved else "",
+        "curves": f"tensorboard --logdir {shlex.quote(str(run_dir / 'monitor'))}",
+    }
+    shown = [f"{label + ':':<12}{text}" for label, text in places.items() if text]
     return "\n".join([*sentences, "", *shown])
 
 
-def steps_done(lines: Sequence[MetricsLine]) -> int:
+def _places(run_dir: Path) -> dict[str, str]:
+    """What a run left for use, as paths; "" for what is not there."""
+    places = {"merged": "export/merged", "adapter": "export/adapter", "monitor": "monitor"}
+    there = {name: run_dir / place for name, place in places.items()}
+    return {name: str(path) if path.exists() else "" for name, path in there.items()}
+
+
+def _steps_done(lines: Sequence[MetricsLine]) -> int:
     """The last step that the trainer finished."""
     return max((line.step for line in lines if is_training(line)), default=0)
-
-
-def harvest_rows(run_dir: Path) -> list[tuple[str, str]]:
-    """What a harvest found, as labels and numbers in reading order; nothing where no harvest
-    ended in this folder."""
-    try:
-        counts = json.loads((run_dir / COUNTS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    if not isinstance(counts, Mapping):
-        return []
-    rows = [(label, str(counts[key])) for key, label in _HARVEST_ROWS.items() if key in counts]
-    parts = {"kept_by_source": "pairs from", "kept_by_structure": "pairs of the structure"}
-    for key, label in parts.items():
-        of = counts.get(key)
-        if isinstance(of, Mapping):
-            most = sorted(of.items(), key=lambda item: (-float(item[1]), str(item[0])))
-            rows += [(f"{label} {name}", str(count)) for name, count in most[:_MOST_ROWS]]
-    executor = counts.get("executor")
-    if isinstance(executor, Mapping):
-        rows.append(("calls of the executor", str(executor.get("calls"))))
-        rows.append(("tokens of the executor", str(executor.get("tokens"))))
-    return rows
-
-
-def read_chain(folder: Path) -> list[dict[str, Any]]:
-    """The stages of the chain in `folder` as they are shown, in their order. `link` is relative
-    to the folder, None before the stage ran; `scores` has a task set, its items, and the mean
-    score of its first and (None where there was one evaluation only) its last evaluation."""
-    lines = []
-    for entry in _stages(folder):
-        place, target = folder / entry["name"], int(entry.get("target") or 0)
-        model, seconds = Path(str(entry.get("model") or "")), int(float(entry.get("seconds") or 0))
-        if model.is_absolute() and model.is_relative_to(folder.resolve()):
-            model = model.relative_to(folder.resolve())  # one that an earlier stage left
-        reported = (place / REPORT_NAME).exists()
-        lines.append(
-            {
-                **{key: entry[key] for key in ("name", "mode", "status")},
-                "steps": f"{steps_done(read_metrics(place))} of {target}" if target else "",
-                "seconds": f"{seconds // 60}:{seconds % 60:02d}" if entry.get("seconds") else "",
-                "model": str(model) if entry.get("model") else "",
-                "scores": _scores(place),
-                "link": f"{entry['name']}/{REPORT_NAME}" if reported else None,
-            }
-        )
-    return lines
-
-
-def across_stages(folder: Path) -> list[tuple[str, Comparison]]:
-    """For each task set that several stages evaluated: the first evaluation of the chain against
-    its last. Items are paired."""
-    found: dict[str, list[tuple[str, Evaluation]]] = defaultdict(list)
-    for entry in _stages(folder):
-        for name, whole in _whole(folder / entry["name"]).items():
-            found[name] += [(entry["name"], evaluation) for evaluation in whole]
-    compared = [
-        (name, compare(of[0][1], of[-1][1]))
-        for name, of in found.items()
-        if len({stage for stage, _ in of}) > 1
-    ]
-    return [(name, comparison) for name, comparison in compared if comparison is not None]
-
-
-def write_chain_report(folder: Path) -> Path:
-    """Write the page of a chain; returns its path."""
-    text = render(
-        "chain.html.jinja",
-        title=folder.resolve().name,
-        written=time.strftime("%Y-%m-%d %H:%M"),
-        stages=read_chain(folder),
-        compared=across_stages(folder),
-        tones=TONES,
-    )
-    return write_page(folder / REPORT_NAME, text)
-
-
-def chain_summary(folder: Path, report: Path) -> str:
-    """What is printed at the end of a chain."""
-    rows = [("stage", "mode", "status", "steps", "held-out")]
-    for line in read_chain(folder):
-        scores = ", ".join(
-            f"{name} {before}" + (f" -> {after}" if after else "")
-            for name, _, before, after in line["scores"]
-        )
-        names = [line["name"], line["mode"], line["status"]]
-        rows.append((*names, line["steps"] or "-", scores or "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    sentences = [f"{name}, over all stages: {c.verdict()}" for name, c in across_stages(folder)]
-    return "\n".join([*table, "", *sentences, f"report:     {report}"])
-
-
-def _stages(folder: Path) -> list[dict[str, Any]]:
-    stages: list[dict[str, Any]] = json.loads((folder / CHAIN_FILE).read_text("utf-8"))["stages"]
-    return stages
-
-
-def _whole(place: Path) -> dict[str, list[Evaluation]]:
-    """The whole evaluations of a stage by task set; none where its records are damaged, which
-    its own report says."""
-    try:
-        found = load_evaluations(place)
-    except ValueError:
-        return {}
-    return {name: [e for e in steps.values() if e.whole] for name, steps in found.items()}
-
-
-def _scores(place: Path) -> list[tuple[str, int, str, str | None]]:
-    found = []
-    for name, whole in _whole(place).items():
-        means = [(e.items, i.mean) for e in whole if (i := e.interval()) is not None]
-        if means:
-            after = f"{means[-1][1]:.3f}" if len(means) > 1 else None
-            found.append((name, means[0][0], f"{means[0][1]:.3f}", after))
-    return found
-
-
-def _is_told(key: str, settings: Mapping[str, str]) -> bool:
-    """Whether a setting is there, and no default that this kind of run never reads."""
-    unread = key == "algorithm.algorithm_type" and settings.get("mode") in ("bench", "harvest")
-    return settings.get(key, "None") != "None" and not unread
 
 
 def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
@@ -341,11 +185,76 @@ def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
     return [(name, found) for name, found in paired if found is not None][:_MOST_ROWS]
 
 
-def _newest_checkpoint(run_dir: Path) -> str:
-    steps = {path.name.removeprefix("global_step_"): path for path in run_dir.glob("global_step_*")}
-    saved = {int(step): path for step, path in steps.items() if step.isdigit()}
-    return str(saved[max(saved)]) if saved else ""
+# Chains of stages
 
 
-def _there(path: Path) -> str:
-    return str(path) if path.exists() else ""
+def read_chain(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, Comparison]]]:
+    """The stages of the chain in `folder` as they are shown, in their order, and for each task set
+    that several stages evaluated the first evaluation of the chain against its last.
+
+    `link` is relative to the folder, None before the stage ran; `scores` has a task set, its
+    items, and the mean score of its first and (None where there was one only) its last evaluation.
+    """
+    lines = []
+    of_chain: dict[str, list[tuple[str, Evaluation]]] = defaultdict(list)
+    for entry in json.loads((folder / CHAIN_FILE).read_text("utf-8"))["stages"]:
+        place, target = folder / entry["name"], int(entry.get("target") or 0)
+        model, seconds = Path(str(entry.get("model") or "")), int(float(entry.get("seconds") or 0))
+        if model.is_relative_to(folder.resolve()):  # one that an earlier stage left
+            model = model.relative_to(folder.resolve())
+        try:
+            evaluations = load_evaluations(place)
+        except ValueError:  # damaged records: the stage's own report says so
+            evaluations = {}
+        scores = []
+        for name, steps in evaluations.items():
+            whole = [evaluation for evaluation in steps.values() if evaluation.whole]
+            of_chain[name] += [(entry["name"], evaluation) for evaluation in whole]
+            means = [(e.items, f"{i.mean:.3f}") for e in whole if (i := e.interval()) is not None]
+            if means:
+                scores.append((name, *means[0], means[-1][1] if len(means) > 1 else None))
+        reported = (place / REPORT_NAME).exists()
+        lines.append(
+            {
+                **{key: entry[key] for key in ("name", "mode", "status")},
+                "steps": f"{_steps_done(read_metrics(place))} of {target}" if target else "",
+                "seconds": f"{seconds // 60}:{seconds % 60:02d}" if entry.get("seconds") else "",
+                "model": str(model) if entry.get("model") else "",
+                "scores": scores,
+                "link": f"{entry['name']}/{REPORT_NAME}" if reported else None,
+            }
+        )
+    compared = [
+        (name, compare(of[0][1], of[-1][1]))
+        for name, of in of_chain.items()
+        if len({stage for stage, _ in of}) > 1
+    ]
+    return lines, [(name, found) for name, found in compared if found is not None]
+
+
+def write_chain_report(folder: Path) -> Path:
+    """Write the page of a chain; returns its path."""
+    stages, compared = read_chain(folder)
+    title = folder.resolve().name
+    text = render("chain.html.jinja", title=title, stages=stages, compared=compared, tones=TONES)
+    return write_page(folder / REPORT_NAME, text)
+
+
+def chain_summary(folder: Path, report: Path) -> str:
+    """What is printed at the end of a chain."""
+    stages, compared = read_chain(folder)
+    rows = [("stage", "mode", "status", "steps", "held-out")]
+    for line in stages:
+        scores = ", ".join(
+            f"{name} {before}" + (f" -> {after}" if after else "")
+            for name, _, before, after in line["scores"]
+        )
+        names = [line["name"], line["mode"], line["status"]]
+        rows.append((*names, line["steps"] or "-", scores or "-"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    sentences = [f"{name}, over all stages: {found.verdict()}" for name, found in compared]
+    return "\n".join([*table, "", *sentences, f"report:     {report}"])

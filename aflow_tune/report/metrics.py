@@ -34,10 +34,8 @@ class MetricsLine:
 
 
 def scalar(value: Any) -> float | None:
-    """A metric as a Python float (NaN and infinity included); None for what is no number.
-
-    Takes numbers and tensors or arrays of one element.
-    """
+    """A number, or a tensor or array of one element, as a float (NaN and infinity included); None
+    for anything else."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -57,11 +55,12 @@ def append_metrics(run_dir: Path, role: str, step: int, metrics: Mapping[str, An
     Raises:
         OSError: the line could not be written whole.
     """
-    numbers: dict[str, float | None] = {}
-    for name, value in metrics.items():
-        number = scalar(value)
-        if number is not None:
-            numbers[str(name)] = number if math.isfinite(number) else None
+    scalars = {str(name): scalar(value) for name, value in metrics.items()}
+    numbers = {
+        name: value if math.isfinite(value) else None
+        for name, value in scalars.items()
+        if value is not None
+    }
     entry = {"time": time.time(), "role": role, "step": int(step), "metrics": numbers}
     line = json.dumps(entry).encode() + b"\n"
     descriptor = os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -80,9 +79,7 @@ def append_metrics(run_dir: Path, role: str, step: int, metrics: Mapping[str, An
 def read_metrics(run_dir: Path) -> list[MetricsLine]:
     """All whole lines in the order written; numbers that were not finite are left out."""
     path = run_dir / FILE_NAME
-    if not path.exists():
-        return []
-    parsed = map(parse_line, path.read_bytes().split(b"\n"))
+    parsed = map(parse_line, path.read_bytes().split(b"\n") if path.exists() else ())
     return [line for line in parsed if line is not None]
 
 
@@ -105,10 +102,8 @@ def series(lines: Sequence[MetricsLine], name: str) -> list[tuple[int, float]]:
 
 
 def rewind_metrics(run_dir: Path, step: int) -> None:
-    """Forget every line of a later step: those steps will be done again.
-
-    The file is replaced in one move, so that a kill leaves the old one or the new one.
-    """
+    """Drop the lines of later steps, which will be done again; a kill leaves the old file or the
+    new one."""
     path = run_dir / FILE_NAME
     if not path.exists():
         return
@@ -121,11 +116,9 @@ def rewind_metrics(run_dir: Path, step: int) -> None:
 
 
 class LineTail:
-    """What was appended to `path` since the last look.
+    """What was appended to `path`, which need not exist yet, since the last look.
 
-    Args:
-        path: the file; it need not exist yet.
-        at_end: begin with what is appended from now on instead of with the whole file.
+    `at_end`: begin with what is appended from now on instead of with the whole file.
     """
 
     def __init__(self, path: Path, *, at_end: bool = False) -> None:
@@ -140,7 +133,7 @@ class LineTail:
     def read(self) -> tuple[list[bytes], bool]:
         """The new whole lines without their ends, and whether the file began anew.
 
-        When it did, what earlier calls gave is void and the lines are those of the new file.
+        If it did, what earlier calls gave is void and the lines are those of the new file.
         """
         try:
             file = self.path.open("rb")
@@ -150,14 +143,10 @@ class LineTail:
             return [], anew
         with file:
             status = os.fstat(file.fileno())
-            anew = self._inode is not None and (
-                status.st_ino != self._inode or status.st_size < self._offset
-            )
+            anew = self._inode not in (None, status.st_ino) or status.st_size < self._offset
             if anew:
                 self._offset, self._rest = 0, b""
             self._inode = status.st_ino
-            if status.st_size == self._offset:
-                return [], anew
             file.seek(self._offset)
             new = file.read()
         self._offset += len(new)

@@ -9,6 +9,7 @@ show, and the templates escape it.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -23,10 +24,18 @@ MOST_CHARACTERS = 4000
 TONES = {1: "rose", -1: "fell", 0: "unclear"}
 """How a comparison is coloured, by its direction."""
 _REORDERING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C}
+_SHOWN = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: "\u2421",
+    **{code: f"\\u{code:04x}" for code in (*range(0x80, 0xA0), *_REORDERING)},
+    **{code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)},
+}
+"""Unicode's pictures of control characters; what reorders text and halves of surrogate pairs are
+spelled out."""
 
 
 def render(template: str, **content: Any) -> str:
-    """The text of a page."""
+    """The text of a page; `written` is the time now, unless it is given."""
     import jinja2
 
     folder = resources.files("aflow_tune.report")
@@ -37,7 +46,8 @@ def render(template: str, **content: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template(template).render(**content)
+    written = time.strftime("%Y-%m-%d %H:%M")
+    return environment.get_template(template).render({"written": written, **content})
 
 
 def write_page(path: Path, text: str) -> Path:
@@ -46,18 +56,24 @@ def write_page(path: Path, text: str) -> Path:
     return path
 
 
-def transcript_pairs(comparison: Comparison, most: int = MOST_PAIRS) -> list[dict[str, Any]]:
+def transcript_pairs(comparison: Comparison) -> list[dict[str, Any]]:
     """The first items that both sides kept a transcript of, as `side.html.jinja` takes them.
 
     Chosen by their place in the data set and never by result, so that they are a fair sample.
     """
+
+    def side(record: EvalRecord) -> dict[str, Any]:
+        calls = [_call(call) for call in record.transcript if isinstance(call, Mapping)]
+        told = {name: getattr(record, name) for name in ("step", "score", "failure")}
+        return {**told, "calls": calls}
+
     after = {(record.item, record.run): record for record in comparison.after.records}
     found = []
     for record in comparison.before.records:
         other = after.get((record.item, record.run))
         if other is not None and record.transcript and other.transcript:
-            found.append({"item": record.item, "before": _side(record), "after": _side(other)})
-    return found[:most]
+            found.append({"item": record.item, "before": side(record), "after": side(other)})
+    return found[:MOST_PAIRS]
 
 
 def plain_text(value: Any) -> str:
@@ -70,17 +86,12 @@ def plain_text(value: Any) -> str:
         if isinstance(value.get("text"), str):
             return plain_text(value["text"])
         value = json.dumps(value, ensure_ascii=False, default=str)
-    text = "".join(map(_visible, str(value)))
+    text = str(value).translate(_SHOWN)
     if len(text) > MOST_CHARACTERS:
         half = MOST_CHARACTERS // 2
         left_out = len(text) - 2 * half
         text = f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
     return text
-
-
-def _side(record: EvalRecord) -> dict[str, Any]:
-    calls = [_call(call) for call in record.transcript if isinstance(call, Mapping)]
-    return {"step": record.step, "score": record.score, "failure": record.failure, "calls": calls}
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,16 +118,3 @@ def _message(message: Any) -> dict[str, str]:
             parts.append(f"{name}({arguments})")
     role = plain_text(message.get("role")) or "?"
     return {"role": role, "text": "\n".join(filter(None, parts))}
-
-
-def _visible(character: str) -> str:
-    code = ord(character)
-    if character in "\n\t":
-        return character
-    if code < 0x20:
-        return chr(0x2400 + code)  # Unicode's pictures of control characters
-    if code == 0x7F:
-        return "\u2421"
-    if 0x80 <= code < 0xA0 or code in _REORDERING or 0xD800 <= code < 0xE000:
-        return f"\\u{code:04x}"
-    return character

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from aflow_tune.report.quantities import (
     is_training,
     sampling_speed,
 )
-from aflow_tune.report.records import EvalRecord, record_files, record_path
+from aflow_tune.report.records import EvalRecord, record_files
 from aflow_tune.report.statistics import mean
 
 _RECENT_STEPS = 10
@@ -48,69 +48,29 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class StepState:
-    """What was known when the trainer finished a step. `time`: seconds since the epoch; `loss`,
-    of the step's batch from a data set, where there were no rewards."""
+    """What was known when the trainer finished a step. `time`: seconds since the epoch; `health`:
+    shares of groups; `failures`: by kind; `loss`: where there are no rewards."""
 
-    step: int
-    time: float
-    reward: float | None
-    health: dict[str, float]
-    tokens_per_second: float | None
-    failures: dict[str, float]
+    step: int = 0
+    time: float = 0.0
+    reward: float | None = None
+    health: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_second: float | None = None
+    failures: Mapping[str, float] = field(default_factory=dict)
     valid_graphs: float | None = None
     loss: float | None = None
 
 
-@dataclass
-class Progress:
-    """The state of a run.
-
-    `health` holds the shares of groups of the last rollout, `valid_graphs` the share of its
-    rollouts with a valid graph (None where none are written), `failures` the rollouts that failed
-    in training by kind, `held_out` the mean score of each finished evaluation by task set,
-    `evaluated_at` when that of a step was finished. `evaluated_now` of `evaluated_of` items are
-    done of the evaluation under way (0 of None: none is; of None: its size is not known).
-    """
-
-    step: int = 0
-    total: int = 0
-    rolled_out: int = 0
-    reward: float | None = None
-    rewards: dict[int, float] = field(default_factory=dict)
-    health: dict[str, float] = field(default_factory=dict)
-    valid_graphs: float | None = None
-    tokens_per_second: float | None = None
-    failures: dict[str, float] = field(default_factory=dict)
-    held_out: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    evaluated_now: int = 0
-    evaluated_of: int | None = None
-    warning: str | None = None
-    steps: list[StepState] = field(default_factory=list)
-    evaluated_at: dict[int, float] = field(default_factory=dict)
-
-    def seconds_left(self, now: float, since: float, start: int = 0) -> float | None:
-        """From the mean time of the latest steps, evaluations between them included.
-
-        Args:
-            now: seconds since the epoch.
-            since: when the run set out from step `start`; what was logged before does not count.
-        """
-        times = {start: max(since, self.evaluated_at.get(start, since))}
-        times.update({s.step: s.time for s in self.steps if s.step > start and s.time >= since})
-        done = sorted(times)[-_RECENT_STEPS - 1 :]
-        if len(done) < 2 or done[-1] <= done[0]:
-            return None
-        pace = (times[done[-1]] - times[done[0]]) / (done[-1] - done[0])
-        remaining = pace * (self.total - done[-1])
-        return max(0.0, remaining - min(pace, max(0.0, now - times[done[-1]])))
-
-
 class RunFollower:
-    """Keeps a `Progress` up to date: each `update()` reads only what is new.
+    """The state of a run; each `update()` reads only what is new.
+
+    `now` is what is known of the step under way, `step` the last one that was trained, `failures`
+    count those of training by kind, `held_out` has the mean score of each finished evaluation by
+    task set and step. Of the evaluation under way `evaluated_now` of `evaluated_of` items are done
+    (0: there is none; None: its size is not known).
 
     Args:
         run_dir: the run folder.
-        total: the step that the run will end at.
         since: evaluations not written to after this time (seconds since the epoch) are not
             under way, only left over from a run that was killed.
         sizes: items of each held-out task set, where known.
@@ -120,25 +80,46 @@ class RunFollower:
     def __init__(
         self,
         run_dir: Path,
-        total: int,
         *,
         since: float = 0.0,
         sizes: Mapping[str, int] | None = None,
         logs: bool = False,
     ) -> None:
-        self.run_dir, self.total = run_dir, total
+        self.run_dir = run_dir
+        self.warning: str | None = None
+        self.held_out: dict[str, list[tuple[int, float]]] = {}
+        self.evaluated_now, self.evaluated_of = 0, None
         self._since = since
         self._given_sizes = dict(sizes or {})
         self._metrics = LineTail(run_dir / FILE_NAME)
         self._scores: dict[tuple[str, int], dict[tuple[int, int], float | None]] = {}
         self._records: dict[tuple[str, int], LineTail] = {}
         self._follows_logs = logs
-        self._warning: str | None = None
         self._log_tails = {path: LineTail(path, at_end=True) for path in self._logs()}
         self._forget_metrics()
 
-    def update(self) -> Progress:
-        """Read what is new and give the state."""
+    def _forget_metrics(self) -> None:
+        self.now = StepState()
+        self.steps: list[StepState] = []
+        self.rewards: dict[int, float] = {}
+        self.evaluated_at: dict[int, float] = {}
+        self._finished: set[tuple[str, int]] = set()
+        self._sizes = dict(self._given_sizes)
+        self._failures: dict[int, dict[str, float]] = {}
+
+    @property
+    def step(self) -> int:
+        return max((state.step for state in self.steps), default=0)
+
+    @property
+    def failures(self) -> dict[str, float]:
+        totals: Counter[str] = Counter()
+        for failures in self._failures.values():
+            totals.update(failures)
+        return dict(totals)
+
+    def update(self) -> RunFollower:
+        """Read what is new; returns itself."""
         lines, anew = self._metrics.read()
         if anew:
             self._forget_metrics()
@@ -151,90 +132,66 @@ class RunFollower:
             for text in self._log_tails.setdefault(path, LineTail(path)).read()[0]:
                 found = _WARNING.search(text)
                 if found and _NOT_NEWS not in text:
-                    self._warning = found[1].decode(errors="replace").strip() or self._warning
-        return self._progress()
-
-    def _forget_metrics(self) -> None:
-        self._state = Progress(total=self.total)
-        self._finished: set[tuple[str, int]] = set()
-        self._sizes = dict(self._given_sizes)
-        self._failures: dict[int, dict[str, float]] = {}
+                    self.warning = found[1].decode(errors="replace").strip() or self.warning
+        return self
 
     def _take(self, line: MetricsLine) -> None:
-        state, metrics = self._state, line.metrics
+        metrics, now = line.metrics, self.now
         for name, items in finished_evaluations(metrics).items():
             self._finished.add((name, line.step))
             self._sizes[name] = items
-            state.evaluated_at[line.step] = line.time
+            self.evaluated_at[line.step] = line.time
         if failures := failure_counts(metrics):
             self._failures[line.step] = failures
         if REWARD in metrics:
-            state.reward = state.rewards[line.step] = metrics[REWARD]
-            state.rolled_out = max(state.rolled_out, line.step)
+            self.rewards[line.step] = metrics[REWARD]
         health = {kind: metrics[key] for kind, key in GROUP_HEALTH.items() if key in metrics}
-        state.health = health or state.health
-        state.valid_graphs = metrics.get(VALID_GRAPHS, state.valid_graphs)
         speed = sampling_speed(metrics)
-        state.tokens_per_second = state.tokens_per_second if speed is None else speed
+        self.now = replace(
+            now,
+            reward=metrics.get(REWARD, now.reward),
+            health=health or now.health,
+            valid_graphs=metrics.get(VALID_GRAPHS, now.valid_graphs),
+            tokens_per_second=now.tokens_per_second if speed is None else speed,
+        )
         if is_training(line) and line.step > 0:
-            losses = [metrics[name] for name in LOSS if name in metrics and not state.rewards]
-            state.step = max(state.step, line.step)
-            state.steps.append(
-                StepState(
-                    line.step,
-                    line.time,
-                    state.rewards.get(line.step, state.reward),
-                    state.health,
-                    state.tokens_per_second,
-                    self._failures.get(line.step, {}),
-                    state.valid_graphs,
-                    losses[0] if losses else None,
-                )
+            losses = [metrics[name] for name in LOSS if name in metrics and not self.rewards]
+            state = replace(
+                self.now,
+                step=line.step,
+                time=line.time,
+                reward=self.rewards.get(line.step, self.now.reward),
+                failures=self._failures.get(line.step, {}),
+                loss=losses[0] if losses else None,
             )
+            self.steps.append(state)
 
     def _read_records(self) -> None:
         folder = self.run_dir / FOLDER
         for step, path in record_files(folder):
             key = path.parent.relative_to(folder).as_posix(), step
             self._records.setdefault(key, LineTail(path))
-        for key, tail in self._records.items():
+        self.held_out, self.evaluated_now, self.evaluated_of = {}, 0, None
+        for (name, step), tail in sorted(self._records.items(), key=lambda item: item[0]):
             lines, anew = tail.read()
-            scores = self._scores.setdefault(key, {})
+            scores = self._scores.setdefault((name, step), {})
             if anew:
                 scores.clear()
             for text in lines:
                 with contextlib.suppress(ValueError):
                     record = EvalRecord.from_line(text)
                     scores[record.item, record.run] = record.score
-
-    def _logs(self) -> list[Path]:
-        return sorted((self.run_dir / "log").glob("*.log")) if self._follows_logs else []
-
-    def _progress(self) -> Progress:
-        state = self._state
-        state.warning, state.held_out = self._warning, {}
-        state.evaluated_now, state.evaluated_of = 0, None
-        totals: Counter[str] = Counter()
-        for failures in self._failures.values():
-            totals.update(failures)
-        state.failures = dict(totals)
-        for (name, step), scores in sorted(self._scores.items()):
-            points = state.held_out.setdefault(name, [])
+            points = self.held_out.setdefault(name, [])
             if (name, step) in self._finished:
                 means = mean_by_item((item, score) for (item, _), score in scores.items())
                 if means:
                     points.append((step, mean(list(means.values()))))
-            elif scores and self._is_growing(name, step):
-                state.evaluated_now = len({item for item, _ in scores})
-                state.evaluated_of = self._sizes.get(name)
-        return state
+            elif scores and tail.path.exists() and tail.path.stat().st_mtime >= self._since:
+                self.evaluated_now = len({item for item, _ in scores})
+                self.evaluated_of = self._sizes.get(name)
 
-    def _is_growing(self, name: str, step: int) -> bool:
-        try:
-            path = record_path(self.run_dir / FOLDER, name, step)
-            return path.stat().st_mtime >= self._since
-        except FileNotFoundError:
-            return False
+    def _logs(self) -> list[Path]:
+        return sorted((self.run_dir / "log").glob("*.log")) if self._follows_logs else []
 
 
 class Panel:
@@ -256,12 +213,10 @@ class Panel:
     ) -> None:
         from rich.console import Console
 
-        self.run_dir = run_dir
+        self.run_dir, self.total = run_dir, total_steps
         self.console = console or Console()
         self.live: Any = None
-        self._follower = RunFollower(
-            run_dir, total_steps, since=time.time(), sizes=held_out_items, logs=True
-        )
+        self._run = RunFollower(run_dir, since=time.time(), sizes=held_out_items, logs=True)
         self._phase = "starting"
         self._own_warning: str | None = None
         self._started = self._last_sign = time.monotonic()
@@ -289,11 +244,10 @@ class Panel:
 
     def __enter__(self) -> Panel:
         with _harmless():  # what a resumed run logged before is not news
-            progress = self._follower.update()
-            self._first_step = progress.step
-            self._printed |= {("step", state.step) for state in progress.steps}
-            for name, points in progress.held_out.items():
-                self._printed |= {(name, step) for step, _ in points}
+            run = self._run.update()
+            self._first_step = run.step
+            self._printed |= {("step", state.step) for state in run.steps}
+            self._printed |= {(name, step) for name, of in run.held_out.items() for step, _ in of}
         with _harmless():
             console = self.console
             if console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal:
@@ -311,7 +265,7 @@ class Panel:
         with contextlib.suppress(RuntimeError):
             self._thread.join(timeout=5)
         self._phase = "done" if error is None else "stopped"
-        self._update()
+        self.update()
         if self.live is not None:
             with _harmless():
                 self.live.stop()
@@ -320,100 +274,109 @@ class Panel:
 
     def _follow(self) -> None:
         while not self._stop.wait(_INTERVAL_SECONDS):
-            self._update()
+            self.update()
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """Read what is new and show it."""
         with _harmless(), self._lock:
-            progress = self._follower.update()
+            self._run.update()
             if self.live is not None:
-                self.live.update(self._render(progress))
+                self.live.update(self.render())
             else:
-                self._print_lines(progress)
+                self._print_lines()
 
-    def _left(self, progress: Progress) -> str | None:
-        if progress.step >= progress.total:
+    def _left(self) -> str | None:
+        """The time left, told."""
+        run, start, since = self._run, self._first_step, self._steps_began
+        if run.step >= self.total:
             return None
-        seconds = progress.seconds_left(time.time(), self._steps_began, self._first_step)
+        ended = {start: max(since, run.evaluated_at.get(start, since))}
+        ended |= {s.step: s.time for s in run.steps if s.step > start and s.time >= since}
+        seconds = seconds_left(ended, self.total, time.time())
         return None if seconds is None else clock(seconds)
 
-    def _now(self, progress: Progress) -> str:
+    def _now(self) -> str:
         """The phase, with what the files tell beyond it."""
-        if progress.evaluated_now:
-            size = f" of {progress.evaluated_of}" if progress.evaluated_of else ""
-            return f"evaluating: {progress.evaluated_now}{size} items"
+        run = self._run
+        if run.evaluated_now:
+            size = f" of {run.evaluated_of}" if run.evaluated_of else ""
+            return f"evaluating: {run.evaluated_now}{size} items"
         if "rolling out and training" in self._phase:
-            if progress.rolled_out > progress.step:
-                return f"training on step {progress.rolled_out}"
-            if progress.step < progress.total:
-                return f"rolling out step {progress.step + 1}"
+            rolled_out = max(run.rewards, default=0)
+            if rolled_out > run.step:
+                return f"training on step {rolled_out}"
+            if run.step < self.total:
+                return f"rolling out step {run.step + 1}"
         return self._phase
 
-    def _render(self, progress: Progress) -> Any:
+    def render(self) -> Any:
+        """The panel as it stands."""
         from rich.panel import Panel as Box
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
+        run, now = self._run, self._run.now
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
-        table.add_row("now", Text(self._now(progress), style="bold"))
+        table.add_row("now", Text(self._now(), style="bold"))
         step = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=max(1, progress.total), completed=progress.step, width=24)
-        step.add_row(f"{progress.step} of {progress.total}", bar)
+        bar = ProgressBar(total=max(1, self.total), completed=run.step, width=24)
+        step.add_row(f"{run.step} of {self.total}", bar)
         table.add_row("step", step)
-        losses = {state.step: state.loss for state in progress.steps if state.loss is not None}
-        if progress.reward is None and losses:
-            label, told, values = "loss", f"{losses[max(losses)]:.4g}", losses
-        else:
-            label, values = "reward", progress.rewards
-            told = _reward(progress.reward, progress.health)
-        trend = "" if self.console.options.ascii_only else sparkline(values)
-        table.add_row(label, Text(f"{told}  {trend}".rstrip()))
-        if progress.valid_graphs is not None:
-            table.add_row("valid graphs", f"{progress.valid_graphs:.0%}")
-        for name, points in progress.held_out.items():
-            table.add_row("held-out", Text(f"{_held_out(points)}  [{name}]"))
-        if progress.failures:
-            table.add_row("failed", Text(_failures(progress.failures), style="yellow"))
-        if progress.tokens_per_second:
-            table.add_row("sampling", f"{progress.tokens_per_second:.0f} tokens/s")
-        left = self._left(progress)
+        losses = {state.step: state.loss for state in run.steps if state.loss is not None}
+        if now.reward is None and losses:
+            now = replace(now, loss=losses[max(losses)])
+        trend = "" if self.console.options.ascii_only else sparkline(run.rewards or losses)
+        for number, (label, told) in enumerate(self._figures(now, run.failures)):
+            style = "yellow" if label == "failed" else ""
+            table.add_row(label, Text(told if number else f"{told}  {trend}".rstrip(), style=style))
+        left = self._left()
         elapsed = clock(time.monotonic() - self._started)
         table.add_row("time", elapsed + (f", about {left} left" if left else ""))
-        warning = self._own_warning or progress.warning
+        warning = self._own_warning or run.warning
         if warning:
             table.add_row("warning", Text(_shortened(warning), style="yellow"))
         return Box(table, title="aflow-tune", subtitle=Text(self.run_dir.name), expand=False)
 
-    def _print_lines(self, progress: Progress) -> None:
-        for name, points in progress.held_out.items():
+    def _print_lines(self) -> None:
+        run = self._run
+        for name, points in run.held_out.items():
             for step, value in points:
                 self._once((name, step), f"held-out {value:.3f} at step {step} [{name}]")
-        for state in progress.steps:
+        for state in run.steps:
             if ("step", state.step) not in self._printed:
-                self._once(("step", state.step), self._step_line(state, progress))
-        if progress.evaluated_now and time.monotonic() - self._last_sign > _SIGN_OF_LIFE_SECONDS:
-            self._print(self._now(progress))
-        if progress.warning:
-            text = f"warning: {_shortened(progress.warning)}"
-            self._once(("warning", progress.warning), text)
+                told = [f"{label} {text}" for label, text in self._figures(state, state.failures)]
+                left = self._left()
+                line = "  ".join([f"step {state.step}/{self.total}", *told])
+                self._once(("step", state.step), line + (f", {left} left" if left else ""))
+        if run.evaluated_now and time.monotonic() - self._last_sign > _SIGN_OF_LIFE_SECONDS:
+            self._print(self._now())
+        if run.warning:
+            self._once(("warning", run.warning), f"warning: {_shortened(run.warning)}")
 
-    def _step_line(self, state: StepState, progress: Progress) -> str:
-        parts = [f"step {state.step}/{progress.total}"]
+    def _figures(
+        self, state: StepState, failures: Mapping[str, float]
+    ) -> Iterator[tuple[str, str]]:
+        """Labels and texts of what is known at a step; the first is reward or loss."""
+        shares = ", ".join(f"{share:.0%} {kind}" for kind, share in state.health.items())
         if state.reward is not None:
-            parts.append(f"reward {_reward(state.reward, state.health)}")
+            yield "reward", f"{state.reward:.3f}" + (f" ({shares})" if shares else "")
         elif state.loss is not None:
-            parts.append(f"loss {state.loss:.4g}")
+            yield "loss", f"{state.loss:.4g}"
+        else:
+            yield "reward", "-"
         if state.valid_graphs is not None:
-            parts.append(f"valid graphs {state.valid_graphs:.0%}")
-        parts += [f"held-out {_held_out(p)}" for p in progress.held_out.values() if p]
-        if state.failures:
-            parts.append(f"failed {_failures(state.failures)}")
+            yield "valid graphs", f"{state.valid_graphs:.0%}"
+        for name, points in self._run.held_out.items():
+            ends = points if len(points) < 3 else (points[0], points[-1])
+            yield "held-out", f"{' -> '.join(f'{value:.3f}' for _, value in ends) or '-'}  [{name}]"
+        if failures:
+            told = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(failures.items()))
+            yield "failed", told
         if state.tokens_per_second:
-            parts.append(f"{state.tokens_per_second:.0f} tok/s")
-        left = self._left(progress)
-        return "  ".join(parts) + (f", {left} left" if left else "")
+            yield "sampling", f"{state.tokens_per_second:.0f} tokens/s"
 
     def _once(self, key: tuple[str, int | str], text: str) -> None:
         if key not in self._printed:
@@ -428,6 +391,20 @@ class Panel:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             if self.console.file is sys.stdout:
                 sys.stdout.flush()
+
+
+def seconds_left(ended: Mapping[int, float], total: int, now: float) -> float | None:
+    """From the mean time of the latest steps, evaluations between them included; None before one.
+
+    `ended`: when each step ended, in seconds since the epoch; the first one is where the run set
+    out.
+    """
+    done = sorted(ended)[-_RECENT_STEPS - 1 :]
+    if len(done) < 2:
+        return None
+    pace = (ended[done[-1]] - ended[done[0]]) / (done[-1] - done[0])
+    remaining = pace * (total - done[-1])
+    return max(0.0, remaining - min(pace, max(0.0, now - ended[done[-1]])))
 
 
 def sparkline(values: Mapping[int, float], width: int = 24) -> str:
@@ -454,23 +431,6 @@ def _harmless() -> contextlib.suppress:
     after it sent the rest of standard output to nowhere.
     """
     return contextlib.suppress(Exception, SystemExit)
-
-
-def _reward(reward: float | None, health: Mapping[str, float]) -> str:
-    if reward is None:
-        return "-"
-    shares = ", ".join(f"{share:.0%} {kind}" for kind, share in health.items())
-    return f"{reward:.3f}" + (f" ({shares})" if shares else "")
-
-
-def _held_out(points: Sequence[tuple[int, float]]) -> str:
-    """The first and the last value."""
-    ends = [value for _, value in (points if len(points) < 3 else (points[0], points[-1]))]
-    return " -> ".join(f"{value:.3f}" for value in ends) or "-"
-
-
-def _failures(failures: Mapping[str, float]) -> str:
-    return ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(failures.items()))
 
 
 def _shortened(text: str, width: int = 200) -> str:

@@ -4,7 +4,7 @@ Names differ between engines and versions, so each quantity lists its sources in
 preference; what a run does not log is absent, never zero. Panel and report both read from here.
 
 How much a run used its GPUs is in lines of the role `GPU_ROLE`: `gpu/use`, a mean share, and
-`gpu/seconds`, the time it was measured over. All means of it are weighted by that time.
+`gpu/seconds`, the time it was measured over, by which all means of it are weighted.
 """
 
 from __future__ import annotations
@@ -31,17 +31,14 @@ MISMATCH = "rollout/mismatch"
 LEARNING_RATE = ("actor/lr",)
 
 _FAILURE = "rollout/failure/"
-_EVALUATION = "eval/"
-_FINISHED = "/finished_task_count"
+_FINISHED = re.compile(r"eval/(.*)/finished_task_count")
 WRITER_METRICS = "writer/"
-"""How the names of what the writer's workflow records about its graphs begin; they have a section
-of the report of their own."""
+"""Prefix of what the writer's workflow records; the report has a section of its own for it."""
 VALID_GRAPHS = f"rollout/{WRITER_METRICS}valid/mean"
 """Share of the rollouts of a step whose policy wrote a valid graph."""
 TRACE_METRICS = ("operator/", "sandbox/", "cost/", "unpriced_calls/")
-"""How the names of what a rollout's trace counts begin; not recorded by the workflow itself."""
+"""Prefixes of what is counted from a rollout's trace, not recorded by the workflow itself."""
 GPU_ROLE = "gpus"
-"""The role under which the sampler of GPU use writes."""
 GPU_USE, GPU_SECONDS = "gpu/use", "gpu/seconds"
 
 _OF_DEVICE = re.compile(r"gpu/([\d:]+)/(use|memory_gib)$")
@@ -72,15 +69,12 @@ def failure_counts(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def finished_evaluations(metrics: Mapping[str, float]) -> dict[str, int]:
     """The task sets whose evaluation this line closes, with their number of items."""
-    return {
-        name[len(_EVALUATION) : -len(_FINISHED)]: int(value)
-        for name, value in metrics.items()
-        if name.startswith(_EVALUATION) and name.endswith(_FINISHED)
-    }
+    found = ((_FINISHED.fullmatch(name), value) for name, value in metrics.items())
+    return {match[1]: int(value) for match, value in found if match}
 
 
 def sampling_speed(metrics: Mapping[str, float]) -> float | None:
-    """Sampled tokens a second of a rollout; from its tokens and its time if not logged itself.
+    """Sampled tokens a second, as logged or else from a rollout's tokens and time.
 
     Its tokens / its calls x calls of the step / seconds: exact where every call has one choice and
     no rollout failed.
@@ -108,51 +102,39 @@ def training_speed(metrics: Mapping[str, float]) -> float | None:
 
 def workflow_metrics(lines: Sequence[MetricsLine]) -> list[str]:
     """The names, without prefix, of what the workflow itself recorded in training."""
-    names: dict[str, None] = {}
-    for line in lines:
-        for key in line.metrics:
-            name = key.removeprefix("rollout/").removesuffix("/mean")
-            if (
-                key == f"rollout/{name}/mean"
-                and name not in _OWN_ROLLOUT_METRICS
-                and not name.startswith(("time/", "failure/", WRITER_METRICS, *TRACE_METRICS))
-            ):
-                names[name] = None
-    return list(names)
+    others = ("time/", "failure/", WRITER_METRICS, *TRACE_METRICS)
+    names = {}
+    for key in dict.fromkeys(key for line in lines for key in line.metrics):
+        name = key.removeprefix("rollout/").removesuffix("/mean")
+        if key == f"rollout/{name}/mean" and not name.startswith(others):
+            names[name] = None
+    return [name for name in names if name not in _OWN_ROLLOUT_METRICS]
 
 
 def derived(
     lines: Sequence[MetricsLine], quantity: Callable[[Mapping[str, float]], float | None]
 ) -> list[tuple[int, float]]:
     """(step, value) of a quantity in the order of steps; the latest value of a step wins."""
-    values: dict[int, float] = {}
-    for line in lines:
-        value = quantity(line.metrics)
-        if value is not None:
-            values[line.step] = value
+    values = {line.step: v for line in lines if (v := quantity(line.metrics)) is not None}
     return sorted(values.items())
 
 
 def use_by_step(lines: Sequence[MetricsLine], name: str = GPU_USE) -> list[tuple[int, float]]:
     """(step, mean share) in the order of steps."""
-    sums: dict[int, tuple[float, float]] = {}
+    of_step: dict[int, list[MetricsLine]] = {}
     for line in lines:
-        if name in line.metrics and GPU_SECONDS in line.metrics:
-            weighted, seconds = sums.get(line.step, (0.0, 0.0))
-            more = line.metrics[GPU_SECONDS]
-            sums[line.step] = (weighted + line.metrics[name] * more, seconds + more)
-    return [(step, total / time) for step, (total, time) in sorted(sums.items()) if time > 0]
+        of_step.setdefault(line.step, []).append(line)
+    means = ((step, mean_gpu_use(of_step[step], name)) for step in sorted(of_step))
+    return [(step, found[0]) for step, found in means if found is not None]
 
 
-def mean_gpu_use(lines: Sequence[MetricsLine]) -> tuple[float, float] | None:
-    """Mean share over the whole run, and the seconds it was measured over; None if never."""
-    measured = [
-        line.metrics for line in lines if GPU_USE in line.metrics and GPU_SECONDS in line.metrics
-    ]
+def mean_gpu_use(lines: Sequence[MetricsLine], name: str = GPU_USE) -> tuple[float, float] | None:
+    """Mean share over all lines, and the seconds it was measured over; None if never."""
+    measured = [x.metrics for x in lines if name in x.metrics and GPU_SECONDS in x.metrics]
     seconds = sum(metrics[GPU_SECONDS] for metrics in measured)
     if seconds <= 0:
         return None
-    return sum(m[GPU_USE] * m[GPU_SECONDS] for m in measured) / seconds, seconds
+    return sum(m[name] * m[GPU_SECONDS] for m in measured) / seconds, seconds
 
 
 def gpu_devices(lines: Sequence[MetricsLine]) -> list[str]:

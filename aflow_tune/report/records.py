@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.files import append_line, as_line
+from aflow_tune.scoring.boxed import boxed_answers
 from aflow_tune.trace import POLICY, ModelCall, OperatorCall, Trace
 
 MAX_REASON = 600
@@ -28,7 +29,6 @@ MAX_ANSWER = 80
 
 _LOOKED_AT = 20_000
 """Characters of a response, from its end, in which the mark of an answer is looked for."""
-_BRACE = re.compile(r"\\boxed\{|[{}]")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
@@ -38,14 +38,14 @@ class EvalRecord:
 
     `score` is None where nothing could be scored; `failure` then says why in a word and `reason`
     in words (their end, at most `MAX_REASON` characters). `item` is the row of the data set.
-    `transcript` lists the calls: caller, messages, response, tokens.
+    `transcript` lists calls: caller, messages, response, tokens.
 
     `calls` lists every call of the tuned model in the order of their start: `caller`,
-    `prompt_tokens` and `tokens` (drawn; both None where the server did not count them), and only
-    where there is something to tell `truncated`, `failed` (no answer came) and `tools` (the
-    tool calls of the answer: `name` and `arguments`). `operators` lists the uses of operators:
-    `operator`, `instance`, `outcome`, `attempts`. `answer` is the `answer_key` of the last
-    response, None where there is none. `kept` is what the workflow kept.
+    `prompt_tokens` and `tokens` (drawn; both None where the server did not count them), and where
+    they apply `truncated`, `failed` (no answer came) and `tools` (the tool calls of the answer:
+    `name` and `arguments`). `operators` lists the uses of operators: `operator`, `instance`,
+    `outcome`, `attempts`. `answer` is the `answer_key` of the last response. `kept` is what the
+    workflow kept.
     """
 
     step: int
@@ -84,24 +84,6 @@ class EvalRecord:
         except TypeError as error:
             raise ValueError(str(error)) from error
 
-    def trace(self) -> Trace:
-        """The rollout's calls and operators as a trace; calls of other models and costs are not
-        in a record, so they are missing here too."""
-        calls = [
-            ModelCall(
-                caller=call["caller"],
-                role=POLICY,
-                model="",
-                prompt_tokens=call["prompt_tokens"],
-                completion_tokens=call["tokens"],
-                failure="no answer" if call.get("failed") else None,
-            )
-            for call in self.calls
-        ]
-        names = ("operator", "instance", "outcome", "attempts")
-        uses = [OperatorCall(**{name: use[name] for name in names}) for use in self.operators]
-        return Trace([*calls, *uses])
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -133,9 +115,7 @@ def read_records(path: Path) -> list[EvalRecord]:
     Raises:
         ValueError: another line is damaged; file and line number are named.
     """
-    *lines, last = path.read_bytes().split(b"\n")
-    if last:
-        lines.append(last)
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         try:
@@ -147,26 +127,21 @@ def read_records(path: Path) -> list[EvalRecord]:
 
 
 def record_files(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The files of steps below a folder, with their steps; other names are not ours."""
+    """The `step_N.jsonl` below a folder, with their steps."""
     for path in folder.rglob("step_*.jsonl"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal():
             yield int(number), path
 
 
-def rollout_path(run_dir: Path, step: int) -> Path:
-    """The file with the rollouts of training step `step`."""
-    return run_dir / "rollouts" / f"step_{step}.jsonl"
-
-
 def append_rollout(run_dir: Path, rollout: Rollout) -> None:
     """Append one line. Raises OSError if it could not be written whole."""
-    append_line(rollout_path(run_dir, rollout.step), as_line(asdict(rollout)))
+    append_line(run_dir / "rollouts" / f"step_{rollout.step}.jsonl", as_line(asdict(rollout)))
 
 
 def read_rollouts(run_dir: Path) -> Iterator[Rollout]:
-    """All rollouts by step. A step that was begun twice has the later attempt's; lines that are
-    torn, as a writer that was killed leaves them, or damaged otherwise are passed over."""
+    """All rollouts by step; of a step that was begun twice those of the later attempt. Torn and
+    otherwise damaged lines are passed over."""
     for _, path in sorted(record_files(run_dir / "rollouts")):
         found: dict[tuple[int, int], Rollout] = {}
         for line in path.read_bytes().split(b"\n"):
@@ -188,8 +163,27 @@ def forget_rollouts(run_dir: Path, after: int) -> None:
 
 
 def traces_of(records: Iterable[EvalRecord]) -> list[tuple[Trace, float | None]]:
-    """The trace of each rollout with its reward; None for one that failed."""
-    return [(record.trace(), record.reward) for record in records]
+    """The trace of each rollout with its reward; None for one that failed. Calls of other models
+    and costs are not in records, so the traces lack them."""
+    found = []
+    for record in records:
+        trace = Trace()
+        for call in record.calls:
+            trace.events.append(
+                ModelCall(
+                    caller=call["caller"],
+                    role=POLICY,
+                    model="",
+                    prompt_tokens=call["prompt_tokens"],
+                    completion_tokens=call["tokens"],
+                    failure="no answer" if call.get("failed") else None,
+                )
+            )
+        names = ("operator", "instance", "outcome", "attempts")
+        for use in record.operators:
+            trace.events.append(OperatorCall(**{name: use[name] for name in names}))
+        found.append((trace, record.reward))
+    return found
 
 
 def answer_key(text: str) -> str:
@@ -199,24 +193,9 @@ def answer_key(text: str) -> str:
     whole text. "" for nothing but white space. Equal keys are equal texts, not equal meanings.
     """
     end = text[-_LOOKED_AT:]
-    tags = _TAG.findall(end)
-    answer = tags[-1] if tags else _last_boxed(end)
-    answer = " ".join((text if answer is None else answer).split())
+    marked = _TAG.findall(end) or boxed_answers(end) or [text]
+    answer = " ".join(marked[-1].split())
     if len(answer) <= MAX_ANSWER:
         return answer
     digest = hashlib.sha256(answer.encode(errors="replace")).hexdigest()[:12]
     return f"{answer[:MAX_ANSWER]}... [{digest}]"
-
-
-def _last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{}` whose braces close, or None; in one pass."""
-    opened: list[int | None] = []
-    last: tuple[int, int] | None = None
-    for match in _BRACE.finditer(text):
-        if match[0] != "}":
-            opened.append(match.end() if match[0] != "{" else None)
-        elif opened:
-            start = opened.pop()
-            if start is not None and (last is None or start > last[0]):
-                last = (start, match.start())
-    return None if last is None else text[last[0] : last[1]]

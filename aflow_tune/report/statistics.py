@@ -1,15 +1,13 @@
 """How sure a difference is: paired t interval, exact sign test, Wilson interval.
 
-Before and after are measured on the same held-out items, so items are the unit: the rollouts of an
-item are averaged first (they share its difficulty; counted singly they would make intervals too
-narrow), and the interval is that of the mean of the items' differences.
+Held-out items are the unit: the rollouts of an item share its difficulty, so they are averaged
+first, and before and after are paired by item.
 
-Why the t interval is the primary one (Student, "The Probable Error of a Mean", Biometrika 6,
-1908): from `SMALL_SAMPLE` items on, the mean of bounded differences is close enough to normal,
-and unlike a bootstrap it draws no random numbers, so the same records always give the same
-report. Below that the exact sign test has to agree. What neither covers: the interval has no
-width where all items changed by the same amount, and nothing here corrects for looking at many
-steps or many metrics.
+The t interval comes first (Student, "The Probable Error of a Mean", Biometrika 6, 1908): from
+`SMALL_SAMPLE` items on the mean of bounded differences is close enough to normal, and unlike a
+bootstrap it draws no random numbers. Below that the exact sign test has to agree. Not covered: the
+interval has no width where all items changed by the same amount, and nothing corrects for looking
+at many steps or metrics.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ SMALL_SAMPLE = 30
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its interval. `low` and `high` are None where there is none."""
+    """An estimate with its interval; `low` and `high` are None together."""
 
     mean: float
     low: float | None
@@ -41,9 +39,8 @@ class Interval:
 
     def text(self) -> str:
         """`0.120 (0.050 to 0.210)`, or the mean alone."""
-        if self.low is None or self.high is None:
-            return f"{self.mean:.3f}"
-        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+        bounds = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.mean:.3f}{bounds}"
 
 
 def standard_deviation(values: Sequence[float]) -> float | None:
@@ -70,7 +67,7 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
 def share_or_mean_interval(values: Sequence[float], *, shares: bool = False) -> Interval | None:
     """The mean with its interval: Wilson's where every value is 0 or 1, else the t interval.
 
-    `shares`: the values can only be between 0 and 1, and so can the bounds. None for no values.
+    `shares`: the values lie between 0 and 1, so the bounds must. None for no values.
     """
     if not values:
         return None
@@ -100,9 +97,9 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 def rise(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
     """Mean of the second half of a series minus that of the first, with Welch's interval.
 
-    A middle value of an odd number is left out. The degrees of freedom are those of one half,
-    which makes the interval wider than Welch's own (Biometrika 34, 1947) and never narrower.
-    None for fewer than four values. Not covered: neighbouring steps depend on each other.
+    A middle value is left out. The degrees of freedom are those of one half, which is never
+    narrower than Welch's own (Biometrika 34, 1947). None for fewer than four values. Not covered:
+    neighbouring steps depend on each other.
     """
     half = len(values) // 2
     if half < 2:
@@ -128,7 +125,7 @@ def paired_difference(
 def sign_test(differences: Sequence[float]) -> float:
     """Two-sided p-value that rises and falls are equally likely; unchanged items do not count.
 
-    Exact, from the binomial distribution (Dixon and Mood, JASA 41, 1946). For right-or-wrong
+    Exact, from the binomial distribution (Dixon and Mood, JASA 41, 1946); for right-or-wrong
     scores it is McNemar's exact test. 1.0 where nothing changed.
     """
     rises = sum(difference > 0 for difference in differences)
@@ -141,10 +138,7 @@ def sign_test(differences: Sequence[float]) -> float:
 def wilson_interval(
     successes: int, count: int, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Interval of a share (Wilson, JASA 22, 1927): right near 0 and 1, where the usual one is not.
-
-    Nothing counted: everything from 0 to 1 is possible.
-    """
+    """Interval of a share (Wilson, JASA 22, 1927), right near 0 and 1 too; 0 to 1 for no count."""
     if count == 0:
         return 0.0, 1.0
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
@@ -160,9 +154,9 @@ def wilson_interval(
 
 @functools.cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution, by bisection of its distribution function; with more
-    than 10,000 degrees of freedom by the expansion from the normal one (Abramowitz and Stegun
-    26.7.5), whose error is then below 1e-10.
+    """Quantile of Student's t distribution, by bisection of its distribution function; above
+    10,000 degrees by the expansion from the normal one (Abramowitz and Stegun 26.7.5), whose
+    error is then below 1e-10.
 
     Raises:
         ValueError: the probability is not inside (0, 1), or there is no degree of freedom.
@@ -180,10 +174,7 @@ def t_quantile(probability: float, degrees: int) -> float:
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2
-        if _t_cdf(middle, degrees) < probability:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if _t_cdf(middle, degrees) < probability else (low, middle)
     return (low + high) / 2
 
 
@@ -191,15 +182,12 @@ def _t_cdf(t: float, degrees: int) -> float:
     """P(T <= t) for t >= 0, by its finite series (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(degrees))
     odd = degrees % 2
-    term = math.cos(angle) if odd else 1.0
     square = math.cos(angle) ** 2
-    terms = []
+    term, terms = math.cos(angle) if odd else 1.0, []
     for k in range(2 + odd, degrees + 1, 2):
         terms.append(term)
         term *= square * (k - 1) / k
         if term < 1e-18:
             break
     inside = math.sin(angle) * math.fsum(terms)
-    if odd:
-        inside = (angle + inside) * 2 / math.pi
-    return 0.5 + inside / 2
+    return 0.5 + ((angle + inside) * 2 / math.pi if odd else inside) / 2

@@ -6,7 +6,6 @@ a section of the report of them.
 
 A record holds what a model wrote, so nothing in it is trusted: a field of another type counts as
 absent, texts are cut, a record that does not say whether its graph was valid is passed over.
-What is not known is None and never 0.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aflow_tune.report.audit import Finding
-from aflow_tune.report.evaluation import Evaluations
+from aflow_tune.report.evaluation import Evaluations, per_solved
 from aflow_tune.report.records import read_rollouts
 from aflow_tune.report.statistics import (
     Interval,
@@ -30,27 +29,12 @@ from aflow_tune.report.statistics import (
     share_or_mean_interval,
     wilson_interval,
 )
-from aflow_tune.report.usage import per_solved
 from aflow_tune.writer.types import Level
 
 KEPT = "writer"
 """The name under which the writer's workflow keeps its record."""
 ENDS = 5
 """Steps at each end of training that are compared; of a short training, half of them each."""
-SOLVED_AT = 1.0
-"""The score from which on a rollout has solved its task."""
-
-DOMINANT_STRUCTURE, DOMINANT_GRAPHS = 0.9, 20
-"""One structure is nearly all if it certainly (Wilson, 95%) has more than this share of the valid
-graphs; fewer graphs are not judged."""
-FAILED_DEFAULTS = 0.2
-"""Share of rollouts of the default workflow without an answer that speaks of a failing executor."""
-FAILED_CALLS = 0.1
-"""The same of the uses of operators whose model did not answer."""
-UNREWARDED = 0.1
-"""The same of the rollouts that wrote something and have no reward."""
-FEW = 10
-"""Fewer rollouts, or uses of operators, are not judged."""
 WRITER_CHECKS = (
     "valid graphs becoming fewer",
     "fallbacks that earn what clean rollouts earn",
@@ -64,12 +48,81 @@ _MOST_KEY, _MOST_ENTRIES = 400, 30
 _NO_MODEL = ("model_failed", "sandbox_unavailable")
 
 
-@dataclass(frozen=True)
-class RefusalTold:
-    """One refusal of a record: its kind and its sentence, with its place."""
+class RefusalTold(NamedTuple):
+    """One refusal of a record; `message` begins with its place."""
 
     kind: str
     message: str
+
+
+def _text(most: int = _MOST_TEXT) -> Callable[[Any], str]:
+    return lambda value: _cut(value, most)
+
+
+def _cut(value: Any, most: int) -> str:
+    if not isinstance(value, str):
+        return ""
+    return value if len(value) <= most else f"{value[: most - 1]}…"
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _whole(value: Any) -> int | None:
+    """A count: whole and not negative, of a size that can be shown."""
+    number = _number(value)
+    whole = number is not None and number == int(number) and 0 <= number < 1e15
+    return int(value) if whole else None
+
+
+def _level(value: Any) -> int | None:
+    level = _whole(value)
+    return level if level in set(Level) else None
+
+
+def _key(value: Any) -> str | None:
+    """A structure's key; a long one is cut and told apart by a hash."""
+    if not isinstance(value, str) or len(value) <= _MOST_KEY:
+        return value if isinstance(value, str) else None
+    return f"{value[:_MOST_KEY]} {hashlib.sha256(value.encode(errors='replace')).hexdigest()[:12]}"
+
+
+def _entries(read: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
+    """Reads those of the first entries of a mapping that can be read."""
+
+    def entries(value: Any) -> dict[str, Any]:
+        listed = list(value.items())[:_MOST_ENTRIES] if isinstance(value, Mapping) else []
+        found = {_cut(str(key), _MOST_NAME): read(entry) for key, entry in listed}
+        return {key: entry for key, entry in found.items() if entry is not None}
+
+    return entries
+
+
+def _refusals(value: Any) -> list[RefusalTold]:
+    found = []
+    for entry in value[:_MOST_ENTRIES] if isinstance(value, list) else []:
+        if isinstance(entry, Mapping) and isinstance(entry.get("kind"), str):
+            line, column = _whole(entry.get("line")), _whole(entry.get("column"))
+            place = f"line {line}, column {column or 0}: " if line else ""
+            message = place + _cut(entry.get("message"), _MOST_TEXT)
+            found.append(RefusalTold(_cut(entry["kind"], _MOST_NAME), message))
+    return found
+
+
+def _prompt(value: Any) -> str | None:
+    return _cut(value, _MOST_PROMPT) if isinstance(value, str) else None
+
+
+def _by(read: Callable[[Any], Any]) -> Any:
+    """A field of a record, and how it is read from whatever stands there."""
+    return field(metadata={"read": read})
 
 
 @dataclass(frozen=True)
@@ -84,25 +137,25 @@ class WriterRollout:
     task: tuple[str, int]
     reward: float | None
     valid: bool
-    level: int | None = None
-    problem_type: str = ""
-    problem: str = ""
-    text: str = ""
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    code: str = ""
-    refusals: tuple[RefusalTold, ...] = ()
-    structure: str | None = None
-    operators: Mapping[str, int] = field(default_factory=dict)
-    nodes: int | None = None
-    ending: str = ""
-    reason: str = ""
-    answer: str = ""
-    score: float | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    usd: float | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    calls: int | None = None
+    level: int | None = _by(_level)
+    problem_type: str = _by(_text(_MOST_NAME))
+    problem: str = _by(_text())
+    text: str = _by(_text(_MOST_PROMPT))
+    prompts: Mapping[str, str] = _by(_entries(_prompt))
+    code: str = _by(_text(_MOST_CODE))
+    refusals: Sequence[RefusalTold] = _by(_refusals)
+    structure: str | None = _by(_key)
+    operators: Mapping[str, int] = _by(_entries(_whole))
+    nodes: int | None = _by(_whole)
+    ending: str = _by(_text(_MOST_NAME))
+    reason: str = _by(_text())
+    answer: str = _by(_text())
+    score: float | None = _by(_number)
+    parts: Mapping[str, float] = _by(_entries(_number))
+    usd: float | None = _by(_number)
+    tokens: int | None = _by(_whole)
+    seconds: float | None = _by(_number)
+    calls: int | None = _by(_whole)
 
     @property
     def clean(self) -> bool:
@@ -171,16 +224,15 @@ def load_writer(run_dir: Path, evaluations: Evaluations) -> WriterRecords | None
     training: dict[int, list[WriterRollout]] = defaultdict(list)
     for kept in read_rollouts(run_dir):
         task = (f"step {kept.step}", kept.task)
-        rollout = read_rollout(kept.kept, kept.step, task, kept.reward)
-        if rollout is not None:
+        if (rollout := read_rollout(kept.kept, kept.step, task, kept.reward)) is not None:
             training[kept.step].append(rollout)
     held_out: dict[str, dict[int, Rollouts]] = {}
     for name, steps in evaluations.items():
         for step, evaluation in steps.items():
-            read = (
+            read = [
                 read_rollout(record.kept, step, (name, record.item), record.reward)
                 for record in evaluation.records
-            )
+            ]
             found = [rollout for rollout in read if rollout is not None]
             if found and evaluation.whole:
                 held_out.setdefault(name, {})[step] = found
@@ -196,100 +248,23 @@ def read_rollout(
     raw = kept.get(KEPT) if isinstance(kept, Mapping) else None
     if not isinstance(raw, Mapping) or not isinstance(raw.get("valid"), bool):
         return None
-
-    def text(name: str, most: int = _MOST_TEXT) -> str:
-        return _cut(raw.get(name), most)
-
-    def number(name: str) -> float | None:
-        return _number(raw.get(name))
-
-    def entries(name: str, read: Callable[[Any], Any]) -> dict[str, Any]:
-        """The first entries of a mapping that can be read."""
-        value = raw.get(name)
-        listed = list(value.items())[:_MOST_ENTRIES] if isinstance(value, Mapping) else []
-        found = {_cut(str(key), _MOST_NAME): read(entry) for key, entry in listed}
-        return {key: entry for key, entry in found.items() if entry is not None}
-
-    level, code = _whole(raw.get("level")), text("code", _MOST_CODE)
-    return WriterRollout(
-        step=step,
-        task=task,
-        reward=_number(reward),
-        valid=raw["valid"],
-        level=level if level in set(Level) else None,
-        problem_type=text("problem_type", _MOST_NAME),
-        problem=text("problem"),
-        text="" if code else text("text", _MOST_PROMPT),
-        prompts=entries("prompts", lambda e: _cut(e, _MOST_PROMPT) if isinstance(e, str) else None),
-        code=code,
-        refusals=_refusals(raw.get("refusals")),
-        structure=_key(raw.get("structure")),
-        operators=entries("operators", _whole),
-        nodes=_whole(raw.get("nodes")),
-        ending=text("ending", _MOST_NAME),
-        reason=text("reason"),
-        answer=text("answer"),
-        score=number("score"),
-        parts=entries("parts", _number),
-        usd=number("usd"),
-        tokens=_whole(raw.get("tokens")),
-        seconds=number("seconds"),
-        calls=_whole(raw.get("calls")),
-    )
-
-
-def _refusals(value: Any) -> tuple[RefusalTold, ...]:
-    found = []
-    for entry in value[:_MOST_ENTRIES] if isinstance(value, list) else []:
-        if isinstance(entry, Mapping) and isinstance(entry.get("kind"), str):
-            line, column = _whole(entry.get("line")), _whole(entry.get("column"))
-            place = f"line {line}, column {column or 0}: " if line else ""
-            message = place + _cut(entry.get("message"), _MOST_TEXT)
-            found.append(RefusalTold(_cut(entry["kind"], _MOST_NAME), message))
-    return tuple(found)
-
-
-def _key(value: Any) -> str | None:
-    """A structure's key; a long one is cut and told apart by a hash."""
-    if not isinstance(value, str) or len(value) <= _MOST_KEY:
-        return value if isinstance(value, str) else None
-    return f"{value[:_MOST_KEY]} {hashlib.sha256(value.encode(errors='replace')).hexdigest()[:12]}"
-
-
-def _cut(value: Any, most: int) -> str:
-    if not isinstance(value, str):
-        return ""
-    return value if len(value) <= most else f"{value[: most - 1]}…"
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _whole(value: Any) -> int | None:
-    """A count: whole and not negative, of a size that can be shown."""
-    number = _number(value)
-    whole = number is not None and number == int(number) and 0 <= number < 1e15
-    return int(value) if whole else None
+    readers = {item.name: item.metadata.get("read") for item in fields(WriterRollout)}
+    found = {name: read(raw.get(name)) for name, read in readers.items() if read}
+    if found["code"]:
+        found["text"] = ""
+    return WriterRollout(step, task, _number(reward), raw["valid"], **found)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What is counted of some rollouts: those of a step, of an evaluation, of several steps.
+    """What is counted of some rollouts.
 
     Intervals are over tasks, the rollouts of a task being averaged first. A graph counts as read
-    where it has a structure, whether or not it was refused. Shares by name are the most frequent
-    first: `refusals` of the rollouts with a refusal of this kind, `operators` of the read graphs
-    that name it. `levels` are shares of the rollouts. `nodes` are the calls in a graph's source:
-    the mean, the smallest and the largest. `structures` counts valid graphs, `prompts` distinct
-    pairs of instance and text. What a solved task cost is what all rollouts spent on executing;
-    None: unknown, or none solved.
+    where it has a structure, refused or not. Shares by name have the most frequent first:
+    `refusals` of the rollouts with a refusal of this kind, `operators` of the read graphs that
+    name it; `levels` of the rollouts. `nodes`: the calls in a graph's source, their mean, smallest
+    and largest. `structures` counts valid graphs, `prompts` distinct pairs of instance and text.
+    The cost of a solved task is what all rollouts spent on executing for each that scored 1.
     """
 
     rollouts: int
@@ -318,31 +293,30 @@ class Numbers:
 
 
 def count(rollouts: Rollouts) -> Numbers:
-    """The numbers of these rollouts.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The numbers of these rollouts, of which there is at least one."""
     valid = task_interval(rollouts, is_valid)
-    if valid is None:
-        raise ValueError("numbers of no rollouts")
+    assert valid is not None
     levels = Counter(rollout.level for rollout in rollouts)
     graphs = [rollout for rollout in rollouts if rollout.structure is not None]
     nodes = [rollout.nodes for rollout in graphs if rollout.nodes is not None]
-    solved = sum(r.score is not None and r.score >= SOLVED_AT for r in rollouts)
+    solved = sum(r.score is not None and r.score >= 1.0 for r in rollouts)
 
     def spent_per_solved(spent: list[float | None]) -> float | None:
         known = [value for value in spent if value is not None]
         return per_solved(math.fsum(known), solved) if len(known) == len(spent) else None
 
+    def shares(names: Iterable[Iterable[str]], of: int) -> dict[str, float]:
+        counts = Counter(name for found in names for name in found)
+        return {name: number / of for name, number in counts.most_common()}
+
     return Numbers(
         rollouts=len(rollouts),
         valid=valid,
         levels={level.value: levels[level] / len(rollouts) for level in Level},
-        refusals=_shares(({told.kind for told in r.refusals} for r in rollouts), len(rollouts)),
-        operators=_shares((r.operators.keys() for r in graphs), len(graphs)),
+        refusals=shares(({told.kind for told in r.refusals} for r in rollouts), len(rollouts)),
+        operators=shares((r.operators.keys() for r in graphs), len(graphs)),
         nodes=Interval(mean(nodes), min(nodes), max(nodes), len(nodes)) if nodes else None,
-        structures=dict(Counter(map(structure_of, with_graphs(graphs))).most_common()),
+        structures=dict(structures_of(graphs).most_common()),
         prompts=len({prompt for rollout in rollouts for prompt in rollout.prompts.items()}),
         correct=task_interval(rollouts, lambda rollout: rollout.score),
         correct_clean=task_interval(rollouts, lambda rollout: rollout.correct_clean),
@@ -355,13 +329,9 @@ def is_valid(rollout: WriterRollout) -> float:
     return float(rollout.valid)
 
 
-def with_graphs(rollouts: Rollouts) -> list[WriterRollout]:
-    """Those whose graph is valid and has a structure."""
-    return [rollout for rollout in rollouts if rollout.valid and rollout.structure]
-
-
-def structure_of(rollout: WriterRollout) -> str:
-    return rollout.structure or ""
+def structures_of(rollouts: Rollouts) -> Counter[str]:
+    """How many valid graphs have which structure."""
+    return Counter(r.structure for r in rollouts if r.valid and r.structure)
 
 
 def steps_told(rollouts: Rollouts) -> str:
@@ -389,154 +359,119 @@ def task_interval(
     return share_or_mean_interval(list(task_means(rollouts, value).values()), shares=True)
 
 
-def _shares(names: Iterable[Iterable[str]], of: int) -> dict[str, float]:
-    counts = Counter(name for found in names for name in found)
-    return {name: number / of for name, number in counts.most_common()}
-
-
 def audit_writer(records: WriterRecords, evaluations: Evaluations) -> list[Finding]:
     """All warnings about the writer's records, as in `audit.py`: where chance is an unlikely
     reason. `evaluations` tell what their operators did."""
-    uses = [
-        use
-        for name, steps in records.held_out.items()
-        if name in evaluations
-        for record in evaluations[name][max(steps)].records
-        for use in record.operators
+    uses: Counter[str] = Counter()
+    for name, steps in records.held_out.items():
+        for record in evaluations[name][max(steps)].records if name in evaluations else ():
+            uses.update(str(use.get("outcome")) for use in record.operators)
+    return [
+        *_fewer_valid(records),
+        *_earning_fallbacks(records),
+        *_certain_shares(records.latest, uses),
     ]
-    found = [
-        fewer_valid_in_training(records),
-        fewer_valid_held_out(records),
-        earning_fallbacks(records.of_steps(records.training), "training"),
-        *(
-            earning_fallbacks([rollout for of_step in steps.values() for rollout in of_step], name)
-            for name, steps in records.held_out.items()
-        ),
-        one_structure(records.latest),
-        unrewarded_rollouts(records.latest),
-        failing_defaults(records.latest),
-        failing_calls(uses),
-    ]
-    return [finding for finding in found if finding is not None]
 
 
-def fewer_valid_in_training(records: WriterRecords) -> Finding | None:
-    """The second half of training has fewer valid graphs than the first."""
+def _fewer_valid(records: WriterRecords) -> Iterator[Finding]:
+    """Valid graphs become fewer, from one half of training to the other, or on held-out tasks."""
     intervals = [task_interval(rollouts, is_valid) for rollouts in records.training.values()]
     shares = [interval.mean for interval in intervals if interval is not None]
     change = rise(shares)
-    if change is None or change.high is None or change.high >= 0:
-        return None
-    return Finding(
-        WRITER_CHECKS[0],
-        f"The share of valid graphs fell by {-change.mean:.0%} from the first to the second half "
-        f"of {len(shares)} training steps.",
-        "The refusals by kind say what the policy began to do wrong. A lower learning rate or a "
-        "stronger KL term keeps it nearer to what it could do.",
-    )
-
-
-def fewer_valid_held_out(records: WriterRecords) -> Finding | None:
-    """The last evaluations have fewer valid graphs than the first, on the same tasks."""
+    if change is not None and change.high is not None and change.high < 0:
+        yield Finding(
+            WRITER_CHECKS[0],
+            f"The share of valid graphs fell by {-change.mean:.0%} from the first to the second "
+            f"half of {len(shares)} training steps.",
+            "The refusals by kind say what the policy began to do wrong. A lower learning rate or "
+            "a stronger KL term keeps it nearer to what it could do.",
+        )
     first, last = (task_means(of, is_valid) for of in (records.before, records.after))
     tasks = sorted(first.keys() & last.keys())
     if not tasks:
-        return None
+        return
     change = paired_difference([first[task] for task in tasks], [last[task] for task in tasks])
-    if change.high is None or change.high >= 0:
-        return None
-    return Finding(
-        WRITER_CHECKS[0],
-        f"On {len(tasks)} held-out tasks the share of valid graphs fell by {-change.mean:.0%} from "
-        f"{steps_told(records.before)} to {steps_told(records.after)}.",
-        "Look at the refusals of the last evaluation, and use earlier weights.",
-    )
+    if change.high is not None and change.high < 0:
+        yield Finding(
+            WRITER_CHECKS[0],
+            f"On {len(tasks)} held-out tasks the share of valid graphs fell by {-change.mean:.0%} "
+            f"from {steps_told(records.before)} to {steps_told(records.after)}.",
+            "Look at the refusals of the last evaluation, and use earlier weights.",
+        )
 
 
-def earning_fallbacks(rollouts: Rollouts, where: str) -> Finding | None:
+def _earning_fallbacks(records: WriterRecords) -> Iterator[Finding]:
     """A rollout whose answer came from a fallback has a reward that a clean one also has. No
     matter of chance: the reward of this package keeps the two apart."""
-    rewarded = [(r.clean, r.reward) for r in rollouts if r.level is not None]
-    clean = [reward for is_clean, reward in rewarded if is_clean and reward is not None]
-    if not clean:
-        return None
-    lowest = min(clean)
-    fallbacks = [reward for is_clean, reward in rewarded if not is_clean and reward is not None]
-    earning = [reward for reward in fallbacks if reward >= lowest]
-    if not earning:
-        return None
-    return Finding(
-        WRITER_CHECKS[1],
-        f"In {where} {len(earning)} rollouts whose answer came from a fallback have a reward of "
-        f"up to {max(earning):.3g}, while a clean one has one of {lowest:.3g}.",
-        "A policy can then gain by writing rubbish: let no fallback earn what a clean rollout "
-        "earns.",
-    )
+    for where, steps in {"training": records.training, **records.held_out}.items():
+        known = [
+            (r.clean, r.reward)
+            for rollouts in steps.values()
+            for r in rollouts
+            if r.level is not None and r.reward is not None
+        ]
+        lowest = min((reward for clean, reward in known if clean), default=math.inf)
+        earning = [reward for clean, reward in known if not clean and reward >= lowest]
+        if earning:
+            yield Finding(
+                WRITER_CHECKS[1],
+                f"In {where} {len(earning)} rollouts whose answer came from a fallback have a "
+                f"reward of up to {max(earning):.3g}, while a clean one has one of {lowest:.3g}.",
+                "A policy can then gain by writing rubbish: let no fallback earn what a clean "
+                "rollout earns.",
+            )
 
 
-def one_structure(rollouts: Rollouts) -> Finding | None:
-    """Nearly all valid graphs have the same structure."""
-    graphs = with_graphs(rollouts)
-    if len(graphs) < DOMINANT_GRAPHS:
-        return None
-    number = Counter(map(structure_of, graphs)).most_common(1)[0][1]
-    if wilson_interval(number, len(graphs))[0] <= DOMINANT_STRUCTURE:
-        return None
-    types = {rollout.problem_type for rollout in graphs}
+def _certain_shares(latest: Rollouts, uses: Counter[str]) -> Iterator[Finding]:
+    """Shares that are certainly (Wilson, 95%) larger than they should be, of enough cases. `uses`
+    counts the outcomes of operators."""
+    place = f"At {steps_told(latest)}"
+    graphs = structures_of(latest)
+    dominant = max(graphs.values(), default=0)
+    types = {rollout.problem_type for rollout in latest if rollout.valid and rollout.structure}
     kinds = f" on {len(types)} problem types" if len(types) > 1 else ""
-    return Finding(
-        WRITER_CHECKS[2],
-        f"At {steps_told(rollouts)} {number} of {len(graphs)} valid graphs{kinds} have the same "
-        "structure.",
-        "One template for every task is no written workflow: compare with the fixed default "
-        "workflow, vary the examples of the prompt or of the warm start, or sample hotter.",
-    )
-
-
-def unrewarded_rollouts(rollouts: Rollouts) -> Finding | None:
-    """Rollouts have no reward though the policy wrote something: what came behind it failed."""
-    failed = sum(rollout.reward is None for rollout in rollouts)
-    if len(rollouts) < FEW or wilson_interval(failed, len(rollouts))[0] <= UNREWARDED:
-        return None
-    return Finding(
-        WRITER_CHECKS[3],
-        f"At {steps_told(rollouts)} {failed} of {len(rollouts)} rollouts have no reward though "
-        "the policy answered: the executor did not, or the answer could not be scored.",
-        "The reasons stand in the evaluation records and in the run's log; what is left of the "
-        "tasks is no fair sample.",
-    )
-
-
-def failing_defaults(rollouts: Rollouts) -> Finding | None:
-    """The default workflow, which is ours and tested, ends without an answer."""
-    defaults = [
-        rollout
-        for rollout in rollouts
+    unrewarded = sum(rollout.reward is None for rollout in latest)
+    # The default workflow is ours and tested: it should not end without an answer.
+    defaults = Counter(
+        rollout.ending
+        for rollout in latest
         if rollout.level == Level.DEFAULT_WORKFLOW and rollout.ending and rollout.reward is not None
-    ]
-    failed = Counter(rollout.ending for rollout in defaults if rollout.ending != "answered")
-    count = failed.total()
-    if len(defaults) < FEW or wilson_interval(count, len(defaults))[0] <= FAILED_DEFAULTS:
-        return None
-    return Finding(
-        WRITER_CHECKS[3],
-        f"At {steps_told(rollouts)} {count} of {len(defaults)} rollouts of the default workflow "
-        f"had no answer (most often: {failed.most_common(1)[0][0]}).",
-        "Its graph is tested: look at the executor's server, key and limits, and at the sandbox.",
     )
-
-
-def failing_calls(uses: Iterable[Mapping[str, object]]) -> Finding | None:
-    """Operators got no answer of their model, or no sandbox for their program."""
-    outcomes = Counter(str(use.get("outcome")) for use in uses)
-    failed = sum(outcomes[outcome] for outcome in _NO_MODEL)
-    if outcomes.total() < FEW or wilson_interval(failed, outcomes.total())[0] <= FAILED_CALLS:
-        return None
-    told = ", ".join(f"{outcomes[kind]} {kind}" for kind in _NO_MODEL if outcomes[kind])
-    return Finding(
-        WRITER_CHECKS[3],
-        f"In the last evaluations {failed} of {outcomes.total()} uses of operators failed for no "
-        f"fault of their graph ({told}).",
-        "Their scores speak of the executor and not of the policy: look at its server, key and "
-        "limits, and evaluate again.",
+    endings = Counter({ending: n for ending, n in defaults.items() if ending != "answered"})
+    often = endings.most_common(1)[0][0] if endings else ""
+    no_model = {outcome: uses[outcome] for outcome in _NO_MODEL if uses[outcome]}
+    failed_uses = sum(no_model.values())
+    told = ", ".join(f"{number} {outcome}" for outcome, number in no_model.items())
+    structures, executor = WRITER_CHECKS[2:]
+    cases: tuple[tuple[str, int, int, int, float, str, str], ...] = (
+        (
+            *(structures, dominant, graphs.total(), 20, 0.9),
+            f"{place} {dominant} of {graphs.total()} valid graphs{kinds} have the same structure.",
+            "One template for every task is no written workflow: compare with the fixed default "
+            "workflow, vary the examples of the prompt or of the warm start, or sample hotter.",
+        ),
+        (
+            *(executor, unrewarded, len(latest), 10, 0.1),
+            f"{place} {unrewarded} of {len(latest)} rollouts have no reward though "
+            "the policy answered: the executor did not, or the answer could not be scored.",
+            "The reasons stand in the evaluation records and in the run's log; what is left of the "
+            "tasks is no fair sample.",
+        ),
+        (
+            *(executor, endings.total(), defaults.total(), 10, 0.2),
+            f"{place} {endings.total()} of {defaults.total()} rollouts of the default workflow "
+            f"had no answer (most often: {often}).",
+            "Its graph is tested: look at the executor's server, key and limits, and at the "
+            "sandbox.",
+        ),
+        (
+            *(executor, failed_uses, uses.total(), 10, 0.1),
+            f"In the last evaluations {failed_uses} of {uses.total()} uses of operators failed for "
+            f"no fault of their graph ({told}).",
+            "Their scores speak of the executor and not of the policy: look at its server, key and "
+            "limits, and evaluate again.",
+        ),
     )
+    for check, number, of, least, allowed, found, cure in cases:
+        if of >= least and wilson_interval(number, of)[0] > allowed:
+            yield Finding(check, found, cure)

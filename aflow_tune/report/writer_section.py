@@ -10,8 +10,7 @@ import difflib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from markupsafe import Markup
@@ -20,8 +19,7 @@ from aflow_tune.graph.draw import to_svg
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.inside import GRAPH_FILE
 from aflow_tune.operators import OPERATORS, Operator
-from aflow_tune.report.charts import Curve, Point, number
-from aflow_tune.report.curves import Chart, Scale, draw_chart
+from aflow_tune.report.charts import Chart, Curve, Point, Scale, draw_chart, number
 from aflow_tune.report.evaluation import pair
 from aflow_tune.report.page import plain_text
 from aflow_tune.report.statistics import Interval, mean
@@ -33,18 +31,18 @@ from aflow_tune.report.writer import (
     count,
     is_valid,
     steps_told,
-    structure_of,
+    structures_of,
     task_means,
-    with_graphs,
 )
 from aflow_tune.writer.types import Level
 
-LEVEL_NAMES = {
-    Level.CLEAN: "as written",
-    Level.DEFAULT_PROMPTS: "default prompts",
-    Level.SIMPLER: "simpler graph",
-    Level.DEFAULT_WORKFLOW: "default workflow",
+_LEVELS = {
+    Level.CLEAN: ("as written", 2),
+    Level.DEFAULT_PROMPTS: ("default prompts", 0),
+    Level.SIMPLER: ("simpler graph", 1),
+    Level.DEFAULT_WORKFLOW: ("default workflow", 3),
 }
+"""Names and colours."""
 MOST_NODES = 40
 """Larger graphs are not drawn: nobody could read them."""
 MOST_CODE = 20_000
@@ -54,49 +52,35 @@ FEW_USES = 3
 MOST_CHARACTERS, MOST_WORDS = 1500, 300
 """Of a prompt: that are compared, and that are compared one by one."""
 
-_LEVEL_COLOURS = {
-    Level.CLEAN: 2,
-    Level.DEFAULT_PROMPTS: 0,
-    Level.SIMPLER: 1,
-    Level.DEFAULT_WORKFLOW: 3,
-}
 _MOST_KINDS, _MOST_STRUCTURES, _MOST_TYPES, _MOST_CURVES, _MOST_INSTANCES = 8, 6, 6, 6, 4
 _MOST_WIDTH = 2_000.0
 """Pixels of a drawing."""
 
 
-def _share(level: Level) -> Callable[[Numbers], str]:
-    return lambda numbers: f"{numbers.levels[level]:.0%}"
-
-
-_ROWS: Mapping[str, Callable[[Numbers], str]] = {
-    "rollouts": lambda n: str(n.rollouts),
-    "valid graphs": lambda n: n.valid.text(),
-    "answered by the graph as written": _share(Level.CLEAN),
-    **{
-        f"answered by fallback {level.value}: {LEVEL_NAMES[level]}": _share(level)
-        for level in Level
+def _rows(n: Numbers) -> dict[str, str]:
+    """The table of numbers: labels, and the texts for one phase."""
+    usd, tokens, clean = n.usd_per_solved, n.tokens_per_solved, n.correct_clean
+    levels = {
+        f"answered by fallback {level.value}: {name}": f"{n.levels[level]:.0%}"
+        for level, (name, _) in _LEVELS.items()
         if level != Level.CLEAN
-    },
-    "score": lambda n: n.correct.text() if n.correct else "",
-    "score of clean rollouts, fallbacks as 0": (
-        lambda n: n.correct_clean.text() if n.correct_clean else ""
-    ),
-    "calls in a graph, mean": lambda n: f"{n.nodes.mean:.1f}" if n.nodes else "",
-    "distinct structures": lambda n: str(len(n.structures)),
-    "distinct prompts": lambda n: str(n.prompts),
-    "US dollars a solved task": (
-        lambda n: "" if n.usd_per_solved is None else number(n.usd_per_solved)
-    ),
-    "tokens a solved task": (
-        lambda n: "" if n.tokens_per_solved is None else f"{n.tokens_per_solved:,.0f}"
-    ),
-}
-"""The table of numbers: a label, and the text for a phase."""
+    }
+    return {
+        "rollouts": str(n.rollouts),
+        "valid graphs": n.valid.text(),
+        "answered by the graph as written": f"{n.levels[Level.CLEAN]:.0%}",
+        **levels,
+        "score": n.correct.text() if n.correct else "",
+        "score of clean rollouts, fallbacks as 0": clean.text() if clean else "",
+        "calls in a graph, mean": f"{n.nodes.mean:.1f}" if n.nodes else "",
+        "distinct structures": str(len(n.structures)),
+        "distinct prompts": str(n.prompts),
+        "US dollars a solved task": "" if usd is None else number(usd),
+        "tokens a solved task": "" if tokens is None else f"{tokens:,.0f}",
+    }
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """Some rollouts that stand together in a table: a column of it."""
 
     label: str
@@ -113,7 +97,16 @@ def writer_section(records: WriterRecords) -> dict[str, Any]:
         for rollouts in both
         if rollouts
     ]
-    rows = [(label, [text(p.numbers) for p in phases]) for label, text in _ROWS.items()]
+    texts = [_rows(phase.numbers) for phase in phases]
+    rows = [(label, [column[label] for column in texts]) for label in texts[0]]
+    held_out = []  # valid graphs before and after, on the same tasks
+    for name, steps in list(records.held_out.items())[:_MOST_CURVES]:
+        first, last = min(steps), max(steps)
+        means = (task_means(steps[step], is_valid) for step in (first, last))
+        before, after = ({item: share for (_, item), share in of.items()} for of in means)
+        if first < last:
+            paired = pair(before, after)
+            held_out.append({"taskset": name, "before": first, "after": last, "valid": paired})
     shown = structures(records)
     types = by_type(records.latest, shown)
     kind = "held-out" if records.after else "training"
@@ -121,16 +114,17 @@ def writer_section(records: WriterRecords) -> dict[str, Any]:
         "rollouts": len(records.every),
         "phases": phases,
         "rows": [(label, texts) for label, texts in rows if any(texts)],
-        "held_out": _held_out(records),
-        "charts": [(chart, Markup(chart.svg)) for chart in writer_charts(records)],
+        "held_out": held_out,
+        "charts": writer_charts(records),
         "refusals": _refusals(phases),
         "structures": shown,
-        "distinct": len(count(records.latest).structures),
+        "distinct": len(structures_of(records.latest)),
         "types": types,
         "types_sentence": _types_sentence(types),
         "where": f"{kind}, {steps_told(records.latest)}",
         "graphs": best_and_worst(records),
         "changes": prompt_changes(records.training),
+        "level_names": {level: name for level, (name, _) in _LEVELS.items()},
     }
 
 
@@ -145,108 +139,74 @@ def summary_lines(records: WriterRecords) -> list[str]:
         fallbacks = f"{before.fallbacks:.0%} -> {fallbacks}"
     where = "held-out" if records.after else "training"
     graphs = sum(after.structures.values())
-    distinct = f"Distinct structures: {len(after.structures)} among {graphs} valid graphs"
-    if after.dominance is not None:
-        distinct += f", the most frequent in {after.dominance:.0%}"
+    most = "" if after.dominance is None else f", the most frequent in {after.dominance:.0%}"
     return [
         f"Written graphs: {valid} valid, {fallbacks} answered by a fallback ({where}, {place}).",
-        f"{distinct}.",
+        f"Distinct structures: {len(after.structures)} among {graphs} valid graphs{most}.",
     ]
-
-
-def _held_out(records: WriterRecords) -> list[dict[str, Any]]:
-    """Valid graphs of each task set before and after, on the same tasks."""
-    found = []
-    for name, steps in list(records.held_out.items())[:_MOST_CURVES]:
-        first, last = min(steps), max(steps)
-        before, after = (
-            {item: share for (_, item), share in task_means(steps[step], is_valid).items()}
-            for step in (first, last)
-        )
-        if first < last:
-            paired = pair(before, after)
-            found.append({"taskset": name, "before": first, "after": last, "valid": paired})
-    return found
 
 
 def _refusals(phases: Sequence[Phase]) -> list[dict[str, Any]]:
-    """The most frequent kinds over all phases, with their shares and an example."""
+    """The most frequent kinds over all phases, with their shares and the sentence that most
+    rollouts of the newest phase with one were told."""
     totals: Counter[str] = Counter()
     for phase in phases:
         totals.update(phase.numbers.refusals)
-    return [
-        {
-            "kind": kind,
-            "shares": [phase.numbers.refusals.get(kind, 0.0) for phase in phases],
-            "example": plain_text(_example(phases, kind)),
-        }
-        for kind in sorted(totals, key=lambda kind: (-totals[kind], kind))[:_MOST_KINDS]
-    ]
-
-
-def _example(phases: Sequence[Phase], kind: str) -> str:
-    """The sentence of this kind that most rollouts of the newest phase were told."""
-    for phase in reversed(phases):
-        told = [refusal for rollout in phase.rollouts for refusal in rollout.refusals]
-        messages = Counter(refusal.message for refusal in told if refusal.kind == kind)
-        del messages[""]
-        if messages:
-            return messages.most_common(1)[0][0]
-    return ""
+    found = []
+    for kind in sorted(totals, key=lambda kind: (-totals[kind], kind))[:_MOST_KINDS]:
+        example = ""
+        for phase in phases:
+            told = [refusal for rollout in phase.rollouts for refusal in rollout.refusals]
+            said = Counter(one.message for one in told if one.kind == kind and one.message)
+            example = said.most_common(1)[0][0] if said else example
+        shares = [phase.numbers.refusals.get(kind, 0.0) for phase in phases]
+        found.append({"kind": kind, "shares": shares, "example": plain_text(example)})
+    return found
 
 
 # Curves
+
+Value = Callable[[Numbers], Any]
+"""An interval, a number, or None: not known."""
+ByName = Callable[[Numbers], Mapping[Any, float]]
 
 
 def writer_charts(records: WriterRecords) -> list[Chart]:
     """All charts that the records have numbers for: over training steps and over evaluations."""
     training = {step: count(of_step) for step, of_step in records.training.items()}
-    span = min(training, default=0), max(training, default=0)
     held_out = {
         name: {step: count(of_step) for step, of_step in steps.items()}
         for name, steps in list(records.held_out.items())[:_MOST_CURVES]
     }
-    evaluated = [step for steps in held_out.values() for step in steps]
-    held_out_span = min(evaluated, default=0), max(evaluated, default=0)
+    evaluated = [step for steps in held_out.values() for step in steps] or [0]
+    span = min(training, default=0), max(training, default=0)
 
-    def one(
-        title: str, note: str, value: Callable[[Numbers], Any], scale: Scale = "zero"
-    ) -> Chart | None:
+    def one(title: str, note: str, value: Value, scale: Scale = "zero") -> Chart | None:
         return draw_chart(title, note, [Curve(title, _points(training, value))], span, scale)
 
-    def by_taskset(title: str, note: str, value: Callable[[Numbers], Any]) -> Chart | None:
+    def by_taskset(title: str, note: str, value: Value) -> Chart | None:
         curves = [
             Curve(name, _points(steps, value), colour)
             for colour, (name, steps) in enumerate(held_out.items())
         ]
-        return draw_chart(title, note, curves, held_out_span, "share", legend=True)
+        ends = min(evaluated), max(evaluated)
+        return draw_chart(title, note, curves, ends, "share", legend=True)
 
-    def by_name(
-        title: str, note: str, shares: Callable[[Numbers], Mapping[str, float]]
-    ) -> Chart | None:
-        """A curve for each of the most frequent names; a step without one has a share of 0."""
+    def named(shares: ByName, names: Mapping[Any, tuple[str, int]]) -> list[Curve]:
+        return [
+            Curve(label, _points(training, lambda n, key=key: shares(n).get(key, 0.0)), colour)  # type: ignore[misc]
+            for key, (label, colour) in names.items()
+        ]
+
+    def most_frequent(title: str, note: str, shares: ByName) -> Chart | None:
         totals: Counter[str] = Counter()
         for numbers in training.values():
             totals.update(shares(numbers))
         most = sorted(totals, key=lambda name: (-totals[name], name))[:_MOST_CURVES]
-        curves = [
-            Curve(
-                plain_text(name),
-                [Point(step, shares(n).get(name, 0.0)) for step, n in training.items()],
-                colour,
-            )
-            for colour, name in enumerate(most)
-        ]
-        return draw_chart(title, note, curves, span, "share", legend=True)
+        labels = {name: (plain_text(name), colour) for colour, name in enumerate(most)}
+        return draw_chart(title, note, named(shares, labels), span, "share", legend=True)
 
-    levels = [
-        Curve(
-            name,
-            [Point(step, n.levels[level]) for step, n in training.items()],
-            _LEVEL_COLOURS[level],
-        )
-        for level, name in LEVEL_NAMES.items()
-    ]
+    levels = named(lambda n: n.levels, _LEVELS)
     answered = len(training) > 1 and any(point.value for c in levels for point in c.points)
     in_usd = all(
         n.usd_per_solved is not None or n.tokens_per_solved is None for n in training.values()
@@ -268,10 +228,10 @@ def writer_charts(records: WriterRecords) -> list[Chart]:
             "share",
             stacked=True,
         ),
-        by_name(
+        most_frequent(
             "Refusals by kind", "share of the rollouts that were told it", lambda n: n.refusals
         ),
-        by_name("Operators used", "share of the graphs that name it", lambda n: n.operators),
+        most_frequent("Operators used", "share of the graphs that name it", lambda n: n.operators),
         one("Graph length", "calls in the source: mean, smallest to largest", lambda n: n.nodes),
         one("Distinct structures", "among the valid graphs of a step", lambda n: len(n.structures)),
         one(
@@ -290,8 +250,7 @@ def writer_charts(records: WriterRecords) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def _points(steps: Mapping[int, Numbers], value: Callable[[Numbers], Any]) -> list[Point]:
-    """Points of a value that is an interval, a number, or not known."""
+def _points(steps: Mapping[int, Numbers], value: Value) -> list[Point]:
     found = [(step, value(numbers)) for step, numbers in steps.items()]
     return [
         Point(step, v.mean, v.low, v.high) if isinstance(v, Interval) else Point(step, float(v))
@@ -303,35 +262,12 @@ def _points(steps: Mapping[int, Numbers], value: Callable[[Numbers], Any]) -> li
 # Structures and graphs
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A graph's drawing as SVG that may stand in a page; "" where there is none, and why."""
+class Drawing(NamedTuple):
+    """A graph's drawing, built as an element tree, which escapes every text; "" where there is
+    none, and why."""
 
     svg: str
     why_not: str = ""
-
-    def __html__(self) -> str:
-        """What a template puts into the page: the SVG as it is. It was built as an element tree,
-        which escapes every text."""
-        return self.svg
-
-
-@dataclass(frozen=True)
-class Structure:
-    """One structure of valid graphs, named S1, S2, ... by how frequent it is.
-
-    `operators` tells its operators in words, `share` is that of the newest picture's valid
-    graphs, `earlier` that of the first picture's (None where there is none). `example` is the
-    rollout with the highest reward that wrote it, the latest of equals.
-    """
-
-    name: str
-    key: str
-    operators: str
-    share: float
-    earlier: float | None
-    example: WriterRollout
-    drawing: Drawing
 
 
 def draw(code: str, operators: Collection[str] = (), name: str = "graph") -> Drawing:
@@ -374,60 +310,64 @@ def draw(code: str, operators: Collection[str] = (), name: str = "graph") -> Dra
     if float(root.get("width", "0")) > _MOST_WIDTH:
         root.attrib.pop("width")
         root.attrib.pop("height")
-    return Drawing(ElementTree.tostring(root, encoding="unicode"))
+    return Drawing(Markup(ElementTree.tostring(root, encoding="unicode")))
 
 
-def structures(records: WriterRecords, most: int = _MOST_STRUCTURES) -> list[Structure]:
-    """The most frequent structures of the newest picture, each drawn; then those that only
-    earlier rollouts had."""
-    every = with_graphs(records.every)
+def structures(records: WriterRecords) -> list[dict[str, Any]]:
+    """The most frequent structures of the newest picture, named S1, S2, ...; then those that only
+    earlier rollouts had.
+
+    `share` is that of the newest picture's valid graphs, `earlier` that of the first picture's
+    (None where there is none). Drawn is the rollout with the highest reward, the latest of equals.
+    """
     overall, newest, first = (
-        Counter(map(structure_of, with_graphs(rollouts)))
-        for rollouts in (every, records.latest, records.earliest)
+        structures_of(rollouts) for rollouts in (records.every, records.latest, records.earliest)
     )
     examples: dict[str, WriterRollout] = {}
-    for rollout in every:
-        best = examples.get(structure_of(rollout))
-        if best is None or _reward(rollout) >= _reward(best):
-            examples[structure_of(rollout)] = rollout
+    for rollout in records.every:
+        key = rollout.structure if rollout.valid else None
+        if key and (key not in examples or _reward(rollout) >= _reward(examples[key])):
+            examples[key] = rollout
     order = sorted(overall, key=lambda key: (-newest[key], -overall[key], key))
     found = []
-    for place, key in enumerate(order[:most], 1):
+    for place, key in enumerate(order[:_MOST_STRUCTURES], 1):
         example = examples[key]
         sites = [f"{sites} {name}" for name, sites in example.operators.items()]
         found.append(
-            Structure(
-                name=f"S{place}",
-                key=key,
-                operators=", ".join(sites) or "no operator",
-                share=newest[key] / newest.total() if newest else 0.0,
-                earlier=first[key] / first.total() if first else None,
-                example=example,
-                drawing=draw(example.code, example.operators, f"structure-{place}"),
-            )
+            {
+                "name": f"S{place}",
+                "key": key,
+                "operators": ", ".join(sites) or "no operator",
+                "share": newest[key] / newest.total() if newest else 0.0,
+                "earlier": first[key] / first.total() if first else None,
+                "drawing": draw(example.code, example.operators, f"structure-{place}"),
+            }
         )
     return found
 
 
-def by_type(rollouts: Rollouts, shown: Sequence[Structure]) -> list[dict[str, Any]]:
+def by_type(rollouts: Rollouts, shown: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Which structures the valid graphs of each problem type have; the most frequent types.
 
     `shares` are in the order of the structures shown; `most` names the most frequent, "" if it
     is not among those."""
-    types: dict[str, Counter[str]] = defaultdict(Counter)
-    for rollout in with_graphs(rollouts):
-        types[rollout.problem_type][structure_of(rollout)] += 1
-    names = {structure.key: structure.name for structure in shown}
-    most = sorted(types.items(), key=lambda item: (-item[1].total(), item[0]))[:_MOST_TYPES]
+    of_type: dict[str, list[WriterRollout]] = defaultdict(list)
+    for rollout in rollouts:
+        of_type[rollout.problem_type].append(rollout)
+    types = [(name, counts) for name, of in of_type.items() if (counts := structures_of(of))]
+    types.sort(key=lambda item: (-item[1].total(), item[0]))
+    names = {structure["key"]: structure["name"] for structure in shown}
     return [
         {
             "problem_type": name or "not said",
             "graphs": counts.total(),
             "distinct": len(counts),
-            "shares": [counts[structure.key] / counts.total() for structure in shown],
+            "shares": [counts[key] / counts.total() for key in names],
             "most": names.get(counts.most_common(1)[0][0], ""),
         }
-        for name, counts in most
+        for name, counts in sorted(types, key=lambda item: (-item[1].total(), item[0]))[
+            :_MOST_TYPES
+        ]
     ]
 
 
@@ -444,8 +384,8 @@ def _types_sentence(types: Sequence[Mapping[str, Any]]) -> str:
 
 def best_and_worst(records: WriterRecords) -> list[dict[str, Any]]:
     """The best and the worst valid graph and the worst refused one, by the mean reward of their
-    uses in training (in the newest evaluations where there was no training). What could not even
-    be read is shown where nothing else was refused.
+    uses in training (in the newest evaluations where there was no training), each with its use of
+    the highest or lowest reward. What could not be read is shown where nothing else was refused.
 
     A graph is told apart by its code, whatever its prompts: a policy that writes prompts for each
     problem writes no text twice.
@@ -456,13 +396,20 @@ def best_and_worst(records: WriterRecords) -> list[dict[str, Any]]:
     invalid = [rollout for rollout in rewarded if not rollout.valid]
     refused = _by_code([rollout for rollout in invalid if rollout.code] or invalid)
     found = []
+
+    def show(title: str, name: str, uses: Rollouts, sign: int) -> None:
+        rollout = max(uses, key=lambda use: (sign * _reward(use), use.step))
+        drawing = draw(rollout.code, rollout.operators, f"{name}-graph")
+        told = {"title": title, "uses": len(uses), "reward": _mean_reward(uses)}
+        found.append({**told, "rollout": rollout, "drawing": drawing})
+
     if valid:
         best, worst = max(valid, key=_mean_reward), min(valid, key=_mean_reward)
-        found.append(_shown("Best graph", "best", best, highest=True))
+        show("Best graph", "best", best, 1)
         if worst is not best:
-            found.append(_shown("Worst valid graph", "worst", worst))
+            show("Worst valid graph", "worst", worst, -1)
     if refused:
-        found.append(_shown("Worst refused graph", "refused", min(refused, key=_mean_reward)))
+        show("Worst refused graph", "refused", min(refused, key=_mean_reward), -1)
     return found
 
 
@@ -475,15 +422,6 @@ def _by_code(rollouts: Rollouts) -> list[list[WriterRollout]]:
     return often or list(graphs.values())
 
 
-def _shown(title: str, name: str, uses: Rollouts, highest: bool = False) -> dict[str, Any]:
-    """With its most telling use: that of the highest or lowest reward, the latest of equals."""
-    sign = 1 if highest else -1
-    rollout = max(uses, key=lambda use: (sign * _reward(use), use.step))
-    drawing = draw(rollout.code, rollout.operators, f"{name}-graph")
-    told = {"title": title, "uses": len(uses), "reward": _mean_reward(uses)}
-    return {**told, "rollout": rollout, "drawing": drawing}
-
-
 def _mean_reward(uses: Rollouts) -> float:
     return mean([_reward(use) for use in uses])
 
@@ -494,13 +432,11 @@ def _reward(rollout: WriterRollout) -> float:
 
 # Prompts
 
-Mark = Literal["", "del", "ins"]
-Pieces = list[tuple[Mark, str]]
+Pieces = list[tuple[str, str]]
+"""Texts with their marks: "", "del" or "ins"."""
 
 
-def prompt_changes(
-    training: Mapping[int, Rollouts], most: int = _MOST_INSTANCES
-) -> list[dict[str, Any]]:
+def prompt_changes(training: Mapping[int, Rollouts]) -> list[dict[str, Any]]:
     """How prompts changed: of the most frequent operator instances that were written in at least
     two steps, the text that most rollouts of the first and of the last such step wrote (the first
     of them where no text was written twice): `count` of the `of` rollouts that wrote one."""
@@ -512,7 +448,7 @@ def prompt_changes(
             for step, rollouts in sorted(training.items())
         }
         steps = [step for step, counts in texts.items() if counts]
-        if len(steps) < 2 or len(found) == most:
+        if len(steps) < 2 or len(found) == _MOST_INSTANCES:
             continue
         sides: list[dict[str, Any]] = []
         for step in (steps[0], steps[-1]):
@@ -520,10 +456,9 @@ def prompt_changes(
             text = text[:MOST_CHARACTERS]
             sides.append({"step": step, "text": text, "count": number, "of": texts[step].total()})
         before, after = sides
-        pieces = marked(before["text"], after["text"])
-        same = before["text"] == after["text"]
         change = {"instance": name, "before": before, "after": after}
-        found.append({**change, "pieces": pieces, "same": same})
+        change["pieces"] = marked(before["text"], after["text"])
+        found.append({**change, "same": before["text"] == after["text"]})
     return found
 
 

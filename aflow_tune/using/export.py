@@ -17,13 +17,13 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aflow_tune.config.load import load_config
 from aflow_tune.engines.local.checkpoint import CheckpointError
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 from aflow_tune.evaluation.trained import RESOLVED, Found, config_source, stage_folders, trained_run
 from aflow_tune.files import write_json
 from aflow_tune.graph.graph import Graph
@@ -35,8 +35,6 @@ from aflow_tune.report.records import read_rollouts
 from aflow_tune.report.statistics import mean
 from aflow_tune.report.writer import KEPT, WriterRollout, read_rollout
 
-ADAPTER, MERGED, WORKFLOWS = "adapter", "merged", "workflows"
-WHAT = (ADAPTER, MERGED, WORKFLOWS)
 RESULTS, INDEX = "results.json", "index.json"
 DATASETS = {"math": "MATH", "code": "HumanEval", "qa": "HotpotQA"}
 """What AFlow calls a data set of each type, where neither the folder nor the run says it."""
@@ -59,44 +57,60 @@ class Use:
     rollout: WriterRollout
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best text of one structure for one type of problem.
+Best = dict[str, Any]
+"""What `index.json` tells of the best text of one structure for one type of problem.
 
-    `uses` are the rollouts of this structure for this type; over them are the means of `reward`,
-    of `score` (of the uses that were scored), of `usd` and of `tokens`, prompt and completion of
-    the models that ran it (None: not known of some use), and `clean`, the share that answered as
-    it was written. `text_uses` and `text_reward` are those of this very text; `operators` are its
-    call sites. The fields after the prompts are what `index.json` holds.
-    """
-
-    code: str
-    prompts: Mapping[str, str]
-    structure: str
-    problem_type: str
-    operators: Mapping[str, int]
-    uses: int
-    reward: float
-    score: float | None
-    clean: float
-    usd: float | None
-    tokens: float | None
-    text_uses: int
-    text_reward: float
-
-    def to_json(self) -> dict[str, Any]:
-        """All but the texts, as plain data."""
-        found = asdict(self)
-        del found["code"], found["prompts"]
-        return found
+`uses` are the rollouts of this structure for this type; over them are the means of `reward`, of
+`score` (of the uses that were scored), of `usd` and of `tokens`, prompt and completion of the
+models that ran it (None: not known of some use), and `clean`, the share that answered as it was
+written. `text_uses` and `text_reward` are those of this very text; `operators` are its call sites.
+"""
 
 
-def find_checkpoint(run: Path, which: str) -> Found:
-    """The checkpoint that `which` means: last, best (by the run's own evaluations), or a step.
+def export_checkpoint(
+    run: Path, which: str, what: str, out: Path, *, config: Path | None = None
+) -> Written:
+    """Write the adapter or the merged model of a checkpoint, of a run that may be going on, into
+    the new folder `out`.
+
+    Args:
+        which: last, best (by the run's own evaluations), or a step.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such checkpoint, `out` exists, full weights have no adapter, or the
+            base model cannot be found.
+        CheckpointError: the checkpoint is damaged.
     """
+    from aflow_tune.engines.local.models import resolve_model
+    from aflow_tune.engines.local.saved_weights import read_weights, write_adapter, write_merged
+
+    _refuse_existing(out)
+    found = _find_checkpoint(run, which)
+    name = load_config(config_source(found, config)).model.model_path
+    try:
+        weights, spec = read_weights(found.weights)
+    except CheckpointError:
+        if found.weights.is_dir():
+            raise
+        # The run has taken it away meanwhile.
+        return export_checkpoint(run, which, what, out, config=config)
+    if what == "adapter" and spec is None:
+        raise BadInput.of(
+            "This run has no adapter.",
+            str(found.weights),
+            "a run that trained an adapter (model.lora_configs)",
+            "full weights",
+            "--what merged, which writes the whole model",
+        )
+    base = resolve_model(name)
+    if what == "adapter" and spec is not None:
+        write_adapter(base, weights, spec, out)
+    else:
+        write_merged(base, weights, spec, out)
+    return Written((out,), (f"from {found.name}, over the base model {name}",))
+
+
+def _find_checkpoint(run: Path, which: str) -> Found:
     run_dir, found = trained_run(run.expanduser().resolve())
     if run_dir is None:
         raise _nothing(run, "a run folder with checkpoints", "no checkpoint")
@@ -109,54 +123,9 @@ def find_checkpoint(run: Path, which: str) -> Found:
         step = int(which) if which.isdigit() and int(which) in saved else None
     if step is None:
         expected = f"last, best, or a step: {', '.join(map(str, saved))}"
-        fault = Fault(f"--checkpoint {which}", expected, missing, "--checkpoint last")
-        raise BadInput("There is no such checkpoint.", [fault])
+        title, where = "There is no such checkpoint.", f"--checkpoint {which}"
+        raise BadInput.of(title, where, expected, missing, "--checkpoint last")
     return Found(saved[step].path, run_dir)
-
-
-def export_checkpoint(
-    run: Path, which: str, what: str, out: Path, *, config: Path | None = None
-) -> Written:
-    """`export_weights` of the checkpoint that `which` means, of a run that may be going on.
-
-    Where the run takes the checkpoint away while it is read, `which` is looked up again.
-
-    Raises:
-        BadInput, CheckpointError: as `find_checkpoint` and `export_weights`.
-    """
-    while True:
-        found = find_checkpoint(run, which)
-        try:
-            return export_weights(found, what, out, config=config)
-        except CheckpointError:
-            if found.weights.is_dir():
-                raise
-
-
-def export_weights(found: Found, what: str, out: Path, *, config: Path | None = None) -> Written:
-    """Write the adapter or the merged model of a checkpoint into the new folder `out`.
-
-    Raises:
-        BadInput: `out` exists, full weights have no adapter, or the base model cannot be found.
-        CheckpointError: the checkpoint is damaged.
-    """
-    from aflow_tune.engines.local.models import resolve_model
-    from aflow_tune.engines.local.saved_weights import read_weights, write_adapter, write_merged
-
-    _refuse_existing(out)
-    name = load_config(config_source(found, config)).model.model_path
-    weights, spec = read_weights(found.weights)
-    if what == ADAPTER and spec is None:
-        expected = "a run that trained an adapter (model.lora_configs)"
-        cure = "--what merged, which writes the whole model"
-        fault = Fault(str(found.weights), expected, "full weights", cure)
-        raise BadInput("This run has no adapter.", [fault])
-    base = resolve_model(name)
-    if what == ADAPTER and spec is not None:
-        write_adapter(base, weights, spec, out)
-    else:
-        write_merged(base, weights, spec, out)
-    return Written((out,), (f"from {found.name}, over the base model {name}",))
 
 
 def export_workflows(
@@ -189,12 +158,15 @@ def export_workflows(
         uses = [use for folder in folders for use in uses_in(folder)]
     except ValueError as error:
         raise BadInput(f"The records of this run cannot be read: {error}") from error
-    chosen = best_of(uses, least_uses=least_uses, top=top)
+    chosen = best_of(uses, least_uses)[:top]
     if not chosen:
-        expected = f"a structure with {least_uses} or more rewarded rollouts of a valid workflow"
-        cure = "train longer, or ask for fewer: --least-uses 1"
-        fault = Fault(f"--run {run}", expected, "none in its rollouts and evaluations", cure)
-        raise BadInput("There is no workflow to export.", [fault])
+        raise BadInput.of(
+            "There is no workflow to export.",
+            f"--run {run}",
+            f"a structure with {least_uses} or more rewarded rollouts of a valid workflow",
+            "none in its rollouts and evaluations",
+            "train longer, or ask for fewer: --least-uses 1",
+        )
     # The benchmark and the user's own operators are those of the last stage of a chain.
     saved = [folder / RESOLVED for folder in folders if (folder / RESOLVED).is_file()]
     file = config or (saved[-1] if saved else None)
@@ -204,19 +176,23 @@ def export_workflows(
         settings = load_config(file)
         benchmark = settings.writer.benchmark
         operators = load_operators(settings.operators, settings.positions.base)
-    named = dataset or _dataset_of_path(out) or AFLOW_NAMES.get(benchmark or "", benchmark)
+    place = out.expanduser().resolve()
+    of_path = re.fullmatch(r"[A-Za-z_]\w*", place.parent.name)
+    if dataset is None and place.name.startswith("workflows") and of_path:
+        dataset = of_path[0]
+    named = dataset or AFLOW_NAMES.get(benchmark or "", benchmark)
     paths: list[Path] = []
     notes: list[str] = []
     results, index = [], []
-    for best in chosen:
-        name = f"round_{len(paths) + 1}"
-        graph = Graph(name, {GRAPH_FILE: best.code}, operators=operators, instructions=best.prompts)
-        of_type = DATASETS.get(best.problem_type, best.problem_type)
-        number = len(paths) + 1
+    for text, best in chosen:
+        number, kind = len(paths) + 1, best["problem_type"]
+        name = f"round_{number}"
+        graph = Graph(name, {GRAPH_FILE: text.code}, operators=operators, instructions=text.prompts)
+        of_type = DATASETS.get(kind, kind)
         try:
             round_ = save_round(graph, out / name, dataset=named or of_type, round_number=number)
         except BadInput as error:
-            notes.append(f"left out: {best.structure} ({best.problem_type}): {error}")
+            notes.append(f"left out: {best['structure']} ({kind}): {error}")
             continue
         if round_.only_here:
             names = ", ".join(round_.only_here)
@@ -226,17 +202,17 @@ def export_workflows(
             )
         notes += [f"{name}: {note}" for note in round_.notes]
         paths.append(round_.folder)
+        usd = best["usd"]
         results.append(
             {
                 "round": number,
-                "score": best.score,
-                "avg_cost": best.usd,
-                # An unknown cost is null, as no number would be true.
-                "total_cost": None if best.usd is None else best.usd * best.uses,
+                "score": best["score"],
+                "avg_cost": usd,
+                "total_cost": None if usd is None else usd * best["uses"],
                 "time": time.strftime("%Y-%m-%d %H:%M:%S"),
             }
         )
-        index.append({"round": number, **best.to_json()})
+        index.append({"round": number, **best})
     write_json(out / RESULTS, results)
     write_json(out / INDEX, {"run": run.resolve().name, "workflows": index})
     return Written((*paths, out / RESULTS, out / INDEX), tuple(notes))
@@ -260,20 +236,39 @@ def uses_in(run_dir: Path) -> Iterator[Use]:
                     yield from _use(record.kept, step, (name, record.item), record.reward)
 
 
-def best_of(uses: Iterable[Use], *, least_uses: int, top: int) -> list[Best]:
-    """The best workflow of each structure and type of problem, best first, at most `top`;
-    structures with fewer uses than `least_uses` are left out."""
+def best_of(uses: Iterable[Use], least_uses: int) -> list[tuple[Use, Best]]:
+    """The best text of each structure and type of problem, best structure first; structures with
+    fewer uses are left out, and those of which no text ever answered as it was written."""
     groups: dict[tuple[str, str], list[Use]] = defaultdict(list)
     for use in uses:
         groups[use.rollout.structure or "", use.rollout.problem_type].append(use)
-    found = [
-        best
-        for (structure, kind), of_group in groups.items()
-        if structure and len(of_group) >= least_uses
-        if (best := _best(structure, kind, of_group)) is not None
-    ]
-    found.sort(key=lambda best: (-best.reward, -best.uses, best.problem_type, best.structure))
-    return found[:top]
+    found = []
+    for (structure, kind), of_group in groups.items():
+        texts: dict[tuple[Any, ...], list[Use]] = defaultdict(list)
+        for use in of_group:
+            texts[use.code, tuple(sorted(use.prompts.items()))].append(use)
+        sound = [text for text in texts.values() if any(use.rollout.clean for use in text)]
+        if not (structure and sound) or len(of_group) < least_uses:
+            continue
+        chosen = max(sound, key=lambda text: (_reward(text), len(text), -len(text[0].code)))
+        every = [use.rollout for use in of_group]
+        scores = [rollout.score for rollout in every if rollout.score is not None]
+        best = {
+            "structure": structure,
+            "problem_type": kind,
+            "operators": dict(chosen[0].rollout.operators),
+            "uses": len(of_group),
+            "reward": _reward(of_group),
+            "score": mean(scores) if scores else None,
+            "clean": mean([float(rollout.clean) for rollout in every]),
+            "usd": _mean_if_known([rollout.usd for rollout in every]),
+            "tokens": _mean_if_known([rollout.tokens for rollout in every]),
+            "text_uses": len(chosen),
+            "text_reward": _reward(chosen),
+        }
+        found.append((chosen[0], best))
+    order = ("problem_type", "structure")
+    return sorted(found, key=lambda x: (-x[1]["reward"], -x[1]["uses"], *(x[1][k] for k in order)))
 
 
 def _use(
@@ -290,34 +285,6 @@ def _use(
         yield Use(code, dict(prompts), rollout)
 
 
-def _best(structure: str, kind: str, uses: list[Use]) -> Best | None:
-    """None if no text of the structure ever answered as it was written."""
-    by_text: dict[tuple[Any, ...], list[Use]] = defaultdict(list)
-    for use in uses:
-        by_text[use.code, tuple(sorted(use.prompts.items()))].append(use)
-    sound = [of_text for of_text in by_text.values() if any(use.rollout.clean for use in of_text)]
-    if not sound:
-        return None
-    chosen = max(sound, key=lambda of_text: (_reward(of_text), len(of_text), -len(of_text[0].code)))
-    first, every = chosen[0], [use.rollout for use in uses]
-    scores = [rollout.score for rollout in every if rollout.score is not None]
-    return Best(
-        code=first.code,
-        prompts=first.prompts,
-        structure=structure,
-        problem_type=kind,
-        operators=dict(first.rollout.operators),
-        uses=len(uses),
-        reward=_reward(uses),
-        score=mean(scores) if scores else None,
-        clean=mean([float(rollout.clean) for rollout in every]),
-        usd=_mean_if_known([rollout.usd for rollout in every]),
-        tokens=_mean_if_known([rollout.tokens for rollout in every]),
-        text_uses=len(chosen),
-        text_reward=_reward(chosen),
-    )
-
-
 def _reward(uses: Sequence[Use]) -> float:
     return mean([use.rollout.reward for use in uses if use.rollout.reward is not None])
 
@@ -327,19 +294,13 @@ def _mean_if_known(values: Sequence[float | None]) -> float | None:
     return mean(known) if len(known) == len(values) else None
 
 
-def _dataset_of_path(out: Path) -> str | None:
-    place = out.expanduser().resolve()
-    fits = place.name.startswith("workflows") and re.fullmatch(r"[A-Za-z_]\w*", place.parent.name)
-    return place.parent.name if fits else None
-
-
 def _nothing(run: Path, expected: str, found: str) -> BadInput:
     found = found if run.is_dir() else "no such folder"
     cure = "name the folder that training printed as its run folder"
-    return BadInput("There is nothing to export.", [Fault(f"--run {run}", expected, found, cure)])
+    return BadInput.of("There is nothing to export.", f"--run {run}", expected, found, cure)
 
 
 def _refuse_existing(path: Path) -> None:
     if path.exists():
-        fault = Fault(str(path), "a new name", "it exists", "name another folder: --out NEW")
-        raise BadInput("Nothing is written over.", [fault])
+        title, cure = "Nothing is written over.", "name another folder: --out NEW"
+        raise BadInput.of(title, str(path), "a new name", "it exists", cure)

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -37,7 +40,7 @@ from aflow_tune.engines.trinity.rollout.recording import (
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
 from aflow_tune.evaluation.evaluating import LocalModels, endpoint_model
 from aflow_tune.evaluation.trained import config_source, find_weights, make_ready
-from aflow_tune.graph.draw import to_mermaid, to_svg
+from aflow_tune.files import append_line, as_line, drop_torn_line, write_whole
 from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.sandbox.policy import use_policy
@@ -46,16 +49,15 @@ from aflow_tune.scoring.numbers import last_number
 from aflow_tune.scoring.rewards import Unscored, scored
 from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import Trace
-from aflow_tune.using.solved import Problem, Solved, call_entries, spent_in
+from aflow_tune.using.solved import Problem, Solved, solved
 from aflow_tune.writer.results import raise_if_models_failed
 from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK, WriterRun, WriterWorkflow
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
-    from aflow_tune.graph.graph import Graph
 
-MAX_DRAWN = 200
-"""Calls in the source of a graph that is drawn; a picture of more tells nothing."""
+
+_MAX_FAULTS = 20
 
 
 def open_trained(
@@ -87,13 +89,13 @@ def open_trained(
     weights = found.weights if found is not None and endpoint is None else None
     ready = load_config(file, overrides)
     if not ready.writer.executor:
-        fault = Fault(
+        raise BadInput.of(
+            "This model was not trained to write workflows.",
             ready.positions.where("writer.executor"),
             "`writer: {executor: ROLE}`: the policy writes, the executor runs",
             str(ready.workflow or ready.graph.path or "no workflow"),
             f"measure it with `aflow-tune eval {file.name}`, or name another --config",
         )
-        raise BadInput("This model was not trained to write workflows.", [fault])
     say_prices(ready, ready.models)
     sampling = make_ready(ready, weights=weights, local_model=endpoint is None)
     if temperature is not None:
@@ -102,9 +104,7 @@ def open_trained(
         check_endpoint(endpoint, [served_model or ""], key_variable)
     check_run_prompts(ready)
     workflow, _ = resolve_functions(ready)
-    if not isinstance(workflow, WriterWorkflow):
-        place = ready.positions.file
-        raise BadInput(f"{place}: `writer` is not what this configuration is tuned by")
+    assert isinstance(workflow, WriterWorkflow)
     return Inferer(
         ready,
         weights,
@@ -143,14 +143,8 @@ class Inferer:
     def __post_init__(self) -> None:
         self.seconds: float = self.config.rollout.run_timeout
         self._books = RunSpend("", BudgetSection(), self.config.models)
-        self._stack = contextlib.AsyncExitStack()
         self._policy: RecordingClient | None = None
         self._auxiliary: dict[str, Any] = {}
-
-    @property
-    def warnings(self) -> list[str]:
-        """What was found doubtful about the configuration."""
-        return self.config.warnings
 
     @property
     def make(self) -> str:
@@ -192,27 +186,21 @@ class Inferer:
         Raises:
             BadInput: a model cannot be loaded, or the weights do not fit it.
         """
-        await self._stack.__aenter__()
-        try:
-            local = await self._stack.enter_async_context(LocalModels())
+        config = self.config
+        async with contextlib.AsyncExitStack() as stack:
+            local = await stack.enter_async_context(LocalModels())
             if self.endpoint is None:
-                policy = await local.take(self.config, self.weights)
+                policy = await local.take(config, self.weights)
             else:
-                policy = endpoint_model(
-                    self.config, self.endpoint, self.served_model or "", self.key_variable
-                )
+                name = self.served_model or ""
+                policy = endpoint_model(config, self.endpoint, name, self.key_variable)
             self._policy = await recording_client(policy)
-            self._auxiliary = await self._stack.enter_async_context(
-                local.auxiliary_chat_models(self.config)
-            )
-        except BaseException:
-            await self._stack.aclose()
-            raise
+            models = local.auxiliary_chat_models(config)
+            self._auxiliary = await stack.enter_async_context(models)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._policy = None
-        self._auxiliary = {}
         await self._stack.aclose()
 
     async def solve(self, problem: Problem, sample: int = 0) -> Solved:
@@ -226,8 +214,7 @@ class Inferer:
             TimeoutError: it took longer than `seconds`.
             SandboxUnavailable: no sandbox can be built here, so nothing was run.
         """
-        if self._policy is None:
-            raise RuntimeError("the models are not loaded: use `async with inferer:`")
+        assert self._policy is not None, "use `async with inferer:`, which loads the models"
         generate_kwargs: dict[str, Any] = dict(self.sampling)
         top_k = generate_kwargs.pop("top_k", None)
         if top_k and top_k > 0:
@@ -257,29 +244,27 @@ class Inferer:
                         entry_point=problem.entry_point,
                         auxiliary_models=self._auxiliary,
                     )
-                seconds = time.monotonic() - started
-                solved = _solved(problem, run, trace, started, seconds)
+                got = solved(problem, run, trace, started, time.monotonic() - started)
                 if problem.truth is not None:
-                    solved = await self._rewarded(solved, run)
+                    got |= await self._reward(problem, run)
         finally:
             recorder.close()
-        return solved
+        return got
 
-    async def _rewarded(self, solved: Solved, run: WriterRun) -> Solved:
-        """With score and reward, or with why there is none."""
-        executed = run.last.executed
-        benchmark, row = benchmark_row(solved.problem, self.workflow.benchmark)
+    async def _reward(self, problem: Problem, run: WriterRun) -> dict[str, Any]:
+        """Score and reward, or why there is none."""
+        benchmark, row = benchmark_row(problem, self.workflow.benchmark)
         score, reason = 0.0, "there is no answer"
         try:
             raise_if_models_failed(run.last)
-            if executed.run.ok:
+            if run.last.executed.run.ok:
                 found = await score_answer(benchmark, row, run.text, policy=self.config.sandbox)
                 score, reason = scored(found), found.reason
             reward = run.reward(score, benchmark)
         except (Unscored, AflowTuneError) as error:
-            return replace(solved, score_reason=str(error))
-        parts = dict(reward.parts)
-        return replace(solved, score=score, score_reason=reason, reward=reward.reward, parts=parts)
+            return {"score_reason": str(error)}
+        told = {"score": score, "score_reason": reason}
+        return {**told, "reward": reward.reward, "parts": dict(reward.parts)}
 
 
 def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[str, Any]]:
@@ -311,45 +296,154 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _solved(
-    problem: Problem, run: WriterRun, trace: Trace, started: float, seconds: float
-) -> Solved:
-    verdict, executed = run.last.verdict, run.last.executed
-    written, ran = verdict.written, executed.run
-    drawn = verdict.graph if verdict.graph is not None and _drawable(verdict.graph) else None
-    instead = executed.graph if executed.level and _drawable(executed.graph) else None
-    return Solved(
-        problem=problem,
-        text=run.last.text,
-        turns=run.turns,
-        form=None if written is None else written.form.value,
-        code="" if written is None else written.code,
-        prompts={} if written is None else dict(written.prompts),
-        refusals=verdict.refusals,
-        bound=verdict.bound,
-        level=executed.level,
-        ran_code=executed.graph.sources["graph.py"],
-        ran_prompts=dict(executed.graph.instructions),
-        ending=ran.ending.value,
-        reason=ran.reason,
-        answer=ran.text if ran.ok else None,
-        attempts=[
-            {
-                "level": int(attempt.level),
-                "ending": attempt.run.ending.value,
-                "reason": attempt.run.reason,
-            }
-            for attempt in executed.attempts
-        ],
-        calls=call_entries(trace, started),
-        model_calls=run.model_calls,
-        seconds=seconds,
-        mermaid="" if drawn is None else to_mermaid(drawn.flow),
-        svg="" if drawn is None else to_svg(drawn.flow, title="the workflow that was written"),
-        ran_svg="" if instead is None else to_svg(instead.flow, title="the workflow that answered"),
-        **spent_in(trace),
-    )
+# Many problems from a file: each line one, some at once, every result one line of JSON. With an
+# output file the same command goes on where it was stopped: a result says which row and which
+# sample it belongs to, and of what it was made (`key`: the row, the weights, the settings).
 
 
-def _drawable(graph: Graph) -> bool:
-    return 0 < len(graph.flow.nodes) <= MAX_DRAWN
+@dataclass(frozen=True)
+class Row:
+    """One line of the file. `number` counts from 1, blank lines left out; `key` changes with what
+    decides its result; `id` is what the row calls itself, handed through."""
+
+    number: int
+    problem: Problem
+    key: str
+    id: Any = None
+
+
+def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Row]:
+    """The problems of a JSONL file.
+
+    Args:
+        make: of what results are made, beside the row itself.
+        default_type: of rows that do not say their type.
+
+    Raises:
+        BadInput: with the faulty rows and their lines.
+    """
+    title = "These problems cannot be asked."
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        cure, expected = "name a JSONL file in UTF-8", "a file with a problem a line"
+        raise BadInput.of(title, f"--batch {file}", expected, str(error), cure) from None
+    rows: list[Row] = []
+    faults: list[Fault] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where, content = f"{file}:{number}", _object(line)
+        if content is None:
+            example = '{"problem": "What is 2 + 3?", "type": "math", "truth": "5"}'
+            faults.append(Fault(where, "a JSON object", f"{line!r:.60}", example))
+            continue
+        if default_type is not None and "problem_type" not in content:
+            content.setdefault("type", default_type)
+        text = json.dumps([make, content], sort_keys=True, default=str)
+        key = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+        try:
+            problem = Problem.of(content, where)
+            rows.append(Row(len(rows) + 1, problem, key, content.get("id")))
+        except BadInput as error:
+            faults += error.faults
+    if not rows and not faults:
+        faults.append(Fault(str(file), "at least one problem", "none", "add a line"))
+    if faults:
+        raise BadInput(title, faults[:_MAX_FAULTS])
+    return rows
+
+
+async def run_batch(
+    inferer: Inferer,
+    rows: Sequence[Row],
+    *,
+    samples: int,
+    at_once: int,
+    out: Path | None,
+    say: Callable[[str], None],
+) -> int:
+    """Solve every row `samples` times; results go to `out`, or to standard output. Returns how many
+    rows have an answer in at least one sample.
+
+    Raises:
+        BadInput: `out` holds other results.
+    """
+    done = _kept(out, rows, samples) if out is not None else {}
+    answered = {number for (number, _), got in done.items() if got}
+    count, total = len(done), len(rows) * samples
+    if done:
+        say(f"{count} of {total} results are there from an earlier command")
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(row: Row, sample: int) -> None:
+        nonlocal count
+        line: dict[str, Any] = {"row": row.number, "sample": sample, "key": row.key}
+        if row.id is not None:
+            line["id"] = row.id
+        async with slots:
+            try:
+                line |= await inferer.solve(row.problem, sample)
+            except (AflowTuneError, TimeoutError) as error:
+                why = "timed out" if isinstance(error, TimeoutError) else str(error)
+                line |= {"problem": row.problem.text, "answered": False, "error": why}
+        if line["answered"]:
+            answered.add(row.number)
+        if out is None:
+            sys.stdout.write(as_line(line).decode())
+            sys.stdout.flush()
+        else:
+            append_line(out, as_line(line))
+        count += 1
+        told = "answered" if line["answered"] else line.get("error") or "no answer"
+        say(f"{count} of {total}: row {row.number}: {told}")
+
+    wanted = [(row, sample) for row in rows for sample in range(samples)]
+    left = [(row, sample) for row, sample in wanted if (row.number, sample) not in done]
+    await asyncio.gather(*(one(row, sample) for row, sample in left))
+    return len(answered)
+
+
+def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int], bool]:
+    """Results of an earlier command: whether there is an answer, by row and sample. Lines of
+    rows that met an error are taken out of the file.
+
+    Raises:
+        BadInput: the file holds something else.
+    """
+    if not out.exists():
+        return {}
+    drop_torn_line(out)
+    keys = {row.number: row.key for row in rows}
+    found: dict[tuple[int, int], bool] = {}
+    good: list[bytes] = []
+    lines = [line for line in out.read_bytes().split(b"\n") if line.strip()]
+    for number, line in enumerate(lines, 1):
+        entry = _object(line) or {}
+        row, sample = entry.get("row"), entry.get("sample")
+        ours = isinstance(row, int) and isinstance(sample, int)
+        if not ours or entry.get("key") != keys.get(row, "no such row"):
+            raise BadInput.of(
+                "The results cannot be added to this file.",
+                f"{out}:{number}",
+                "results of these problems by this model with these settings",
+                "something else",
+                "name a new file, or remove this one",
+            )
+        if "error" in entry:
+            continue
+        good.append(line + b"\n")
+        if sample < samples:
+            found[row, sample] = bool(entry.get("answered"))
+    if len(good) < len(lines):
+        write_whole(out, b"".join(good))
+    return found
+
+
+def _object(line: str | bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None where it is none."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None

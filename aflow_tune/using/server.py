@@ -1,9 +1,8 @@
 """Problem in, workflow and answer out, over HTTP: `POST /solve`, and a small page for people.
 
-How much may be asked for is bounded: how large a request is, how many are worked on at once (one
-more is told 429, nothing waits in line), and how long one may take. A client that goes away
-cancels its work. What a client is told of a failure is a sentence of ours: no path, no address
-and no key is in it; the details stand in the server's own log.
+Bounded are how large a request is, how many are worked on at once (one more is told 429) and how
+long one may take. A client that goes away cancels its work. What a client is told of a failure is a
+sentence of ours, without path, address or key; the details stand in the server's own log.
 
 Who may ask is decided by `Guard`. A server on loopback can still be reached by every web page
 that is open on the same machine: a page can send requests to 127.0.0.1, and a name of its own
@@ -23,15 +22,14 @@ import hmac
 import ipaddress
 import json
 import logging
-import math
 import os
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -41,7 +39,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from aflow_tune.engines.local.server import bound_socket
-from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached, Fault, RunFailed
+from aflow_tune.errors import AflowTuneError, BadInput, RunFailed
 from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.using.solved import Problem, Solved
@@ -64,11 +62,6 @@ _OPEN_PATHS = (*_PAGE, "/health")
 """What needs no token: the page, which asks for it, and whether the server lives."""
 _SOCKET = re.compile(r"Connect call failed \([^()]{0,200}\)")
 """How asyncio says which address it did not reach."""
-_REFUSED = {
-    404: "there is nothing here; POST /solve takes a problem, GET / is the page",
-    405: "not with this method; POST /solve takes a problem, GET / is the page",
-}
-"""What is said, in place of the framework's words, where nothing of ours is."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -86,44 +79,31 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Solver(Protocol):
-    """Whatever solves problems, many at once."""
-
-    async def solve(self, problem: Problem) -> Solved:
-        """What became of one problem."""
-        ...
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What clients may ask for."""
-
-    at_once: int = 4
-    """Problems that are worked on at the same time."""
-    seconds: float = 300.0
-    """For one problem, the policy's writing and all fallbacks included."""
-
-
 class SolveServer:
     """Serves a solver. `run` returns when it was stopped.
 
     Args:
+        solver: has `async def solve(problem: Problem) -> Solved`, for many problems at once.
         title: what the policy is called.
+        at_once: problems that are worked on at the same time.
+        seconds: for one problem, the policy's writing and all fallbacks included.
         private: texts that are in no answer, with what stands there instead.
     """
 
     def __init__(
         self,
-        solver: Solver,
+        solver: Any,
         title: str,
         *,
         host: str = "127.0.0.1",
         port: int = 8080,
-        bounds: Bounds = Bounds(),
+        at_once: int = 4,
+        seconds: float = 300.0,
         token: str | None = None,
         private: Mapping[str, str] | None = None,
     ) -> None:
-        self.solver, self.title, self.bounds, self.token = solver, title, bounds, token
+        self.solver, self.title, self.token = solver, title, token
+        self.at_once, self.seconds = at_once, seconds
         self.private = dict(private or {})
         self.host, self.port = host, port
         self._working: set[asyncio.Task[Solved]] = set()
@@ -139,19 +119,15 @@ class SolveServer:
         try:
             self._listener = bound_socket(self.host, self.port)
             self._listener.listen(MAX_CONNECTIONS)
-        except RunFailed as error:
+        except (RunFailed, OSError) as error:
             raise RunFailed(f"{error}. do: name another port; --port 0 takes a free one") from None
-        except OSError as error:
-            raise RunFailed(f"cannot listen on {self.host}:{self.port}: {error}") from error
         self.port = self._listener.getsockname()[1]
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}/"
 
     async def run(self, *, signals: bool = True) -> None:
         """Serve until `stop`, and with `signals` until Ctrl-C or SIGTERM."""
-        if self._listener is None:
-            self.listen()
-        assert self._listener is not None
+        assert self._listener is not None, "listen first"
         config = uvicorn.Config(
             Guard(self._app(), own_hosts(self.host, self.port), self.token),
             log_level="error",
@@ -188,29 +164,27 @@ class SolveServer:
 
         @app.exception_handler(HTTPException)
         async def refused(_: Request, error: HTTPException) -> Response:
-            return _error(error.status_code, _REFUSED.get(error.status_code, str(error.detail)))
+            what = {404: "there is nothing here", 405: "not with this method"}
+            told = what.get(error.status_code, str(error.detail))
+            return _error(error.status_code, f"{told}; POST /solve takes a problem, GET / the page")
 
         async def page(request: Request) -> Response:
             name, kind = _PAGE[request.url.path]
             text = resources.files("aflow_tune.using").joinpath(name).read_text("utf-8")
             return Response(text, media_type=kind)
 
-        for path in _PAGE:
-            app.get(path)(page)
-
-        @app.get("/health")
         async def health() -> Response:
             working = len(self._working)
-            return _json(200, {"status": "ok", "working": working, "at_once": self.bounds.at_once})
+            return _json(200, {"status": "ok", "working": working, "at_once": self.at_once})
 
-        @app.get("/about")
         async def about() -> Response:
-            return _json(200, {"title": self.title, "seconds": self.bounds.seconds})
+            return _json(200, {"title": self.title, "seconds": self.seconds})
 
-        @app.post("/solve")
-        async def solve(request: Request) -> Response:
-            return await self._solve(request)
-
+        for path in _PAGE:
+            app.get(path)(page)
+        app.get("/health")(health)
+        app.get("/about")(about)
+        app.post("/solve")(self._solve)
         return app
 
     async def _solve(self, request: Request) -> Response:
@@ -234,18 +208,14 @@ class SolveServer:
                 for fault in error.faults
             ]
             return _json(400, {"error": error.title, "faults": faults})
-        if len(self._working) >= self.bounds.at_once:
-            told = (
-                f"{self.bounds.at_once} problems are being worked on, which is all that this "
-                "server does at once; try again later"
-            )
+        if len(self._working) >= self.at_once:
+            told = f"{self.at_once} problems are being worked on, the most at once; try again later"
             return _error(429, told, {"retry-after": "5"})
-        return await self._worked(request, problem)
 
-    async def _worked(self, request: Request, problem: Problem) -> Response:
         async def bounded() -> Solved:
-            async with asyncio.timeout(self.bounds.seconds):
-                return await self.solver.solve(problem)
+            async with asyncio.timeout(self.seconds):
+                solved: Solved = await self.solver.solve(problem)
+                return solved
 
         task = asyncio.create_task(bounded())
         self._working.add(task)
@@ -265,8 +235,8 @@ class SolveServer:
         error = task.exception()
         if error is not None:
             return _told(error)
-        content = task.result().to_json()
-        return _json(200, {**_without(self.private, content), "problem": problem.text})
+        content = _without(self.private, task.result())
+        return _json(200, {**content, "problem": problem.text})
 
 
 class _Server(uvicorn.Server):
@@ -355,23 +325,22 @@ def token_for(host: str, variable: str | None) -> str | None:
     if variable is None and is_loopback(host):
         return None
     if variable is None:
-        fault = Fault(
+        raise BadInput.of(
+            "The server would be open to everybody who reaches this machine.",
             f"--host {host}",
             "loopback, or a token that callers have to know",
             "another address without --token-env",
             "leave --host out, or put a token into a variable and name it: --token-env MY_TOKEN",
         )
-        title = "The server would be open to everybody who reaches this machine."
-        raise BadInput(title, [fault])
     token = os.environ.get(variable, "")
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable():
-        fault = Fault(
+        raise BadInput.of(
+            "The server's token cannot be used.",
             f"--token-env {variable}",
             f"{MIN_TOKEN_CHARS} or more plain characters in that variable",
             "not set" if not token else f"{len(token)} characters",
             f"export {variable}=$(openssl rand -hex 24)",
         )
-        raise BadInput("The server's token cannot be used.", [fault])
     return token
 
 
@@ -382,8 +351,6 @@ def _told(error: BaseException) -> Response:
     if isinstance(error, ModelError):
         hint = "; the problem may be too long" if error.failure is ModelFailure.REFUSED else ""
         return _error(502, f"a model could not be asked: {error.failure.value}{hint}")
-    if isinstance(error, BudgetReached):
-        return _error(503, "the budget of this server is used up")
     if isinstance(error, SandboxUnavailable):
         return _error(503, "no sandbox can be built here, so no workflow can be run")
     known = isinstance(error, AflowTuneError)
@@ -411,8 +378,8 @@ def _read(body: bytes) -> dict[str, Any]:
         if isinstance(content, dict):
             return content
     example = '{"problem": "What is 2 + 3?", "type": "math"}'
-    fault = Fault("request", "a JSON object", "something else", example)
-    raise BadInput("This request cannot be read.", [fault])
+    title, expected = "This request cannot be read.", "a JSON object"
+    raise BadInput.of(title, "request", expected, "something else", example)
 
 
 async def _disconnected(request: Request) -> None:
@@ -426,7 +393,7 @@ def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> R
 
 def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> Response:
     # Half of a surrogate pair, which a model can write, is sent as JSON's escape of it.
-    text = json.dumps(_finite(content), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(content)
     return Response(text, status, headers, media_type="application/json")
 
 
@@ -440,15 +407,4 @@ def _without(private: Mapping[str, str], value: Any) -> Any:
         return {key: _without(private, item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without(private, item) for item in value]
-    return value
-
-
-def _finite(value: Any) -> Any:
-    """The value without numbers that JSON has no form for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_finite(item) for item in value]
     return value
