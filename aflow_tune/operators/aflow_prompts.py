@@ -140,11 +140,16 @@ class _Asking:
     """How AFlow asks for a form, from the files around op_prompt.py; None for what lacks."""
 
     def __init__(self, path: Path) -> None:
-        self._fields: dict[str, list[tuple[str, str]]] = {}
+        self._fields: dict[str, list[str]] = {}
         beside = path.with_name("operator_an.py")
         for node in _parsed(beside).body if beside.is_file() else ():
-            if isinstance(node, ast.ClassDef):
-                self._fields[node.name] = _fields_of(node)
+            for item in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Call):
+                    words = {word.arg: word.value for word in item.value.keywords}
+                    about = words.get("description")
+                    if isinstance(item.target, ast.Name) and isinstance(about, ast.Constant):
+                        asked = self._fields.setdefault(node.name, [])  # type: ignore[attr-defined]
+                        asked.append(f"<{item.target.id}>{about.value!s}</{item.target.id}>")
         tops = [folder / "scripts" / "formatter.py" for folder in path.resolve().parents]
         formatter = next((file for file in tops if file.is_file()), None)
         methods = {
@@ -168,8 +173,8 @@ class _Asking:
         asked = self._fields.get(fields)
         if not self._xml or not asked:
             return ""
-        lines = [f"<{name}>{description}</{name}>" for name, description in asked]
-        return f"{_escaped(self._xml)}{_escaped(chr(10).join(lines))}{{{NO_FORM}}}"
+        lines = "\n".join(asked)
+        return f"{_escaped(self._xml)}{_escaped(lines)}{{{NO_FORM}}}"
 
     def code(self, entry_point: str) -> str | None:
         """How it asks for a program that defines this, a name or a placeholder."""
@@ -183,19 +188,6 @@ class _Asking:
 
 def _escaped(text: str) -> str:
     return re.sub(r"\{(\w+)\}", r"{{\1}}", text)
-
-
-def _fields_of(node: ast.ClassDef) -> list[tuple[str, str]]:
-    """Names and descriptions of the fields of a model in operator_an.py."""
-    return [
-        (item.target.id, str(word.value.value))
-        for item in node.body
-        if isinstance(item, ast.AnnAssign)
-        and isinstance(item.target, ast.Name)
-        and isinstance(item.value, ast.Call)
-        for word in item.value.keywords
-        if word.arg == "description" and isinstance(word.value, ast.Constant)
-    ]
 
 
 def _written(method: ast.FunctionDef | None) -> list[str]:

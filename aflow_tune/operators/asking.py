@@ -33,6 +33,7 @@ T = TypeVar("T")
 LETTER = "solution_letter"
 VOTES = 5
 MAX_VOTES = 100
+_NO_TEXT = "no candidate has a text"
 
 
 class Custom(Operator):
@@ -140,9 +141,8 @@ class _Ensemble(Operator):
         """The candidates as texts, and the places of those that have one."""
         where, expected = f"{self.caller}: solutions", "a list of at least one text"
         if isinstance(solutions, str) or not isinstance(solutions, Sequence) or not solutions:
-            fix = "pass the list of solutions to choose from"
-            fault = Fault(where, expected, f"{solutions!r:.80}", fix)
-            raise BadInput("There is nothing to choose from.", [fault])
+            title, fix = "There is nothing to choose from.", "pass the list of solutions"
+            raise BadInput.of(title, where, expected, f"{solutions!r:.80}", fix)
         faults = [
             Fault(f"{where}[{number}]", "a text or a result", f"{item!r:.80}", "pass its text")
             for number, item in enumerate(solutions)
@@ -183,7 +183,8 @@ class ScEnsemble(_Ensemble):
         """
         candidates, order = self._candidates(solutions)
         if not order:
-            return _nothing("response", solutions)
+            chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
+            return OperatorResult({"response": chosen}, Outcome.UNREADABLE, _NO_TEXT)
         place, vote = await self._vote(problem, candidates, order, None)
         place = _most_frequent(candidates, order) if place is None else place
         return OperatorResult({"response": _given(solutions, place)}, vote.outcome, vote.reason)
@@ -232,7 +233,8 @@ class MdEnsemble(_Ensemble):
         """
         candidates, filled = self._candidates(solutions)
         if not filled:
-            return _nothing("solution", solutions)
+            chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
+            return OperatorResult({"solution": chosen}, Outcome.UNREADABLE, _NO_TEXT)
         orders = []
         drawn = random.Random(repr((self.seed, problem, candidates)))
         for _ in range(self.vote_count):
@@ -266,12 +268,6 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 def _most_frequent(candidates: Sequence[str], places: Sequence[int]) -> int:
     counts = Counter(candidates[place].strip() for place in places)
     return max(places, key=lambda place: counts[candidates[place].strip()])
-
-
-def _nothing(key: str, solutions: Sequence[Any]) -> OperatorResult:
-    """What is returned where there is nothing to vote on: a result where results were given."""
-    chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
-    return OperatorResult({key: chosen}, Outcome.UNREADABLE, "no candidate has a text")
 
 
 def _shown(item: Any) -> str:

@@ -110,30 +110,6 @@ class Field:
                 raise Unreadable(str(error)) from None
         return text, False
 
-    def schema(self) -> dict[str, Any]:
-        """Its part of a JSON schema."""
-        schema: dict[str, Any] = {"type": _TYPES[self.kind][0]}
-        if self.kind is Kind.CHOICE:
-            schema["enum"] = list(self.choices)
-        if self.description:
-            schema["description"] = self.description
-        return schema
-
-    def meaning(self, form: Form) -> str:
-        """What is said about it where it is asked for."""
-        # The sentence around a program says that it is Python.
-        what = "" if form is Form.CODE else _TYPES[self.kind][1]
-        if self.kind is Kind.CHOICE:
-            shown = list(self.choices[:MAX_SHOWN_CHOICES])
-            if len(self.choices) > MAX_SHOWN_CHOICES:
-                shown.append(f"and so on to {self.choices[-1]}")
-            what += ", ".join(shown)
-        if self.entry_point:
-            what += f"{', ' if what else ''}defines `{self.entry_point}`"
-        if not self.description:
-            return what or "the program"
-        return f"{self.description} ({what})" if what else self.description
-
 
 def forms_for(fields: Sequence[Field]) -> tuple[Form, ...]:
     """The forms that these fields can be asked for in."""
@@ -144,9 +120,17 @@ def forms_for(fields: Sequence[Field]) -> tuple[Form, ...]:
 
 def schema_of(fields: Sequence[Field]) -> dict[str, Any]:
     """The JSON schema of an object with these fields."""
+    properties: dict[str, dict[str, Any]] = {}
+    for field in fields:
+        schema: dict[str, Any] = {"type": _TYPES[field.kind][0]}
+        if field.kind is Kind.CHOICE:
+            schema["enum"] = list(field.choices)
+        if field.description:
+            schema["description"] = field.description
+        properties[field.name] = schema
     return {
         "type": "object",
-        "properties": {field.name: field.schema() for field in fields},
+        "properties": properties,
         "required": [field.name for field in fields],
         "additionalProperties": False,
     }
@@ -156,8 +140,21 @@ def described(fields: Sequence[Field], form: Form) -> str:
     """What is said about the answer's form; empty where the whole reply is the answer."""
     if form is Form.TEXT:
         return ""
-    lines = {Form.XML: "<{0}>{1}</{0}>", Form.JSON: '"{0}": {1}', Form.CODE: "{1}"}
-    said = [lines[form].format(field.name, field.meaning(form)) for field in fields]
+    said = []
+    for field in fields:
+        # The sentence around a program says that it is Python.
+        what = "" if form is Form.CODE else _TYPES[field.kind][1]
+        if field.kind is Kind.CHOICE:
+            shown = list(field.choices[:MAX_SHOWN_CHOICES])
+            if len(field.choices) > MAX_SHOWN_CHOICES:
+                shown.append(f"and so on to {field.choices[-1]}")
+            what += ", ".join(shown)
+        if field.entry_point:
+            what += f"{', ' if what else ''}defines `{field.entry_point}`"
+        if field.description:
+            what = f"{field.description} ({what})" if what else field.description
+        line = {Form.XML: "<{0}>{1}</{0}>", Form.JSON: '"{0}": {1}', Form.CODE: "{1}"}[form]
+        said.append(line.format(field.name, what or "the program"))
     return form_text(form.value, {"fields": "\n".join(said)})
 
 
@@ -214,7 +211,13 @@ def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
         if bare in by_word:
             return by_word[bare], True
         first = _FIRST.match(text)
-        marked = [match[2] for match in _MARKED.finditer(text) if not _goes_on(match, text)]
+        marked = []
+        for match in _MARKED.finditer(text):
+            following = text[match.end() :]
+            in_sentence = following.startswith(" ") and following.lstrip()[:1].islower()
+            # A label that is a word of a sentence is none: 'answer: I would take B'.
+            if not (match[1] and match[2] in _ENGLISH and in_sentence):
+                marked.append(match[2])
         named = {word for word in [*marked, first[1] if first else ""] if word in choices}
         words = {word for word in _WORDS.findall(text) if word in choices}
         if not named and not words & _ENGLISH:
@@ -223,13 +226,6 @@ def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
             return named.pop(), True
     shown = ", ".join(choices[:8]) + (f", ... {choices[-1]}" if len(choices) > 8 else "")
     raise Unreadable(f"is not one of {shown}: {_shown(text)}")
-
-
-def _goes_on(match: re.Match[str], text: str) -> bool:
-    """Whether the label after 'answer' is a word of a sentence: 'answer: I would take B'."""
-    following = text[match.end() :]
-    in_sentence = following.startswith(" ") and following.lstrip()[:1].islower()
-    return bool(match[1]) and match[2] in _ENGLISH and in_sentence
 
 
 def _shown(text: str) -> str:

@@ -209,26 +209,17 @@ def checked(
         elif not isinstance(text, str):
             faults.append(Fault(place, "a text", f"{text!r:.80}", "write the prompt's text"))
         else:
-            needs, may = slots[name].needs, slots[name].may
-            faults += _faults_of(place, needs, may, text)
             good[name] = text
+            needs, may, found = slots[name].needs, slots[name].may, placeholders(text)
+            missing = [f"`{{{need}}}` is missing" for need in needs if need not in found]
+            unknown = sorted(found - {*needs, *may, FORM, NO_FORM})
+            if not missing and not unknown:
+                continue
+            expected = f"a text with {', '.join(f'`{{{n}}}`' for n in needs) or 'any words'}"
+            if may:
+                expected += f", and if wanted {', '.join(f'`{{{n}}}`' for n in may)}"
+            fixes = ["for braces that are text write them twice, as in {{name}}"] if unknown else []
+            fixes += ["put each missing placeholder where its value belongs"] if missing else []
+            problems = [*missing, *(f"unknown `{{{name}}}`" for name in unknown)]
+            faults.append(Fault(place, expected, "; ".join(problems), "; ".join(fixes)))
     return good, faults
-
-
-@functools.lru_cache(maxsize=1024)
-def _faults_of(
-    where: str, needs: tuple[str, ...], may: tuple[str, ...], text: str
-) -> tuple[Fault, ...]:
-    """A text is checked each time that it is used, so the answer is kept."""
-    found = placeholders(text)
-    missing = [f"`{{{name}}}` is missing" for name in needs if name not in found]
-    unknown = sorted(found - {*needs, *may, FORM, NO_FORM})
-    if not missing and not unknown:
-        return ()
-    expected = f"a text with {', '.join(f'`{{{name}}}`' for name in needs) or 'any words'}"
-    if may:
-        expected += f", and if wanted {', '.join(f'`{{{name}}}`' for name in may)}"
-    fixes = ["for braces that are text write them twice, as in {{name}}"] if unknown else []
-    fixes += ["put each missing placeholder where its value belongs"] if missing else []
-    problems = [*missing, *(f"unknown `{{{name}}}`" for name in unknown)]
-    return (Fault(where, expected, "; ".join(problems), "; ".join(fixes)),)

@@ -30,6 +30,7 @@ MAX_CUTS = 20
 """How often a line that is no Python may be cut off from the end of a text without blocks."""
 _FENCE = re.compile(r"^[ \t]{0,16}(`{3,20}|~{3,20})([^\n`]*)$", re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py", "py3", "python 3")
+_UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
 _ENTITY_NAMES = ("lt", "gt", "amp", "quot", "apos")
 _CODE_LINE = re.compile(
     r"^(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|def[ \t]+\w|async[ \t]+def[ \t]+\w"
@@ -50,21 +51,21 @@ class Block(NamedTuple):
 
 def fenced_blocks(text: str) -> Iterator[Block]:
     """The fenced blocks of a text in order; one that is not closed comes last."""
+
+    def block(opening: re.Match[str], stop: int, end: int, closed: bool) -> Block:
+        code = text[opening.end() + 1 : stop]
+        return Block(opening[2].strip().casefold(), code, opening.start(), end, closed)
+
     opening: re.Match[str] | None = None
     for fence in deque(_FENCE.finditer(text), MAX_FENCES):
         if opening is None:
             opening = fence
         elif fence[1].startswith(opening[1]) and not fence[2].strip():
-            yield _block(text, opening, fence.start(), fence.end(), closed=True)
+            yield block(opening, fence.start(), fence.end(), closed=True)
             opening = None
         # Another opening fence inside is content, as in an example of Markdown.
     if opening is not None:
-        yield _block(text, opening, len(text), len(text), closed=False)
-
-
-def _block(text: str, opening: re.Match[str], stop: int, end: int, closed: bool) -> Block:
-    code = text[opening.end() + 1 : stop]
-    return Block(opening[2].strip().casefold(), code, opening.start(), end, closed)
+        yield block(opening, len(text), len(text), closed=False)
 
 
 def program_in(text: str, entry_point: str = "") -> tuple[str, bool]:
@@ -130,7 +131,8 @@ def _fault(code: str, entry_point: str) -> str:
         return f"is no Python: {tree.msg} (line {tree.lineno})"
     if isinstance(tree, Exception):
         return f"is no Python: {type(tree).__name__}"
-    if entry_point and entry_point not in _defined(tree):
+    own = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    if entry_point and entry_point not in _defined(own):
         return f"defines no `{entry_point}`"
     # A word or a text on its own is prose that happens to be Python.
     prose = (
@@ -145,7 +147,7 @@ def _parse(code: str) -> ast.Module | Exception:
         warnings.simplefilter("ignore")  # invalid escapes and the like
         try:
             return ast.parse(code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        except _UNPARSED as error:
             return error
 
 
@@ -156,7 +158,7 @@ def _completed(code: str, others: Sequence[str]) -> str:
     found: list[tuple[ast.stmt, set[str]]] = []
     for tree in map(_parse, others if wanted else ()):
         body = tree.body if isinstance(tree, ast.Module) else []
-        found += [(node, names) for node in body if (names := _gives(node))]
+        found += [(node, names) for node in body if (names := _defined([node]))]
     taken: list[ast.stmt] = []
     while wanted:
         name = wanted.pop()
@@ -176,7 +178,7 @@ def _needed(code: str) -> set[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             top = symtable.symtable(code, "code", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except _UNPARSED:
         return set()
     own = {item.get_name() for item in top.get_symbols() if item.is_assigned()}
     own |= {item.get_name() for item in top.get_symbols() if item.is_imported()}
@@ -193,17 +195,13 @@ def _needed(code: str) -> set[str]:
     return read - own - set(dir(builtins))
 
 
-def _gives(node: ast.stmt) -> set[str]:
-    """The names that a definition, an import or an assignment of a block's top level gives."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    return _defined(ast.Module([node], []))
-
-
-def _defined(tree: ast.Module) -> set[str]:
+def _defined(body: Sequence[ast.stmt]) -> set[str]:
+    """The names that definitions, imports and assignments give."""
     names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
