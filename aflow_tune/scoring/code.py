@@ -159,7 +159,6 @@ def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
 
 
 def _unusable(tests: str) -> str:
-    """Why tests say nothing about any program; empty if they may."""
     try:
         tree = ast.parse(tests)
         compile(tree, "tests.py", "exec", dont_inherit=True)

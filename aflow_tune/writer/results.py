@@ -333,7 +333,7 @@ def raise_if_models_failed(result: TurnResult) -> None:
 
 
 def record_of(run: WriterRun) -> dict[str, Any]:
-    """The record of a rollout, not scored yet. US dollars, seconds, tokens of prompt and completion."""
+    """The record of a rollout, not scored yet: US dollars, seconds, tokens in and out."""
     last = run.last
     verdict, executed, bound = last.verdict, last.executed, last.verdict.bound
     written = verdict.written
