@@ -73,17 +73,6 @@ def test_only_free_devices_are_chosen(
     assert "GPU 3: claimed by run project/run of " in told
 
 
-def test_a_run_that_fails_gives_back_what_it_got(machine: Machine, children: Children) -> None:
-    busy = children.start()
-    machine([Gpu(), Gpu(compute=[(busy.pid, GIB)])])
-    with (
-        pytest.raises(BadInput),
-        isolated("auto", 2, run="p/a", protected=(), where="physical_gpus"),
-    ):
-        pass
-    assert holder_of("GPU-00000000-test") is None
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -272,17 +261,6 @@ def test_a_killed_runs_claim_is_gone_and_what_it_protects_counts_before(machine:
     again = Claims("p/b")
     assert again.take(uuid)
     again.release()
-
-
-def test_a_file_removed_under_a_held_lock_does_not_lock(machine: Machine) -> None:
-    machine([Gpu()])
-    first, second = Claims("p/a"), Claims("p/b")
-    assert first.take("GPU-x")
-    (claims_module.FOLDER / "aflow-tune-gpu-GPU-x.lock").unlink()
-    assert second.take("GPU-x")  # the first one's file is not under this name any more
-    assert not Claims("p/c").take("GPU-x")
-    first.release()
-    second.release()
 
 
 def test_a_link_or_pipe_in_place_of_the_lock_file(

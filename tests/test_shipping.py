@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pickle
 import subprocess
 import sys
 import threading
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
 
 import pytest
 from user_packages import ENVIRONMENT, LOAD, SPECS, run_driver, write_files
@@ -218,23 +216,3 @@ def test_what_is_sent_by_a_name_that_workers_do_not_have_is_refused(tmp_path: Pa
     assert f"{script}\n" in ran.stderr
     assert "`only`" in ran.stderr
     assert "into a module" in ran.stderr
-
-
-class Hidden:
-    """Becomes something else when it is sent; nothing that it holds says so."""
-
-    def __reduce__(self) -> Any:
-        return __import__("ship_hidden").Tool, ()
-
-
-async def plain(task: dict, model: object, box: object = None) -> float:
-    return 1.0
-
-
-def test_what_an_object_becomes_when_it_is_sent_travels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gathered(tmp_path, monkeypatch, "ship_hidden", {"ship_hidden.py": "class Tool:\n    pass\n"})
-    content, modules = pack([functools.partial(plain, box=Hidden())])
-    assert {"ship_hidden", "test_shipping"} <= modules
-    assert pickle.loads(content)[0].func is plain
