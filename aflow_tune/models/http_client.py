@@ -251,12 +251,15 @@ def _http(seconds: float) -> httpx2.AsyncClient:
         return _TimedClient(seconds, verify=_ssl_context(), limits=limits)
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
         # No address was asked: proxies and certificates are those of the environment.
+        read = {"SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
+        names = sorted(name for name in os.environ if name.upper() in read)
+        socks = "python -m pip install 'httpx2[socks]', or "
         raise BadInput.of(
             "No model behind an API can be asked.",
-            "SSL_CERT_FILE, SSL_CERT_DIR, HTTP_PROXY, HTTPS_PROXY, ALL_PROXY",
+            ", ".join(names) or "the environment",
             "certificates and proxies that can be used",
             f"{type(error).__name__}: {short(masked('', str(error)))}",
-            "correct or unset these; a SOCKS proxy needs `pip install 'httpx2[socks]'`",
+            f"{socks if isinstance(error, ImportError) else ''}unset {' '.join(names)}",
         ) from None
 
 
