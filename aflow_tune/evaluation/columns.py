@@ -188,7 +188,7 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
             faults.append(Fault(where, expected, repr(text), "--vary temperature=0.2,0.7,1.0"))
             continue
         kind, low, high, expected = _VARIED[key]
-        values = {}
+        values: dict[tuple[str, float], None] = {}
         for part in listed.split(","):
             try:
                 value = kind(part)

@@ -413,8 +413,11 @@ def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int],
     for number, line in enumerate(lines, 1):
         entry = _object(line) or {}
         row, sample = entry.get("row"), entry.get("sample")
-        ours = isinstance(row, int) and isinstance(sample, int)
-        if not ours or entry.get("key") != keys.get(row, "no such row"):
+        if (
+            not isinstance(row, int)
+            or not isinstance(sample, int)
+            or entry.get("key") != keys.get(row, "no such row")
+        ):
             raise BadInput.of(
                 "The results cannot be added to this file.",
                 f"{out}:{number}",
