@@ -170,28 +170,25 @@ def valid_of(step: int, valid: int, items: int) -> list[WriterRollout]:
 
 
 @pytest.mark.parametrize(
-    ("tens", "fell"),
+    ("training", "held_out", "fell"),
     [
-        ([9, 8, 9, 8, 3, 2, 3, 2], "60%"),  # halves: 0.85 and 0.25
-        ([2, 3, 8, 9], None),
-        ([5] * 8, None),
-        ([9, 2, 8, 3, 9, 1], None),
-        ([9, 1], None),
+        ([9, 8, 9, 8, 3, 2, 3, 2], None, "60%"),  # halves: 0.85 and 0.25
+        ([2, 3, 8, 9], None, None),
+        ([9, 2, 8, 3, 9, 1], None, None),
+        ([9, 1], None, None),
+        ([], (18, 6), "60%"),
+        ([], (6, 18), None),
+        ([], (18, 17), None),
     ],
 )
-def test_fewer_valid_graphs_in_training(tens: list[int], fell: str | None) -> None:
-    steps = {step: valid_of(step, valid, 10) for step, valid in enumerate(tens, 1)}
-    found = told(WriterRecords(steps, {}), WRITER_CHECKS[0])
-    assert len(found) == (fell is not None)
-    assert fell is None or fell in found[0]
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "fell"), [(18, 6, "60%"), (6, 18, None), (18, 17, None), (18, 18, None)]
-)
-def test_fewer_valid_graphs_held_out(first: int, last: int, fell: str | None) -> None:
-    steps = {0: valid_of(0, first, 20), 8: valid_of(8, last, 20)}
-    found = told(WriterRecords({}, {"set": steps}), WRITER_CHECKS[0])
+def test_fewer_valid_graphs(
+    training: list[int], held_out: tuple[int, int] | None, fell: str | None
+) -> None:
+    """Of ten tasks a step of training, of twenty held-out ones."""
+    steps = {step: valid_of(step, valid, 10) for step, valid in enumerate(training, 1)}
+    ends = zip((0, 8), held_out or (), strict=False)
+    sets = {"set": {step: valid_of(step, valid, 20) for step, valid in ends}} if held_out else {}
+    found = told(WriterRecords(steps, sets), WRITER_CHECKS[0])
     assert len(found) == (fell is not None)
     assert fell is None or fell in found[0]
 

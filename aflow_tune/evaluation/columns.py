@@ -188,7 +188,7 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
             faults.append(Fault(where, expected, repr(text), "--vary temperature=0.2,0.7,1.0"))
             continue
         kind, low, high, expected = _VARIED[key]
-        values = {}
+        values: dict[tuple[str, float], None] = {}
         for part in listed.split(","):
             try:
                 value = kind(part)
@@ -298,11 +298,8 @@ class Source:
 def make_sources(
     plan: Plan, untouched: AflowConfig, first: Source, request: Request
 ) -> dict[Column, Source]:
-    """What every column is measured from; each configuration and function is loaded once.
-
-    Raises:
-        BadInput: a workflow or configuration that a column names cannot be used.
-    """
+    """What every column is measured from; each configuration and function is loaded once. Raises
+    BadInput if one cannot be used."""
     made: dict[tuple[Any, ...], Source] = {(None, None, None): first}
     found = {}
     for column in plan.columns:

@@ -279,7 +279,9 @@ def _price(column: Column, request: Request, config: AflowConfig) -> Price | Non
         return None
     served = _served(column.side.served_model, request.endpoint, config)
     price = price_of(served.provider, served.base_url, served.model or "", served.prices)
-    return price and (lambda prompt, drawn: price.cost(Usage(prompt, drawn)))
+    if price is None:
+        return None
+    return lambda prompt, drawn: price.cost(Usage(prompt, drawn))
 
 
 def _served(name: str, endpoint: str, config: AflowConfig) -> ModelSettings:

@@ -58,12 +58,8 @@ class LocalModels:
             await asyncio.to_thread(host.close)
 
     async def take(self, config: AflowConfig, weights: Path | None) -> ModelWrapper:
-        """The configured model with `weights`; None for the model as it is.
-
-        Raises:
-            BadInput: the weights do not fit the model.
-            CheckpointError: a checkpoint is damaged.
-        """
+        """The configured model with `weights`; None for the model as it is. Raises BadInput if
+        they do not fit it, CheckpointError if they are damaged."""
         model_config = config.explorer.rollout_model
         if weights is not None and kind_of(weights) is Kind.MODEL:
             model_config = replace(model_config, model_path=str(weights))

@@ -309,6 +309,9 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
         spread = "" if measure.std is None else f" ± {measure.std:.3f}"
         return f"{measure.mean:.3f}{spread} (n = {measure.count})"
 
+    names = dict.fromkeys(name for cell in cells for name in cell.measures)
+    shown = [name for name in names if name != score and not name.startswith(TRACE_METRICS)]
+    agents = dict.fromkeys(name for cell in cells for name in cell.agents)
     table: list[tuple[str, Callable[[Cell], str]]] = [
         (f"held-out score ({score})", lambda cell: interval(cell.score)),
         *((f"pass@{k}", lambda cell, k=k: interval(cell.pass_at[k])) for k in cells[0].pass_at),
@@ -327,13 +330,12 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
         ("tokens a solved rollout", lambda cell: per_solved(cell, cell.tokens_per_solved)),
         ("US dollars", dollars),
         ("US dollars a solved rollout", dollars_per_solved),
+        *(
+            (name, lambda cell, name=name: interval(cell.measures.get(name)))
+            for name in shown[:_MOST_MEASURES]
+        ),
+        *((name, lambda cell, name=name: agent(cell, name)) for name in agents),
     ]
-    names = dict.fromkeys(name for cell in cells for name in cell.measures)
-    shown = [name for name in names if name != score and not name.startswith(TRACE_METRICS)]
-    for name in shown[:_MOST_MEASURES]:
-        table.append((name, lambda cell, name=name: interval(cell.measures.get(name))))
-    for name in dict.fromkeys(name for cell in cells for name in cell.agents):
-        table.append((name, lambda cell, name=name: agent(cell, name)))
     return [(label, [text(cell) for cell in cells]) for label, text in table]
 
 

@@ -44,11 +44,8 @@ class Found:
 
 
 def find_weights(folder: Path) -> Found:
-    """The weights that a folder means; of a run those of its newest checkpoint.
-
-    Raises:
-        BadInput: there are none.
-    """
+    """The weights that a folder means; of a run those of its newest checkpoint. Raises BadInput if
+    there are none."""
     path = folder.expanduser().resolve()
     if kind_of(path) is not None:
         above = path.parent.parent if path.parent.name == "export" else path.parent
@@ -81,11 +78,8 @@ def stage_folders(folder: Path) -> list[Path]:
 
 
 def config_source(found: Found | None, named: Path | None) -> Path:
-    """The configuration to go by: the one that was named, or else that of the run.
-
-    Raises:
-        BadInput: there is neither.
-    """
+    """The configuration to go by: the one that was named, or else that of the run. Raises BadInput
+    if there is neither."""
     if named is not None:
         return named
     if found is not None and found.run_dir is not None and (found.run_dir / RESOLVED).is_file():
@@ -104,9 +98,6 @@ def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
 
     A stage is taken as it was run, since its model is what the stages before it left; before any
     has trained, as it is written. `overrides` that say where the chain lies are not the stage's.
-
-    Raises:
-        BadInput: as `load_config`.
     """
     config = load_config(path, overrides)
     if not config.stages:

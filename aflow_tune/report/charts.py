@@ -121,10 +121,8 @@ def line_chart(
 ) -> str:
     """Lines over steps, each with a band where its points have bounds.
 
-    Args:
-        curves: at least one, with at least one point.
-        steps: first and last step of the axis; charts of one page share it.
-        bounds: values that the axis shows at least.
+    There is at least one point. `steps` are the first and last of the axis, which charts of one
+    page share; `bounds` are values that the axis shows at least.
     """
     points = [point for curve in curves for point in curve.points]
     shown = [value for p in points for value in (p.value, p.low, p.high) if value is not None]
@@ -178,14 +176,9 @@ def scatter_chart(
     *,
     line: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """Values at places, each with its interval where it has one.
-
-    Args:
-        marks: at least one.
-        ends: first and last place of the axis.
-        ticks: places with their names.
-        line: places and values that are joined.
-    """
+    """Values (at least one) at places, each with its interval where it has one. `ends` are the
+    first and last place of the axis, `ticks` places with their names, `line` places and values that
+    are joined."""
     shown = [value for m in marks for value in (m.value, m.low, m.high) if value is not None]
     frame = _Frame(ends, [*shown, *(value for _, value in line)])
     drawing = [f'<polyline class="line c5" points="{frame.path(line)}"/>'] if line else []
@@ -204,12 +197,8 @@ def interval_chart(
     estimates: Sequence[tuple[str, Interval | None, int]],
     bounds: Bounds | None = None,
 ) -> str:
-    """Estimates (label, interval, colour) below each other on one axis of values.
-
-    Args:
-        estimates: at least one with an interval.
-        bounds: values that the axis shows at least.
-    """
+    """Estimates (label, interval, colour), at least one with an interval, below each other on one
+    axis of values, which shows `bounds` at least."""
     intervals = [interval for _, interval, _ in estimates if interval is not None]
     shown = [v for i in intervals for v in (i.mean, i.low, i.high) if v is not None]
     ticks = nice_ticks(min([*shown, *(bounds or ())]), max([*shown, *(bounds or ())]))
@@ -326,13 +315,8 @@ def draw_chart(
     legend: bool | None = None,
     stacked: bool = False,
 ) -> Chart | None:
-    """The chart of the curves that have points; None where none has.
-
-    Args:
-        steps: first and last step of the axis.
-        legend: None: where there could be several curves.
-        stacked: on each other, as stairs; with the scale `share` up to 1.
-    """
+    """The chart of the curves that have points; None where none has. `legend` None: where there
+    could be several curves; `stacked`: on each other, as stairs."""
     drawn = [curve for curve in curves if curve.points]
     if not drawn:
         return None
@@ -398,7 +382,8 @@ def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Chart
     ]
     length_note = "tokens a call: mean, shortest to longest" if lengths else "tokens a rollout"
     if not lengths:
-        lengths = curve("", series(lines, "rollout/response_tokens/mean")).points
+        drawn = series(lines, "rollout/response_tokens/mean")
+        lengths = [Point(step, value) for step, value in drawn]
     times = {
         "explorer/time/wait_explore_step": "roll out",
         "time/train_step": "train",

@@ -223,14 +223,9 @@ class Comparison:
 
 
 def load_evaluations(run_dir: Path) -> dict[str, dict[int, Evaluation]]:
-    """Every evaluation of a run: task set -> step -> evaluation, steps in order.
-
-    Of several records of one rollout of one item, as an evaluation that was done again may leave,
-    the last one counts.
-
-    Raises:
-        ValueError: a record file is damaged; file and line are named.
-    """
+    """Every evaluation of a run: task set -> step -> evaluation, steps in order. Of several records
+    of one rollout of one item the last one counts. Raises ValueError, with file and line, if a
+    record file is damaged."""
     finished: dict[str, set[int]] = defaultdict(set)
     for line in read_metrics(run_dir):
         for name in finished_evaluations(line.metrics):
@@ -291,11 +286,8 @@ def first_and_last(run_dir: Path) -> dict[str, Comparison]:
 
 
 def scores_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The mean score of every whole evaluation of a run, by step and task set.
-
-    Raises:
-        ValueError: a record file is damaged; file and line are named.
-    """
+    """The mean score of every whole evaluation of a run, by step and task set. Raises ValueError,
+    with file and line, if a record file is damaged."""
     scores: dict[int, dict[str, float]] = {}
     for name, evaluations in load_evaluations(run_dir).items():
         for step, evaluation in evaluations.items():

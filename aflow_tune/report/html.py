@@ -69,7 +69,7 @@ class _Read:
         self.comparisons = compare_ends(self.evaluations)
         self.written = load_writer(run_dir, self.evaluations)
         self.findings = audit_run(self.lines, self.evaluations)
-        self.checks = (*CHECKS, GPU_CHECK) if mean_gpu_use(self.lines) else CHECKS
+        self.checks: tuple[str, ...] = (*CHECKS, GPU_CHECK) if mean_gpu_use(self.lines) else CHECKS
         if self.written:
             self.findings += audit_writer(self.written, self.evaluations)
             self.checks += WRITER_CHECKS

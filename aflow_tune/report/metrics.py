@@ -50,11 +50,8 @@ def scalar(value: Any) -> float | None:
 
 
 def append_metrics(run_dir: Path, role: str, step: int, metrics: Mapping[str, Any]) -> None:
-    """Append one line; what is not a number is left out, what is not finite becomes null.
-
-    Raises:
-        OSError: the line could not be written whole.
-    """
+    """Append one line; what is not a number is left out, what is not finite becomes null. Raises
+    OSError if it could not be written whole."""
     scalars = {str(name): scalar(value) for name, value in metrics.items()}
     numbers = {
         name: value if math.isfinite(value) else None

@@ -70,7 +70,6 @@ class RunFollower:
     (0: there is none; None: its size is not known).
 
     Args:
-        run_dir: the run folder.
         since: evaluations not written to after this time (seconds since the epoch) are not
             under way, only left over from a run that was killed.
         sizes: items of each held-out task set, where known.
@@ -88,7 +87,8 @@ class RunFollower:
         self.run_dir = run_dir
         self.warning: str | None = None
         self.held_out: dict[str, list[tuple[int, float]]] = {}
-        self.evaluated_now, self.evaluated_of = 0, None
+        self.evaluated_now = 0
+        self.evaluated_of: int | None = None
         self._since = since
         self._given_sizes = dict(sizes or {})
         self._metrics = LineTail(run_dir / FILE_NAME)
@@ -198,7 +198,6 @@ class Panel:
     """`with Panel(run_dir, total_steps) as panel: panel.phase("rolling out")`.
 
     Args:
-        run_dir: the run folder.
         total_steps: the step that the run will end at.
         console: where to draw; None for standard output.
         held_out_items: items of each held-out task set, to show how far the first evaluation is.

@@ -103,7 +103,7 @@ def training_speed(metrics: Mapping[str, float]) -> float | None:
 def workflow_metrics(lines: Sequence[MetricsLine]) -> list[str]:
     """The names, without prefix, of what the workflow itself recorded in training."""
     others = ("time/", "failure/", WRITER_METRICS, *TRACE_METRICS)
-    names = {}
+    names: dict[str, None] = {}
     for key in dict.fromkeys(key for line in lines for key in line.metrics):
         name = key.removeprefix("rollout/").removesuffix("/mean")
         if key == f"rollout/{name}/mean" and not name.startswith(others):

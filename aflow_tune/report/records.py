@@ -70,11 +70,8 @@ class EvalRecord:
 
     @classmethod
     def from_line(cls, line: bytes) -> EvalRecord:
-        """The record of a line; keys that a newer version wrote are passed over.
-
-        Raises:
-            ValueError: the line is not a whole record.
-        """
+        """The record of a line; keys that a newer version wrote are passed over. Raises ValueError
+        if it is not a whole record."""
         entry = json.loads(line)
         if not isinstance(entry, dict):
             raise ValueError("a record is a JSON object")
@@ -109,12 +106,8 @@ def append_record(eval_dir: Path, record: EvalRecord) -> None:
 
 
 def read_records(path: Path) -> list[EvalRecord]:
-    """All records of a file. A torn last line, still being written or left by a writer that was
-    killed, is passed over.
-
-    Raises:
-        ValueError: another line is damaged; file and line number are named.
-    """
+    """All records of a file but for a torn last line. Raises ValueError with file and line if
+    another one is damaged."""
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):

@@ -52,11 +52,8 @@ def standard_deviation(values: Sequence[float]) -> float | None:
 
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """The mean with its t interval: mean +- t(n - 1) * s / sqrt(n).
-
-    Raises:
-        ValueError: no values.
-    """
+    """The mean with its t interval: mean +- t(n - 1) * s / sqrt(n). Raises ValueError for no
+    values."""
     centre, deviation, count = mean(values), standard_deviation(values), len(values)
     if deviation is None:
         return Interval(centre, None, None, count)
@@ -84,10 +81,8 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
     """Unbiased estimate of the chance that at least one of `k` samples solves a task.
 
     1 - C(n - c, k) / C(n, k) for c of n samples solved (Chen et al., "Evaluating Large Language
-    Models Trained on Code", arXiv:2107.03374, equation 1).
-
-    Raises:
-        ValueError: not 1 <= k <= n and 0 <= c <= n.
+    Models Trained on Code", arXiv:2107.03374, equation 1). Raises ValueError unless 1 <= k <= n
+    and 0 <= c <= n.
     """
     if not (1 <= k <= samples and 0 <= solved <= samples):
         raise ValueError(f"no pass@{k} of {samples} samples of which {solved} solved the task")
@@ -114,11 +109,8 @@ def rise(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | 
 def paired_difference(
     before: Sequence[float], after: Sequence[float], confidence: float = CONFIDENCE
 ) -> Interval:
-    """The mean of after - before, item by item, with its t interval.
-
-    Raises:
-        ValueError: the lengths differ, or there are no items.
-    """
+    """The mean of after - before, item by item, with its t interval. Raises ValueError if the
+    lengths differ or there are no items."""
     return mean_interval([b - a for a, b in zip(before, after, strict=True)], confidence)
 
 
@@ -156,11 +148,8 @@ def wilson_interval(
 def t_quantile(probability: float, degrees: int) -> float:
     """Quantile of Student's t distribution, by bisection of its distribution function; above
     10,000 degrees by the expansion from the normal one (Abramowitz and Stegun 26.7.5), whose
-    error is then below 1e-10.
-
-    Raises:
-        ValueError: the probability is not inside (0, 1), or there is no degree of freedom.
-    """
+    error is then below 1e-10. Raises ValueError for a probability outside (0, 1) or no degree of
+    freedom."""
     if not 0 < probability < 1 or degrees < 1:
         raise ValueError(f"no t quantile at {probability} with {degrees} degrees of freedom")
     if probability < 0.5:

@@ -456,7 +456,7 @@ def prompt_changes(training: Mapping[int, Rollouts]) -> list[dict[str, Any]]:
             text = text[:MOST_CHARACTERS]
             sides.append({"step": step, "text": text, "count": number, "of": texts[step].total()})
         before, after = sides
-        change = {"instance": name, "before": before, "after": after}
+        change: dict[str, Any] = {"instance": name, "before": before, "after": after}
         change["pieces"] = marked(before["text"], after["text"])
         found.append({**change, "same": before["text"] == after["text"]})
     return found

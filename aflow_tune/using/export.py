@@ -220,11 +220,8 @@ def export_workflows(
 
 def uses_in(run_dir: Path) -> Iterator[Use]:
     """Every rewarded rollout of a valid workflow in a run folder, evaluations included: the run's
-    own, and those of `aflow-tune eval`, whose folder may also stand for a run's.
-
-    Raises:
-        ValueError: the evaluation records are damaged; file and line are named.
-    """
+    own, and those of `aflow-tune eval`, whose folder may also stand for a run's. Raises ValueError,
+    with file and line, if records are damaged."""
     for rollout in read_rollouts(run_dir):
         task = (f"step {rollout.step}", rollout.task)
         yield from _use(rollout.kept, rollout.step, task, rollout.reward)

@@ -181,11 +181,7 @@ class Inferer:
         return dict(sorted(names.items(), key=lambda item: -len(item[0])))
 
     async def __aenter__(self) -> Inferer:
-        """Load policy and auxiliary models.
-
-        Raises:
-            BadInput: a model cannot be loaded, or the weights do not fit it.
-        """
+        """Load policy and auxiliary models. Raises BadInput if that is impossible."""
         config = self.config
         async with contextlib.AsyncExitStack() as stack:
             local = await stack.enter_async_context(LocalModels())
@@ -405,12 +401,8 @@ async def run_batch(
 
 
 def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int], bool]:
-    """Results of an earlier command: whether there is an answer, by row and sample. Lines of
-    rows that met an error are taken out of the file.
-
-    Raises:
-        BadInput: the file holds something else.
-    """
+    """Results of an earlier command: whether there is an answer, by row and sample. Lines of rows
+    that met an error are taken out of the file; BadInput if it holds something else."""
     if not out.exists():
         return {}
     drop_torn_line(out)
@@ -421,8 +413,11 @@ def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int],
     for number, line in enumerate(lines, 1):
         entry = _object(line) or {}
         row, sample = entry.get("row"), entry.get("sample")
-        ours = isinstance(row, int) and isinstance(sample, int)
-        if not ours or entry.get("key") != keys.get(row, "no such row"):
+        if (
+            not isinstance(row, int)
+            or not isinstance(sample, int)
+            or entry.get("key") != keys.get(row, "no such row")
+        ):
             raise BadInput.of(
                 "The results cannot be added to this file.",
                 f"{out}:{number}",

@@ -232,9 +232,9 @@ class SolveServer:
             return Response(status_code=CLIENT_CLOSED)
         if task.cancelled():
             return _error(503, "the server is being stopped")
-        error = task.exception()
-        if error is not None:
-            return _told(error)
+        problem_met = task.exception()
+        if problem_met is not None:
+            return _told(problem_met)
         content = _without(self.private, task.result())
         return _json(200, {**content, "problem": problem.text})
 

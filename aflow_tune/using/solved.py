@@ -166,7 +166,7 @@ def solved(
         "calls": calls,
     }
     if problem.truth is not None:
-        unknown = {"score": None, "score_reason": "", "reward": None, "parts": {}}
+        unknown: Solved = {"score": None, "score_reason": "", "reward": None, "parts": {}}
         found |= {"truth": problem.truth, **unknown}
     return found
 
