@@ -11,8 +11,9 @@ from project import run_dir, write_project
 
 from aflow_tune.cli import main
 from aflow_tune.engines.local.sampler import Sampler
-from aflow_tune.engines.trinity.training.sync_check import MISMATCH, SyncCheck
+from aflow_tune.engines.trinity.training.sync_check import SyncCheck
 from aflow_tune.errors import RunFailed
+from aflow_tune.report.quantities import MISMATCH
 
 BASE = [-1.0, -2.0, -3.0, -4.0]
 

@@ -1,9 +1,9 @@
 """Our Trinity workflow: runs the user's function and turns what it did into experiences.
 
 Trinity loads `WorkflowAdapter` by its dotted path and makes one instance for each rollout. A
-rollout that fails is data: it returns one marked placeholder, so that Trinity neither drops the
-group nor runs it again, and `RunFilter` takes it out before advantages are computed. Recording
-calls is left to `recording.py`, threads and time-outs to `rollout_thread.py`.
+rollout that fails is data: it returns one marked placeholder, which `RunFilter` takes out before
+advantages are computed. Recording calls is left to `recording.py`, threads and time-outs to
+`rollout_thread.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import inspect
 import itertools
 import math
 import numbers
-import os
 import time
 import traceback
 import uuid
@@ -32,6 +31,7 @@ from trinity.common.workflows.workflow import Task, Workflow
 
 from aflow_tune.cluster.sent_function import received, send
 from aflow_tune.context import RolloutContext
+from aflow_tune.engines.trinity.rollout import rollout_thread
 from aflow_tune.engines.trinity.rollout.operators import (
     CALLER_KEY,
     FAILURE_KEY,
@@ -71,9 +71,7 @@ Function = Callable[..., Any]
 DEFAULT_MAX_TOKENS = 4096
 MAX_DETAIL = 8000
 """Characters of a traceback that are kept, from its end."""
-_MACHINERY = tuple(
-    os.fspath(Path(__file__).with_name(name)) for name in ("adapter.py", "rollout_thread.py")
-)
+_MACHINERY = (__file__, rollout_thread.__file__)
 _NOTHING_TRAINED = (
     "the workflow made no call that can be trained: each of its calls sets temperature, top_p, "
     "top_k, min_p, a penalty or logit_bias, and the trainer cannot reproduce their probabilities. "
@@ -115,11 +113,7 @@ class RolloutSettings:
 
     @classmethod
     def of(cls, workflow_args: Mapping[str, Any]) -> RolloutSettings:
-        """The settings of a task; entries of Trinity's or of a YAML's own are passed over.
-
-        Raises:
-            ValueError: there is no workflow function.
-        """
+        """The settings of a task; entries of Trinity's or of a YAML's own are passed over."""
         if not callable(workflow_args.get("workflow_func")):
             raise ValueError("workflow_args.workflow_func holds no workflow function")
         given = {item.name: workflow_args.get(item.name) for item in fields(cls)}
@@ -136,23 +130,21 @@ def adapter_arguments(
 ) -> dict[str, Any]:
     """The `workflow_args` of a run or an evaluation: the same wherever a workflow is measured."""
     sent, sent_judge = send(workflow, judge)
-    assert sent is not None
-    settings = RolloutSettings(
-        workflow_func=sent,
-        judge_func=sent_judge,
-        run_timeout=config.rollout.run_timeout,
-        seed=config.seed,
-        system_prompt=config.rollout.system_prompt,
-        rewards=config.rewards,
-        sandbox=config.sandbox,
-        prompts=config.prompts,
-        books=books,
-        run_dir=None if run_dir is None else str(run_dir),
-        eval_dir=str(eval_dir),
-        score=config.report.score,
-        transcripts=config.report.transcripts,
-    )
-    return dict(vars(settings))
+    return {
+        "workflow_func": sent,
+        "judge_func": sent_judge,
+        "run_timeout": config.rollout.run_timeout,
+        "seed": config.seed,
+        "system_prompt": config.rollout.system_prompt,
+        "rewards": config.rewards,
+        "sandbox": config.sandbox,
+        "prompts": config.prompts,
+        "books": books,
+        "run_dir": None if run_dir is None else str(run_dir),
+        "eval_dir": str(eval_dir),
+        "score": config.report.score,
+        "transcripts": config.report.transcripts,
+    }
 
 
 class BadReward(Exception):
@@ -176,9 +168,7 @@ class Outcome:
 class WorkflowAdapter(Workflow):
     """Gives the function a recording model, a time-out and a thread of its own.
 
-    What the rollout noted in its trace becomes metrics beside the workflow's own. A call that was
-    given a step reward keeps it; if any was, the last call without one gets the returned reward,
-    as Trinity's GiGPO does for rollouts that have none.
+    What the rollout noted in its trace becomes metrics beside the workflow's own.
     """
 
     is_async: bool = True
@@ -214,21 +204,30 @@ class WorkflowAdapter(Workflow):
             seed=self.seed,
             generate_kwargs=self._generate_kwargs(),
         )
+        cache: Any = contextlib.nullcontext()
+        if settings.cache is not None and self.task.is_eval:
+            # Each repetition of an evaluation has answers of its own.
+            cache = ResponseCache(settings.cache).activate(sample=self.run_index)
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(use_policy(settings.sandbox))
-                stack.enter_context(use_prompts(settings.prompts))
-                if settings.cache is not None and self.task.is_eval:
-                    # Each repetition of an evaluation has answers of its own.
-                    cache = ResponseCache(settings.cache)
-                    stack.enter_context(cache.activate(sample=self.run_index))
-                outcome = await self._outcome(context, recorder)
+            with use_policy(settings.sandbox), use_prompts(settings.prompts), cache:
+                thread = RolloutThread(lambda: self._call_user(context, recorder))
+                reward, metrics = await thread.result(settings.run_timeout)
+            own = {**context.metrics, **metrics}
+            outcome = Outcome(reward=reward, metrics={**own, **self._trace.metrics(), **own})
+        except Exception as error:
+            outcome = replace(_failed(error), metrics=self._trace.metrics())
         finally:
             calls = recorder.close()
         trained = [call for call in calls if not call.off_policy]
-        outcome = self._checked(outcome, calls, trained)
+        spent = settings.books.reached() if settings.books else None
+        if spent is not None:  # whatever the workflow made of it
+            outcome = replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
+        elif outcome.failure is None and not (trained or (calls and self.task.is_eval)):
+            detail = _NOTHING_TRAINED if calls else "the workflow made no call to its model"
+            outcome = Outcome(failure=Failure.NO_CALL, detail=detail)
         if self.task.is_eval:
-            self._keep_record(outcome, context, calls, time.monotonic() - started)
+            if settings.eval_dir:
+                self._keep_record(outcome, context, calls, time.monotonic() - started)
             trained = calls
         elif context.kept and settings.run_dir:
             rollout = Rollout(
@@ -253,34 +252,14 @@ class WorkflowAdapter(Workflow):
             )
         return experiences
 
-    async def _outcome(self, context: RolloutContext, recorder: RolloutRecorder) -> Outcome:
-        thread = RolloutThread(lambda: self._call_user(context, recorder))
-        try:
-            reward, metrics = await thread.result(self.settings.run_timeout)
-        except Exception as error:
-            return replace(_failed(error), metrics=self._trace.metrics())
-        own = {**context.metrics, **metrics}
-        return Outcome(reward=reward, metrics={**own, **self._trace.metrics(), **own})
-
-    def _checked(
-        self, outcome: Outcome, calls: list[RecordedCall], trained: list[RecordedCall]
-    ) -> Outcome:
-        """A failure if the budget ended, whatever the workflow made of it, or if no call was made
-        that can be learned from."""
-        spent = self.settings.books.reached() if self.settings.books else None
-        if spent is not None:
-            return replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
-        if outcome.failure is not None or trained or (calls and self.task.is_eval):
-            return outcome
-        detail = _NOTHING_TRAINED if calls else "the workflow made no call to its model"
-        return Outcome(failure=Failure.NO_CALL, detail=detail)
-
     async def _call_user(
         self, context: RolloutContext, recorder: RolloutRecorder
     ) -> tuple[float, dict[str, float]]:
         """Workflow and judge; runs in the rollout's own thread and loop."""
         function = received(self.settings.workflow_func)
         judge = received(self.settings.judge_func)
+        # The row is copied: what one rollout changes in it must not reach the others.
+        row = copy.deepcopy(dict(self.task.raw_task or {}))
         offered = {
             "auxiliary_models": auxiliary_chat_models(
                 self.auxiliary_model_wrappers or (), self.auxiliary_models or (), recorder.loop
@@ -291,7 +270,7 @@ class WorkflowAdapter(Workflow):
         books = self.settings.books.open() if self.settings.books else contextlib.nullcontext()
         with context.activate(), self._trace.activate(), books:
             output = await function(
-                **_wanted(function, offered), task=self._raw_task(), model=recorder.chat_model()
+                **_wanted(function, offered), task=row, model=recorder.chat_model()
             )
             # A `WorkflowOutput`, ours or AgentScope's, or else the reward itself.
             if not all(hasattr(output, name) for name in ("reward", "response", "metrics")):
@@ -305,15 +284,10 @@ class WorkflowAdapter(Workflow):
             metrics = as_metrics(output.metrics, "the workflow")
             if judge is None:
                 return as_reward(output.reward, "the workflow"), metrics
-            verdict = await judge(
-                **_wanted(judge, offered), task=self._raw_task(), response=output.response
-            )
+            row = copy.deepcopy(dict(self.task.raw_task or {}))
+            verdict = await judge(**_wanted(judge, offered), task=row, response=output.response)
             metrics |= as_metrics(getattr(verdict, "metrics", None), "the judge")
             return as_reward(getattr(verdict, "reward", verdict), "the judge"), metrics
-
-    def _raw_task(self) -> dict[str, Any]:
-        """The row, copied: what one rollout changes in it must not reach the others."""
-        return copy.deepcopy(dict(self.task.raw_task or {}))
 
     def _generate_kwargs(self) -> dict[str, Any]:
         rollout, model = self.task.rollout_args, self.model.generate_kwargs
@@ -331,9 +305,8 @@ class WorkflowAdapter(Workflow):
     def _rollout_seed(self) -> str:
         """Root of the seeds of this rollout's calls, the same whenever it is repeated.
 
-        Evaluations leave the step out, and count items by their rows: before and after training,
-        and on a sample of the rows, they draw the same random numbers, so that a difference is
-        due to the weights.
+        Evaluations leave the step out, and count items by their rows: before and after training
+        they draw the same random numbers, so that a difference is due to the weights.
         """
         task = self.task
         batch, number = task.batch_id, task.task_id
@@ -349,15 +322,9 @@ class WorkflowAdapter(Workflow):
         return seed
 
     def _keep_record(
-        self,
-        outcome: Outcome,
-        context: RolloutContext,
-        calls: list[RecordedCall],
-        seconds: float,
+        self, outcome: Outcome, context: RolloutContext, calls: list[RecordedCall], seconds: float
     ) -> None:
         settings, score = self.settings, None
-        if not settings.eval_dir:
-            return
         if outcome.failure is None:
             score = {**outcome.metrics, "reward": outcome.reward}.get(settings.score)
             if score is None:
@@ -388,7 +355,7 @@ class WorkflowAdapter(Workflow):
             answer=final_answer(self._response, calls),
             kept=dict(context.kept),
         )
-        self._keep(append_record, settings.eval_dir, record)
+        self._keep(append_record, str(settings.eval_dir), record)
 
     def _keep(self, append: Callable[[Path, Any], None], folder: str, record: Any) -> None:
         """Append a record; a full disk must not cost the rollout."""
@@ -404,7 +371,10 @@ class WorkflowAdapter(Workflow):
 
 
 def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
-    """One experience for each choice of each call; `eid.step` counts the calls."""
+    """One experience for each choice of each call; `eid.step` counts the calls.
+
+    If any call was given a step reward, a last one without gets the returned reward.
+    """
     experiences = []
     any_step_reward = any(call.note.step_reward is not None for call in calls)
     for step, call in enumerate(calls):
@@ -449,11 +419,8 @@ def _placeholder(outcome: Outcome) -> Experience:
 
 
 def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the optional arguments that the function's signature asks for.
-
-    What a partial has bound by name keeps its value, and what is not configured (None) leaves the
-    function's own default in place.
-    """
+    """Those of the optional arguments that the function's signature asks for, unless a partial has
+    bound them, or they are not configured (None) and the function has a default."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     parameters = inspect.signature(function).parameters
     return {
@@ -466,7 +433,7 @@ def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_reward(value: Any, who: str) -> float:
-    """A reward as a finite float. Scalars of numpy and torch are numbers, and so is a bool.
+    """A reward as a finite float; scalars of numpy and torch, Decimals and bools are numbers.
 
     Raises:
         BadReward: None, not a number, or not finite; `who` is named in the message.
@@ -489,11 +456,7 @@ def as_reward(value: Any, who: str) -> float:
 
 
 def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
-    """Metrics of a result object as finite floats.
-
-    Raises:
-        ValueError: one is not a finite number.
-    """
+    """Metrics of a result object as finite floats. ValueError if one is not."""
     checked = {}
     for name, value in (metrics or {}).items():
         try:
@@ -514,9 +477,8 @@ def _failed(error: Exception) -> Outcome:
         frames = error.stack[ours[-1] + 1 :] if ours else error.stack
         listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
         kind = Failure.BLOCKED_LOOP if isinstance(error, Blocked) else Failure.TIMED_OUT
-        return Outcome(
-            failure=kind, detail=f"{error}; it was at\n{listed}" if frames else str(error)
-        )
+        detail = f"{error}; it was at\n{listed}" if frames else str(error)
+        return Outcome(failure=kind, detail=detail)
     raised = error.error if isinstance(error, Escaped) else error
     # The traceback from the user's function on, without the frames that lead to it.
     trace, start = raised.__traceback__, raised.__traceback__

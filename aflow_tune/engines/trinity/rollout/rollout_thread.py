@@ -1,8 +1,7 @@
 """A thread and an event loop of its own for each rollout.
 
-User code may block: `time.sleep`, a slow library call, an endless loop. In the runner's event
-loop that would stop every other rollout and the time-outs themselves. Here it stops only its own
-thread; the runner waits for it with a limit. A thread that is inside a C function cannot be ended:
+User code may block: `time.sleep`, a slow library call, an endless loop. Here that stops only its
+own thread, and the runner waits for it with a limit. A thread inside a C function cannot be ended:
 it is abandoned as a daemon, and told to stop as soon as it executes Python code again.
 """
 
@@ -110,7 +109,15 @@ class RolloutThread(Generic[T]):
         finally:
             try:
                 with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
-                    self._end_tasks()
+                    left = asyncio.all_tasks(self._loop)
+                    for task in left:
+                        task.cancel()
+                    if left:
+                        waited = asyncio.wait(left, timeout=GRACE_SECONDS)
+                        for task in self._loop.run_until_complete(waited)[0]:
+                            if not task.cancelled():
+                                task.exception()  # seen: nobody else will look
+                    self._loop.run_until_complete(self._loop.shutdown_asyncgens())
                 asyncio.set_event_loop(None)
             finally:
                 self._loop.close()
@@ -137,17 +144,6 @@ class RolloutThread(Generic[T]):
                 number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
 
-    def _end_tasks(self) -> None:
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        if left:
-            done, _ = self._loop.run_until_complete(asyncio.wait(left, timeout=GRACE_SECONDS))
-            for task in done:
-                if not task.cancelled():
-                    task.exception()  # seen: the rollout is over, nobody else will look
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
     """In `loop`'s thread, unless the loop is closed: it has finished then."""
@@ -156,9 +152,8 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
 
 
 class _DaemonExecutor(ThreadPoolExecutor):
-    """What `asyncio.to_thread` uses in a rollout: a daemon thread for each call, as many at a time
-    as `MAX_BLOCKING_CALLS`. The threads of the standard executor are joined when the process ends:
-    one call that hangs would keep a finished training alive."""
+    """What `asyncio.to_thread` uses in a rollout: a daemon thread for each call. The threads of the
+    standard executor are joined when the process ends: one that hangs would keep it alive."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)  # never used: `submit` below starts the threads

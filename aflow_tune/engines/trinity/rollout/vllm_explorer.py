@@ -5,15 +5,11 @@
 - **An evaluation belongs to the weights of its step**: it follows the sync, where upstream's comes
   before it, and the last step is always evaluated.
 - **A killed run resumes** from the tasks that follow the trainer's checkpoint.
-- **`mode: colocate`** (sampler and trainer on the only GPU) never gets past its start there
-  (Trinity's issue 602): verl reserves the GPU, and the explorer waits without a limit for a group
-  with a GPU of its own, since the validator insists on `gpu_per_engine: 1`, from which the group
-  that receives weights takes its size. So it stays 1, and only what the sampler asks of Ray
-  changes: `OneGpuAllocator` reserves a processor of the node that has the GPU, and no GPU. A
-  process that reserves none sees none, so it is told which to use; Ray is asked for it before the
-  trainer takes it. That holds only if the cluster *has* a single GPU (of several, verl takes
-  whichever is free when it asks), whatever others use of it at the moment. Memory is divided by
-  `gpu_memory_utilization`, which Trinity lowers to 0.25 in this mode.
+- **`mode: colocate`** (sampler and trainer on the only GPU) waits for ever there (Trinity's issue
+  602): verl reserves the GPU, and the explorer asks for one of its own. Here `OneGpuAllocator`
+  reserves a processor of the node that has the GPU, and no GPU. A process that reserves none sees
+  none, so it is told which to use, which is certain only if the cluster has a single GPU. Memory is
+  divided by `gpu_memory_utilization`, which Trinity lowers to 0.25 in this mode.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ _FREE_POLL_SECONDS = 0.2
 
 
 class VllmExplorer(CheckedExplorer):
-    """Trinity's; see the module's docstring for what it adds."""
+    """See the module's docstring for what it adds."""
 
     def __init__(self, config: Config) -> None:
         from trinity.common.models import vllm_model
@@ -126,7 +122,6 @@ class OneGpuAllocator(Allocator):
     async def create_engine(
         self, config: InferenceModelConfig, role: str, engine_id: int
     ) -> ModelWrapper:
-        """As Trinity's; the actor reserves no GPU."""
         shared = dataclasses.replace(config, gpu_per_engine=0)
         return await super().create_engine(shared, role, engine_id)
 

@@ -1,21 +1,13 @@
 """From which step a run folder's run resumes, and what else must go back there.
 
-    <run folder>/
-      run.json, run.lock         its state and who is at work in it: `runs/folder.py`
-      resolved.yaml              the configuration as it was run
-      global_step_N/             checkpoints, each written atomically and with its hashes
-      damaged_global_step_N/     one whose hashes were wrong when it was to be loaded
-      taskset_state/step_N.json  position in the task sets after batch N was read
-      metrics.jsonl, evaluations/, rollouts/, monitor/, log/
-
-A checkpoint of step N is the only truth on resume: the explorer's position, the metrics and
-the evaluations are taken back to N before anything starts, so that work done after N is done
-again from the same tasks. N is the newest whose hashes are right; a damaged one is set aside.
+A checkpoint (`global_step_N`) is the only truth on resume: the position in the task sets
+(`taskset_state/step_N.json`), the metrics and the evaluations are taken back to N before anything
+starts, so that work done after N is done again from the same tasks. N is the newest whose hashes
+are right; a damaged one is set aside as `damaged_global_step_N`.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Iterable
@@ -45,10 +37,13 @@ from aflow_tune.types import Checkpoint
 def refuse_chain(run_dir: Path) -> None:
     """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
     if (run_dir / CHAIN_FILE).exists():
-        title = "This folder belongs to a configuration with `stages`."
-        expected = "the folder of a single run, or a new one"
-        fix = "give this run another `name=`"
-        raise BadInput.of(title, str(run_dir), expected, "a chain of stages", fix)
+        raise BadInput.of(
+            "This folder belongs to a configuration with `stages`.",
+            str(run_dir),
+            "the folder of a single run, or a new one",
+            "a chain of stages",
+            "give this run another `name=`",
+        )
 
 
 def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
@@ -86,9 +81,10 @@ def newest_sound(run_dir: Path) -> int:
             damaged.append((checkpoint, error))
             continue
         for other, problem in damaged:
-            base = f"damaged_{other.path.name}"
-            names = itertools.chain([base], (f"{base}_{n}" for n in itertools.count(2)))
-            aside = next(it for name in names if not (it := run_dir / name).exists())
+            aside, number = run_dir / f"damaged_{other.path.name}", 1
+            while aside.exists():
+                number += 1
+                aside = run_dir / f"damaged_{other.path.name}_{number}"
             other.path.rename(aside)
             print(
                 f"warning: the checkpoint of step {other.step} is damaged ({problem}). It was set "
@@ -97,11 +93,9 @@ def newest_sound(run_dir: Path) -> int:
             )
         return checkpoint.step
     if damaged:
+        expected = "files as they were written"
         fix = "put a sound copy back, or start again under another `name=`"
-        faults = [
-            Fault(str(checkpoint.path), "files as they were written", str(error), fix)
-            for checkpoint, error in damaged
-        ]
+        faults = [Fault(str(point.path), expected, str(error), fix) for point, error in damaged]
         raise BadInput("No checkpoint of this run is sound.", faults)
     return 0
 
@@ -157,9 +151,7 @@ def rewind_trinity(run_dir: Path, step: int) -> None:
 
 
 def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> RunState | None:
-    """Compare a folder's earlier run with the one asked for.
-
-    Returns the earlier state if it is to be resumed, None for a new run.
+    """The state of the folder's earlier run if it is to be resumed, None for a new run.
 
     Raises:
         AlreadyFinished: the same configuration already reached its target here.
