@@ -68,7 +68,7 @@ class InlineRunner(WorkflowRunner):
 
 
 class InlineRollouts:
-    """A sampler, the auxiliary models and a runner; `prepare()` loads them, `close()` frees them."""
+    """A sampler, the auxiliary models and a runner; `prepare()` loads, `close()` frees them."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
