@@ -62,12 +62,8 @@ class Decoder(Protocol):
 
 @torch.inference_mode()
 def make_decoder(model: PreTrainedModel) -> Decoder:
-    """The fastest decoder that computes what `model` computes.
-
-    The lean one is tried on a short probe, which catches configurations that look like Llama but
-    compute something else. The tolerance is the rounding of the number format over a few dozen
-    layers, far below a wrong formula.
-    """
+    """The fastest decoder that computes what `model` computes: the lean one is tried on a short
+    probe, which catches configurations that look like Llama but compute something else."""
     from aflow_tune.engines.local.llama import LlamaDecoder, supports
 
     if not supports(model):
@@ -85,12 +81,9 @@ def make_decoder(model: PreTrainedModel) -> Decoder:
 
 
 class GenericDecoder:
-    """`Decoder` over `model.forward`.
-
-    Rows are padded on the left to a common length, the form that every architecture accepts. Equal
-    prompts of one call are computed once; longer prefixes are not shared. Weights are changed in
-    the model itself; the base of adapted layers is kept aside.
-    """
+    """`Decoder` over `model.forward`: rows are padded on the left to a common length, equal prompts
+    of one call are computed once. Weights are changed in the model itself; the base of adapted
+    layers is kept aside."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -1,12 +1,9 @@
 """Train samples as token tries: a shared prefix is computed once, and nothing is padded.
 
-The rollouts of a group start with the same prompt, and a later call of a rollout often repeats the
-earlier ones. All samples of a micro-batch go into one trie; every node is one token of one
-packed row, with the position it has in its sample. A node attends to its ancestors, which
-makes the row equal to the separate samples for any causal model. Tokens after the last
-scored one are left out, and the output head is applied only to nodes whose next token counts.
-
-This module builds layouts from plain token lists; the arithmetic is in `packed_model.py`.
+All samples of a micro-batch go into one trie; every node is one token of one packed row, with the
+position it has in its sample. A node attends to its ancestors, which makes the row equal to the
+separate samples for any causal model. Tokens after the last scored one are left out. This module
+builds layouts from plain token lists; the arithmetic is in `packed_model.py`.
 """
 
 from __future__ import annotations

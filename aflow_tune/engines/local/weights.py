@@ -1,8 +1,7 @@
 """The sampler's weights: a pristine model plus, perhaps, one adapter.
 
-`Weights` checks an update as a whole before it changes anything. The adapter is never added to the
-model's own tensors, so any number of updates leaves the base untouched. PEFT, which takes seconds
-to import, is not needed here.
+An update is checked as a whole before it changes anything. The adapter is never added to the
+model's own tensors. PEFT, which takes seconds to import, is not needed here.
 """
 
 from __future__ import annotations
@@ -60,7 +59,18 @@ class Weights:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         if adapter:
-            shapes = self._adapter_shapes(adapter)
+            # A [rank, in] and B [out, rank] of each linear layer that has both.
+            shapes, modules = {}, dict(self.model.named_modules())
+            for key, A_RI in adapter.items():
+                path = key[len(_PREFIX) : -2]
+                weight = getattr(modules.get(path), "weight", None)
+                paired = key.endswith(".A") and f"{_PREFIX}{path}.B" in adapter
+                if paired and isinstance(weight, Tensor) and weight.dim() == 2:
+                    out_width, in_width = weight.shape
+                    if _is_transposed(modules[path]):
+                        out_width, in_width = in_width, out_width
+                    shapes[key] = (A_RI.shape[0], in_width)
+                    shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
         faults = [
             Fault(
                 name,
@@ -102,22 +112,6 @@ class Weights:
 
     def adapted_paths(self) -> list[str]:
         return [key[len(_PREFIX) : -2] for key in self.adapter if key.endswith(".A")]
-
-    def _adapter_shapes(self, adapter: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """The shapes of A [rank, in] and B [out, rank] of each linear layer that has both."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        modules = dict(self.model.named_modules())
-        for key, A_RI in adapter.items():
-            path = key[len(_PREFIX) : -2]
-            weight = getattr(modules.get(path), "weight", None)
-            paired = key.endswith(".A") and f"{_PREFIX}{path}.B" in adapter
-            if paired and isinstance(weight, Tensor) and weight.dim() == 2:
-                out_width, in_width = weight.shape
-                if _is_transposed(modules[path]):
-                    out_width, in_width = in_width, out_width
-                shapes[key] = (A_RI.shape[0], in_width)
-                shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
-        return shapes
 
 
 def _is_transposed(module: torch.nn.Module) -> bool:
