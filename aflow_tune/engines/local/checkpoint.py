@@ -84,11 +84,9 @@ def sha256_of(path: Path) -> str:
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
     """Create the folder `target` by `write(temporary folder)`, or leave things as they were.
 
-    An existing `target` is replaced; a crash between the two renames leaves the old one
-    under a name that starts with a dot. Left-overs of earlier crashes are removed.
-
-    Raises:
-        CheckpointError: the disk is full, read-only or broken.
+    An existing `target` is replaced; a crash between the two renames leaves the old one under a
+    name that starts with a dot. Left-overs of earlier crashes are removed. Raises CheckpointError:
+    the disk is full, read-only or broken.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for left_over in target.parent.glob(f".{target.name}.tmp-*"):

@@ -51,10 +51,7 @@ class Decoder(Protocol):
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Change the weights: an adapter state, or parameters by their names. No active rows.
-
-        Raises:
-            BadInput: a name or shape that the model does not have; nothing was changed.
-        """
+        Raises BadInput: a name or shape that the model does not have; nothing was changed."""
 
     def reset(self) -> None:
         """Drop all rows and every stored prefix."""

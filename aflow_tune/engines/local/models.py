@@ -82,11 +82,9 @@ def is_cached(name_or_path: str) -> bool:
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A causal LM in evaluation mode, every parameter of `dtype` on `device`.
 
-    Loads with one torch thread: a thread that ran one parallel operation keeps a pool of
-    OpenMP workers for good, and pools that outnumber the cores slow each other down.
-
-    Raises:
-        BadInput: config.json asks for weights that the files lack or hold in another shape.
+    Loads with one torch thread: a thread that ran one parallel operation keeps a pool of OpenMP
+    workers for good, and pools that outnumber the cores slow each other down. Raises BadInput:
+    config.json asks for weights that the files lack or hold in another shape.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -228,11 +228,8 @@ def template_messages(
     messages: Sequence[Message], tools: Sequence[Message], *, native: bool
 ) -> list[Message]:
     """Messages in OpenAI's form as a chat template takes them. `native`: whether the template
-    renders tools and tool calls itself.
-
-    Raises:
-        BadInput: a message has parts that are not text, or arguments that are not JSON.
-    """
+    renders tools and tool calls itself. Raises BadInput: a message has parts that are not text, or
+    arguments that are not JSON."""
     plain = [_plain(message, number) for number, message in enumerate(messages)]
     if native:
         return plain

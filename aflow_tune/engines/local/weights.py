@@ -48,11 +48,8 @@ class Weights:
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Take an adapter state (`lora.<module path>.A` and `.B`) or full parameters by name.
-
-        Raises:
-            BadInput: names or shapes that the model does not have, or an adapter without a
-                `LoraSpec`; nothing was changed.
-        """
+        Raises BadInput: names or shapes that the model does not have, or an adapter without a
+        `LoraSpec`; nothing was changed."""
         adapter = {key: value for key, value in state.items() if key.startswith(_PREFIX)}
         if adapter and (lora is None or len(adapter) < len(state)):
             raise BadInput("The weight update is an adapter, mixed or without the sampler's lora=")

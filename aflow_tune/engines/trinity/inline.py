@@ -90,11 +90,8 @@ class InlineRollouts:
     async def run_tasks(
         self, tasks: list[Task], batch_id: int | str, repeat_times: int
     ) -> list[tuple[Status, bytes]]:
-        """Run every task `repeat_times` times; results in the order of the tasks.
-
-        Raises:
-            RunFailed: a task failed outside of the user's function, which the adapter shields.
-        """
+        """Run every task `repeat_times` times; results in the order of the tasks. Raises RunFailed:
+        a task failed outside of the user's function, which the adapter shields."""
         # As many tasks at once as keep every slot of the sampler busy.
         slots = asyncio.Semaphore(math.ceil(self.config.local.max_batch / max(1, repeat_times)))
 
@@ -290,11 +287,8 @@ class InlineRun:
         return {"time/sync_weight": seconds, MISMATCH: mismatch}
 
     async def _evaluate(self, step: int) -> None:
-        """Run the held-out task sets with the current weights, unless that was done already.
-
-        Raises:
-            BudgetReached: a limit was reached; the evaluation does not count.
-        """
+        """Run the held-out task sets with the current weights, unless that was done already. Raises
+        BudgetReached: a limit was reached; the evaluation does not count."""
         if self.rollouts is None or self._evaluated >= step:
             return
         metrics: dict[str, float] = {}

@@ -2,27 +2,37 @@
 
 Trinity loads `WorkflowAdapter` by its dotted path and makes one instance for each rollout. A
 rollout that fails is data: it returns one marked placeholder, which `RunFilter` takes out before
-advantages are computed. Recording calls is left to `recording.py`, threads and time-outs to
-`rollout_thread.py`.
+advantages are computed. Recording calls is left to `recording.py`.
+
+User code may block: `time.sleep`, a slow library call, an endless loop. So every rollout has a
+thread and an event loop of its own, for which the runner waits with a limit. A thread inside a C
+function cannot be ended: it is abandoned as a daemon, and told to stop when it executes Python
+code again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
+import ctypes
 import functools
 import inspect
 import itertools
 import math
 import numbers
+import sys
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from trinity.common.experience import Experience
@@ -31,7 +41,6 @@ from trinity.common.workflows.workflow import Task, Workflow
 
 from aflow_tune.cluster.sent_function import received, send
 from aflow_tune.context import RolloutContext
-from aflow_tune.engines.trinity.rollout import rollout_thread
 from aflow_tune.engines.trinity.rollout.operators import (
     CALLER_KEY,
     FAILURE_KEY,
@@ -49,12 +58,6 @@ from aflow_tune.engines.trinity.rollout.recording import (
     response_length,
     transcript_entry,
 )
-from aflow_tune.engines.trinity.rollout.rollout_thread import (
-    Blocked,
-    Escaped,
-    RolloutThread,
-    TimedOut,
-)
 from aflow_tune.models.cache import ResponseCache
 from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
@@ -66,12 +69,16 @@ from aflow_tune.types import Failure
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
+T = TypeVar("T")
 Function = Callable[..., Any]
 
 DEFAULT_MAX_TOKENS = 4096
 MAX_DETAIL = 8000
 """Characters of a traceback that are kept, from its end."""
-_MACHINERY = (__file__, rollout_thread.__file__)
+GRACE_SECONDS = 1.0
+"""How long a rollout may take to answer after its time is up, before it counts as blocked."""
+MAX_BLOCKING_CALLS = 32
+"""Calls of `asyncio.to_thread` that one rollout works on at once; further ones wait."""
 _NOTHING_TRAINED = (
     "the workflow made no call that can be trained: each of its calls sets temperature, top_p, "
     "top_k, min_p, a penalty or logit_bias, and the trainer cannot reproduce their probabilities. "
@@ -82,42 +89,24 @@ _said: set[str] = set()
 """Warnings that this process has given; each is given once, not once a rollout."""
 
 
-@dataclass(frozen=True)
-class RolloutSettings:
-    """What the adapter is told: `task.workflow_args`, which Trinity hands on as a dict."""
-
-    workflow_func: Function
-    """The workflow, or how it travels to another process (`cluster/sent_function.py`)."""
-    judge_func: Function | None = None
-    run_timeout: float = 300.0
-    """Seconds that a rollout may take."""
-    seed: int = 0
-    system_prompt: str | None = None
-    rewards: Any = None
-    sandbox: str = "auto"
-    prompts: Mapping[str, Any] = field(default_factory=dict)
-    books: RunSpend | None = None
-    """The run's models and budget."""
-    run_dir: str | None = None
-    """Gets what workflows keep of training rollouts; None: nothing is kept."""
-    eval_dir: str | None = None
-    """Gets the records of evaluations; None: none are written."""
-    score: str = "reward"
-    """What evaluation counts: the reward, or a metric that the workflow records."""
-    transcripts: int = 0
-    """How many items of a held-out task set keep their transcripts."""
-    cache: str | None = None
-    """Folder of other models' answers, for evaluations."""
-    first_run: int = 0
-    """The number of the first rollout that is made from a task object."""
-
-    @classmethod
-    def of(cls, workflow_args: Mapping[str, Any]) -> RolloutSettings:
-        """The settings of a task; entries of Trinity's or of a YAML's own are passed over."""
-        if not callable(workflow_args.get("workflow_func")):
-            raise ValueError("workflow_args.workflow_func holds no workflow function")
-        given = {item.name: workflow_args.get(item.name) for item in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+_DEFAULTS: dict[str, Any] = {
+    "workflow_func": None,  # or how it travels to another process (`cluster/sent_function.py`)
+    "judge_func": None,
+    "run_timeout": 300.0,  # seconds that a rollout may take
+    "seed": 0,
+    "system_prompt": None,
+    "rewards": None,
+    "sandbox": "auto",
+    "prompts": {},
+    "books": None,  # `RunSpend`: the run's models and budget
+    "run_dir": None,  # gets what workflows keep of training rollouts; None: nothing is kept
+    "eval_dir": None,  # gets the records of evaluations; None: none are written
+    "score": "reward",  # what evaluation counts: the reward, or a metric of the workflow's
+    "transcripts": 0,  # how many items of a held-out task set keep their transcripts
+    "cache": None,  # folder of other models' answers, for evaluations
+    "first_run": 0,  # the number of the first rollout that is made from a task object
+}
+"""What the adapter is told: `task.workflow_args`, whose other entries are not ours."""
 
 
 def adapter_arguments(
@@ -183,7 +172,11 @@ class WorkflowAdapter(Workflow):
         auxiliary_models: list[ModelWrapper] | None = None,
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.settings = RolloutSettings.of(task.workflow_args)
+        told = {name: task.workflow_args.get(name) for name in _DEFAULTS}
+        given = {name: value for name, value in told.items() if value is not None}
+        if not callable(given.get("workflow_func")):
+            raise ValueError("workflow_args.workflow_func holds no workflow function")
+        self.settings = SimpleNamespace(**{**_DEFAULTS, **given})
         # Trinity creates the rollouts of a task in order, from one task object, and tells them
         # nothing about it. A retry works on a fresh copy, which counts from zero again.
         count = task.__dict__.setdefault("_aflow_runs", itertools.count())
@@ -355,7 +348,7 @@ class WorkflowAdapter(Workflow):
             answer=final_answer(self._response, calls),
             kept=dict(context.kept),
         )
-        self._keep(append_record, str(settings.eval_dir), record)
+        self._keep(append_record, settings.eval_dir, record)
 
     def _keep(self, append: Callable[[Path, Any], None], folder: str, record: Any) -> None:
         """Append a record; a full disk must not cost the rollout."""
@@ -434,10 +427,7 @@ def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_reward(value: Any, who: str) -> float:
     """A reward as a finite float; scalars of numpy and torch, Decimals and bools are numbers.
-
-    Raises:
-        BadReward: None, not a number, or not finite; `who` is named in the message.
-    """
+    Raises BadReward: None, not a number, or not finite; `who` is named in the message."""
     if value is None:
         raise BadReward(Failure.RETURNED_NONE, f"{who} returned None as the reward")
     number = value
@@ -473,7 +463,7 @@ def _failed(error: Exception) -> Outcome:
         return Outcome(failure=error.kind, detail=str(error))
     if isinstance(error, TimedOut):
         # Where the rollout was when its time was up, innermost frame last.
-        ours = [i for i, frame in enumerate(error.stack) if frame.filename in _MACHINERY]
+        ours = [i for i, frame in enumerate(error.stack) if frame.filename == __file__]
         frames = error.stack[ours[-1] + 1 :] if ours else error.stack
         listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
         kind = Failure.BLOCKED_LOOP if isinstance(error, Blocked) else Failure.TIMED_OUT
@@ -483,8 +473,163 @@ def _failed(error: Exception) -> Outcome:
     # The traceback from the user's function on, without the frames that lead to it.
     trace, start = raised.__traceback__, raised.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename in _MACHINERY:
+        if trace.tb_frame.f_code.co_filename == __file__:
             start = trace.tb_next
         trace = trace.tb_next
     lines = traceback.format_exception(type(raised), raised, start or raised.__traceback__)
     return Outcome(failure=Failure.RAISED, detail="".join(lines).rstrip()[-MAX_DETAIL:])
+
+
+class TimedOut(Exception):
+    """The rollout exceeded its time while its event loop was alive; `stack` is where it was."""
+
+    def __init__(self, message: str, stack: traceback.StackSummary) -> None:
+        super().__init__(message)
+        self.stack = stack
+
+
+class Blocked(TimedOut):
+    """The rollout exceeded its time and its event loop does not answer."""
+
+
+class Escaped(Exception):
+    """Holds what a rollout raised that is no `Exception`, such as SystemExit or a cancellation:
+    raised as itself it would end the runner."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+class RolloutThread(Generic[T]):
+    """Runs one coroutine in a new thread: `await RolloutThread(make).result(seconds)`.
+
+    `make` is called in the thread, inside its event loop and a copy of the current context.
+    """
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        async def body() -> T:
+            return await make()
+
+        self._runner_loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[T] = self._runner_loop.create_future()
+        self._given_up = False
+        self._executor = _DaemonExecutor()
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(self._executor)
+        self._task = self._loop.create_task(body())
+        self._thread = threading.Thread(target=self._main, name="rollout", daemon=True)
+        self._thread.start()
+
+    async def result(self, seconds: float) -> T:
+        """The coroutine's result, or the `Exception` that it raised.
+
+        Raises:
+            TimedOut: it took longer than `seconds`; it was cancelled.
+            Blocked: it took longer and cannot be cancelled; its thread is abandoned.
+            Escaped: it raised something that is no `Exception`.
+        """
+        try:
+            finished, _ = await asyncio.wait([self._done], timeout=seconds)
+            if finished:
+                return self._done.result()
+            answered: asyncio.Future[None] = self._runner_loop.create_future()
+
+            def cancel() -> None:
+                _call(self._runner_loop, answered.cancel)
+                self._task.cancel()
+
+            _call(self._loop, cancel)
+            waiting: list[asyncio.Future[Any]] = [answered, self._done]
+            await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not (answered.done() or self._done.done()):
+                # A frame must not be kept: it keeps every local variable of the rollout alive.
+                stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
+                raise Blocked(f"its event loop does not answer after {seconds:g} s", stack)
+            await asyncio.wait([self._done], timeout=GRACE_SECONDS)
+            error = self._done.exception() if self._done.done() else None
+            cause = error.error if isinstance(error, Escaped) else error
+            stack = traceback.extract_tb(cause.__traceback__ if cause else None)
+            raise TimedOut(f"not finished after {seconds:g} s", stack)
+        except (asyncio.CancelledError, TimedOut):
+            self._abandon()
+            raise
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._finish(self._loop.run_until_complete(self._task), None)
+        except BaseException as error:
+            self._finish(None, error)
+        finally:
+            try:
+                with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
+                    left = asyncio.all_tasks(self._loop)
+                    for task in left:
+                        task.cancel()
+                    if left:
+                        waited = asyncio.wait(left, timeout=GRACE_SECONDS)
+                        for task in self._loop.run_until_complete(waited)[0]:
+                            if not task.cancelled():
+                                task.exception()  # seen: nobody else will look
+                    self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+                asyncio.set_event_loop(None)
+            finally:
+                self._loop.close()
+
+    def _finish(self, value: T | None, error: BaseException | None) -> None:
+        """Tell the runner; what the rollout left behind is cleaned up after that."""
+
+        def deliver() -> None:
+            if self._given_up or self._done.done():
+                return
+            if error is None:
+                self._done.set_result(value)  # type: ignore[arg-type]
+            else:
+                self._done.set_exception(error if isinstance(error, Exception) else Escaped(error))
+
+        _call(self._runner_loop, deliver)
+
+    def _abandon(self) -> None:
+        """Stop waiting; end the thread if anything can."""
+        self._given_up = True
+        _call(self._loop, self._loop.stop)
+        for thread in [*self._executor.running, self._thread]:
+            if thread.is_alive():
+                number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
+    """In `loop`'s thread, unless the loop is closed: it has finished then."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
+
+
+class _DaemonExecutor(ThreadPoolExecutor):
+    """What `asyncio.to_thread` uses in a rollout: a daemon thread for each call. The threads of the
+    standard executor are joined when the process ends: one that hangs would keep it alive."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)  # never used: `submit` below starts the threads
+        self._slots = threading.Semaphore(MAX_BLOCKING_CALLS)
+        self.running: set[threading.Thread] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            with self._slots:
+                if not future.set_running_or_notify_cancel():
+                    return
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+                finally:
+                    self.running.discard(thread)
+
+        thread = threading.Thread(target=work, name="rollout", daemon=True)
+        self.running.add(thread)
+        thread.start()
+        return future

@@ -98,11 +98,8 @@ def key_for(url: str, key_variable: str | None) -> str:
 
 
 def check_endpoint(url: str, models: list[str], key_variable: str | None) -> None:
-    """Ask the endpoint for its models before any task is run; one without a list passes.
-
-    Raises:
-        BadInput: no URL, nobody answers there, the key is refused, or a model is not served.
-    """
+    """Ask the endpoint for its models before any task is run; one without a list passes. Raises
+    BadInput: no URL, nobody answers there, the key is refused, or a model is not served."""
     import openai
 
     def refused(expected: str, found: str, fix: str, where: str = f"--endpoint {url}") -> BadInput:

@@ -84,11 +84,8 @@ class CheckedExplorer(Explorer):
         await self._check_sync()
 
     async def _check_sync(self) -> None:
-        """Compare what samplers and trainer say of the version that was just synced, once.
-
-        Raises:
-            RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing.
-        """
+        """Compare what samplers and trainer say of the version that was just synced, once. Raises
+        RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing."""
         version, config = self.model_version, self.config
         if version <= self._checked or not is_checked(config):
             return

@@ -157,11 +157,8 @@ class StepStamp(ExperienceOperator):
     """Comes last: notes on each experience how many of its step are left to train on."""
 
     def process(self, exps: list[Experience]) -> Processed:
-        """The same experiences, each with the step's size in its `info`.
-
-        Raises:
-            RunFailed: the operators before it left nothing.
-        """
+        """The same experiences, each with the step's size in its `info`. Raises RunFailed: the
+        operators before it left nothing."""
         if not exps:
             raise RunFailed(
                 "the experience pipeline left nothing of a step to train on: look at "

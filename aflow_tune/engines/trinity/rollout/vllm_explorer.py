@@ -104,11 +104,6 @@ class OneGpuAllocator(Allocator):
     """Trinity's, for a sampler on the GPU which the trainer reserved. Ray must be running."""
 
     def allocate_bundles(self) -> BundleResult:
-        """As Trinity's, without GPUs and on the node that has one.
-
-        Raises:
-            RunFailed: that node has left the cluster.
-        """
         result = super().allocate_bundles()
         nodes = [it for it in ray.nodes() if it["Alive"] and it["Resources"].get("GPU")]
         if not nodes:
@@ -133,19 +128,15 @@ class OneGpuExplorer(VllmExplorer):
 
 
 def share_the_gpu(config: Config) -> None:
-    """Tell the sampler which GPU the trainer will get. Ray must be running.
-
-    Raises:
-        RunFailed: the cluster has too few processors, or not one GPU, or that is not free.
-    """
+    """Tell the sampler which GPU the trainer will get; Ray must be running. RunFailed: the cluster
+    has too few processors, or not one GPU, or that is not free."""
     resources = ray.cluster_resources()
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
     if gpus != 1:
         raise RunFailed(
-            f"`mode: colocate` needs a Ray cluster with one GPU, and this one has {gpus:g}: "
-            "sampler and trainer could be given different ones. Use `mode: both` on two or more, "
-            "let the run see one (`physical_gpus: [0]`, or CUDA_VISIBLE_DEVICES=0), or start a "
-            "Ray with one and name its address in cluster.ray_address: "
+            f"`mode: colocate` needs a Ray cluster with one GPU, and this one has {gpus:g}. Use "
+            "`mode: both` on two or more, let the run see one (`physical_gpus: [0]`), or name a "
+            "Ray with one in cluster.ray_address: "
             f"`CUDA_VISIBLE_DEVICES=0 ray start --head --num-gpus=1 --num-cpus={CPUS}`"
         )
     if cpus < CPUS:

@@ -68,10 +68,8 @@ def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
 def newest_sound(run_dir: Path) -> int:
     """The step of the newest checkpoint whose files are as they were written; 0 without any.
 
-    Newer ones that are damaged are renamed to `damaged_global_step_N`, and said.
-
-    Raises:
-        BadInput: there are checkpoints, and all of them are damaged; they stay as they are.
+    Newer ones that are damaged are renamed to `damaged_global_step_N`, and said. Raises BadInput:
+    there are checkpoints, and all of them are damaged; they stay as they are.
     """
     damaged: list[tuple[Checkpoint, CheckpointError]] = []
     for checkpoint in reversed(checkpoints(run_dir)):
@@ -101,11 +99,8 @@ def newest_sound(run_dir: Path) -> int:
 
 
 def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
-    """Take everything but the checkpoints back to `step`.
-
-    Raises:
-        BadInput: the position in the task sets at `step` was lost.
-    """
+    """Take everything but the checkpoints back to `step`. Raises BadInput: the position in the task
+    sets at `step` was lost."""
     explorer_file = run_dir / f"{explorer_name}_meta.json"
     if step == 0:
         explorer_file.unlink(missing_ok=True)
@@ -175,13 +170,10 @@ def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> Ru
     if changed:
         raise BadInput("This run folder belongs to a run with another configuration.", changed)
     if state.status == "finished" and state.step >= target:  # 0: a mode without steps
+        reached = f"already reached step {state.step} of {target}" if target else "is finished"
         raise AlreadyFinished(
-            f"The run in {run_dir} already reached step {state.step} of {target}. Nothing was "
-            "started. For more steps raise `buffer.total_steps` or `buffer.total_epochs`; for a "
-            "new run give another `name=`."
-            if target
-            else f"The run in {run_dir} is finished. Nothing was started. For a new run give "
-            "another `name=`."
+            f"The run in {run_dir} {reached}. Nothing was started. For more steps raise "
+            "`buffer.total_steps` or `buffer.total_epochs`; for a new run give another `name=`."
         )
     return state
 

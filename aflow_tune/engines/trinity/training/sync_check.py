@@ -61,11 +61,8 @@ class SyncCheck:
 
     def compare(self, version: int, sampler: Sequence[float], trainer: Sequence[float]) -> float:
         """The mismatch of `version`, of which both say the text's log-probabilities (T - 1 each).
-
-        Raises:
-            RunFailed: the sampler did not change though the trainer did, or they disagree beyond
-                rounding, within the first updates of this run.
-        """
+        Raises RunFailed: the sampler did not change though the trainer did, or they disagree beyond
+        rounding, within the first updates of this run."""
         sampler, trainer = list(sampler), list(trainer)
         mismatch = _distance(sampler, trainer)
 
