@@ -137,8 +137,6 @@ class LlamaDecoder:
         self.weights = Weights(model)
         self._pack()
 
-    # --- weights -------------------------------------------------------------------------
-
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         self.weights.load(state, lora)
         self.reset()
@@ -184,8 +182,6 @@ class LlamaDecoder:
         assert weight is not None
         halves = weight.view(-1, 2, self.head_dim // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
-
-    # --- Decoder -------------------------------------------------------------------------
 
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Equal prompts and common prefixes are computed once."""
@@ -255,16 +251,11 @@ class LlamaDecoder:
         self.store.clear()
         self.tokens = []
 
-    # --- forward pass --------------------------------------------------------------------
-
     def _extend(
         self, cache: KVCache, first_row: int, spans: list[Span], *, last_only: bool
     ) -> Tensor:
         """Run new tokens of several rows, packed; returns hidden_TE of all or the last of each.
-
-        Spans of equal offset and length lie side by side and attend in one call; `spans` is
-        sorted to that end, and the result is in its new order.
-        """
+        `spans` is sorted, so that equal offsets and lengths attend in one call."""
         spans.sort(key=lambda span: (span.offset, len(span.tokens)))
         lengths = [len(span.tokens) for span in spans]
         starts = np.cumsum([0, *lengths])
@@ -361,10 +352,8 @@ class LlamaDecoder:
         attend: Callable[[int, Tensor], Tensor],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm; writes keys and values to `cache` at `index`.
-
-        `wanted` selects positions: the last layer's output is computed only for them.
-        """
+        """Hidden states after the final norm, at the positions `wanted`; writes keys and values to
+        `cache` at `index`."""
         turns = self._turns(cache.kv.shape[4])[positions_T][:, None]
         x = F.embedding(tokens_T, self.embedding)
         for number, layer in enumerate(self.layers):
@@ -382,10 +371,8 @@ class LlamaDecoder:
         return self._rms(x, self.norm)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside.
-
-        Torch's own CPU version makes seven passes, this one three.
-        """
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside; in three
+        passes, where torch's own CPU version makes seven."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return torch.mul(x * scale, weight, out=torch.empty_like(x))

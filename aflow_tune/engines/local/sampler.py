@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass
 class _Job:
     """Work that needs the decoder to itself: no sequence is being decoded while it runs."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.work = work
-        self.future: Future[Any] = Future()
+    work: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
 
 
 class Sampler:
@@ -97,8 +98,6 @@ class Sampler:
         )
         self._thread.start()
         self.decoder = ready.result()
-
-    # --- called from any thread ----------------------------------------------------------
 
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams]
@@ -201,7 +200,7 @@ class Sampler:
             self._queue.extend(items)
             self._wake.notify()
 
-    # --- the sampler's thread ------------------------------------------------------------
+    # All that follows runs on the sampler's thread.
 
     @torch.inference_mode()
     def _run(self, model: PreTrainedModel, ready: Future[Decoder]) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from peft import PeftModel
@@ -67,12 +67,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Everything that decides an update. `lora` None trains the full weights.
-
-    `micro_batch_tokens` counts packed tokens and bounds memory, never the result.
-    `temperature` is the sampling temperature: log-probabilities are those of
-    softmax(logits / temperature). `grad_clip` 0 switches clipping off.
-    """
+    """Everything that decides an update. `lora` None trains the full weights; `micro_batch_tokens`
+    counts packed tokens and bounds memory, never the result; log-probabilities are those of
+    softmax(logits / temperature); `grad_clip` 0 switches clipping off."""
 
     lora: LoraSpec | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -89,11 +86,9 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What a loss sees: B samples padded to R response columns, fp32, masks boolean.
-
-    `extra` holds the samples' own tensors, padded with zeros: [B, R] for per-token ones, [B]
-    for scalars. `old_logprobs_BR` is None if a sample has none.
-    """
+    """What a loss sees: B samples padded to R response columns, fp32, masks boolean. `extra` holds
+    the samples' own tensors, padded with zeros, [B, R] or [B]; `old_logprobs_BR` is None if any has
+    none."""
 
     logprobs_BR: Tensor
     action_mask_BR: Tensor
@@ -103,14 +98,9 @@ class LossBatch:
 
     def rows(self, index: slice) -> LossBatch:
         """The batch of some of its rows."""
-        old, entropy = self.old_logprobs_BR, self.entropy_BR
-        return LossBatch(
-            self.logprobs_BR[index],
-            self.action_mask_BR[index],
-            None if old is None else old[index],
-            None if entropy is None else entropy[index],
-            {name: tensor[index] for name, tensor in self.extra.items()},
-        )
+        own = (self.logprobs_BR, self.action_mask_BR, self.old_logprobs_BR, self.entropy_BR)
+        cut: list[Any] = [None if tensor is None else tensor[index] for tensor in own]
+        return LossBatch(*cut, {name: tensor[index] for name, tensor in self.extra.items()})
 
 
 class LossFn(Protocol):
@@ -128,10 +118,8 @@ class LossFn(Protocol):
 
 
 class LocalTrainer:
-    """The policy, its optimizer and its schedule.
-
-    Deterministic: the same settings, batches and thread count give bit-equal weights.
-    """
+    """The policy, its optimizer and its schedule. The same settings, batches and thread count give
+    bit-equal weights."""
 
     def __init__(self, model_path: Path | str, settings: TrainerSettings) -> None:
         self.model_path = Path(model_path)
@@ -168,8 +156,6 @@ class LocalTrainer:
             weight_decay=settings.weight_decay,
             fused=settings.device.type in ("cpu", "cuda"),
         )
-
-    # -- one step ------------------------------------------------------------------------
 
     def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
         """One update on all `groups`; the loss's metrics and the step's own. ValueError if empty.
@@ -210,11 +196,8 @@ class LocalTrainer:
         return metrics
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[Tensor]:
-        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere).
-
-        `reference`: of the model that training started from, that is with the adapter disabled,
-        or of a frozen second copy of the model's folder (`keep_reference`).
-        """
+        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere); `reference`: of
+        the model that training started from, with the adapter disabled or as a frozen copy."""
         groups = [[i] for i in range(len(samples))]
         width = max((len(sample.action_mask_R) for sample in samples), default=0)
         out: list[Tensor] = [torch.empty(0)] * len(samples)
@@ -343,8 +326,6 @@ class LocalTrainer:
             "actor/skipped_steps": float(self.skipped_steps),
         }
 
-    # -- weights -------------------------------------------------------------------------
-
     def weights(self) -> dict[str, Tensor]:
         """CPU copies for a sampler: the adapter state, or all weights by parameter name."""
         if self.peft is not None:
@@ -353,20 +334,17 @@ class LocalTrainer:
 
     def save(self, directory: Path | str) -> None:
         """Write everything that the next step depends on, atomically."""
-        moments = {}
-        for name, master in self._masters.items():
-            for key, value in self.optimizer.state.get(master, {}).items():
-                moments[f"{key}/{name}"] = value
+        moments = {
+            f"{key}/{name}": value
+            for name, master in self._masters.items()
+            for key, value in self.optimizer.state.get(master, {}).items()
+        }
         rng = {"cpu": torch.get_rng_state()}
         if self.settings.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.settings.device)
-        lora = self.settings.lora
-        state = {
-            "step": self.step_count,
-            "skipped_steps": self.skipped_steps,
-            "lora": None if lora is None else vars(lora),
-            "extra": {},
-        }
+        lora = None if self.settings.lora is None else vars(self.settings.lora)
+        state = {"step": self.step_count, "skipped_steps": self.skipped_steps}
+        state |= {"lora": lora, "extra": {}}
         tensors = {"weights": self._masters, "optimizer": moments, "rng": rng}
         write_checkpoint(Path(directory), tensors, state)
 
