@@ -139,11 +139,8 @@ def write_checkpoint(
 def read_checkpoint(
     path: Path, *, expected_weights: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors by group and the state of a verified checkpoint.
-
-    With `expected_weights`, names and shapes of the group 'weights' must match. Raises
-    CheckpointError.
-    """
+    """The tensors by group and the state of a verified checkpoint. With `expected_weights`, names
+    and shapes of the group 'weights' must match. Raises CheckpointError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -290,9 +287,7 @@ def write_merged(
     model_path: Path, weights: Mapping[str, Tensor], spec: LoraSpec | None, target: Path
 ) -> None:
     """Write the base model of `model_path` with `weights` applied, in the base's own type.
-
-    `weights` is an adapter state if `spec` is given, else parameters by name.
-    """
+    `weights` is an adapter state if `spec` is given, else parameters by name."""
     from transformers import AutoModelForCausalLM
 
     from aflow_tune.engines.local.weights import Weights

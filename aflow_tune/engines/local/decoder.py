@@ -159,9 +159,7 @@ class GenericDecoder:
         self, ids_BN: Tensor, lengths: list[int], layers: list[tuple[Tensor, Tensor]] | None
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Logits after the last column, [B, V], and the cache [B, heads, columns, dim] a layer.
-
-        `lengths` counts each row's real tokens, the new ones included.
-        """
+        `lengths` counts each row's real tokens, the new ones included."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 

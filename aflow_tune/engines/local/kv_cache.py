@@ -102,10 +102,8 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
 
 @dataclass
 class PrefixStore:
-    """Finished sequences and their keys and values, least recently used out first.
-
-    `capacity` counts tokens. Contents are valid for one version of the weights only.
-    """
+    """Finished sequences and their keys and values, least recently used out first. `capacity`
+    counts tokens. Contents are valid for one version of the weights only."""
 
     capacity: int
     entries: OrderedDict[int, tuple[TokenArray, Tensor]] = field(default_factory=OrderedDict)
@@ -155,11 +153,9 @@ _WORTH_COPYING = 16
 
 @dataclass
 class Span:
-    """The part of one prompt that is computed: `tokens`, from column `offset` on.
-
-    The columns before come from `storage` (a stored prefix) or from the prompt `donor` of the
-    same batch; with neither, `offset` is 0.
-    """
+    """The part of one prompt that is computed: `tokens`, from column `offset` on. The columns
+    before come from `storage` (a stored prefix) or from the prompt `donor` of the same batch; with
+    neither, `offset` is 0."""
 
     index: int
     offset: int

@@ -120,10 +120,8 @@ def trie_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D].
-
-    Returns [1, N, H, D]. Raises NotImplementedError for variants that it does not know.
-    """
+    """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D]. Returns [1,
+    N, H, D]. Raises NotImplementedError for variants that it does not know."""
     row = _layout.get()
     unknown = [name for name in _REFUSED if kwargs.get(name) is not None]
     if row is None or unknown or dropout or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
@@ -263,10 +261,8 @@ def token_scores(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of target_M[m] under softmax(logits / temperature) of row node_M[m].
-
-    Returns fp32 logprobs_M and, if asked for, the entropy of every row, fp32 [U], in nats.
-    """
+    """Log-probability of target_M[m] under softmax(logits / temperature) of row node_M[m]. Returns
+    fp32 logprobs_M and, if asked for, the entropy of every row, fp32 [U], in nats."""
     logprobs_M, entropy_U = _TokenScores.apply(
         hidden_UH, weight_VH, bias_V, node_M, target_M, temperature, entropy
     )
@@ -294,9 +290,7 @@ class PackedModel:
         self, samples: Sequence[Sample], width: int, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """fp32 logprobs_BR of the scored response tokens, and their entropies [B, R] or None.
-
-        `width` is R. Columns that do not count are 0 and carry no gradient.
-        """
+        `width` is R. Columns that do not count are 0 and carry no gradient."""
         size = len(samples) if self.packed else 1
         rows: list[Tensor] = []
         columns: list[Tensor] = []

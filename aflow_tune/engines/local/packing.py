@@ -212,10 +212,8 @@ def micro_batches(
     samples: Sequence[Sample], groups: Sequence[Sequence[int]], max_tokens: int
 ) -> list[list[int]]:
     """Split a train batch into micro-batches of whole rollouts, at most `max_tokens` packed tokens.
-
     `groups` lists sample indices by task. A group that fits is not cut; a rollout longer than
-    `max_tokens` is a micro-batch of its own. The order is kept.
-    """
+    `max_tokens` is a micro-batch of its own. The order is kept."""
     paths = [sample.path() for sample in samples]
     batches: list[list[int]] = [[]]
     trie = TokenTrie()

@@ -282,11 +282,9 @@ def _plain(message: Message, number: int) -> Message:
 
 
 def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
-    """The text outside the tool calls (None when empty), and the calls in OpenAI's form.
-
-    A call that is not valid JSON of one of the functions `names` leaves the whole completion as
-    text. Equal text and `salt` give equal call ids.
-    """
+    """The text outside the tool calls (None when empty), and the calls in OpenAI's form. A call
+    that is not valid JSON of one of the functions `names` leaves the whole completion as text.
+    Equal text and `salt` give equal call ids."""
     calls: list[Message] = []
     for position, match in enumerate(_CALL.finditer(text)):
         try:

@@ -118,10 +118,8 @@ class Sampler:
             raise
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """Complete one prompt from any event loop; raises what `generate` raises.
-
-        Cancelling the awaiting task gives the place in the batch free at the next step.
-        """
+        """Complete one prompt from any event loop; raises what `generate` raises. Cancelling the
+        awaiting task gives the place in the batch free at the next step."""
         request = self._request(prompt_ids, params)
         self._enqueue([request])
         return await asyncio.wrap_future(request.future)
@@ -150,11 +148,9 @@ class Sampler:
         self._on_thread(load)
 
     def run_alone(self, work: Callable[[], T]) -> T:
-        """Run other torch work on the sampler's thread, between requests; blocks.
-
-        Every thread that computes keeps a pool of OpenMP workers; once pools outnumber cores a
-        decode step of 16 sequences takes half as long again. Must not wait for the sampler itself.
-        """
+        """Run other torch work on the sampler's thread, between requests; blocks. Every thread that
+        computes keeps a pool of OpenMP workers; once pools outnumber cores a decode step of 16
+        sequences takes half as long again. Must not wait for the sampler itself."""
         return self._on_thread(torch.inference_mode(False)(work))
 
     def stats(self) -> dict[str, float]:

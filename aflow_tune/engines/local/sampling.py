@@ -151,11 +151,9 @@ def draw(
 
 
 def invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds uniform * total, per row.
-
-    Sums blocks of the vocabulary first, so that only one block per row needs a running sum.
-    A token of weight zero is never returned.
-    """
+    """The first token whose cumulative weight exceeds uniform * total, per row. Sums blocks of the
+    vocabulary first, so that only one block per row needs a running sum. A token of weight zero is
+    never returned."""
     if short := -weights_BV.shape[1] % _BLOCK:
         weights_BV = F.pad(weights_BV, (0, short))
     blocks_BKW = weights_BV.unflatten(1, (-1, _BLOCK))

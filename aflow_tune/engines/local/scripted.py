@@ -69,10 +69,8 @@ def tokenizer_for(name: str) -> StandInTokenizer:
 
 
 def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> int:
-    """Save a tiny random model with this tokenizer into `folder`; returns its parameters.
-
-    Equal seeds write equal weights.
-    """
+    """Save a tiny random model with this tokenizer into `folder`; returns its parameters. Equal
+    seeds write equal weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     highest = max(tokenizer.get_vocab().values(), default=0)

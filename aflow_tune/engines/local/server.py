@@ -253,10 +253,8 @@ def _error(status: int, message: str, code: str | None = None) -> Response:
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """A bound socket that names its protocol; port 0 takes a free one. RunFailed if it cannot be.
-
-    asyncio switches Nagle's algorithm off only for sockets that do; without it every answer
-    on a kept-alive connection waits 40 ms for the client's acknowledgement.
-    """
+    asyncio switches Nagle's algorithm off only for sockets that do; without it every answer on a
+    kept-alive connection waits 40 ms for the client's acknowledgement."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

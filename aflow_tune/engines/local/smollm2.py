@@ -88,11 +88,9 @@ def _download_gguf(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the dequantised weights, tokenizer and chat template of `gguf` into `folder`.
-
-    A model loaded with `gguf_file=` counts as quantised and refuses `save_pretrained`, so its
-    weights go into a fresh model of the same shape.
-    """
+    """Write the dequantised weights, tokenizer and chat template of `gguf` into `folder`. A model
+    loaded with `gguf_file=` counts as quantised and refuses `save_pretrained`, so its weights go
+    into a fresh model of the same shape."""
     import torch
     from transformers import (
         AutoModelForCausalLM,

@@ -105,10 +105,8 @@ class LossBatch:
 
 class LossFn(Protocol):
     """A loss over a train batch; see the module's docstring for the one thing it must keep.
-
     `needs_entropy`: whether `entropy_BR` is filled, at the cost of another product with the output
-    head. `per_group`: call it on each group alone and average, instead of on the whole batch.
-    """
+    head. `per_group`: call it on each group alone and average, instead of on the whole batch."""
 
     needs_entropy: bool
     per_group: bool
@@ -158,10 +156,8 @@ class LocalTrainer:
         )
 
     def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
-        """One update on all `groups`; the loss's metrics and the step's own. ValueError if empty.
-
-        A gradient that is not finite changes nothing: the step is counted and skipped.
-        """
+        """One update on all `groups`; the loss's metrics and the step's own. ValueError if empty. A
+        gradient that is not finite changes nothing: the step is counted and skipped."""
         metrics = self._step([group for group in groups if group], loss)
         give_back()  # here, where the tensors of the step are gone
         return metrics

@@ -23,11 +23,8 @@ _PREFIX = "lora."
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What an adapter looks like.
-
-    `target_modules`: 'all-linear' (every linear layer but the output head), one module name,
-    a regular expression as PEFT takes it, or a tuple of module names.
-    """
+    """What an adapter looks like. `target_modules`: 'all-linear' (every linear layer but the output
+    head), one module name, a regular expression as PEFT takes it, or a tuple of module names."""
 
     rank: int
     alpha: float

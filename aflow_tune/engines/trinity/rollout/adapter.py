@@ -155,10 +155,8 @@ class Outcome:
 
 
 class WorkflowAdapter(Workflow):
-    """Gives the function a recording model, a time-out and a thread of its own.
-
-    What the rollout noted in its trace becomes metrics beside the workflow's own.
-    """
+    """Gives the function a recording model, a time-out and a thread of its own. What the rollout
+    noted in its trace becomes metrics beside the workflow's own."""
 
     is_async: bool = True
     can_repeat: bool = False
@@ -296,11 +294,9 @@ class WorkflowAdapter(Workflow):
         return {name: value for name, value in kwargs.items() if value is not None}
 
     def _rollout_seed(self) -> str:
-        """Root of the seeds of this rollout's calls, the same whenever it is repeated.
-
-        Evaluations leave the step out, and count items by their rows: before and after training
-        they draw the same random numbers, so that a difference is due to the weights.
-        """
+        """Root of the seeds of this rollout's calls, the same whenever it is repeated. Evaluations
+        leave the step out, and count items by their rows: before and after training they draw the
+        same random numbers, so that a difference is due to the weights."""
         task = self.task
         batch, number = task.batch_id, task.task_id
         if task.is_eval:
@@ -364,10 +360,8 @@ class WorkflowAdapter(Workflow):
 
 
 def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
-    """One experience for each choice of each call; `eid.step` counts the calls.
-
-    If any call was given a step reward, a last one without gets the returned reward.
-    """
+    """One experience for each choice of each call; `eid.step` counts the calls. If any call was
+    given a step reward, a last one without gets the returned reward."""
     experiences = []
     any_step_reward = any(call.note.step_reward is not None for call in calls)
     for step, call in enumerate(calls):
@@ -502,10 +496,8 @@ class Escaped(Exception):
 
 
 class RolloutThread(Generic[T]):
-    """Runs one coroutine in a new thread: `await RolloutThread(make).result(seconds)`.
-
-    `make` is called in the thread, inside its event loop and a copy of the current context.
-    """
+    """Runs one coroutine in a new thread: `await RolloutThread(make).result(seconds)`. `make` is
+    called in the thread, inside its event loop and a copy of the current context."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
         async def body() -> T:

@@ -309,10 +309,8 @@ class LocalExplorer(CheckedExplorer):
         await self.synchronizer.set_explorer_status.remote(RunningStatus.RUNNING)
 
     async def explore(self) -> str:
-        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up.
-
-        Returns the explorer's name, as upstream does. Raises whatever a step raised.
-        """
+        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up. Returns
+        the explorer's name, as upstream does. Raises whatever a step raised."""
         spent: BudgetReached | None = None
         try:
             step, startup = self.explore_step_num, self.config.explorer.eval_on_startup

@@ -171,11 +171,9 @@ class StepStamp(ExperienceOperator):
 
 
 class WholeStepSampleStrategy(DefaultSampleStrategy):
-    """Every train step consumes the experiences of exactly one explorer step.
-
-    Trinity's default counts experiences, that is model calls, whose number is not known beforehand.
-    This reads one experience, then the rest of its step, by the number stamped on it.
-    """
+    """Every train step consumes the experiences of exactly one explorer step. Trinity's default
+    counts experiences, that is model calls, whose number is not known beforehand. This reads one
+    experience, then the rest of its step, by the number stamped on it."""
 
     async def sample(
         self, step: int, **kwargs: Any

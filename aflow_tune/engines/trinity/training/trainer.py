@@ -62,11 +62,9 @@ class PublishingTrainer(Trainer):
 
 
 class LocalTrainEngine(TrainEngineWrapper):
-    """One optimiser step a call on our trainer; it owns weights and checkpoints.
-
-    All torch work happens on one thread of its own, so that the actor's event loop stays
-    free to answer and the arithmetic is always done by the same thread.
-    """
+    """One optimiser step a call on our trainer; it owns weights and checkpoints. All torch work
+    happens on one thread of its own, so that the actor's event loop stays free to answer and the
+    arithmetic is always done by the same thread."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
@@ -216,10 +214,8 @@ class LocalTrainActor(PublishingTrainer):
         self._stop_requested = True
 
     async def train(self) -> str:
-        """Train until the target, until the explorer has no more, or until asked to stop.
-
-        Always leaves a checkpoint of the last finished step. Raises what a step raised.
-        """
+        """Train until the target, until the explorer has no more, or until asked to stop. Always
+        leaves a checkpoint of the last finished step. Raises what a step raised."""
         try:
             while self.train_step_num < self.total_steps and not self._stop_requested:
                 sampling = asyncio.ensure_future(self._sample_data())
