@@ -41,23 +41,8 @@ from trinity.common.workflows.workflow import Task, Workflow
 
 from aflow_tune.cluster.sent_function import received, send
 from aflow_tune.context import RolloutContext
-from aflow_tune.engines.trinity.rollout.operators import (
-    CALLER_KEY,
-    FAILURE_KEY,
-    STATE_KEY,
-    STEP_REWARD_KEY,
-    TRACE_KEY,
-)
-from aflow_tune.engines.trinity.rollout.recording import (
-    RecordedCall,
-    RolloutRecorder,
-    auxiliary_chat_models,
-    call_summaries,
-    final_answer,
-    recording_client,
-    response_length,
-    transcript_entry,
-)
+from aflow_tune.engines.trinity.rollout import operators, recording
+from aflow_tune.engines.trinity.rollout.recording import RecordedCall
 from aflow_tune.models.cache import ResponseCache
 from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
@@ -188,8 +173,8 @@ class WorkflowAdapter(Workflow):
         settings = self.settings
         context = RolloutContext(rewards=settings.rewards)
         started = time.monotonic()
-        recorder = RolloutRecorder(
-            await recording_client(self.model),
+        recorder = recording.RolloutRecorder(
+            await recording.recording_client(self.model),
             context,
             task_id=f"{self.task.batch_id}/{self.task.task_id}",
             seed=self.seed,
@@ -244,7 +229,7 @@ class WorkflowAdapter(Workflow):
         return experiences
 
     async def _call_user(
-        self, context: RolloutContext, recorder: RolloutRecorder
+        self, context: RolloutContext, recorder: recording.RolloutRecorder
     ) -> tuple[float, dict[str, float]]:
         """Workflow and judge; runs in the rollout's own thread and loop."""
         function = received(self.settings.workflow_func)
@@ -252,7 +237,7 @@ class WorkflowAdapter(Workflow):
         # The row is copied: what one rollout changes in it must not reach the others.
         row = copy.deepcopy(dict(self.task.raw_task or {}))
         offered = {
-            "auxiliary_models": auxiliary_chat_models(
+            "auxiliary_models": recording.auxiliary_chat_models(
                 self.auxiliary_model_wrappers or (), self.auxiliary_models or (), recorder.loop
             ),
             "logger": self.logger,
@@ -324,6 +309,7 @@ class WorkflowAdapter(Workflow):
                 )
         step, _, taskset = str(self.task.batch_id).partition("/")
         item = int(self.task.index.get("index", self.task.task_id))
+        transcript = list(map(recording.transcript_entry, calls))
         record = EvalRecord(
             step=int(step),
             taskset=taskset,
@@ -334,14 +320,14 @@ class WorkflowAdapter(Workflow):
             failure=outcome.failure.value if outcome.failure else None,
             reason=outcome.detail[-MAX_REASON:],
             metrics=dict(outcome.metrics),
-            transcript=list(map(transcript_entry, calls)) if item < settings.transcripts else [],
+            transcript=transcript if item < settings.transcripts else [],
             seconds=round(seconds, 3),
-            calls=call_summaries(context, calls),
+            calls=recording.call_summaries(context, calls),
             operators=[
                 {key: getattr(use, key) for key in ("operator", "instance", "outcome", "attempts")}
                 for use in self._trace.of(OperatorCall)
             ],
-            answer=final_answer(self._response, calls),
+            answer=recording.final_answer(self._response, calls),
             kept=dict(context.kept),
         )
         self._keep(append_record, settings.eval_dir, record)
@@ -371,10 +357,10 @@ def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
         for choice, experience in enumerate(call.experiences):
             experience.eid.step = step
             experience.reward = reward
-            experience.info[CALLER_KEY] = call.note.caller
-            experience.info[STATE_KEY] = call.state
+            experience.info[operators.CALLER_KEY] = call.note.caller
+            experience.info[operators.STATE_KEY] = call.state
             if step_reward is not None and choice == 0:  # it was earned once
-                experience.info[STEP_REWARD_KEY] = step_reward
+                experience.info[operators.STEP_REWARD_KEY] = step_reward
             experiences.append(experience)
     return experiences
 
@@ -386,7 +372,7 @@ def _metrics(outcome: Outcome, calls: list[RecordedCall], untrained: int) -> dic
         "reward": float(outcome.reward or 0.0),
         "calls": float(len(calls)),
         "untrained_calls": float(untrained),
-        "response_tokens": float(sum(response_length(answer) for answer in answers)),
+        "response_tokens": float(sum(recording.response_length(answer) for answer in answers)),
         "response_truncated": float(sum(answer.truncate_status is not None for answer in answers)),
     }
 
@@ -400,7 +386,7 @@ def _placeholder(outcome: Outcome) -> Experience:
         logprobs=torch.zeros(1),
         action_mask=torch.zeros(1, dtype=torch.bool),
         reward=0.0,
-        info={FAILURE_KEY: kind, TRACE_KEY: outcome.detail},
+        info={operators.FAILURE_KEY: kind, operators.TRACE_KEY: outcome.detail},
         metrics={f"failure/{kind}:sum": 1.0},
     )
 
