@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from project import run_dir, write_project
+from project import write_project
 
 from aflow_tune.cli import main
 from aflow_tune.engines.local.sampler import Sampler
 from aflow_tune.engines.trinity.training.sync_check import SyncCheck
 from aflow_tune.errors import RunFailed
-from aflow_tune.report.quantities import MISMATCH
 
 BASE = [-1.0, -2.0, -3.0, -4.0]
 
@@ -59,18 +57,6 @@ def test_a_sampler_with_other_weights_is_told(sixteen_bit, passing, stopped, wor
 @pytest.fixture
 def project(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return write_project(tmp_path, tiny_model_dir, steps=2)
-
-
-def test_each_sync_of_a_run_is_checked_and_drawn(project: Path) -> None:
-    assert main([str(project), "--inline"]) == 0
-    folder = run_dir(project.parent)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = {
-        line["step"]: line["metrics"][MISMATCH] for line in lines if MISMATCH in line["metrics"]
-    }
-    assert found.keys() >= {1, 2}
-    assert max(found.values()) < 1e-4
-    assert "Sampler against trainer" in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

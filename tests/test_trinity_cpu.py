@@ -225,6 +225,35 @@ def test_an_adapter_shares_the_only_gpu(tmp_path: Path, model: Path) -> None:
     assert max(mismatches(folder(tmp_path)).values()) < EXACT
 
 
+BREAKING = """
+import builtins, sys
+
+real = builtins.__import__
+
+
+def broken(*arguments, **more):
+    '''Once our sampler's class is there, its server is Trinity's again: without adapters.'''
+    module = real(*arguments, **more)
+    room = sys.modules.get("aflow_tune.engines.trinity.rollout.vllm_sampler")
+    if "run_api_server" in vars(getattr(room, "VllmSampler", object)):
+        del room.VllmSampler.run_api_server
+    return module
+
+
+builtins.__import__ = broken
+"""
+
+
+def test_rollouts_without_the_adapter_end_the_run(tmp_path: Path, model: Path) -> None:
+    """The defect of Trinity 0.6.0, put back."""
+    (tmp_path / "breaking").mkdir()
+    (tmp_path / "breaking" / "sitecustomize.py").write_text(BREAKING)
+    content = settings(tmp_path, model)
+    content["model"]["lora_configs"] = [{"lora_rank": 16, "lora_alpha": 32}]
+    printed = finished(tmp_path, content, code=1, path=str(tmp_path / "breaking"))
+    assert "does not have the trainer's weights" in printed
+
+
 def test_stages_of_examples_pairs_and_rollouts(tmp_path: Path, model: Path) -> None:
     """SFT, DPO on whole pairs, then GRPO, each from what the one before left."""
     content = settings(tmp_path, model)
