@@ -82,12 +82,9 @@ def sha256_of(path: Path) -> str:
 
 
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
-    """Create the folder `target` by `write(temporary folder)`, or leave things as they were.
-
-    An existing `target` is replaced; a crash between the two renames leaves the old one under a
-    name that starts with a dot. Left-overs of earlier crashes are removed. Raises CheckpointError:
-    the disk is full, read-only or broken.
-    """
+    """Create or replace the folder `target` by `write(temporary folder)`, or leave things as they
+    were; a crash between the two renames leaves the old one under a name that starts with a dot.
+    Raises CheckpointError: the disk is full, read-only or broken."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for left_over in target.parent.glob(f".{target.name}.tmp-*"):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -199,12 +196,8 @@ def fingerprint(folder: Path) -> str:
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], LoraSpec | None]:
     """Weights for a sampler of the base model, from a checkpoint or a PEFT adapter: an adapter
-    state with its shape, or all parameters by name and None.
-
-    Raises:
-        BadInput: a kind of adapter that the sampler does not compute.
-        CheckpointError: the checkpoint is damaged.
-    """
+    state with its shape, or all parameters by name and None. Raises BadInput for a kind of adapter
+    that the sampler does not compute, CheckpointError for a damaged checkpoint."""
     from aflow_tune.engines.local.weights import LoraSpec
 
     if kind_of(folder) is Kind.ADAPTER:

@@ -31,14 +31,9 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The folder of a model, fetched and converted first if need be.
-
-    Args:
-        name_or_path: a name of `BUNDLED`, a folder with a `config.json`, or a hub id.
-
-    Raises:
-        BadInput: the folder holds no model, or the model cannot be fetched.
-    """
+    """The folder of a model, fetched and converted first if need be: of a name of `BUNDLED`, a
+    folder with a `config.json`, or a hub id. Raises BadInput: there is none, or it cannot be
+    fetched."""
     if name_or_path in BUNDLED:
         return BUNDLED[name_or_path](cache_dir() / name_or_path)
     folder = Path(name_or_path).expanduser()
@@ -80,15 +75,13 @@ def is_cached(name_or_path: str) -> bool:
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal LM in evaluation mode, every parameter of `dtype` on `device`.
-
-    Loads with one torch thread: a thread that ran one parallel operation keeps a pool of OpenMP
-    workers for good, and pools that outnumber the cores slow each other down. Raises BadInput:
-    config.json asks for weights that the files lack or hold in another shape.
-    """
+    """A causal LM in evaluation mode, every parameter of `dtype` on `device`. Raises BadInput:
+    config.json asks for weights that the files lack or hold in another shape."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    # A thread that ran one parallel operation keeps a pool of OpenMP workers for good, and pools
+    # that outnumber the cores slow each other down.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

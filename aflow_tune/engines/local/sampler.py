@@ -102,12 +102,9 @@ class Sampler:
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> list[list[Completion]]:
-        """Complete every prompt; blocks. Returns `params[i].n` completions for prompt i.
-
-        Raises:
-            BadInput: a prompt or its parameters are refused; nothing was drawn.
-            RunFailed: the engine met an error, which is the cause, or was closed.
-        """
+        """Complete every prompt; blocks. Returns `params[i].n` completions for prompt i. Raises
+        BadInput if a prompt or its parameters are refused, RunFailed if the engine met an error,
+        which is the cause, or was closed."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         self._enqueue(requests)
         try:
@@ -132,13 +129,9 @@ class Sampler:
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Take new weights; blocks until they are in use and `self.version` is `version`.
 
-        Args:
-            state: an adapter (`lora.<module path>.A` [rank, in] and `.B` [out, rank]) or
-                parameters by their names. Must not change until this returns.
-
-        Raises:
-            BadInput: names or shapes that the model does not have; nothing was changed.
-            RunFailed: as in `generate`.
+        `state` is an adapter (`lora.<module path>.A` [rank, in] and `.B` [out, rank]) or parameters
+        by their names. Raises BadInput for names or shapes that the model does not have, and then
+        nothing was changed; RunFailed as `generate`.
         """
 
         def load() -> None:

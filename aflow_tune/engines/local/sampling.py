@@ -120,15 +120,10 @@ def draw(
     uniforms_B: Tensor,
     rules: dict[int, RowRule],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row.
+    """Draw one token a row: tokens_B, their log-probabilities_B, and probabilities_BV, fp32.
 
-    Args:
-        temperatures_B1: positive divisors, or None when all are 1.
-        uniforms_B: in [0, 1).
-        rules: rows that are restricted, by row number.
-
-    Returns:
-        tokens_B, their log-probabilities_B, and probabilities_BV of all tokens, fp32.
+    `temperatures_B1` are positive divisors, or None when all are 1; `uniforms_B` in [0, 1);
+    `rules` the rows that are restricted, by row number.
     """
     if temperatures_B1 is not None:
         logits_BV = logits_BV.float() / temperatures_B1
