@@ -189,13 +189,10 @@ class Sampler:
             self._queue.extend(items)
             self._wake.notify()
 
-    # All that follows runs on the sampler's thread.
-
     @torch.inference_mode()
     def _run(self, model: PreTrainedModel, ready: Future[Decoder]) -> None:
         # All of the sampler's arithmetic happens on this thread, the packing of the weights
-        # included, so that no other one keeps a pool of workers (see `run_alone`). OpenMP
-        # keeps the number of threads per thread.
+        # included (see `run_alone`). OpenMP keeps the number of threads per thread.
         torch.set_num_threads(self.threads)
         _settle(ready, lambda: make_decoder(model))
         if ready.exception() is not None:

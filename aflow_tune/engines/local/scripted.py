@@ -193,7 +193,7 @@ def example_of(schema: Mapping[str, Any]) -> Any:
 
 
 ANSWER_FIELD = "aflow_scripted_answer"
-"""Key of a request's body (`extra_body` of OpenAI's client): the text to answer with."""
+"""Key of a request's body (`extra_body`): the text to answer with."""
 
 _WORDS = (
     "the answer to this question follows from what was given first one puts together what "

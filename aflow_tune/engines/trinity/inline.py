@@ -140,13 +140,8 @@ class InlinePipeline(ExperiencePipeline):
 
 
 class InlineRun:
-    """Train, evaluate and save in turns until the step `target`.
-
-    Args:
-        phase: told in words what is going on.
-        stop: asked between steps whether to stop.
-        reader: the data set to train on; None: on rollouts of the workflow.
-    """
+    """Train, evaluate and save in turns until the step `target`, on the data set of `reader`, or on
+    rollouts. `phase` is told what is going on; `stop` asked between steps whether to stop."""
 
     def __init__(
         self,

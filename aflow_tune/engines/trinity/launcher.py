@@ -43,10 +43,7 @@ def run_split(
 ) -> int:
     """Train through explorer and trainer actors; returns the step that was reached.
 
-    Args:
-        functions: the user's, whose code every worker needs.
-        phase: told in words what is going on.
-        stop: asked twice a second whether to save and stop.
+    `phase` is told in words what is going on; `stop` asked twice a second whether to save and stop.
 
     Raises:
         BadInput: there is no Ray that can be used, or the functions cannot be sent.
@@ -128,9 +125,8 @@ def _cause(error: Any) -> Exception:
 def run_cluster(
     config: AflowConfig, functions: Functions, target: int, phase: Callable[[str], None]
 ) -> int:
-    """Run one stage by Trinity's stage runner; returns the step reached.
-
-    Says so if the last evaluation did not come to its end.
+    """Run one stage by Trinity's stage runner; returns the step reached. Says so if the last
+    evaluation did not come to its end.
 
     Raises:
         BadInput: there is no Ray that can be used, or the functions cannot be sent.

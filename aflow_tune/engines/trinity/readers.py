@@ -178,15 +178,9 @@ def materialise_experiences(config: AflowConfig) -> None:
 
 
 class Experiences(ExperienceFileReader):
-    """The rows that fit, in Trinity's batches; `left_out` holds the places of those that do not.
-
-    Args:
-        places: `file:line` of each row, if they are known.
-        longest: tokens of prompt and response together that still fit; None for no limit.
-
-    Raises:
-        BadInput: rows that the formatter refuses, or no rows that fit.
-    """
+    """The rows of at most `longest` tokens (None: of any length), in Trinity's batches; `left_out`
+    holds the places of the others, `file:line` if `places` are known. Raises BadInput: rows that
+    the formatter refuses, or no rows that fit."""
 
     def __init__(self, config: StorageConfig, places: list[str], longest: int | None) -> None:
         self.left_out: list[str] = []
@@ -241,12 +235,8 @@ class Experiences(ExperienceFileReader):
 
 
 def open_experiences(config: AflowConfig) -> Experiences:
-    """The reader of a prepared configuration's data set, at its first row.
-
-    Raises:
-        BadInput: rows that cannot be learned from.
-        RunFailed: Hugging Face `datasets` cannot read the files.
-    """
+    """The reader of a prepared configuration's data set, at its first row. Raises BadInput for rows
+    that cannot be learned from, RunFailed if Hugging Face `datasets` cannot read the files."""
     buffer = experience_buffer(config)
     if buffer is None:
         raise ValueError("only `mode: train` reads a data set")

@@ -23,12 +23,8 @@ _CHECK_SECONDS = 20.0
 
 
 class EndpointModel(ModelWrapper):
-    """Trinity's model wrapper over `url`; `config.model_path` is the model's name there.
-
-    Args:
-        url: the API's base; without a path, `/v1` is meant.
-        key_variable: the environment variable that holds the key; see `key_for`.
-    """
+    """Trinity's model wrapper over the API at `url` (without a path: `/v1`). `config.model_path` is
+    the model's name there; for `key_variable` see `key_for`."""
 
     def __init__(self, config: InferenceModelConfig, url: str, key_variable: str | None) -> None:
         super().__init__(config=config, api_address=base_url(url))

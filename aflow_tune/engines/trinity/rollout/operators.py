@@ -57,12 +57,10 @@ class RunFilter(ExperienceOperator):
         self._highest = float("-inf")
 
     def process(self, exps: list[Experience]) -> Processed:
-        """The surviving experiences and the step's health.
-
-        Metrics: `group/failed_runs`, `group/lone_runs` (taken out for want of a group), and
-        the shares of task groups by the rewards of their rollouts: `group/frac_mixed` (they
-        differ), `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or
-        lower half of the rewards seen in this training).
+        """The surviving experiences and `group/failed_runs`, `group/lone_runs` (taken out for want
+        of a group), and the shares of task groups by their rewards: `group/frac_mixed` (they
+        differ), `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or lower
+        half of the rewards seen in this training).
 
         Raises:
             RunFailed: no rollout is left, or too many failed; with the first traceback.

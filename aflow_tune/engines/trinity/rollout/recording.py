@@ -74,12 +74,9 @@ class RecordingClient:
 class RolloutRecorder:
     """Everything that one rollout asks the model that is being tuned.
 
-    Made in the runner's event loop, in which the client of `source` works.
-
-    Args:
-        task_id: the task, unique in its batch; part of every state.
-        seed: root of the seeds of its calls; None leaves them to the server.
-        generate_kwargs: configured arguments of a call.
+    Made in the runner's event loop, in which the client of `source` works. `task_id` is unique in
+    its batch; `seed` the root of the seeds of its calls, None leaves them to the server;
+    `generate_kwargs` are the configured arguments of a call.
     """
 
     def __init__(
