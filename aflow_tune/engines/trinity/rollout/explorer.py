@@ -150,44 +150,17 @@ class LocalRunner(WorkflowRunner):
         await super().prepare()
 
 
-class RunnerProcess:
-    """The process in which all workflows run. If it has died (killed, out of memory), the first
-    slot that notices starts the next one."""
-
-    kind: type[LocalRunner] = LocalRunner
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.actor: Any = None
-        self.given_up = ""
-        """Why no other one is started any more."""
-        self._turn = asyncio.Lock()
-
-    async def replace(self, old: Any) -> None:
-        """Start another one than `old` (None: the first), unless somebody has done so."""
-        async with self._turn:
-            if self.actor is not old:
-                return
-            auxiliary = [0] * len(self.config.explorer.auxiliary_models)
-            options = _options(self.config, num_cpus=0)
-            actor = ray.remote(self.kind).options(**options).remote(self.config, 0, auxiliary, 0)
-            await actor.prepare.remote()
-            self.actor = actor
-        if old is not None:
-            ray.kill(old)
-
-
 class SharedRunner(RunnerWrapper):
     """A scheduler slot; all slots share one process."""
 
     runner: Any
 
-    def __init__(self, *args: Any, process: RunnerProcess, **kwargs: Any) -> None:
-        self._process = process
+    def __init__(self, *args: Any, scheduler: SharedScheduler, **kwargs: Any) -> None:
+        self._scheduler = scheduler
         super().__init__(*args, **kwargs)
 
     def _create_runner(self) -> Any:
-        return self._process.actor
+        return self._scheduler.process
 
     async def run_with_retry(
         self, task: TaskWrapper, repeat_times: int, *args: Any, **kwargs: Any
@@ -198,8 +171,8 @@ class SharedRunner(RunnerWrapper):
         while True:
             try:
                 if died:
-                    await self._process.replace(self.runner)
-                self.runner = self._process.actor
+                    await self._scheduler.replace_process(self.runner)
+                self.runner = self._scheduler.process
                 result = await super().run_with_retry(task, repeat_times, *args, **kwargs)
                 if result[0].ok or await _lives(self.runner):
                     break
@@ -208,7 +181,7 @@ class SharedRunner(RunnerWrapper):
                 result = status, b"", self.runner_id, 0.0
             died += 1
             if died > self.retry_times:
-                self._process.given_up = (
+                self._scheduler.given_up = (
                     f"the process that runs workflows died {died} times in a row in step "
                     f"{task.batch_id}: killed, out of memory, or ended by what a workflow calls "
                     "(os._exit, a crash in C code); the run's log folder has what it printed"
@@ -227,7 +200,7 @@ class SharedRunner(RunnerWrapper):
         """Upstream ends the process of a task that was given up. Ours runs other tasks too, and
         ends only if it is dead or answers nothing."""
         if not await _lives(self.runner):
-            await self._process.replace(self.runner)
+            await self._scheduler.replace_process(self.runner)
 
 
 async def _lives(actor: Any) -> bool:
@@ -239,26 +212,47 @@ async def _lives(actor: Any) -> bool:
 
 
 class SharedScheduler(Scheduler):
+    """All workflows run in one process. If it has died (killed, out of memory), the first slot that
+    notices starts the next one."""
+
+    kind: type[LocalRunner] = LocalRunner
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.process = RunnerProcess(config)
+        self.process: Any = None
+        self.given_up = ""
+        """Why no other process is started any more."""
+        self._turn = asyncio.Lock()
+
+    async def replace_process(self, old: Any) -> None:
+        """Start another one than `old` (None: the first), unless somebody has done so."""
+        async with self._turn:
+            if self.process is not old:
+                return
+            auxiliary = [0] * len(self.config.explorer.auxiliary_models)
+            options = _options(self.config, num_cpus=0)
+            actor = ray.remote(self.kind).options(**options).remote(self.config, 0, auxiliary, 0)
+            await actor.prepare.remote()
+            self.process = actor
+        if old is not None:
+            ray.kill(old)
 
     async def _create_runner(self, runner_id: int) -> None:
-        await self.process.replace(None)
+        await self.replace_process(None)
         self.runners[runner_id] = SharedRunner(
             runner_id=runner_id,
             rollout_model_id=0,
             auxiliary_model_ids=[],
             config=self.config,
-            process=self.process,
+            scheduler=self,
         )
         self.idle_runners.add(runner_id)
 
     async def drain_batch_payload_results(
         self, batch_id: int | str
     ) -> tuple[list[Status], list[bytes]]:
-        if self.process.given_up:
-            raise RunFailed(self.process.given_up)
+        if self.given_up:
+            raise RunFailed(self.given_up)
         return await super().drain_batch_payload_results(batch_id)
 
 
