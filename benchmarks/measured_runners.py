@@ -83,12 +83,6 @@ class MeasuredRunner(room.LocalRunner):
         return self._sampler.stop()
 
 
-class MeasuredProcess(room.RunnerProcess):
-    """The local engine's process of runners, which can be watched."""
-
-    kind = MeasuredRunner
-
-
 class MeasuredScheduler(room.SharedScheduler):
     """The local engine's scheduler, which notes its results.
 
@@ -97,9 +91,10 @@ class MeasuredScheduler(room.SharedScheduler):
         calls: model calls of a run, for the check that all were made.
     """
 
+    kind = MeasuredRunner
+
     def __init__(self, config: Config, calls: int) -> None:
         super().__init__(config)
-        self.process = MeasuredProcess(config)
         self._calls = calls
         self.finished: list[float] = []
         """`time.perf_counter()` of each finished task, in order."""
@@ -109,7 +104,7 @@ class MeasuredScheduler(room.SharedScheduler):
     @property
     def actor(self) -> Any:
         """The runner actor that all slots share."""
-        return self.process.actor
+        return self.process
 
     def _emit_task_result(self, task: Any) -> None:
         self.finished.append(time.perf_counter())

@@ -8,6 +8,7 @@ the last one an end mark; log-probability j of a reply is -(j + 1) / 10.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -47,7 +48,6 @@ class ScriptedServer:
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
         self.keys: set[str] = set()
-        self.cancelled = 0
         config = uvicorn.Config(
             self._app,
             port=0,
@@ -85,21 +85,14 @@ class ScriptedServer:
             self.keys.add(dict(scope["headers"]).get(b"authorization", b"").decode())
             reply = self.answer(request)
             reply = Reply(reply) if isinstance(reply, str) else reply
-            if reply.delay and await self._gone(receive, reply.delay):
-                self.cancelled += 1
-                return
+            if reply.delay:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(receive(), timeout=reply.delay)
+                    return  # the client hung up meanwhile
             status, answer = reply.status, completion(request, reply)
         head = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": head})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
-
-    async def _gone(self, receive: Any, seconds: float) -> bool:
-        """Wait; True if the client hung up meanwhile."""
-        try:
-            await asyncio.wait_for(receive(), timeout=seconds)
-        except TimeoutError:
-            return False
-        return True
 
 
 def completion(request: dict[str, Any], reply: Reply) -> dict[str, Any]:
@@ -113,14 +106,10 @@ def completion(request: dict[str, Any], reply: Reply) -> dict[str, Any]:
         for j, token in enumerate(tokens)
     ]
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
-    if reply.tool_calls:
+    calls = [{"name": name, "arguments": json.dumps(given)} for name, given in reply.tool_calls]
+    if calls:
         message["tool_calls"] = [
-            {
-                "id": f"call_{j}",
-                "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments)},
-            }
-            for j, (name, arguments) in enumerate(reply.tool_calls)
+            {"id": f"call_{j}", "type": "function", "function": it} for j, it in enumerate(calls)
         ]
     choice = {"message": message, "finish_reason": reply.finish_reason}
     if request.get("logprobs"):
@@ -177,11 +166,7 @@ class ScriptedRunner(InlineRunner):
         config.explorer.rollout_model = model.config
         super().__init__(config, model, auxiliary or [])
         self.concurrent_mode = mode
-        self.concurrent_run_fn = {
-            "asynchronous": self._asynchronous_run,
-            "sequential": self._sequential_run,
-            "multi-threading": self._multi_threading_run,
-        }[mode]
+        self.concurrent_run_fn = getattr(self, f"_{mode}_run")
 
 
 def make_task(

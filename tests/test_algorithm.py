@@ -263,17 +263,6 @@ def test_dpo_is_the_mean_over_its_pairs(
     assert sorted(found) == pytest.approx(sorted(expected), abs=2e-6)
 
 
-def test_order_of_arrival_does_not_change_anything(tiny_model_dir: Path) -> None:
-    config = make_config("grpo")
-    states = []
-    for flip in (False, True):
-        trainer = make_trainer(tiny_model_dir)
-        exps = with_advantages(config, rollouts(trainer))
-        TrainStep(config, trainer)(exps[::-1] if flip else exps)
-        states.append(trainer.weights())
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
 @pytest.mark.parametrize("kind", ["rloo", "reinforceplusplus"])
 def test_advantages_in_the_trainer(kind: str, tiny_model_dir: Path) -> None:
     """Rewards 0, 1, 2. rloo: A_i = r_i - mean of the others = -1.5, 0, 1.5. reinforceplusplus:

@@ -150,18 +150,6 @@ def test_a_bf16_full_weight_run_keeps_small_updates(tiny_model_dir: Path) -> Non
     assert torch.equal(weights[name], trainer._masters[name].bfloat16())
 
 
-def test_an_empty_batch_is_refused_and_a_silent_one_is_not(tiny_model_dir: Path) -> None:
-    trainer = make(tiny_model_dir)
-    with pytest.raises(ValueError, match="without samples"):
-        trainer.step([], PolicyGradient())
-    groups = batch(trainer)
-    for sample in (sample for group in groups for sample in group):
-        sample.action_mask_R = torch.zeros_like(sample.action_mask_R)
-    before = trainer.weights()
-    assert trainer.step(groups, PolicyGradient())["actor/grad_norm"] == 0.0
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.weights().items())
-
-
 def test_sampler_and_trainer_give_the_same_log_probabilities(tiny_model_dir: Path) -> None:
     """Before and after an update of the adapter reached the sampler, at temperature 0.8."""
     trainer = make(tiny_model_dir, temperature=0.8)
@@ -227,20 +215,6 @@ def adapted(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0):
         for _, _, B_OR in adapter_layers(model):
             B_OR.copy_(torch.randn(B_OR.shape, generator=generator) * 0.1)
     return model.eval()
-
-
-def test_injection_is_seeded_and_leaves_only_the_adapter_trainable(tiny_model_dir: Path) -> None:
-    models = [AutoModelForCausalLM.from_pretrained(tiny_model_dir) for _ in range(3)]
-    injected = [inject(it, SPEC, seed=seed) for it, seed in zip(models, (0, 0, 1), strict=True)]
-    first, again, other = map(adapter_state, injected)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
-    assert all(not tensor.any() for name, tensor in first.items() if name.endswith(".B"))
-    # Seven linear layers a block, two blocks; the tied output head stays untouched.
-    assert len(first) == 2 * 14
-    trainable = {n: p.dtype for n, p in injected[0].named_parameters() if p.requires_grad}
-    assert all("lora_" in name for name in trainable)
-    assert set(trainable.values()) == {torch.float32}
 
 
 def test_values_and_gradients_equal_those_of_peft(tiny_model_dir: Path) -> None:

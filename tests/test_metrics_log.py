@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fake_run import write_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import aflow_tune.engines.trinity  # noqa: F401  installs what Trinity's imports need
 from aflow_tune.report.metrics import (
-    LineTail,
     append_metrics,
     read_metrics,
-    rewind_metrics,
     series,
-)
-from aflow_tune.report.quantities import (
-    derived,
-    failure_counts,
-    finished_evaluations,
-    is_training,
-    sampling_speed,
-    training_speed,
-    workflow_metrics,
 )
 from aflow_tune.report.records import EvalRecord, append_record, read_records, record_path
 
@@ -67,58 +54,6 @@ def test_two_processes_never_mix_their_lines(tmp_path: Path) -> None:
     lines = read_metrics(tmp_path)
     assert len(lines) == 200
     assert all(len(line.metrics) == 20 for line in lines)
-
-
-def test_rewinding_forgets_later_steps(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        append_metrics(tmp_path, "trainer", step, {"a": step})
-    rewind_metrics(tmp_path, 2)
-    append_metrics(tmp_path, "trainer", 3, {"a": 30})
-    assert series(read_metrics(tmp_path), "a") == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    rewind_metrics(tmp_path / "nowhere", 0)
-    assert read_metrics(tmp_path / "nowhere") == []
-
-
-def test_a_tail_gives_whole_new_lines_and_notices_a_new_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    tail = LineTail(path)
-    assert tail.read() == ([], False)
-    path.write_bytes(b"one\ntw")
-    assert tail.read() == ([b"one"], False)
-    with path.open("ab") as file:
-        file.write(b"o\n\nthree\n")
-    assert tail.read() == ([b"two", b"three"], False)
-    assert tail.read() == ([], False)
-    path.write_bytes(b"cut\n")
-    assert tail.read() == ([b"cut"], True)
-    other = tmp_path / "other"
-    other.write_bytes(b"put in its place\n")
-    other.rename(path)
-    assert tail.read() == ([b"put in its place"], True)
-    path.unlink()
-    assert tail.read() == ([], True)
-
-
-def test_speeds_are_taken_as_logged_or_computed(tmp_path: Path) -> None:
-    write_step(tmp_path, 1)
-    lines = read_metrics(tmp_path)
-    # 20 tokens a run / 2 calls a run x 128 calls / 4 s = 320; 14,000 tokens / 2 s = 7,000.
-    assert derived(lines, sampling_speed) == [(1, 320.0)]
-    assert derived(lines, training_speed) == [(1, 7000.0)]
-    assert sampling_speed({"rollout/tokens_per_second": 5.0}) == 5.0
-    assert training_speed({"trainer/tokens_per_second": 6.0}) == 6.0
-    assert sampling_speed({}) is None
-    assert training_speed({"perf/total_num_tokens": 3.0, "time/train_step": 0.0}) is None
-
-
-def test_names_are_read_as_trinity_writes_them(tmp_path: Path) -> None:
-    write_step(tmp_path, 1, raised=2.0)
-    explorer, trainer = read_metrics(tmp_path)
-    assert failure_counts(explorer.metrics) == {"raised": 2.0}
-    assert (is_training(explorer), is_training(trainer)) == (False, True)
-    assert workflow_metrics([explorer, trainer]) == ["correct"]
-    lines = {"eval/a/b/finished_task_count": 3.0, "eval/a/x/mean@1": 1.0}
-    assert finished_evaluations(lines) == {"a/b": 3}
 
 
 RECORD = EvalRecord(
@@ -174,17 +109,3 @@ def test_a_monitors_numbers_land_in_both_places(tmp_path: Path) -> None:
     assert "text" not in events.Tags()["scalars"]
     monitor.close()
     monitor.close()
-
-
-def test_a_full_disk_costs_metrics_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import trinity.utils.log as trinity_log
-
-    monkeypatch.setattr(trinity_log, "_ray_logger", logging.getLogger("test_monitor"))
-    monitor = _monitor(tmp_path)
-    (tmp_path / "metrics.jsonl").mkdir()
-    for step in (1, 2):
-        monitor.log({"a": 1.0}, step)
-    monitor.close()
-    assert [record.levelname for record in caplog.records] == ["ERROR"]

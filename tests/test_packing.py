@@ -51,16 +51,6 @@ def mixed_batch() -> list[Sample]:
     return batch
 
 
-def test_a_group_costs_its_prompt_once() -> None:
-    """50 + 8 * 63: the last token of a response is a target, never an input."""
-    row = pack(group(50, [64] * 8))
-    assert row is not None
-    assert len(row.tokens_N) == 50 + 8 * 63
-    assert len(row.target_M) == 8 * 64
-    # The eight first tokens are predicted from one node, the end of the prompt.
-    assert len(row.scored_U) == 1 + 8 * 63
-
-
 def test_positions_and_scores_of_a_small_trie() -> None:
     """abc|de and abc|df: nodes a b c d, both last tokens predicted after d."""
     row = pack([sample([1, 2, 3, 4, 5], 3), sample([1, 2, 3, 4, 6], 3, [0, 1])])

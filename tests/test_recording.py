@@ -197,21 +197,6 @@ def test_a_run_that_is_over_records_nothing_more() -> None:
         asyncio.run(main(server))
 
 
-def test_runs_share_one_client_and_leave_no_history_behind() -> None:
-    async def main(server: ScriptedServer) -> None:
-        shared = ScriptedModel(server.url)
-        sources = [await recording_client(shared.clone_with_isolated_history()) for _ in range(2)]
-        assert sources[0] is sources[1]
-        recorder = RolloutRecorder(sources[0], RolloutContext(), "1/0", None, CONFIGURED)
-        model = recorder.chat_model()
-        await asyncio.gather(*(model(ask(f"n {n}")) for n in range(5)))
-        assert len(recorder.close()) == 5
-        assert sources[0].wrapper.history == shared.history == []
-
-    with ScriptedServer(echo) as server:
-        asyncio.run(main(server))
-
-
 def test_the_state_is_task_caller_and_normalised_input() -> None:
     def messages(question: str, number: str, result: str) -> list[dict[str, Any]]:
         call = {"id": number, "function": {"name": "f"}}

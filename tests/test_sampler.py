@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -150,18 +148,6 @@ def test_logprobs_are_exact_for_mixed_lengths_and_shared_prompts(
     assert sampler.stats()["shared_tokens"] > 0
 
 
-def test_next_turn_takes_over_the_finished_sequence(make_sampler, model) -> None:
-    sampler = make_sampler()
-    first = sampler.generate([prompt(50)], [SamplingParams(max_tokens=30, seed=1)])[0][0]
-    before = sampler.stats()["prefilled_tokens"]
-    second_prompt = prompt(50) + first.token_ids + prompt(7)
-    second = sampler.generate([second_prompt], [SamplingParams(max_tokens=8, seed=1)])[0][0]
-    # The last drawn token never went through the model.
-    computed = sampler.stats()["prefilled_tokens"] - before
-    assert computed == len(second_prompt) - (50 + len(first.token_ids) - 1)
-    assert worst_difference(model, second_prompt, second) < 2e-5
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_is_sampled_exactly(make_sampler, name) -> None:
     model = architecture(name)
@@ -240,32 +226,6 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(make_sampler, tiny_model_dir:
     assert len(late.token_ids) >= 3
 
 
-def test_what_cannot_be_completed_is_refused(make_sampler) -> None:
-    params = SamplingParams(max_tokens=0, n=0, temperature=float("nan"), top_p=0, stop=("",))
-    with pytest.raises(BadInput) as caught:
-        params.validate()
-    refused = [fault.where for fault in caught.value.faults]
-    assert refused == ["max_tokens", "n", "temperature", "top_p", "stop"]
-    for ids, word in ([], "0 tokens"), (list(range(256)), "fewer than 256"), ([5, 999], "999"):
-        with pytest.raises(BadInput, match=word):
-            make_sampler().generate([ids], [SamplingParams(max_tokens=1)])
-
-
-def test_cancelling_frees_the_place(make_sampler) -> None:
-    sampler = make_sampler(max_batch=1, max_model_len=100_000)
-
-    async def scenario() -> int:
-        stuck = asyncio.ensure_future(sampler.submit(prompt(4), ENDLESS))
-        behind = asyncio.ensure_future(sampler.submit(prompt(4), SamplingParams(max_tokens=2)))
-        waiting = asyncio.ensure_future(sampler.submit(prompt(4), ENDLESS))
-        await asyncio.sleep(0.05)
-        waiting.cancel()
-        stuck.cancel()
-        return len((await asyncio.wait_for(behind, 60))[0].token_ids)
-
-    assert asyncio.run(scenario()) in (1, 2)
-
-
 def test_an_engine_error_reaches_everyone_and_the_sampler_goes_on(
     make_sampler, monkeypatch
 ) -> None:
@@ -284,27 +244,6 @@ def test_an_engine_error_reaches_everyone_and_the_sampler_goes_on(
         sampler.generate([prompt(5 + i) for i in range(6)], [params] * 6)
     assert isinstance(caught.value.__cause__, MemoryError)
     assert len(sampler.generate([prompt(5)], [params])[0][0].token_ids) == 8
-
-
-def test_close_fails_what_is_waiting(make_sampler) -> None:
-    sampler = make_sampler(max_batch=1, max_model_len=100_000)
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            sampler.generate([prompt(3)], [ENDLESS])
-        except RunFailed as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while not sampler.stats()["generated_tokens"]:
-        time.sleep(0.01)
-    sampler.close()
-    thread.join(60)
-    assert "closed" in str(errors[0])
-    with pytest.raises(RunFailed, match="closed"):
-        sampler.token_logprobs([1, 2])
 
 
 def adapter(model, seed: int) -> dict[str, torch.Tensor]:

@@ -22,8 +22,6 @@ from aflow_tune.engines.local.protocol import (
 )
 from aflow_tune.engines.local.sampler import Sampler, SamplingParams
 from aflow_tune.engines.local.server import SamplerServer
-from aflow_tune.models import ModelError, ModelFailure, make_client
-from aflow_tune.sections import ModelSettings, PriceSettings
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -66,12 +64,6 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 def ask(client: openai.OpenAI, **options: Any) -> Any:
     options = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "seed": 0, **options}
     return client.chat.completions.create(**options)
-
-
-def test_health_and_models(url: str, client: openai.OpenAI) -> None:
-    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
-    (model,) = client.models.list().data
-    assert (model.id, model.max_model_len) == ("tiny", 1000)
 
 
 def test_tokens_and_logprobs_are_the_samplers(
@@ -127,26 +119,6 @@ def test_refusals_have_openais_shape(client, options, status, words) -> None:
     assert caught.value.body["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3}'])
-def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
-    answer = httpx.post(f"{url}/v1/chat/completions", content=body, timeout=60)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_tools_are_offered_hidden_and_answered(client: openai.OpenAI) -> None:
-    ids = {"extra_body": {"return_token_ids": True}}
-    hidden = ask(client, tools=[TOOL], tool_choice="none", **ids)
-    assert hidden.prompt_token_ids == ask(client, **ids).prompt_token_ids
-    shown = ask(client, tools=[TOOL], tool_choice="required", max_tokens=300, **ids)
-    assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
-    said = shown.choices[0].message
-    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "met"}
-    messages = [*HELLO, said.model_dump(exclude_none=True), result]
-    followed = ask(client, tools=[TOOL], messages=messages)
-    assert followed.usage.prompt_tokens > shown.usage.prompt_tokens
-
-
 def test_structured_output_parses_also_through_agentscope(client, url: str) -> None:
     from agentscope.model import OpenAIChatModel
 
@@ -166,19 +138,6 @@ def test_structured_output_parses_also_through_agentscope(client, url: str) -> N
         )
         model._structured_output_fallback = fallback
         Person.model_validate(asyncio.run(model(HELLO, structured_model=Person)).metadata)
-
-
-@pytest.mark.parametrize(
-    ("choice", "reason"),
-    [("required", "tool_calls"), ({"type": "function", "function": {"name": "meet"}}, "stop")],
-)
-def test_a_forced_tool_call_is_valid(client: openai.OpenAI, choice, reason) -> None:
-    for seed in range(3):
-        answer = ask(client, tools=[TOOL], tool_choice=choice, max_tokens=300, seed=seed)
-        (call,) = answer.choices[0].message.tool_calls
-        assert call.function.name == "meet"
-        Person.model_validate_json(call.function.arguments)
-        assert answer.choices[0].finish_reason == reason
 
 
 def test_a_client_that_leaves_frees_its_place(url: str, sampler: Sampler) -> None:
@@ -262,29 +221,3 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert '"name": "meet"' in system["content"]
     assert assistant == {"role": "assistant", "content": call_text("meet", {"age": 3})}
     assert result == {"role": "user", "content": "<tool_response>\nmet\n</tool_response>"}
-
-
-def test_our_own_client_reaches_it_as_any_endpoint(url: str) -> None:
-    free = PriceSettings(input=0.0, output=0.0)
-    settings = ModelSettings(model="tiny", base_url=f"{url}/v1", prices=free, max_tokens=8)
-    client = make_client(settings, "policy")
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
-
-    async def scenario() -> None:
-        asked = (client.complete(HELLO, seed=seed) for seed in (1, 2, 1))
-        first, other, again = await asyncio.gather(*asked)
-        assert first.text == again.text != other.text
-        assert first.usage.completion_tokens <= 8
-        assert (first.model, first.cost) == ("tiny", 0.0)
-        reply = await client.complete(HELLO, schema=schema, max_tokens=60, seed=0)
-        assert 0 <= json.loads(reply.text)["n"] <= 9
-        with pytest.raises(ModelError, match="max_model_len") as caught:
-            await client.complete([{"role": "user", "content": "word " * 2000}])
-        assert caught.value.failure is ModelFailure.REFUSED
-
-    asyncio.run(scenario())

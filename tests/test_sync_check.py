@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from project import run_dir, write_project
+from project import write_project
 
 from aflow_tune.cli import main
 from aflow_tune.engines.local.sampler import Sampler
-from aflow_tune.engines.trinity.training.sync_check import MISMATCH, SyncCheck
+from aflow_tune.engines.trinity.training.sync_check import SyncCheck
 from aflow_tune.errors import RunFailed
 
 BASE = [-1.0, -2.0, -3.0, -4.0]
@@ -55,28 +54,9 @@ def test_a_sampler_with_other_weights_is_told(sixteen_bit, passing, stopped, wor
         check.compare(3, shifted(stopped[0]), shifted(stopped[1]))
 
 
-def test_after_three_updates_that_were_followed_it_is_only_recorded() -> None:
-    check = SyncCheck(sixteen_bit=False)
-    for version in range(4):
-        check.compare(version, shifted(0.1 * version), shifted(0.1 * version))
-    assert check.compare(4, shifted(9.0), BASE) == pytest.approx(9.0)
-
-
 @pytest.fixture
 def project(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return write_project(tmp_path, tiny_model_dir, steps=2)
-
-
-def test_each_sync_of_a_run_is_checked_and_drawn(project: Path) -> None:
-    assert main([str(project), "--inline"]) == 0
-    folder = run_dir(project.parent)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = {
-        line["step"]: line["metrics"][MISMATCH] for line in lines if MISMATCH in line["metrics"]
-    }
-    assert found.keys() >= {1, 2}
-    assert max(found.values()) < 1e-4
-    assert "Sampler against trainer" in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +9,6 @@ import torch
 from tensordict import TensorDict
 from verl.utils import attention_utils
 
-from aflow_tune import config as vllm_stub
 from aflow_tune.config.engine import removes_padding
 from aflow_tune.engines.trinity.training.verl_trainer import PairLoss, provide_unpadding
 
@@ -51,30 +46,6 @@ def test_ours_takes_the_padding_out_and_the_stock_trainer_cannot(
     assert packed["position_ids"].values().tolist() == [0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("init", "module", "found"),
-    [
-        ("", None, False),  # of another package, without the module
-        ("", "", True),
-        ("raise ImportError('undefined symbol')", "", False),
-    ],
-)
-def test_flash_attn_counts_if_its_module_can_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, module: str | None, found: bool
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text(init)
-    if module is not None:
-        (tmp_path / "flash_attn" / "bert_padding.py").write_text(module)
-    importlib.invalidate_caches()
-    try:
-        assert removes_padding() is found
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
-            del sys.modules[name]
-
-
 def test_every_pair_keeps_a_dpo_loss_of_its_own() -> None:
     """By hand: margins 2 and -1, beta 0.1: -log sigmoid gives 0.598139 and 0.744397."""
     logprob = torch.tensor([[1.5, 0.5], [0.0, 0.0], [-0.5, 0.0], [0.5, 0.0]])
@@ -88,28 +59,3 @@ def test_every_pair_keeps_a_dpo_loss_of_its_own() -> None:
     assert metrics["accuracy_mean"] == 0.5
     halves = [ours(logprob[at], reference[at], mask[at])[0] for at in (slice(2), slice(2, 4))]
     assert float(sum(halves)) == pytest.approx(float(whole))  # as verl adds micro-batches up
-
-
-@pytest.fixture
-def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-
-
-@pytest.mark.usefixtures("without_vllm")
-def test_trinity_imports_and_the_names_say_what_is_missing() -> None:
-    vllm_stub.stand_in_for_vllm()
-    import trinity.common.models.mm_utils as mm_utils
-
-    with pytest.raises(ImportError, match="needs vLLM"):
-        mm_utils.ModelConfig(model="x")
-    assert not vllm_stub.vllm_installed()
-
-
-@pytest.mark.usefixtures("without_vllm")
-def test_a_real_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ModuleType("vllm")
-    monkeypatch.setitem(sys.modules, "vllm", real)
-    vllm_stub.stand_in_for_vllm()
-    assert sys.modules["vllm"] is real
-    assert vllm_stub.vllm_installed()

@@ -164,7 +164,7 @@ class _Rollouts(InlineRollouts):
     """Rollouts of the real workflow on samplers that answer in plain words."""
 
     def __init__(self, config: AflowConfig, folders: Mapping[str, Path | None]) -> None:
-        super().__init__(config, lambda _: None)
+        super().__init__(config)
         self.folders = folders
 
     async def _host(self, model_config: Any) -> SamplerHost:

@@ -32,7 +32,7 @@ from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.validate import resolve_functions
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.contract.signature import check_functions
-from aflow_tune.engines.local.saved_weights import fingerprint, kind_of
+from aflow_tune.engines.local.checkpoint import fingerprint, kind_of
 from aflow_tune.engines.trinity.rollout.endpoint import base_url
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.evaluation.trained import load_trained

@@ -20,7 +20,7 @@ from trinity.common.config import InferenceModelConfig
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows import Task
 
-from aflow_tune.engines.local.saved_weights import Kind, kind_of, read_weights
+from aflow_tune.engines.local.checkpoint import Kind, kind_of, read_weights
 from aflow_tune.engines.trinity.readers import read_all
 from aflow_tune.engines.trinity.rollout.endpoint import EndpointModel
 from aflow_tune.engines.trinity.rollout.recording import auxiliary_chat_models

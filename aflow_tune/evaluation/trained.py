@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from aflow_tune.config.load import load_config
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.stages import chain_folder, parts_of
-from aflow_tune.engines.local.saved_weights import Kind, kind_of
+from aflow_tune.engines.local.checkpoint import Kind, kind_of
 from aflow_tune.errors import BadInput
 from aflow_tune.runs.folder import STEP_PREFIX, checkpoints, read_stages
 from aflow_tune.types import Checkpoint

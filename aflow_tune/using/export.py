@@ -81,8 +81,8 @@ def export_checkpoint(
             base model cannot be found.
         CheckpointError: the checkpoint is damaged.
     """
+    from aflow_tune.engines.local.checkpoint import read_weights, write_adapter, write_merged
     from aflow_tune.engines.local.models import resolve_model
-    from aflow_tune.engines.local.saved_weights import read_weights, write_adapter, write_merged
 
     _refuse_existing(out)
     found = _find_checkpoint(run, which)

@@ -30,7 +30,7 @@ from aflow_tune.config.accounting import say_prices
 from aflow_tune.config.load import load_config
 from aflow_tune.config.validate import check_run_prompts, resolve_functions
 from aflow_tune.context import RolloutContext
-from aflow_tune.engines.local.saved_weights import fingerprint
+from aflow_tune.engines.local.checkpoint import fingerprint
 from aflow_tune.engines.trinity.rollout.endpoint import base_url, check_endpoint
 from aflow_tune.engines.trinity.rollout.recording import (
     RecordingClient,

@@ -51,10 +51,7 @@ class Decoder(Protocol):
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Change the weights: an adapter state, or parameters by their names. No active rows.
-
-        Raises:
-            BadInput: a name or shape that the model does not have; nothing was changed.
-        """
+        Raises BadInput: a name or shape that the model does not have; nothing was changed."""
 
     def reset(self) -> None:
         """Drop all rows and every stored prefix."""
@@ -62,12 +59,8 @@ class Decoder(Protocol):
 
 @torch.inference_mode()
 def make_decoder(model: PreTrainedModel) -> Decoder:
-    """The fastest decoder that computes what `model` computes.
-
-    The lean one is tried on a short probe, which catches configurations that look like Llama but
-    compute something else. The tolerance is the rounding of the number format over a few dozen
-    layers, far below a wrong formula.
-    """
+    """The fastest decoder that computes what `model` computes: the lean one is tried on a short
+    probe, which catches configurations that look like Llama but compute something else."""
     from aflow_tune.engines.local.llama import LlamaDecoder, supports
 
     if not supports(model):
@@ -85,12 +78,9 @@ def make_decoder(model: PreTrainedModel) -> Decoder:
 
 
 class GenericDecoder:
-    """`Decoder` over `model.forward`.
-
-    Rows are padded on the left to a common length, the form that every architecture accepts. Equal
-    prompts of one call are computed once; longer prefixes are not shared. Weights are changed in
-    the model itself; the base of adapted layers is kept aside.
-    """
+    """`Decoder` over `model.forward`: rows are padded on the left to a common length, equal prompts
+    of one call are computed once. Weights are changed in the model itself; the base of adapted
+    layers is kept aside."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -169,9 +159,7 @@ class GenericDecoder:
         self, ids_BN: Tensor, lengths: list[int], layers: list[tuple[Tensor, Tensor]] | None
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Logits after the last column, [B, V], and the cache [B, heads, columns, dim] a layer.
-
-        `lengths` counts each row's real tokens, the new ones included.
-        """
+        `lengths` counts each row's real tokens, the new ones included."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 

@@ -2,11 +2,8 @@
 
 Rows 0..rows-1 are always the active sequences, each one's tokens at columns 0..length-1, so that a
 decode step reads one dense block. `PrefixStore` keeps finished sequences for a while, because an
-agent's next prompt usually begins with its last one.
-
-`plan` computes what prompts share once: equal prompts are copies of one; a prompt that begins like
-an active or a finished sequence takes over that beginning; among the rest, those that begin alike
-wait for the first of them. Nothing here computes attention.
+agent's next prompt usually begins with its last one. `plan` computes what prompts share once:
+copies of one, the beginning of an active or a finished sequence, of a prompt of the same batch.
 """
 
 from __future__ import annotations
@@ -81,11 +78,8 @@ class KVCache:
         return self.kv[:, :, row]
 
     def drop(self, dropped: set[int]) -> list[int]:
-        """Remove rows and close the gaps with the last rows.
-
-        Returns:
-            For each remaining row, the row that it was before.
-        """
+        """Remove rows and close the gaps with the last rows. Returns for each remaining row the row
+        that it was before."""
         order = list(range(self.rows))
         for hole in sorted(dropped, reverse=True):
             last = len(order) - 1
@@ -108,10 +102,8 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
 
 @dataclass
 class PrefixStore:
-    """Finished sequences and their keys and values, least recently used out first.
-
-    `capacity` counts tokens. Contents are valid for one version of the weights only.
-    """
+    """Finished sequences and their keys and values, least recently used out first. `capacity`
+    counts tokens. Contents are valid for one version of the weights only."""
 
     capacity: int
     entries: OrderedDict[int, tuple[TokenArray, Tensor]] = field(default_factory=OrderedDict)
@@ -161,11 +153,9 @@ _WORTH_COPYING = 16
 
 @dataclass
 class Span:
-    """The part of one prompt that is computed: `tokens`, from column `offset` on.
-
-    The columns before come from `storage` (a stored prefix) or from the prompt `donor` of the
-    same batch; with neither, `offset` is 0.
-    """
+    """The part of one prompt that is computed: `tokens`, from column `offset` on. The columns
+    before come from `storage` (a stored prefix) or from the prompt `donor` of the same batch; with
+    neither, `offset` is 0."""
 
     index: int
     offset: int
@@ -204,13 +194,8 @@ def plan(
     active: Sequence[tuple[TokenArray, Tensor]],
     store: PrefixStore,
 ) -> Plan:
-    """Decide what to compute for `prompts`.
-
-    Args:
-        prompts: the prompts to add.
-        active: tokens and storage of the sequences being decoded.
-        store: finished sequences.
-    """
+    """Decide what to compute for `prompts`. `active`: tokens and storage of the sequences being
+    decoded; `store`: finished ones."""
     result = Plan([], [], {}, 0)
     seen: dict[bytes, int] = {}
     for index, prompt in enumerate(prompts):

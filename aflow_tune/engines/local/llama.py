@@ -1,13 +1,10 @@
 """A lean forward pass for Llama, Mistral, Qwen2 and Qwen3 models.
 
-Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: query, key
-and value in one product, packed weights, rotary embedding as one complex product, grouped-query
-attention without repeating keys, prompts packed without padding, the output head on last positions
-only, and no prompt token computed twice (`kv_cache.plan`).
-
-The Hugging Face model that it is built from keeps the unmerged base weights; an adapter is
-merged into the packed copies, from the base every time, so that updates do not drift. In bf16
-the merged weight is rounded once.
+Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: query, key and
+value in one product, packed weights, rotary embedding as one complex product, grouped-query
+attention without repeating keys, prompts packed without padding, and no prompt token computed twice
+(`kv_cache.plan`). An adapter is merged into the packed copies, from the base every time, so that
+updates do not drift.
 """
 
 from __future__ import annotations
@@ -38,12 +35,10 @@ _ROWS_HINT = 32
 class PackedLinear:
     """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails.
 
-    `torch.nn.functional.linear` leaves the weight in row-major order, which oneDNN (or MKL, for
-    fp32) must rearrange on every call; with the few dozen rows of a decode step that costs more
-    than the product. Here the weight is rearranged when it is set. The same kernels also apply
-    the activation, the gate's product or the residual sum while the result is still in registers.
-    They are the ones that torch.compile emits for frozen weights. Where they are missing (another
-    device or dtype, a torch build without oneDNN) plain torch functions do the same arithmetic.
+    `torch.nn.functional.linear` rearranges the weight for oneDNN on every call, which costs more
+    than the product of a decode step. Here that is done once, and the same kernels (those that
+    torch.compile emits for frozen weights) apply the activation, the gate's product or the residual
+    sum. Where they are missing plain torch functions do the same arithmetic.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
@@ -142,8 +137,6 @@ class LlamaDecoder:
         self.weights = Weights(model)
         self._pack()
 
-    # --- weights -------------------------------------------------------------------------
-
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         self.weights.load(state, lora)
         self.reset()
@@ -184,15 +177,11 @@ class LlamaDecoder:
         )
 
     def _interleave(self, weight: Tensor | None) -> Tensor:
-        """Put the two halves of every head that rotate together next to each other.
-
-        Queries and keys are permuted alike, so their products are unchanged.
-        """
+        """Put the two halves of every head that rotate together next to each other. Queries and
+        keys are permuted alike, so their products are unchanged."""
         assert weight is not None
         halves = weight.view(-1, 2, self.head_dim // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
-
-    # --- Decoder -------------------------------------------------------------------------
 
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Equal prompts and common prefixes are computed once."""
@@ -262,16 +251,11 @@ class LlamaDecoder:
         self.store.clear()
         self.tokens = []
 
-    # --- forward pass --------------------------------------------------------------------
-
     def _extend(
         self, cache: KVCache, first_row: int, spans: list[Span], *, last_only: bool
     ) -> Tensor:
         """Run new tokens of several rows, packed; returns hidden_TE of all or the last of each.
-
-        Spans of equal offset and length lie side by side and attend in one call; `spans` is
-        sorted to that end, and the result is in its new order.
-        """
+        `spans` is sorted, so that equal offsets and lengths attend in one call."""
         spans.sort(key=lambda span: (span.offset, len(span.tokens)))
         lengths = [len(span.tokens) for span in spans]
         starts = np.cumsum([0, *lengths])
@@ -291,10 +275,8 @@ class LlamaDecoder:
             outputs = []
             for (offset, _), members in blocks.items():
                 start, stop = members[0], members[-1] + 1
-                part_TW = qkv_TW[starts[start] : starts[stop]]
-                outputs.append(
-                    self._attend_block(cache.kv[layer], part_TW, rows[start:stop], offset)
-                )
+                part_TW, own = qkv_TW[starts[start] : starts[stop]], rows[start:stop]
+                outputs.append(self._attend_block(cache.kv[layer], part_TW, own, offset))
             return torch.cat(outputs)
 
         index = self._cache_index(cache, rows_T, positions_T)
@@ -307,9 +289,8 @@ class LlamaDecoder:
         """Attention of one new token a row to its first `positions + 1` columns.
 
         The query heads that share a key head become the rows of one small product. In fp32
-        a batched product and a weighted sum of the value rows are faster than the fused kernel
-        (and than a second product of so few rows); in bf16 the fused kernel is used, because
-        it keeps the scores in fp32.
+        a batched product and a weighted sum of the value rows are faster than the fused kernel;
+        in bf16 that one keeps the scores in fp32.
         """
         rows, groups = len(positions_B), self.heads // self.kv_heads
         columns = torch.arange(used, device=self.device)
@@ -371,10 +352,8 @@ class LlamaDecoder:
         attend: Callable[[int, Tensor], Tensor],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm; writes keys and values to `cache` at `index`.
-
-        `wanted` selects positions: the last layer's output is computed only for them.
-        """
+        """Hidden states after the final norm, at the positions `wanted`; writes keys and values to
+        `cache` at `index`."""
         turns = self._turns(cache.kv.shape[4])[positions_T][:, None]
         x = F.embedding(tokens_T, self.embedding)
         for number, layer in enumerate(self.layers):
@@ -392,10 +371,8 @@ class LlamaDecoder:
         return self._rms(x, self.norm)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside.
-
-        Torch's own CPU version makes seven passes, this one three.
-        """
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside; in three
+        passes, where torch's own CPU version makes seven."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return torch.mul(x * scale, weight, out=torch.empty_like(x))

@@ -1,9 +1,8 @@
 """Low-rank adapters: one description, one state format, one lean forward pass.
 
-PEFT owns the adapter: it injects the layers, names them, saves and loads them. `FusedLoraLinear`
-adds what training on few cores needs: y = x W' + s (x A') B' in one autograd node that knows W is
-frozen, keeps A and B in fp32 and multiplies in the type of x. PEFT's own layer upcasts x and
-multiplies the adapter in fp32, which is most of the cost of a bf16 step on a CPU.
+PEFT injects, names, saves and loads the adapter. `FusedLoraLinear` adds what training on few cores
+needs: y = x W' + s (x A') B' in one autograd node that knows W is frozen, keeps A and B in fp32 and
+multiplies in the type of x. PEFT's own layer multiplies the adapter in fp32.
 
 The adapter state that trainer and sampler exchange is a flat dict of fp32 CPU tensors,
 `lora.<module path>.A` [rank, in] and `lora.<module path>.B` [out, rank], module paths as in

@@ -6,8 +6,8 @@ any network, for `validate`; `resolve_model` may fetch. Importing this module im
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import json
 import os
 import struct
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.engines.local.smollm2 import fetch_smollm2
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +31,9 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The folder of a model, fetched and converted first if need be.
-
-    Args:
-        name_or_path: a name of `BUNDLED`, a folder with a `config.json`, or a hub id.
-
-    Raises:
-        BadInput: the folder holds no model, or the model cannot be fetched.
-    """
+    """The folder of a model, fetched and converted first if need be: of a name of `BUNDLED`, a
+    folder with a `config.json`, or a hub id. Raises BadInput: there is none, or it cannot be
+    fetched."""
     if name_or_path in BUNDLED:
         return BUNDLED[name_or_path](cache_dir() / name_or_path)
     folder = Path(name_or_path).expanduser()
@@ -80,18 +75,13 @@ def is_cached(name_or_path: str) -> bool:
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal LM in evaluation mode, every parameter of `dtype` on `device`.
-
-    Loads with one torch thread: a thread that ran one parallel operation keeps a pool of
-    OpenMP workers for good, and pools that outnumber the cores slow each other down.
-
-    Raises:
-        BadInput: config.json asks for weights that the files lack or hold in another shape, which
-            would be left random.
-    """
+    """A causal LM in evaluation mode, every parameter of `dtype` on `device`. Raises BadInput:
+    config.json asks for weights that the files lack or hold in another shape."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    # A thread that ran one parallel operation keeps a pool of OpenMP workers for good, and pools
+    # that outnumber the cores slow each other down.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -102,25 +92,25 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        _refuse_random_weights(path, loaded)
+        # Weights that the files lack or hold in another shape would be left random.
+        missing, differing = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
+        if missing or differing:
+            expected = "weights for all of the model"
+            found = f"{len(missing)} missing, {missing[0]} among them" if missing else ""
+            if differing and not missing:
+                name, saved, wanted = differing[0]
+                expected = f"{name} of {tuple(wanted)}"
+                found = f"{tuple(saved)}; {len(differing)} of its weights differ so"
+            raise BadInput.of(
+                "The model's weights are not those that its config.json describes",
+                f"{path}/config.json",
+                expected,
+                found,
+                "use the config.json that the weights were saved with",
+            )
         return model.to(torch.device(device)).eval()
     finally:
         torch.set_num_threads(threads)
-
-
-def _refuse_random_weights(path: Path, loaded: dict[str, Any]) -> None:
-    faults = []
-    cure = "use the config.json that the weights were saved with"
-    if missing := sorted(loaded["missing_keys"]):
-        found = f"{len(missing)} missing, {missing[0]} among them"
-        faults.append(Fault(f"{path}/config.json", "weights for all of the model", found, cure))
-    if differing := sorted(loaded["mismatched_keys"]):
-        name, saved, wanted = differing[0]
-        expected = f"{name} of {tuple(wanted)}"
-        found = f"{tuple(saved)}; {len(differing)} of its weights differ so"
-        faults.append(Fault(f"{path}/config.json", expected, found, cure))
-    if faults:
-        raise BadInput("The model's weights are not those that its config.json describes", faults)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -134,11 +124,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def pick_device(setting: str) -> torch.device:
-    """The device of `local.device`; `auto` is CUDA, else MPS, else CPU.
-
-    Raises:
-        BadInput: the name is unknown, or the device is not there.
-    """
+    """The device of `local.device`; `auto` is CUDA, else MPS, else CPU. BadInput if not there."""
     import torch
 
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -157,14 +143,8 @@ def pick_device(setting: str) -> torch.device:
 
 
 def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """The number format of `local.dtype`; `auto` is bf16 where the device computes in it.
-
-    On a CPU that is the case with AVX-512 BF16 or AMX instructions; without them bf16 is
-    emulated and slower than fp32.
-
-    Raises:
-        BadInput: the name is unknown.
-    """
+    """The number format of `local.dtype`; `auto` is bf16 where the device computes in it (a CPU:
+    AVX-512 BF16 or AMX). BadInput for an unknown name."""
     import torch
 
     if setting not in DTYPES:
@@ -219,15 +199,6 @@ def _read(file: Path) -> tuple[dict[str, Any], int] | None:
 
 
 def give_back() -> None:
-    """Return freed memory to the system; does nothing if the C library has no `malloc_trim`."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Any:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None
+    """Return freed memory to the system, if the C library has `malloc_trim`."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,20 +1,18 @@
 """Log-probabilities of a micro-batch from any Hugging Face causal LM, and their gradients.
 
 Two shortcuts make a step cheap: the micro-batch as one row of token tries (`packing.py`), and an
-output head that never keeps logits. Whether a model allows them is not guessed from its class:
-both are probed once on a dozen tokens against the model's own plain forward pass. A model that
-refuses or disagrees (no position ids, recurrent state, capped logits, attention of its own) runs
-the plain way: one unpadded sequence at a time, its own logits.
+output head that never keeps logits. Both are probed once on a dozen tokens against the model's own
+forward pass; a model that refuses or disagrees (no position ids, recurrent state, capped logits,
+attention of its own) runs one unpadded sequence at a time, with its own logits.
 
 Attention over a packed row gathers queries, keys and values into a few padded blocks of whole
-paths, so the work grows with the paths' lengths and not with the square of the row, and no mask of
-the row exists. On a CPU the flash kernel's backward pass is several times slower than the few
-batched matrix products it stands for, so there the backward pass is written out; the forward pass,
-which decides log-probabilities, is PyTorch's kernel everywhere.
+paths, so the work grows with the paths' lengths and not with the square of the row. On a CPU the
+flash kernel's backward pass is several times slower than the few batched matrix products it stands
+for, so there it is written out; the forward pass is PyTorch's kernel everywhere.
 
-The logits of a train batch would be its largest tensor (4,000 scored tokens of a vocabulary of
-50,000: 800 MB in fp32, several times over in a plain backward pass). Both outputs of
-`token_scores` have a gradient with respect to the hidden states that is linear in one number a row:
+The logits of a train batch would be its largest tensor (800 MB for 4,000 tokens of a vocabulary of
+50,000). Both outputs of `token_scores` have a gradient with respect to the hidden states that is
+linear in one number a row:
 
     d log p(y) / dh = (W_y - p W) / T          d H / dh = -(p (log p + H)) W / T
 
@@ -35,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from aflow_tune.engines.local.packing import AttentionBlock, PackedRow, Sample, pack
+from aflow_tune.engines.local.packing import PackedRow, Sample, pack
 
 NAME = "aflow_token_trie"
 """Of `trie_attention` among the attention functions of transformers; no mask function is registered
@@ -111,28 +109,6 @@ class _BlockAttention(torch.autograd.Function):
         return dq.view(S, H, Q, D), dk.view(S, G, K, D), dv.view(S, G, K, D), None, None
 
 
-def _block_attention(
-    q_NHD: Tensor,
-    k_NGD: Tensor,
-    v_NGD: Tensor,
-    block: AttentionBlock,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Outputs of a block's queries, [S Q, H D]."""
-    q, k = _paths(q_NHD, block.queries_SQ), _paths(k_NGD, block.keys_SK)
-    v = _paths(v_NGD, block.keys_SK)
-    if window is not None and block.keys_SK.shape[1] <= window:
-        window = None
-    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    if torch.is_grad_enabled() and q.device.type == "cpu" and scores <= _MAX_SCORES:
-        o = _BlockAttention.apply(q, k, v, block.mask(window), scale)
-    else:
-        flagged = block.causal and window is None
-        o = _attend(q, k, v, None if flagged else block.mask(window), scale)
-    return o.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
 def trie_attention(
     module: nn.Module,
     query: Tensor,
@@ -144,19 +120,27 @@ def trie_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D].
-
-    Returns [1, N, H, D]. Raises NotImplementedError for variants that it does not know.
-    """
+    """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D]. Returns [1,
+    N, H, D]. Raises NotImplementedError for variants that it does not know."""
     row = _layout.get()
     unknown = [name for name in _REFUSED if kwargs.get(name) is not None]
     if row is None or unknown or dropout or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"packed attention with {unknown or 'dropout or a cache'}")
     q_NHD, k_NGD, v_NGD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q_NHD.shape[-1] ** -0.5 if scaling is None else scaling
-    outputs = [
-        _block_attention(q_NHD, k_NGD, v_NGD, block, scale, sliding_window) for block in row.blocks
-    ]
+    outputs = []  # of each block's queries, [S Q, H D]
+    for block in row.blocks:
+        q, k = _paths(q_NHD, block.queries_SQ), _paths(k_NGD, block.keys_SK)
+        v = _paths(v_NGD, block.keys_SK)
+        inside = sliding_window is None or block.keys_SK.shape[1] <= sliding_window
+        window = None if inside else sliding_window
+        scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        if torch.is_grad_enabled() and q.device.type == "cpu" and scores <= _MAX_SCORES:
+            o = _BlockAttention.apply(q, k, v, block.mask(window), scale)
+        else:
+            flagged = block.causal and window is None
+            o = _attend(q, k, v, None if flagged else block.mask(window), scale)
+        outputs.append(o.transpose(1, 2).flatten(2).flatten(0, 1))
     o_NE = (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).index_select(0, row.place_N)
     return o_NE.view(1, *q_NHD.shape[:2], -1), None
 
@@ -277,10 +261,8 @@ def token_scores(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of target_M[m] under softmax(logits / temperature) of row node_M[m].
-
-    Returns fp32 logprobs_M and, if asked for, the entropy of every row, fp32 [U], in nats.
-    """
+    """Log-probability of target_M[m] under softmax(logits / temperature) of row node_M[m]. Returns
+    fp32 logprobs_M and, if asked for, the entropy of every row, fp32 [U], in nats."""
     logprobs_M, entropy_U = _TokenScores.apply(
         hidden_UH, weight_VH, bias_V, node_M, target_M, temperature, entropy
     )
@@ -308,9 +290,7 @@ class PackedModel:
         self, samples: Sequence[Sample], width: int, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """fp32 logprobs_BR of the scored response tokens, and their entropies [B, R] or None.
-
-        `width` is R. Columns that do not count are 0 and carry no gradient.
-        """
+        `width` is R. Columns that do not count are 0 and carry no gradient."""
         size = len(samples) if self.packed else 1
         rows: list[Tensor] = []
         columns: list[Tensor] = []
@@ -335,13 +315,13 @@ class PackedModel:
         return spread(values), spread(entropies) if entropy else None
 
     def _row(self, row: PackedRow, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        inputs = {"input_ids": row.tokens_N[None]}
         if not self.packed:
-            return self._forward(row, {"input_ids": row.tokens_N[None]}, entropy)
+            return self._forward(row, inputs, entropy)
         self.model.set_attn_implementation(NAME)
         token = _layout.set(row)
         try:
-            inputs = {"input_ids": row.tokens_N[None], "position_ids": row.positions_N[None]}
-            return self._forward(row, inputs, entropy)
+            return self._forward(row, inputs | {"position_ids": row.positions_N[None]}, entropy)
         finally:
             _layout.reset(token)
             self.model.set_attn_implementation(self._own_attention)
@@ -389,10 +369,8 @@ class PackedModel:
             logger.info("%s is off: log-probabilities differ by %.3g", name, difference)
             return False
 
-        self.fused_head = (
-            isinstance(self.model.get_output_embeddings(), nn.Linear)
-            and self.model.base_model is not self.model
-        )
+        plain = isinstance(self.model.get_output_embeddings(), nn.Linear)
+        self.fused_head = plain and self.model.base_model is not self.model
         self.fused_head = self.fused_head and agrees("the fused output head")
         takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         takes_attention = bool(getattr(self.model, "_supports_attention_backend", False))

@@ -1,12 +1,9 @@
 """Train samples as token tries: a shared prefix is computed once, and nothing is padded.
 
-The rollouts of a group start with the same prompt, and a later call of a rollout often repeats the
-earlier ones. All samples of a micro-batch go into one trie; every node is one token of one
-packed row, with the position it has in its sample. A node attends to its ancestors, which
-makes the row equal to the separate samples for any causal model. Tokens after the last
-scored one are left out, and the output head is applied only to nodes whose next token counts.
-
-This module builds layouts from plain token lists; the arithmetic is in `packed_model.py`.
+All samples of a micro-batch go into one trie; every node is one token of one packed row, with the
+position it has in its sample. A node attends to its ancestors, which makes the row equal to the
+separate samples for any causal model. Tokens after the last scored one are left out. This module
+builds layouts from plain token lists; the arithmetic is in `packed_model.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +22,9 @@ BUCKET_FILL = 0.75
 class Sample:
     """One model call (or one conversation) of one rollout.
 
-    tokens_T: prompt and response. action_mask_R marks the response tokens that the policy
-    made; R may exceed T - prompt_length for truncated prompts, such columns never count.
-    logprobs_R: behaviour policy, fp32. `extra` holds what a loss needs: per-token tensors [R]
-    or scalars []. Samples with the same `run` stay in one micro-batch (None: its own run).
+    action_mask_R marks the response tokens that the policy made; columns beyond T - prompt_length
+    never count. logprobs_R: behaviour policy, fp32. `extra` holds what a loss needs: per-token
+    tensors [R] or scalars []. Samples with the same `run` stay in one micro-batch.
     """
 
     tokens_T: Tensor
@@ -89,12 +85,9 @@ class TokenTrie:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Paths of similar length, padded to one [S, Q] x [S, K] attention problem.
-
-    queries_SQ, keys_SK: node ids. Query q of path s sits at position offsets_S[s] + q and sees
-    the keys up to itself. `causal`: all offsets are 0 and Q = K, so that a kernel's own causal
-    flag says the same as the mask.
-    """
+    """Paths of similar length, padded to one [S, Q] x [S, K] attention problem over node ids. Query
+    q of path s sits at position offsets_S[s] + q and sees the keys up to itself. `causal`: all
+    offsets are 0 and Q = K, so that a kernel's own causal flag says the same as the mask."""
 
     queries_SQ: LongTensor
     keys_SK: LongTensor
@@ -144,10 +137,7 @@ def _blocks(
     segments: list[tuple[list[int], int]], size: int, device: torch.device
 ) -> tuple[tuple[AttentionBlock, ...], list[int]]:
     """Attention blocks for (path, first owned depth) segments, and where each node's output is.
-
-    Each path asks only for the nodes that it added to the trie. Paths from the root and
-    paths with a shared prefix are kept apart, since a kernel's causal flag fits the former.
-    """
+    Paths from the root are kept apart from the others: a kernel's causal flag fits them only."""
     blocks: list[AttentionBlock] = []
     place = [0] * size
     done = 0
@@ -222,10 +212,8 @@ def micro_batches(
     samples: Sequence[Sample], groups: Sequence[Sequence[int]], max_tokens: int
 ) -> list[list[int]]:
     """Split a train batch into micro-batches of whole rollouts, at most `max_tokens` packed tokens.
-
-    `groups` lists sample indices by task. A group that fits into one micro-batch is not cut; a
-    rollout longer than `max_tokens` is a micro-batch of its own. The order is kept.
-    """
+    `groups` lists sample indices by task. A group that fits is not cut; a rollout longer than
+    `max_tokens` is a micro-batch of its own. The order is kept."""
     paths = [sample.path() for sample in samples]
     batches: list[list[int]] = [[]]
     trie = TokenTrie()

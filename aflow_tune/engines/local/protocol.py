@@ -1,12 +1,10 @@
 """OpenAI's chat-completions request and answer, as far as the local engine serves them.
 
-What OpenAI defines and this engine cannot do is refused by name rather than ignored: an
-experiment must not run with a setting that had no effect. Fields that change nothing about
-the tokens (`user`, `metadata`, `store`, ...) are accepted and dropped.
+What OpenAI defines and this engine cannot do is refused by name: an experiment must not run with a
+setting that had no effect. Fields that change nothing about the tokens (`user`, ...) are dropped.
 
-Tool calls are text in the Hermes form `<tool_call>{"name": ..., "arguments": ...}</tool_call>`,
-which Qwen's and Hermes' templates speak already; for a template that does not know tools the same
-text is put into the messages.
+Tool calls are text in the Hermes form `<tool_call>{"name": ..., "arguments": ...}</tool_call>`; for
+a template that does not know tools the same text is put into the messages.
 """
 
 from __future__ import annotations
@@ -229,16 +227,9 @@ def _choice(
 def template_messages(
     messages: Sequence[Message], tools: Sequence[Message], *, native: bool
 ) -> list[Message]:
-    """Messages as a chat template takes them.
-
-    Args:
-        messages: in OpenAI's form; content may be a list of text parts.
-        tools: function tools of the request, possibly none.
-        native: whether the template renders tools and tool calls itself.
-
-    Raises:
-        BadInput: a message has parts that are not text, or arguments that are not JSON.
-    """
+    """Messages in OpenAI's form as a chat template takes them. `native`: whether the template
+    renders tools and tool calls itself. Raises BadInput: a message has parts that are not text, or
+    arguments that are not JSON."""
     plain = [_plain(message, number) for number, message in enumerate(messages)]
     if native:
         return plain
@@ -262,8 +253,7 @@ def template_messages(
 
 
 def _plain(message: Message, number: int) -> Message:
-    """The message with text for content, and the arguments of its tool calls as objects, which
-    templates print as JSON themselves."""
+    """The message with text for content, and the arguments of its tool calls as objects."""
 
     def refused(key: str, expected: str, found: str, fix: str) -> BadInput:
         where = f"messages[{number}].{key}"
@@ -292,17 +282,9 @@ def _plain(message: Message, number: int) -> Message:
 
 
 def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
-    """Split a completion into its remaining text and its tool calls.
-
-    Args:
-        text: what the model wrote.
-        names: functions that exist; a call of anything else stays text.
-        salt: makes the call ids unique; equal text and salt give equal ids.
-
-    Returns:
-        The text outside the calls (None when empty) and calls in OpenAI's form. A call that
-        is not valid JSON of a known function leaves the whole completion as text.
-    """
+    """The text outside the tool calls (None when empty), and the calls in OpenAI's form. A call
+    that is not valid JSON of one of the functions `names` leaves the whole completion as text.
+    Equal text and `salt` give equal call ids."""
     calls: list[Message] = []
     for position, match in enumerate(_CALL.finditer(text)):
         try:

@@ -1,16 +1,12 @@
 """The sampler: many requests, one thread that decodes them all together.
 
 Requests, weight updates and scoring jobs stand in one queue and are served in order. Waiting
-sequences join the running batch between two decode steps (continuous batching). A weight
-update is a barrier: what was submitted before it is finished with the old weights, what was
-submitted after it waits for the new ones, so no completion mixes two versions.
+sequences join the running batch between two decode steps (continuous batching). A weight update is
+a barrier, so no completion mixes two versions.
 
 `deterministic=True` serves one request at a time from an empty cache, so that its tokens and
 log-probabilities depend on nothing but prompt, parameters, weights and thread count. Otherwise
 the company a request is in may change the last bits of its arithmetic.
-
-What a model computes is the decoder's business (`decoder.py`), how a token is drawn is
-`sampling.py`'s, HTTP is `server.py`'s.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -48,12 +45,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass
 class _Job:
     """Work that needs the decoder to itself: no sequence is being decoded while it runs."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.work = work
-        self.future: Future[Any] = Future()
+    work: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
 
 
 class Sampler:
@@ -61,10 +58,8 @@ class Sampler:
 
     Args:
         model: in evaluation mode; the sampler owns it from now on.
-        tokenizer: of that model.
         max_batch: sequences decoded together; more of them wait their turn.
-        max_model_len: tokens of prompt and completion together; a longer completion ends
-            with finish_reason 'length'.
+        max_model_len: tokens of prompt and completion together.
         threads: of torch, for the sampler's thread; None takes the physical cores.
         deterministic: see the module's docstring.
         lora: the shape of the adapter that `update_weights` will bring, if it brings one.
@@ -104,17 +99,12 @@ class Sampler:
         self._thread.start()
         self.decoder = ready.result()
 
-    # --- called from any thread ----------------------------------------------------------
-
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> list[list[Completion]]:
-        """Complete every prompt; blocks. Returns `params[i].n` completions for prompt i.
-
-        Raises:
-            BadInput: a prompt or its parameters are refused; nothing was drawn.
-            RunFailed: the engine met an error, which is the cause, or was closed.
-        """
+        """Complete every prompt; blocks. Returns `params[i].n` completions for prompt i. Raises
+        BadInput if a prompt or its parameters are refused, RunFailed if the engine met an error,
+        which is the cause, or was closed."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         self._enqueue(requests)
         try:
@@ -125,37 +115,23 @@ class Sampler:
             raise
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """Complete one prompt from any event loop; raises what `generate` raises.
-
-        Cancelling the awaiting task gives the place in the batch free at the next step.
-        """
+        """Complete one prompt from any event loop; raises what `generate` raises. Cancelling the
+        awaiting task gives the place in the batch free at the next step."""
         request = self._request(prompt_ids, params)
         self._enqueue([request])
         return await asyncio.wrap_future(request.future)
 
     def token_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Teacher-forced log-probabilities of tokens 1..T-1, fp32, length T-1; blocks.
-
-        Args:
-            token_ids: at least two.
-            temperature: positive.
-
-        Raises:
-            RunFailed: as in `generate`.
-        """
+        """Teacher-forced log-probabilities of tokens 1..T-1, fp32; blocks. RunFailed as in
+        `generate`."""
         return self._on_thread(lambda: self.decoder.score(token_ids, temperature))
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take new weights; blocks until they are in use.
+        """Take new weights; blocks until they are in use and `self.version` is `version`.
 
-        Args:
-            state: an adapter (`lora.<module path>.A` [rank, in] and `.B` [out, rank]) or
-                parameters by their names. Must not change until this returns.
-            version: what `self.version` becomes.
-
-        Raises:
-            BadInput: names or shapes that the model does not have; nothing was changed.
-            RunFailed: as in `generate`.
+        `state` is an adapter (`lora.<module path>.A` [rank, in] and `.B` [out, rank]) or parameters
+        by their names. Raises BadInput for names or shapes that the model does not have, and then
+        nothing was changed; RunFailed as `generate`.
         """
 
         def load() -> None:
@@ -165,19 +141,10 @@ class Sampler:
         self._on_thread(load)
 
     def run_alone(self, work: Callable[[], T]) -> T:
-        """Run other torch work on the sampler's thread, between requests; blocks.
-
-        For a trainer in the same process: every thread that computes keeps a pool of OpenMP
-        workers, and once pools outnumber cores libgomp sends workers to sleep after every
-        operation, which made a decode step of 16 sequences half as slow again. Stands in
-        line like a weight update, and must not wait for the sampler itself. Gradients work.
-        """
-
-        def ordinary_mode() -> T:
-            with torch.inference_mode(False):
-                return work()
-
-        return self._on_thread(ordinary_mode)
+        """Run other torch work on the sampler's thread, between requests; blocks. Every thread that
+        computes keeps a pool of OpenMP workers; once pools outnumber cores a decode step of 16
+        sequences takes half as long again. Must not wait for the sampler itself."""
+        return self._on_thread(torch.inference_mode(False)(work))
 
     def stats(self) -> dict[str, float]:
         """Totals since the start: tokens, and seconds with work to do."""
@@ -222,13 +189,10 @@ class Sampler:
             self._queue.extend(items)
             self._wake.notify()
 
-    # --- the sampler's thread ------------------------------------------------------------
-
     @torch.inference_mode()
     def _run(self, model: PreTrainedModel, ready: Future[Decoder]) -> None:
         # All of the sampler's arithmetic happens on this thread, the packing of the weights
-        # included, so that no other one keeps a pool of workers (see `run_alone`). OpenMP
-        # keeps the number of threads per thread.
+        # included (see `run_alone`). OpenMP keeps the number of threads per thread.
         torch.set_num_threads(self.threads)
         _settle(ready, lambda: make_decoder(model))
         if ready.exception() is not None:
@@ -241,21 +205,19 @@ class Sampler:
                 break
             start = time.perf_counter()
             try:
-                self._advance()
+                # Let waiting work in, then make one token for every active sequence.
+                gone = {i for i, d in enumerate(self._active) if d.request.future.cancelled()}
+                self._remove(gone)
+                self._admit()
+                if self._active:
+                    self._draw()
+                if self._active:
+                    last = [d.tokens[-1] for d in self._active]
+                    self._logits_BV = self.decoder.step(torch.tensor(last, device=self.device))
             except Exception as error:
                 self._fail_all(error)
             self._busy += time.perf_counter() - start
         self._fail_all(RunFailed("the sampler was closed"))
-
-    def _advance(self) -> None:
-        """Let waiting work in, then make one token for every active sequence."""
-        self._remove({i for i, d in enumerate(self._active) if d.request.future.cancelled()})
-        self._admit()
-        if self._active:
-            self._draw()
-        if self._active:
-            tokens_B = torch.tensor([d.tokens[-1] for d in self._active], device=self.device)
-            self._logits_BV = self.decoder.step(tokens_B)
 
     def _admit(self) -> None:
         """Fill the free places of the batch and prefill what came in, together."""

@@ -4,10 +4,7 @@ A token is drawn by inverting the cumulative distribution at one uniform number,
 sequence's whole randomness is a row of uniforms fixed at admission: the same seed, prompt and
 weights give the same tokens in whatever company. Log-probabilities are those of
 softmax(logits / temperature) over the whole vocabulary in fp32; top-p, top-k and grammar masks
-restrict what is drawn, never what is reported, so a trainer can recompute them from tokens.
-
-Constrained text (JSON of a schema, or a Lark grammar) masks tokens; llguidance decides which may
-come next. This module knows tokens and text, not the model.
+(llguidance's) restrict what is drawn, never what is reported, so a trainer can recompute them.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ class SamplingParams:
     def uniforms(self, index: int, count: int) -> list[float]:
         seed = secrets.randbits(63) if self.seed is None else (self.seed + index) % 2**63
         generator = torch.Generator().manual_seed(seed)
-        values: list[float] = torch.rand(count, generator=generator).tolist()
-        return values
+        return torch.rand(count, generator=generator).tolist()
 
 
 @dataclass(frozen=True)
@@ -124,16 +120,10 @@ def draw(
     uniforms_B: Tensor,
     rules: dict[int, RowRule],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row.
+    """Draw one token a row: tokens_B, their log-probabilities_B, and probabilities_BV, fp32.
 
-    Args:
-        logits_BV: of any float type.
-        temperatures_B1: positive divisors, or None when all are 1.
-        uniforms_B: in [0, 1).
-        rules: rows that are restricted, by row number.
-
-    Returns:
-        tokens_B, their log-probabilities_B, and probabilities_BV of all tokens, fp32.
+    `temperatures_B1` are positive divisors, or None when all are 1; `uniforms_B` in [0, 1);
+    `rules` the rows that are restricted, by row number.
     """
     if temperatures_B1 is not None:
         logits_BV = logits_BV.float() / temperatures_B1
@@ -156,11 +146,9 @@ def draw(
 
 
 def invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds uniform * total, per row.
-
-    Sums blocks of the vocabulary first, so that only one block per row needs a running sum.
-    A token of weight zero is never returned.
-    """
+    """The first token whose cumulative weight exceeds uniform * total, per row. Sums blocks of the
+    vocabulary first, so that only one block per row needs a running sum. A token of weight zero is
+    never returned."""
     if short := -weights_BV.shape[1] % _BLOCK:
         weights_BV = F.pad(weights_BV, (0, short))
     blocks_BKW = weights_BV.unflatten(1, (-1, _BLOCK))
@@ -212,7 +200,7 @@ def prompt_faults(prompt_ids: Sequence[int], max_model_len: int) -> list[Fault]:
 
 class Vocabulary:
     """How token ids become text, which of them end a sequence, and which may come next if a request
-    asks for a form. llguidance's view of the tokenizer takes about a second: made on first use."""
+    asks for a form."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -240,10 +228,7 @@ class Vocabulary:
 
     def matcher(self, params: SamplingParams) -> LLMatcher | None:
         """What follows the form that a request asks for, for one sequence; None without one.
-
-        Raises:
-            BadInput: the schema or grammar is not one that llguidance can follow.
-        """
+        BadInput if llguidance cannot follow the schema or grammar."""
         if params.json_schema is None and params.grammar is None:
             return None
         import llguidance.hf
@@ -280,7 +265,6 @@ class Request:
     drafts: list[Draft] = field(default_factory=list)
 
     def completions(self) -> list[Completion]:
-        """All sequences; every one has ended."""
         return [draft.completion() for draft in self.drafts]
 
 
@@ -326,10 +310,11 @@ class Draft:
             self.tops.append(dict(zip(indices.tolist(), values.log().tolist(), strict=True)))
         if self.matcher is not None:
             self.matcher.consume_token(token)
+        tail = self.vocabulary.text(self.tokens[-self._window :]) if params.stop else ""
         ended = len(self.tokens) >= params.min_tokens and (
             (token in self.vocabulary.eos and not params.ignore_eos)
             or (self.matcher is not None and self.matcher.is_stopped())
-            or (bool(params.stop) and self._stop_string_reached())
+            or any(stop in tail for stop in params.stop)
         )
         if ended:
             self.finish_reason = "stop"
@@ -338,17 +323,12 @@ class Draft:
         return self.finish_reason is not None
 
     def completion(self) -> Completion:
-        """The sequence, which has ended."""
         assert self.finish_reason is not None
         text = self.vocabulary.text(self.tokens)
         if self.finish_reason == "stop":
             text = before_stop(text, self.params.stop)
         tops = self.tops if self.params.top_logprobs else None
         return Completion(self.tokens, self.logprobs, text, self.finish_reason, tops)
-
-    def _stop_string_reached(self) -> bool:
-        tail = self.vocabulary.text(self.tokens[-self._window :])
-        return any(stop in tail for stop in self.params.stop)
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

@@ -1,20 +1,15 @@
 """What a dry run loads: a tiny random model, and a sampler that says what it is told.
 
-The model has the tokenizer and the chat template of the one that it stands for, so that prompts
-and answers have the lengths that they will have; if that tokenizer is not on this machine, another
-one is taken, and the caller is told which. Nothing is fetched.
-
-A request may carry its answer under `ANSWER_FIELD`; one without is answered with plain words, or,
-if it asks for JSON of a schema or forces a tool call, with the smallest example of it. The answer
-is cut at `max_tokens` and at stop strings, as a drawn one is. Its log-probabilities are those that
-the model gives these very tokens, so that a trainer with the same weights finds a ratio of 1. HTTP,
-chat template and the parsing of tool calls are the real server's.
+The model has the tokenizer and the chat template of the one that it stands for, if that is on this
+machine. Nothing is fetched. A request may carry its answer under `ANSWER_FIELD`; one without is
+answered with plain words, or with the smallest example of the JSON or the tool call that it asks
+for, cut at `max_tokens` and at stop strings. Log-probabilities are those that the model gives these
+very tokens, so that a trainer with the same weights finds a ratio of 1.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import random
@@ -52,7 +47,6 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """The chat template if there is no other."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -68,17 +62,15 @@ def tokenizer_for(name: str) -> StandInTokenizer:
     """The tokenizer of the model `name` if it is on this machine, else SmolLM2's if that is,
     else one of single bytes that is made here."""
     for candidate in (name, *BUNDLED):
-        found = _load(_folder(candidate))
+        found = _load(candidate)
         if found is not None:
             return StandInTokenizer(found, f"the tokenizer of {candidate}", candidate == name)
     return StandInTokenizer(byte_tokenizer(), "a tokenizer of single bytes", False)
 
 
 def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> int:
-    """Save a tiny random model with this tokenizer into `folder`; returns its parameters.
-
-    Equal seeds write equal weights.
-    """
+    """Save a tiny random model with this tokenizer into `folder`; returns its parameters. Equal
+    seeds write equal weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     highest = max(tokenizer.get_vocab().values(), default=0)
@@ -104,39 +96,21 @@ def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int =
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _folder(name: str) -> Path | None:
-    folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
-    if not name.strip():
-        return None
-    if folder.is_dir():
-        return folder
-    if name in BUNDLED:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    with contextlib.suppress(HFValidationError):
-        for file in _TOKENIZER_FILES:
-            found = try_to_load_from_cache(name, file)
-            if isinstance(found, str):
-                return Path(found).parent
-    return None
-
-
-def _load(folder: Path | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder; None if none of it loads without a download."""
-    # Without such a file transformers may make a tokenizer of a few special tokens and no words.
-    if folder is None or not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return None
+def _load(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model; None if none of it loads without a download."""
     from transformers import AutoTokenizer
 
+    folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
     try:
         # Without the last argument it would ask on the terminal whether to run a folder's code.
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            folder if folder.is_dir() else name, local_files_only=True, trust_remote_code=False
         )
     except Exception:
-        # Files that are damaged, or of a class that is not installed: a dozen unrelated errors.
+        # None at all, damaged, or of a class that is not installed: a dozen unrelated errors.
+        return None
+    # Without its files transformers may make a tokenizer of a few special tokens and no words.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         return None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -170,12 +144,8 @@ _DEEPEST = 12
 
 
 def example_of(schema: Mapping[str, Any]) -> Any:
-    """The smallest value that fits a JSON schema, with required properties only.
-
-    Covers what pydantic writes (objects, arrays, numbers, texts, enums, constants, alternatives,
-    references within the schema, lengths and bounds). A `pattern`, a `format` and conditions
-    between fields are not looked at: such an example may be refused by whoever asked.
-    """
+    """The smallest value that fits a JSON schema, with required properties only. Covers what
+    pydantic writes, but no `pattern`, `format` or conditions between fields."""
 
     def example(part: Any, depth: int = 0) -> Any:
         if not isinstance(part, Mapping) or depth > _DEEPEST:
@@ -223,7 +193,7 @@ def example_of(schema: Mapping[str, Any]) -> Any:
 
 
 ANSWER_FIELD = "aflow_scripted_answer"
-"""Key of a request's body (`extra_body` of OpenAI's client): the text to answer with."""
+"""Key of a request's body (`extra_body`): the text to answer with."""
 
 _WORDS = (
     "the answer to this question follows from what was given first one puts together what "
@@ -241,13 +211,8 @@ def plain_words(key: str) -> str:
 
 
 class ScriptedSampler(Sampler):
-    """A `Sampler` whose completions are given instead of drawn.
-
-    Args:
-        scored: whether completions carry the model's log-probabilities; without, they are 0, for
-            stand-ins of models that are not trained.
-        settings: those of `Sampler`.
-    """
+    """A `Sampler` whose completions are given instead of drawn. `scored`: whether they carry the
+    model's log-probabilities; else 0, for stand-ins of models that are not trained."""
 
     def __init__(
         self,
@@ -276,8 +241,7 @@ class ScriptedSampler(Sampler):
         self, prompt_ids: list[int], params: SamplingParams, text: str | None, number: int
     ) -> Completion:
         limit = min(params.max_tokens, self.max_model_len - len(prompt_ids))
-        words = plain_words(f"{len(prompt_ids)}|{params.seed}|{number}")
-        said = words if text is None else text
+        said = plain_words(f"{len(prompt_ids)}|{params.seed}|{number}") if text is None else text
         # Up to the end of its first stop string.
         stops = [(said.find(stop), len(stop)) for stop in params.stop if stop in said]
         if stops:
@@ -301,13 +265,11 @@ class ScriptedSampler(Sampler):
         return Completion(ids, logprobs, shown, reason, tops if params.top_logprobs else None)
 
     def _scores(self, prompt_ids: list[int], ids: list[int], temperature: float) -> list[float]:
-        """Log-probabilities of `ids` after the prompt, fp32; blocks.
-
-        As long as the weights are the first ones, the model itself computes the logits of the
-        answer alone: with a vocabulary of 150,000 those of a long prompt would take seconds.
-        """
+        """Log-probabilities of `ids` after the prompt, fp32; blocks."""
         if self.version > 0:
             return self.token_logprobs([*prompt_ids, *ids], temperature)[len(prompt_ids) - 1 :]
+        # The first weights: the model itself computes the logits of the answer alone. With a
+        # vocabulary of 150,000 those of a long prompt would take seconds.
 
         def work() -> list[float]:
             with torch.no_grad():

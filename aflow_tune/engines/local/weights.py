@@ -1,8 +1,7 @@
 """The sampler's weights: a pristine model plus, perhaps, one adapter.
 
-`Weights` checks an update as a whole before it changes anything. The adapter is never added to the
-model's own tensors, so any number of updates leaves the base untouched. PEFT, which takes seconds
-to import, is not needed here.
+An update is checked as a whole before it changes anything. The adapter is never added to the
+model's own tensors. PEFT, which takes seconds to import, is not needed here.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ _PREFIX = "lora."
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What an adapter looks like.
-
-    `target_modules`: 'all-linear' (every linear layer but the output head), one module name,
-    a regular expression as PEFT takes it, or a tuple of module names.
-    """
+    """What an adapter looks like. `target_modules`: 'all-linear' (every linear layer but the output
+    head), one module name, a regular expression as PEFT takes it, or a tuple of module names."""
 
     rank: int
     alpha: float
@@ -49,18 +45,26 @@ class Weights:
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Take an adapter state (`lora.<module path>.A` and `.B`) or full parameters by name.
-
-        Raises:
-            BadInput: names or shapes that the model does not have, or an adapter without a
-                `LoraSpec`; nothing was changed.
-        """
+        Raises BadInput: names or shapes that the model does not have, or an adapter without a
+        `LoraSpec`; nothing was changed."""
         adapter = {key: value for key, value in state.items() if key.startswith(_PREFIX)}
         if adapter and (lora is None or len(adapter) < len(state)):
             raise BadInput("The weight update is an adapter, mixed or without the sampler's lora=")
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         if adapter:
-            shapes = self._adapter_shapes(adapter)
+            # A [rank, in] and B [out, rank] of each linear layer that has both.
+            shapes, modules = {}, dict(self.model.named_modules())
+            for key, A_RI in adapter.items():
+                path = key[len(_PREFIX) : -2]
+                weight = getattr(modules.get(path), "weight", None)
+                paired = key.endswith(".A") and f"{_PREFIX}{path}.B" in adapter
+                if paired and isinstance(weight, Tensor) and weight.dim() == 2:
+                    out_width, in_width = weight.shape
+                    if _is_transposed(modules[path]):
+                        out_width, in_width = in_width, out_width
+                    shapes[key] = (A_RI.shape[0], in_width)
+                    shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
         faults = [
             Fault(
                 name,
@@ -102,22 +106,6 @@ class Weights:
 
     def adapted_paths(self) -> list[str]:
         return [key[len(_PREFIX) : -2] for key in self.adapter if key.endswith(".A")]
-
-    def _adapter_shapes(self, adapter: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """The shapes of A [rank, in] and B [out, rank] of each linear layer that has both."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        modules = dict(self.model.named_modules())
-        for key, A_RI in adapter.items():
-            path = key[len(_PREFIX) : -2]
-            weight = getattr(modules.get(path), "weight", None)
-            paired = key.endswith(".A") and f"{_PREFIX}{path}.B" in adapter
-            if paired and isinstance(weight, Tensor) and weight.dim() == 2:
-                out_width, in_width = weight.shape
-                if _is_transposed(modules[path]):
-                    out_width, in_width = in_width, out_width
-                shapes[key] = (A_RI.shape[0], in_width)
-                shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
-        return shapes
 
 
 def _is_transposed(module: torch.nn.Module) -> bool:

@@ -1,12 +1,8 @@
 """The whole run in one process, without Ray: it rolls out or reads a data set, trains, evaluates.
 
-Trinity's own parts do the same work as in the split: its runner runs the workflows, its readers
-read the task sets, its pipeline computes advantages, its metric functions aggregate. Only what
-needs actors is replaced: the model wrapper asks the sampler directly for its version, the pipeline
-writes to a list, and `InlineRun` takes the place of Explorer, Trainer, Synchronizer and queue.
-
-`mode: train` (`sft`, `dpo`, `cpt`) takes its batches from Trinity's reader. If there are held-out
-task sets, the workflow is evaluated before, between and after.
+Trinity's own runner, readers, pipeline and metric functions do the work, as in the split. Only what
+needs actors is replaced: `InlineRun` takes the place of Explorer, Trainer, Synchronizer and queue.
+`mode: train` (`sft`, `dpo`, `cpt`) takes its batches from Trinity's reader.
 """
 
 from __future__ import annotations
@@ -47,9 +43,10 @@ from aflow_tune.engines.trinity.training.run_state import (
     is_evaluated,
     save_taskset_state,
 )
-from aflow_tune.engines.trinity.training.sync_check import MISMATCH, SyncCheck
+from aflow_tune.engines.trinity.training.sync_check import SyncCheck
 from aflow_tune.engines.trinity.training.trainer import LocalTrainEngine
 from aflow_tune.errors import BudgetReached, RunFailed
+from aflow_tune.report.quantities import MISMATCH
 
 logger = logging.getLogger("trinity")
 
@@ -71,16 +68,10 @@ class InlineRunner(WorkflowRunner):
 
 
 class InlineRollouts:
-    """A sampler, the auxiliary models and a runner; `prepare()` loads them, `close()` frees them.
+    """A sampler, the auxiliary models and a runner; `prepare()` loads, `close()` frees them."""
 
-    Args:
-        config: a prepared configuration.
-        phase: told in words what is going on.
-    """
-
-    def __init__(self, config: AflowConfig, phase: Callable[[str], None]) -> None:
+    def __init__(self, config: AflowConfig) -> None:
         self.config = config
-        self.phase = phase
         self._hosts: list[SamplerHost] = []
 
     async def prepare(self) -> None:
@@ -96,42 +87,11 @@ class InlineRollouts:
         self._hosts.append(host)
         return host
 
-    async def sync(self, engine: LocalTrainEngine) -> None:
-        weights = await asyncio.to_thread(engine.trainer.weights)
-        await asyncio.to_thread(self.sampler.update_weights, weights, engine.train_step_num)
-
-    async def evaluate(self, step: int) -> dict[str, float]:
-        """Run the held-out task sets with the current weights; the metrics to log for `step`.
-
-        Raises:
-            BudgetReached: a limit was reached; the evaluation does not count.
-        """
-        metrics: dict[str, float] = {}
-        started = time.time()
-        for taskset in quick_tasksets(self.config, step):
-            self.phase(f"evaluating on {taskset.name}")
-            forget_evaluation(taskset, step)
-            tasks, batch_id = await read_all(taskset), f"{step}/{taskset.name}"
-            results = await self.run_tasks(tasks, batch_id, taskset.repeat_times)
-            metrics |= aggregate_eval_metrics(
-                [status.metrics[0] for status, _ in results],
-                prefix=f"eval/{taskset.name}",
-                detailed_stats=self.config.monitor.detailed_stats,
-            )
-            metrics[f"eval/{taskset.name}/finished_task_count"] = float(len(results))
-            stop_at_limit(self.config)
-        if metrics:
-            metrics["time/eval"] = time.time() - started
-        return metrics
-
     async def run_tasks(
         self, tasks: list[Task], batch_id: int | str, repeat_times: int
     ) -> list[tuple[Status, bytes]]:
-        """Run every task `repeat_times` times; results in the order of the tasks.
-
-        Raises:
-            RunFailed: a task failed outside of the user's function, which the adapter shields.
-        """
+        """Run every task `repeat_times` times; results in the order of the tasks. Raises RunFailed:
+        a task failed outside of the user's function, which the adapter shields."""
         # As many tasks at once as keep every slot of the sampler busy.
         slots = asyncio.Semaphore(math.ceil(self.config.local.max_batch / max(1, repeat_times)))
 
@@ -180,15 +140,8 @@ class InlinePipeline(ExperiencePipeline):
 
 
 class InlineRun:
-    """Train, evaluate and save in turns until the target step.
-
-    Args:
-        config: a prepared configuration.
-        target: the step to reach.
-        phase: told in words what is going on.
-        stop: asked between steps whether to stop.
-        reader: the data set to train on; None: on rollouts of the workflow.
-    """
+    """Train, evaluate and save in turns until the step `target`, on the data set of `reader`, or on
+    rollouts. `phase` is told what is going on; `stop` asked between steps whether to stop."""
 
     def __init__(
         self,
@@ -205,7 +158,7 @@ class InlineRun:
         self.tasksets = [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets]
         self.rollouts: InlineRollouts | None = None
         if reader is None or self.tasksets:
-            self.rollouts = InlineRollouts(config, phase)
+            self.rollouts = InlineRollouts(config)
         self.monitors: dict[str, Any] = {}
         self._evaluated = -1
         self._check = SyncCheck(computes_in_16_bits(config))
@@ -219,7 +172,15 @@ class InlineRun:
             await self.engine.prepare()
             for role in (self.config.explorer.name, self.config.trainer.name):
                 self.monitors[role] = make_monitor(self.config, role)
-            await self._open()
+            # At the position at which an earlier command left what is trained on.
+            path = self.run_dir / f"{self.config.explorer.name}_meta.json"
+            state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            if self.reader is None:
+                self.pipeline = InlinePipeline(self.config)
+                await self.pipeline.prepare()
+                self.taskset = get_taskset_scheduler(explorer_state=state, config=self.config)
+            elif position := state.get("taskset_states"):
+                self.reader.load_state_dict(position[0])
             await self._loop()
             return self.engine.train_step_num
         finally:
@@ -229,24 +190,11 @@ class InlineRun:
             if self.rollouts is not None:
                 await self.rollouts.close()
 
-    async def _open(self) -> None:
-        """Open what is trained on, at the position at which an earlier command left it."""
-        path = self.run_dir / f"{self.config.explorer.name}_meta.json"
-        state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if self.reader is None:
-            self.pipeline = InlinePipeline(self.config)
-            await self.pipeline.prepare()
-            self.taskset = get_taskset_scheduler(explorer_state=state, config=self.config)
-        elif position := state.get("taskset_states"):
-            self.reader.load_state_dict(position[0])
-
     async def _loop(self) -> None:
         engine, rollouts, explorer = self.engine, self.rollouts, self.config.explorer
         step = engine.train_step_num
         if rollouts is not None:
-            if step:
-                await rollouts.sync(engine)
-            await self._check_sync(rollouts)
+            await self._sync(rollouts)
             # The run that is resumed may have been killed while it evaluated these weights.
             self._evaluated = step if is_evaluated(self.run_dir, step, self.tasksets) else -1
             if step % explorer.eval_interval == 0 if step else explorer.eval_on_startup:
@@ -284,18 +232,15 @@ class InlineRun:
             batch: Any = await source.read()
         except StopAsyncIteration:
             return None
-        if self.reader is None:
-            save_taskset_state(self.run_dir, step, self.taskset.state_dict())
-            return await self._roll_out(step, batch)
-        save_taskset_state(self.run_dir, step, [self.reader.state_dict()])
-        return list(batch)
-
-    async def _roll_out(self, step: int, tasks: list[Task]) -> list[Experience]:
+        position = source.state_dict()
+        save_taskset_state(self.run_dir, step, position if self.reader is None else [position])
+        if self.reader is not None:
+            return list(batch)
         assert self.rollouts is not None
         self.phase("rolling out")
         sampler = self.rollouts.sampler
         started, totals = time.time(), sampler.stats()
-        results = await self.rollouts.run_tasks(tasks, step, self.config.algorithm.repeat_times)
+        results = await self.rollouts.run_tasks(batch, step, self.config.algorithm.repeat_times)
         payloads = [payload for _, payload in results if payload]
         metrics = await self.pipeline.process_serialized_chunks(payloads)
         self.taskset.feedback(metrics)
@@ -313,10 +258,7 @@ class InlineRun:
         metrics = await self.engine.train_step(experiences)
         metrics["time/train_step"] = time.time() - started
         if self.rollouts is not None:
-            started = time.time()
-            await self.rollouts.sync(self.engine)
-            metrics["time/sync_weight"] = time.time() - started
-            metrics[MISMATCH] = await self._check_sync(self.rollouts)
+            metrics |= await self._sync(self.rollouts)
         step = self.engine.train_step_num
         # Before the checkpoint: a resumed run does not do the step again, and cannot log it.
         self.monitors[self.config.trainer.name].log(metrics, step)
@@ -325,21 +267,43 @@ class InlineRun:
             await self.engine.save_checkpoint()
         return step
 
-    async def _check_sync(self, rollouts: InlineRollouts) -> float:
-        """How far the sampler is from the trainer's weights; raises as `SyncCheck.compare`."""
+    async def _sync(self, rollouts: InlineRollouts) -> dict[str, float]:
+        """Give the sampler the trainer's weights and check them; raises as `SyncCheck.compare`."""
+        step, started = self.engine.train_step_num, time.time()
+        if step:
+            weights = await asyncio.to_thread(self.engine.trainer.weights)
+            await asyncio.to_thread(rollouts.sampler.update_weights, weights, step)
+        seconds = time.time() - started
         tokens, trainer = await self.engine.probe()
         sampler = await asyncio.to_thread(
             rollouts.sampler.token_logprobs, tokens, self.config.model.temperature
         )
-        return self._check.compare(self.engine.train_step_num, sampler, trainer)
+        mismatch = self._check.compare(step, sampler, trainer)
+        return {"time/sync_weight": seconds, MISMATCH: mismatch}
 
     async def _evaluate(self, step: int) -> None:
-        """Evaluate the current weights, unless that was done already."""
-        if self.rollouts is not None and self._evaluated < step:
-            metrics = await self.rollouts.evaluate(step)
-            if metrics:
-                self.monitors[self.config.explorer.name].log(metrics, step)
-            self._evaluated = step
+        """Run the held-out task sets with the current weights, unless that was done already. Raises
+        BudgetReached: a limit was reached; the evaluation does not count."""
+        if self.rollouts is None or self._evaluated >= step:
+            return
+        metrics: dict[str, float] = {}
+        started = time.time()
+        for taskset in quick_tasksets(self.config, step):
+            self.phase(f"evaluating on {taskset.name}")
+            forget_evaluation(taskset, step)
+            tasks, batch_id = await read_all(taskset), f"{step}/{taskset.name}"
+            results = await self.rollouts.run_tasks(tasks, batch_id, taskset.repeat_times)
+            metrics |= aggregate_eval_metrics(
+                [status.metrics[0] for status, _ in results],
+                prefix=f"eval/{taskset.name}",
+                detailed_stats=self.config.monitor.detailed_stats,
+            )
+            metrics[f"eval/{taskset.name}/finished_task_count"] = float(len(results))
+            stop_at_limit(self.config)
+        if metrics:
+            metrics["time/eval"] = time.time() - started
+            self.monitors[self.config.explorer.name].log(metrics, step)
+        self._evaluated = step
 
 
 def make_monitor(config: AflowConfig, role: str) -> Any:

@@ -1,13 +1,12 @@
 """A run on Ray: explorer and trainer of the local engine, or Trinity's own stage runner.
 
-`run_split` starts, watches and stops the explorer/trainer split on the local engine. Upstream's
-launcher swallows errors, lets both sides synchronise at once and cannot be asked to save and stop.
-This one awaits the trainer's first weights before the explorer's, ends on the first error with its
-cause, and turns Ctrl-C and SIGTERM into a saved state.
+`run_split` drives the two actors of the local engine. Unlike upstream's launcher it awaits the
+trainer's first weights before the explorer's, ends on the first error with its cause, and turns
+Ctrl-C and SIGTERM into a saved state.
 
-`run_cluster` (`engine: trinity`) leaves vLLM and verl to Trinity's stage runner and adds what it
-leaves out: a stage that failed, or a trainer that ended early, is an error here instead of exit
-code 0, and its actors are ours (`our_actors`).
+`run_cluster` (`engine: trinity`) leaves vLLM and verl to Trinity's stage runner. A failed stage is
+an error here, its actors are ours (`our_actors`), and the explorer gets the time that its last
+evaluation takes.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import ray
 from aflow_tune.cluster.ray_for_run import ray_for_run
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.engines.trinity.rollout.explorer import LocalExplorer
+from aflow_tune.engines.trinity.training.run_state import is_evaluated
 from aflow_tune.engines.trinity.training.trainer import LocalTrainActor
 from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed, disk_fault
 
@@ -43,12 +43,7 @@ def run_split(
 ) -> int:
     """Train through explorer and trainer actors; returns the step that was reached.
 
-    Args:
-        config: a prepared configuration that holds its functions.
-        functions: those functions, whose code every worker needs.
-        target: the step to reach.
-        phase: told in words what is going on.
-        stop: asked twice a second whether to save and stop.
+    `phase` is told in words what is going on; `stop` asked twice a second whether to save and stop.
 
     Raises:
         BadInput: there is no Ray that can be used, or the functions cannot be sent.
@@ -130,7 +125,8 @@ def _cause(error: Any) -> Exception:
 def run_cluster(
     config: AflowConfig, functions: Functions, target: int, phase: Callable[[str], None]
 ) -> int:
-    """Run one stage by Trinity's stage runner; returns the step reached.
+    """Run one stage by Trinity's stage runner; returns the step reached. Says so if the last
+    evaluation did not come to its end.
 
     Raises:
         BadInput: there is no Ray that can be used, or the functions cannot be sent.
@@ -138,34 +134,48 @@ def run_cluster(
     """
     from trinity.cli.launcher import run_stage
 
+    init, shutdown, wait = ray.init, ray.shutdown, ray.wait
+    longest = config.synchronizer.sync_timeout
+
+    def patient(*refs: Any, timeout: float | None = None, **more: Any) -> Any:
+        return wait(*refs, timeout=None if timeout is None else max(timeout, longest), **more)
+
     with ray_for_run(config, functions, config.get_envs(), phase):
         phase(f"running on Trinity's engines, target step {target}")
         with our_actors(config):
             # It begins with `ray.init()`, which would replace the handler that saves on SIGTERM,
-            # and ends with `ray.shutdown()`, over whose connection we still clear away.
-            init, shutdown = ray.init, ray.shutdown
+            # ends with `ray.shutdown()`, over whose connection we still clear away, and gives the
+            # explorer 5 s after the trainer's end, which cuts the last evaluation off.
             ray.init = ray.shutdown = lambda *_, **__: None
+            ray.wait = patient
             try:
                 status = run_stage(config)
             finally:
-                ray.init, ray.shutdown = init, shutdown
+                ray.init, ray.shutdown, ray.wait = init, shutdown, wait
     if not status.success:
         detail = status.error.traceback_text if status.error else "no cause was given"
         raise RunFailed(f"Trinity's stage {status.stage!r} failed:\n{detail}")
-    state = Path(config.checkpoint_job_dir) / f"{config.trainer.name}_meta.json"
+    run_dir = Path(config.checkpoint_job_dir)
+    state = run_dir / f"{config.trainer.name}_meta.json"
     if not state.exists():
         return 0
-    return int(json.loads(state.read_text(encoding="utf-8"))["latest_iteration"])
+    reached = int(json.loads(state.read_text(encoding="utf-8"))["latest_iteration"])
+    held_out = [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets]
+    evaluates = config.mode != "train" and reached >= target
+    if evaluates and not is_evaluated(run_dir, reached, held_out):
+        print(
+            f"warning: the last evaluation is incomplete: that of step {reached} did not end on "
+            f"every held-out task set ({', '.join(held_out)}). The weights are saved; "
+            "`aflow-tune eval` measures them.",
+            flush=True,
+        )
+    return reached
 
 
 @contextlib.contextmanager
 def our_actors(config: AflowConfig) -> Iterator[None]:
     """For the length of the block Trinity's launcher makes our explorer and trainer. Ray must be
-    joined.
-
-    Raises:
-        RunFailed: the cluster has no room for a run on one GPU.
-    """
+    joined. Raises RunFailed if the cluster has no room for a run on one GPU."""
     from trinity.explorer import explorer
     from trinity.trainer import trainer
 

@@ -1,14 +1,12 @@
 """Our readers behind Trinity's interface, named in `storage_type` by their dotted paths.
 
-`RowsReader` reads local files row by row, as they are: Trinity's own goes through a table with
-one type a column, which rows of several sources do not fit into. `MixReader` reads batches of
-several task sets by exact shares. `FixedSample` is a data selector for evaluations on a part of
-a task set. Trinity's schedulers, selectors, formatter and saved state work with all of them.
+`RowsReader` reads rows as they are (Trinity's own table has one type a column), `MixReader` batches
+of several task sets by exact shares; `FixedSample` selects a part of a task set for evaluations.
 
-`Experiences` reads the data set of `mode: train` by Trinity's own reader and formatters. What it
-adds: every row is formatted once before anything is trained, so that one the chat template cannot
-render is named with its place; and on the local engine rows longer than `model.max_model_len` are
-left out and named. Trinity neither cuts nor refuses them; cutting would teach answers without end.
+`Experiences` reads the data set of `mode: train` by Trinity's reader and formatters. Every row is
+formatted once before anything is trained, so that one the chat template cannot render is named with
+its place; on the local engine rows longer than `model.max_model_len` are left out and named, where
+Trinity would keep them (cutting would teach answers without end).
 """
 
 from __future__ import annotations
@@ -32,16 +30,10 @@ from trinity.buffer.reader.file_reader import (
 from trinity.buffer.schema import FORMATTER
 from trinity.buffer.selector import BaseSelector
 from trinity.common.config import DataSelectorConfig, StorageConfig, TasksetConfig
-from trinity.common.experience import Experience
 from trinity.common.workflows import Task
 
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.tasksets import (
-    experience_buffer,
-    link_files,
-    locate,
-    on_cluster,
-)
+from aflow_tune.config.tasksets import experience_buffer, link_files, locate, on_cluster
 from aflow_tune.data.checks import source_of
 from aflow_tune.data.mix import Mix, sample
 from aflow_tune.data.rows import read_table, with_source
@@ -63,8 +55,7 @@ async def read_all(taskset: TasksetConfig) -> list[Task]:
 
 
 class RowsReader(FileReader):
-    """Trinity's file reader on rows that are read as they are: `path` is a file, or a folder all of
-    whose files belong to the task set."""
+    """`path` is a file, or a folder all of whose files belong to the task set."""
 
     def __init__(self, config: StorageConfig) -> None:
         self.reader = _PlainRows(config)
@@ -93,11 +84,9 @@ class _PlainRows(TaskFileReader):
 class MixReader(FileReader):
     """Batches of a mix. `path` is a file that `mixes.merge_mix` wrote.
 
-    Its state is the number of tasks that it has handed out. It ends after `total_steps` batches,
-    or after as many as the rows of all task sets together make in `total_epochs`.
-
-    Raises:
-        ValueError: a row belongs to no source of the mix.
+    Its state is the number of tasks that it has handed out. It ends after `total_steps` batches, or
+    after as many as the rows of all task sets together make in `total_epochs`. Raises ValueError: a
+    row belongs to no source of the mix.
     """
 
     def __init__(self, config: StorageConfig) -> None:
@@ -157,10 +146,7 @@ class MixReader(FileReader):
 
 
 class FixedSample(BaseSelector):
-    """A fixed part of a held-out task set, in the order of its rows, each source by its share.
-
-    `kwargs.size` is how many rows are drawn; `seed` which ones.
-    """
+    """`kwargs.size` rows of a held-out task set, chosen by `seed`, each source by its share."""
 
     def __init__(self, data_source: Any, config: DataSelectorConfig) -> None:
         super().__init__(data_source, config)
@@ -192,16 +178,9 @@ def materialise_experiences(config: AflowConfig) -> None:
 
 
 class Experiences(ExperienceFileReader):
-    """The rows that fit, in Trinity's batches; `left_out` holds the places of those that do not.
-
-    Args:
-        config: Trinity's storage configuration; its `tokenizer_path` is a folder.
-        places: `file:line` of each row, if they are known.
-        longest: tokens of prompt and response together that still fit; None for no limit.
-
-    Raises:
-        BadInput: rows that the formatter refuses, or no rows that fit.
-    """
+    """The rows of at most `longest` tokens (None: of any length), in Trinity's batches; `left_out`
+    holds the places of the others, `file:line` if `places` are known. Raises BadInput: rows that
+    the formatter refuses, or no rows that fit."""
 
     def __init__(self, config: StorageConfig, places: list[str], longest: int | None) -> None:
         self.left_out: list[str] = []
@@ -212,33 +191,23 @@ class Experiences(ExperienceFileReader):
     def _init_formatter_and_dataset(self, config: StorageConfig) -> tuple[Any, Any]:
         formatter, batches = super()._init_formatter_and_dataset(config)
         rows = batches.dataset
-        kept = self._fitting(formatter, rows)
-        if len(kept) == len(rows):
-            return formatter, batches
-        return formatter, _HFBatchReader(
-            rows.select(kept),
-            name=config.name,
-            default_batch_size=self.read_batch_size,
-            total_epochs=config.total_epochs,
-            drop_last=True,
-            total_steps=config.total_steps,
-            enable_progress_bar=config.enable_progress_bar,
-        )
-
-    def _fitting(self, formatter: Any, rows: Any) -> list[int]:
         kept, faults = [], []
-        named = self._places if len(self._places) == len(rows) else None
         for number in range(len(rows)):
-            place = named[number] if named else f"{self.name} row {number}"
+            same = len(self._places) == len(rows)
+            place = self._places[number] if same else f"{self.name} row {number}"
             try:
-                length, learned = _lengths(formatter.format(rows[number]))
+                experience = formatter.format(rows[number])
             except Exception as error:
                 # Templates and tokenizers raise what they like; each time it is this row's fault.
                 found = f"{type(error).__name__}: {error}"
                 fix = "correct or remove this row"
                 faults.append(Fault(place, "a row that the chat template renders", found, fix))
                 continue
-            if not learned:
+            answers = [len(experience.tokens) - experience.prompt_length]
+            if experience.experience_type == "dpo":
+                answers = [len(experience.chosen), len(experience.rejected)]
+            length = experience.prompt_length + max(answers)
+            if min(answers) < 1:
                 fix = "write the answer, or remove this row"
                 faults.append(Fault(place, "an answer to learn", "none", fix))
             elif self._longest is not None and length > self._longest:
@@ -252,24 +221,22 @@ class Experiences(ExperienceFileReader):
             faults = [Fault("model.max_model_len", expected, found, fix)]
         if faults:
             raise BadInput("The data set cannot be learned from.", faults[:_NAMED])
-        return kept
-
-
-def _lengths(experience: Experience) -> tuple[int, bool]:
-    """Tokens of the longest sequence, and whether every one of them has something to learn."""
-    if experience.experience_type == "dpo":
-        answers = [len(experience.chosen), len(experience.rejected)]
-        return experience.prompt_length + max(answers), min(answers) > 0
-    return len(experience.tokens), len(experience.tokens) > experience.prompt_length
+        if len(kept) == len(rows):
+            return formatter, batches
+        return formatter, _HFBatchReader(
+            rows.select(kept),
+            name=config.name,
+            default_batch_size=self.read_batch_size,
+            total_epochs=config.total_epochs,
+            drop_last=True,
+            total_steps=config.total_steps,
+            enable_progress_bar=config.enable_progress_bar,
+        )
 
 
 def open_experiences(config: AflowConfig) -> Experiences:
-    """The reader of a prepared configuration's data set, at its first row.
-
-    Raises:
-        BadInput: rows that cannot be learned from.
-        RunFailed: Hugging Face `datasets` cannot read the files.
-    """
+    """The reader of a prepared configuration's data set, at its first row. Raises BadInput for rows
+    that cannot be learned from, RunFailed if Hugging Face `datasets` cannot read the files."""
     buffer = experience_buffer(config)
     if buffer is None:
         raise ValueError("only `mode: train` reads a data set")

@@ -1,29 +1,38 @@
 """Our Trinity workflow: runs the user's function and turns what it did into experiences.
 
 Trinity loads `WorkflowAdapter` by its dotted path and makes one instance for each rollout. A
-rollout that fails is data: it returns one marked placeholder, so that Trinity neither drops the
-group nor runs it again, and `RunFilter` takes it out before advantages are computed. Recording
-calls is left to `recording.py`, threads and time-outs to `rollout_thread.py`.
+rollout that fails is data: it returns one marked placeholder, which `RunFilter` takes out before
+advantages are computed. Recording calls is left to `recording.py`.
+
+User code may block: `time.sleep`, a slow library call, an endless loop. So every rollout has a
+thread and an event loop of its own, for which the runner waits with a limit. A thread inside a C
+function cannot be ended: it is abandoned as a daemon, and told to stop when it executes Python
+code again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
+import ctypes
 import functools
 import inspect
 import itertools
 import math
 import numbers
-import os
+import sys
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from trinity.common.experience import Experience
@@ -32,29 +41,8 @@ from trinity.common.workflows.workflow import Task, Workflow
 
 from aflow_tune.cluster.sent_function import received, send
 from aflow_tune.context import RolloutContext
-from aflow_tune.engines.trinity.rollout.operators import (
-    CALLER_KEY,
-    FAILURE_KEY,
-    STATE_KEY,
-    STEP_REWARD_KEY,
-    TRACE_KEY,
-)
-from aflow_tune.engines.trinity.rollout.recording import (
-    RecordedCall,
-    RolloutRecorder,
-    auxiliary_chat_models,
-    call_summaries,
-    final_answer,
-    recording_client,
-    response_length,
-    transcript_entry,
-)
-from aflow_tune.engines.trinity.rollout.rollout_thread import (
-    Blocked,
-    Escaped,
-    RolloutThread,
-    TimedOut,
-)
+from aflow_tune.engines.trinity.rollout import operators, recording
+from aflow_tune.engines.trinity.rollout.recording import RecordedCall
 from aflow_tune.models.cache import ResponseCache
 from aflow_tune.models.clients import RunSpend
 from aflow_tune.operators.prompts import use_prompts
@@ -66,14 +54,16 @@ from aflow_tune.types import Failure
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
+T = TypeVar("T")
 Function = Callable[..., Any]
 
 DEFAULT_MAX_TOKENS = 4096
 MAX_DETAIL = 8000
 """Characters of a traceback that are kept, from its end."""
-_MACHINERY = tuple(
-    os.fspath(Path(__file__).with_name(name)) for name in ("adapter.py", "rollout_thread.py")
-)
+GRACE_SECONDS = 1.0
+"""How long a rollout may take to answer after its time is up, before it counts as blocked."""
+MAX_BLOCKING_CALLS = 32
+"""Calls of `asyncio.to_thread` that one rollout works on at once; further ones wait."""
 _NOTHING_TRAINED = (
     "the workflow made no call that can be trained: each of its calls sets temperature, top_p, "
     "top_k, min_p, a penalty or logit_bias, and the trainer cannot reproduce their probabilities. "
@@ -84,46 +74,24 @@ _said: set[str] = set()
 """Warnings that this process has given; each is given once, not once a rollout."""
 
 
-@dataclass(frozen=True)
-class RolloutSettings:
-    """What the adapter is told: `task.workflow_args`, which Trinity hands on as a dict."""
-
-    workflow_func: Function
-    """The workflow, or how it travels to another process (`cluster/sent_function.py`)."""
-    judge_func: Function | None = None
-    run_timeout: float = 300.0
-    """Seconds that a rollout may take."""
-    seed: int = 0
-    system_prompt: str | None = None
-    rewards: Any = None
-    sandbox: str = "auto"
-    prompts: Mapping[str, Any] = field(default_factory=dict)
-    books: RunSpend | None = None
-    """The run's models and budget."""
-    run_dir: str | None = None
-    """Gets what workflows keep of training rollouts; None: nothing is kept."""
-    eval_dir: str | None = None
-    """Gets the records of evaluations; None: none are written."""
-    score: str = "reward"
-    """What evaluation counts: the reward, or a metric that the workflow records."""
-    transcripts: int = 0
-    """How many items of a held-out task set keep their transcripts."""
-    cache: str | None = None
-    """Folder of other models' answers, for evaluations."""
-    first_run: int = 0
-    """The number of the first rollout that is made from a task object."""
-
-    @classmethod
-    def of(cls, workflow_args: Mapping[str, Any]) -> RolloutSettings:
-        """The settings of a task; entries of Trinity's or of a YAML's own are passed over.
-
-        Raises:
-            ValueError: there is no workflow function.
-        """
-        if not callable(workflow_args.get("workflow_func")):
-            raise ValueError("workflow_args.workflow_func holds no workflow function")
-        given = {item.name: workflow_args.get(item.name) for item in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+_DEFAULTS: dict[str, Any] = {
+    "workflow_func": None,  # or how it travels to another process (`cluster/sent_function.py`)
+    "judge_func": None,
+    "run_timeout": 300.0,  # seconds that a rollout may take
+    "seed": 0,
+    "system_prompt": None,
+    "rewards": None,
+    "sandbox": "auto",
+    "prompts": {},
+    "books": None,  # `RunSpend`: the run's models and budget
+    "run_dir": None,  # gets what workflows keep of training rollouts; None: nothing is kept
+    "eval_dir": None,  # gets the records of evaluations; None: none are written
+    "score": "reward",  # what evaluation counts: the reward, or a metric of the workflow's
+    "transcripts": 0,  # how many items of a held-out task set keep their transcripts
+    "cache": None,  # folder of other models' answers, for evaluations
+    "first_run": 0,  # the number of the first rollout that is made from a task object
+}
+"""What the adapter is told: `task.workflow_args`, whose other entries are not ours."""
 
 
 def adapter_arguments(
@@ -136,23 +104,21 @@ def adapter_arguments(
 ) -> dict[str, Any]:
     """The `workflow_args` of a run or an evaluation: the same wherever a workflow is measured."""
     sent, sent_judge = send(workflow, judge)
-    assert sent is not None
-    settings = RolloutSettings(
-        workflow_func=sent,
-        judge_func=sent_judge,
-        run_timeout=config.rollout.run_timeout,
-        seed=config.seed,
-        system_prompt=config.rollout.system_prompt,
-        rewards=config.rewards,
-        sandbox=config.sandbox,
-        prompts=config.prompts,
-        books=books,
-        run_dir=None if run_dir is None else str(run_dir),
-        eval_dir=str(eval_dir),
-        score=config.report.score,
-        transcripts=config.report.transcripts,
-    )
-    return dict(vars(settings))
+    return {
+        "workflow_func": sent,
+        "judge_func": sent_judge,
+        "run_timeout": config.rollout.run_timeout,
+        "seed": config.seed,
+        "system_prompt": config.rollout.system_prompt,
+        "rewards": config.rewards,
+        "sandbox": config.sandbox,
+        "prompts": config.prompts,
+        "books": books,
+        "run_dir": None if run_dir is None else str(run_dir),
+        "eval_dir": str(eval_dir),
+        "score": config.report.score,
+        "transcripts": config.report.transcripts,
+    }
 
 
 class BadReward(Exception):
@@ -174,12 +140,8 @@ class Outcome:
 
 
 class WorkflowAdapter(Workflow):
-    """Gives the function a recording model, a time-out and a thread of its own.
-
-    What the rollout noted in its trace becomes metrics beside the workflow's own. A call that was
-    given a step reward keeps it; if any was, the last call without one gets the returned reward,
-    as Trinity's GiGPO does for rollouts that have none.
-    """
+    """Gives the function a recording model, a time-out and a thread of its own. What the rollout
+    noted in its trace becomes metrics beside the workflow's own."""
 
     is_async: bool = True
     can_repeat: bool = False
@@ -193,7 +155,11 @@ class WorkflowAdapter(Workflow):
         auxiliary_models: list[ModelWrapper] | None = None,
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.settings = RolloutSettings.of(task.workflow_args)
+        told = {name: task.workflow_args.get(name) for name in _DEFAULTS}
+        given = {name: value for name, value in told.items() if value is not None}
+        if not callable(given.get("workflow_func")):
+            raise ValueError("workflow_args.workflow_func holds no workflow function")
+        self.settings = SimpleNamespace(**{**_DEFAULTS, **given})
         # Trinity creates the rollouts of a task in order, from one task object, and tells them
         # nothing about it. A retry works on a fresh copy, which counts from zero again.
         count = task.__dict__.setdefault("_aflow_runs", itertools.count())
@@ -207,28 +173,37 @@ class WorkflowAdapter(Workflow):
         settings = self.settings
         context = RolloutContext(rewards=settings.rewards)
         started = time.monotonic()
-        recorder = RolloutRecorder(
-            await recording_client(self.model),
+        recorder = recording.RolloutRecorder(
+            await recording.recording_client(self.model),
             context,
             task_id=f"{self.task.batch_id}/{self.task.task_id}",
             seed=self.seed,
             generate_kwargs=self._generate_kwargs(),
         )
+        cache: Any = contextlib.nullcontext()
+        if settings.cache is not None and self.task.is_eval:
+            # Each repetition of an evaluation has answers of its own.
+            cache = ResponseCache(settings.cache).activate(sample=self.run_index)
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(use_policy(settings.sandbox))
-                stack.enter_context(use_prompts(settings.prompts))
-                if settings.cache is not None and self.task.is_eval:
-                    # Each repetition of an evaluation has answers of its own.
-                    cache = ResponseCache(settings.cache)
-                    stack.enter_context(cache.activate(sample=self.run_index))
-                outcome = await self._outcome(context, recorder)
+            with use_policy(settings.sandbox), use_prompts(settings.prompts), cache:
+                thread = RolloutThread(lambda: self._call_user(context, recorder))
+                reward, metrics = await thread.result(settings.run_timeout)
+            own = {**context.metrics, **metrics}
+            outcome = Outcome(reward=reward, metrics={**own, **self._trace.metrics(), **own})
+        except Exception as error:
+            outcome = replace(_failed(error), metrics=self._trace.metrics())
         finally:
             calls = recorder.close()
         trained = [call for call in calls if not call.off_policy]
-        outcome = self._checked(outcome, calls, trained)
+        spent = settings.books.reached() if settings.books else None
+        if spent is not None:  # whatever the workflow made of it
+            outcome = replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
+        elif outcome.failure is None and not (trained or (calls and self.task.is_eval)):
+            detail = _NOTHING_TRAINED if calls else "the workflow made no call to its model"
+            outcome = Outcome(failure=Failure.NO_CALL, detail=detail)
         if self.task.is_eval:
-            self._keep_record(outcome, context, calls, time.monotonic() - started)
+            if settings.eval_dir:
+                self._keep_record(outcome, context, calls, time.monotonic() - started)
             trained = calls
         elif context.kept and settings.run_dir:
             rollout = Rollout(
@@ -253,36 +228,16 @@ class WorkflowAdapter(Workflow):
             )
         return experiences
 
-    async def _outcome(self, context: RolloutContext, recorder: RolloutRecorder) -> Outcome:
-        thread = RolloutThread(lambda: self._call_user(context, recorder))
-        try:
-            reward, metrics = await thread.result(self.settings.run_timeout)
-        except Exception as error:
-            return replace(_failed(error), metrics=self._trace.metrics())
-        own = {**context.metrics, **metrics}
-        return Outcome(reward=reward, metrics={**own, **self._trace.metrics(), **own})
-
-    def _checked(
-        self, outcome: Outcome, calls: list[RecordedCall], trained: list[RecordedCall]
-    ) -> Outcome:
-        """A failure if the budget ended, whatever the workflow made of it, or if no call was made
-        that can be learned from."""
-        spent = self.settings.books.reached() if self.settings.books else None
-        if spent is not None:
-            return replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
-        if outcome.failure is not None or trained or (calls and self.task.is_eval):
-            return outcome
-        detail = _NOTHING_TRAINED if calls else "the workflow made no call to its model"
-        return Outcome(failure=Failure.NO_CALL, detail=detail)
-
     async def _call_user(
-        self, context: RolloutContext, recorder: RolloutRecorder
+        self, context: RolloutContext, recorder: recording.RolloutRecorder
     ) -> tuple[float, dict[str, float]]:
         """Workflow and judge; runs in the rollout's own thread and loop."""
         function = received(self.settings.workflow_func)
         judge = received(self.settings.judge_func)
+        # The row is copied: what one rollout changes in it must not reach the others.
+        row = copy.deepcopy(dict(self.task.raw_task or {}))
         offered = {
-            "auxiliary_models": auxiliary_chat_models(
+            "auxiliary_models": recording.auxiliary_chat_models(
                 self.auxiliary_model_wrappers or (), self.auxiliary_models or (), recorder.loop
             ),
             "logger": self.logger,
@@ -291,7 +246,7 @@ class WorkflowAdapter(Workflow):
         books = self.settings.books.open() if self.settings.books else contextlib.nullcontext()
         with context.activate(), self._trace.activate(), books:
             output = await function(
-                **_wanted(function, offered), task=self._raw_task(), model=recorder.chat_model()
+                **_wanted(function, offered), task=row, model=recorder.chat_model()
             )
             # A `WorkflowOutput`, ours or AgentScope's, or else the reward itself.
             if not all(hasattr(output, name) for name in ("reward", "response", "metrics")):
@@ -305,15 +260,10 @@ class WorkflowAdapter(Workflow):
             metrics = as_metrics(output.metrics, "the workflow")
             if judge is None:
                 return as_reward(output.reward, "the workflow"), metrics
-            verdict = await judge(
-                **_wanted(judge, offered), task=self._raw_task(), response=output.response
-            )
+            row = copy.deepcopy(dict(self.task.raw_task or {}))
+            verdict = await judge(**_wanted(judge, offered), task=row, response=output.response)
             metrics |= as_metrics(getattr(verdict, "metrics", None), "the judge")
             return as_reward(getattr(verdict, "reward", verdict), "the judge"), metrics
-
-    def _raw_task(self) -> dict[str, Any]:
-        """The row, copied: what one rollout changes in it must not reach the others."""
-        return copy.deepcopy(dict(self.task.raw_task or {}))
 
     def _generate_kwargs(self) -> dict[str, Any]:
         rollout, model = self.task.rollout_args, self.model.generate_kwargs
@@ -329,12 +279,9 @@ class WorkflowAdapter(Workflow):
         return {name: value for name, value in kwargs.items() if value is not None}
 
     def _rollout_seed(self) -> str:
-        """Root of the seeds of this rollout's calls, the same whenever it is repeated.
-
-        Evaluations leave the step out, and count items by their rows: before and after training,
-        and on a sample of the rows, they draw the same random numbers, so that a difference is
-        due to the weights.
-        """
+        """Root of the seeds of this rollout's calls, the same whenever it is repeated. Evaluations
+        leave the step out, and count items by their rows: before and after training they draw the
+        same random numbers, so that a difference is due to the weights."""
         task = self.task
         batch, number = task.batch_id, task.task_id
         if task.is_eval:
@@ -349,15 +296,9 @@ class WorkflowAdapter(Workflow):
         return seed
 
     def _keep_record(
-        self,
-        outcome: Outcome,
-        context: RolloutContext,
-        calls: list[RecordedCall],
-        seconds: float,
+        self, outcome: Outcome, context: RolloutContext, calls: list[RecordedCall], seconds: float
     ) -> None:
         settings, score = self.settings, None
-        if not settings.eval_dir:
-            return
         if outcome.failure is None:
             score = {**outcome.metrics, "reward": outcome.reward}.get(settings.score)
             if score is None:
@@ -368,6 +309,7 @@ class WorkflowAdapter(Workflow):
                 )
         step, _, taskset = str(self.task.batch_id).partition("/")
         item = int(self.task.index.get("index", self.task.task_id))
+        transcript = list(map(recording.transcript_entry, calls))
         record = EvalRecord(
             step=int(step),
             taskset=taskset,
@@ -378,14 +320,14 @@ class WorkflowAdapter(Workflow):
             failure=outcome.failure.value if outcome.failure else None,
             reason=outcome.detail[-MAX_REASON:],
             metrics=dict(outcome.metrics),
-            transcript=list(map(transcript_entry, calls)) if item < settings.transcripts else [],
+            transcript=transcript if item < settings.transcripts else [],
             seconds=round(seconds, 3),
-            calls=call_summaries(context, calls),
+            calls=recording.call_summaries(context, calls),
             operators=[
                 {key: getattr(use, key) for key in ("operator", "instance", "outcome", "attempts")}
                 for use in self._trace.of(OperatorCall)
             ],
-            answer=final_answer(self._response, calls),
+            answer=recording.final_answer(self._response, calls),
             kept=dict(context.kept),
         )
         self._keep(append_record, settings.eval_dir, record)
@@ -404,7 +346,8 @@ class WorkflowAdapter(Workflow):
 
 
 def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
-    """One experience for each choice of each call; `eid.step` counts the calls."""
+    """One experience for each choice of each call; `eid.step` counts the calls. If any call was
+    given a step reward, a last one without gets the returned reward."""
     experiences = []
     any_step_reward = any(call.note.step_reward is not None for call in calls)
     for step, call in enumerate(calls):
@@ -414,10 +357,10 @@ def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
         for choice, experience in enumerate(call.experiences):
             experience.eid.step = step
             experience.reward = reward
-            experience.info[CALLER_KEY] = call.note.caller
-            experience.info[STATE_KEY] = call.state
+            experience.info[operators.CALLER_KEY] = call.note.caller
+            experience.info[operators.STATE_KEY] = call.state
             if step_reward is not None and choice == 0:  # it was earned once
-                experience.info[STEP_REWARD_KEY] = step_reward
+                experience.info[operators.STEP_REWARD_KEY] = step_reward
             experiences.append(experience)
     return experiences
 
@@ -429,7 +372,7 @@ def _metrics(outcome: Outcome, calls: list[RecordedCall], untrained: int) -> dic
         "reward": float(outcome.reward or 0.0),
         "calls": float(len(calls)),
         "untrained_calls": float(untrained),
-        "response_tokens": float(sum(response_length(answer) for answer in answers)),
+        "response_tokens": float(sum(recording.response_length(answer) for answer in answers)),
         "response_truncated": float(sum(answer.truncate_status is not None for answer in answers)),
     }
 
@@ -443,17 +386,14 @@ def _placeholder(outcome: Outcome) -> Experience:
         logprobs=torch.zeros(1),
         action_mask=torch.zeros(1, dtype=torch.bool),
         reward=0.0,
-        info={FAILURE_KEY: kind, TRACE_KEY: outcome.detail},
+        info={operators.FAILURE_KEY: kind, operators.TRACE_KEY: outcome.detail},
         metrics={f"failure/{kind}:sum": 1.0},
     )
 
 
 def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the optional arguments that the function's signature asks for.
-
-    What a partial has bound by name keeps its value, and what is not configured (None) leaves the
-    function's own default in place.
-    """
+    """Those of the optional arguments that the function's signature asks for, unless a partial has
+    bound them, or they are not configured (None) and the function has a default."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     parameters = inspect.signature(function).parameters
     return {
@@ -466,11 +406,8 @@ def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_reward(value: Any, who: str) -> float:
-    """A reward as a finite float. Scalars of numpy and torch are numbers, and so is a bool.
-
-    Raises:
-        BadReward: None, not a number, or not finite; `who` is named in the message.
-    """
+    """A reward as a finite float; scalars of numpy and torch, Decimals and bools are numbers.
+    Raises BadReward: None, not a number, or not finite; `who` is named in the message."""
     if value is None:
         raise BadReward(Failure.RETURNED_NONE, f"{who} returned None as the reward")
     number = value
@@ -489,11 +426,7 @@ def as_reward(value: Any, who: str) -> float:
 
 
 def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
-    """Metrics of a result object as finite floats.
-
-    Raises:
-        ValueError: one is not a finite number.
-    """
+    """Metrics of a result object as finite floats. ValueError if one is not."""
     checked = {}
     for name, value in (metrics or {}).items():
         try:
@@ -510,19 +443,171 @@ def _failed(error: Exception) -> Outcome:
         return Outcome(failure=error.kind, detail=str(error))
     if isinstance(error, TimedOut):
         # Where the rollout was when its time was up, innermost frame last.
-        ours = [i for i, frame in enumerate(error.stack) if frame.filename in _MACHINERY]
+        ours = [i for i, frame in enumerate(error.stack) if frame.filename == __file__]
         frames = error.stack[ours[-1] + 1 :] if ours else error.stack
         listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
         kind = Failure.BLOCKED_LOOP if isinstance(error, Blocked) else Failure.TIMED_OUT
-        return Outcome(
-            failure=kind, detail=f"{error}; it was at\n{listed}" if frames else str(error)
-        )
+        detail = f"{error}; it was at\n{listed}" if frames else str(error)
+        return Outcome(failure=kind, detail=detail)
     raised = error.error if isinstance(error, Escaped) else error
     # The traceback from the user's function on, without the frames that lead to it.
     trace, start = raised.__traceback__, raised.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename in _MACHINERY:
+        if trace.tb_frame.f_code.co_filename == __file__:
             start = trace.tb_next
         trace = trace.tb_next
     lines = traceback.format_exception(type(raised), raised, start or raised.__traceback__)
     return Outcome(failure=Failure.RAISED, detail="".join(lines).rstrip()[-MAX_DETAIL:])
+
+
+class TimedOut(Exception):
+    """The rollout exceeded its time while its event loop was alive; `stack` is where it was."""
+
+    def __init__(self, message: str, stack: traceback.StackSummary) -> None:
+        super().__init__(message)
+        self.stack = stack
+
+
+class Blocked(TimedOut):
+    """The rollout exceeded its time and its event loop does not answer."""
+
+
+class Escaped(Exception):
+    """Holds what a rollout raised that is no `Exception`, such as SystemExit or a cancellation:
+    raised as itself it would end the runner."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+class RolloutThread(Generic[T]):
+    """Runs one coroutine in a new thread: `await RolloutThread(make).result(seconds)`. `make` is
+    called in the thread, inside its event loop and a copy of the current context."""
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        async def body() -> T:
+            return await make()
+
+        self._runner_loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[T] = self._runner_loop.create_future()
+        self._given_up = False
+        self._executor = _DaemonExecutor()
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(self._executor)
+        self._task = self._loop.create_task(body())
+        self._thread = threading.Thread(target=self._main, name="rollout", daemon=True)
+        self._thread.start()
+
+    async def result(self, seconds: float) -> T:
+        """The coroutine's result, or the `Exception` that it raised.
+
+        Raises:
+            TimedOut: it took longer than `seconds`; it was cancelled.
+            Blocked: it took longer and cannot be cancelled; its thread is abandoned.
+            Escaped: it raised something that is no `Exception`.
+        """
+        try:
+            finished, _ = await asyncio.wait([self._done], timeout=seconds)
+            if finished:
+                return self._done.result()
+            answered: asyncio.Future[None] = self._runner_loop.create_future()
+
+            def cancel() -> None:
+                _call(self._runner_loop, answered.cancel)
+                self._task.cancel()
+
+            _call(self._loop, cancel)
+            waiting: list[asyncio.Future[Any]] = [answered, self._done]
+            await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not (answered.done() or self._done.done()):
+                # A frame must not be kept: it keeps every local variable of the rollout alive.
+                stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
+                raise Blocked(f"its event loop does not answer after {seconds:g} s", stack)
+            await asyncio.wait([self._done], timeout=GRACE_SECONDS)
+            error = self._done.exception() if self._done.done() else None
+            cause = error.error if isinstance(error, Escaped) else error
+            stack = traceback.extract_tb(cause.__traceback__ if cause else None)
+            raise TimedOut(f"not finished after {seconds:g} s", stack)
+        except (asyncio.CancelledError, TimedOut):
+            self._abandon()
+            raise
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._finish(self._loop.run_until_complete(self._task), None)
+        except BaseException as error:
+            self._finish(None, error)
+        finally:
+            try:
+                with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
+                    left = asyncio.all_tasks(self._loop)
+                    for task in left:
+                        task.cancel()
+                    if left:
+                        waited = asyncio.wait(left, timeout=GRACE_SECONDS)
+                        for task in self._loop.run_until_complete(waited)[0]:
+                            if not task.cancelled():
+                                task.exception()  # seen: nobody else will look
+                    self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+                asyncio.set_event_loop(None)
+            finally:
+                self._loop.close()
+
+    def _finish(self, value: T | None, error: BaseException | None) -> None:
+        """Tell the runner; what the rollout left behind is cleaned up after that."""
+
+        def deliver() -> None:
+            if self._given_up or self._done.done():
+                return
+            if error is None:
+                self._done.set_result(value)  # type: ignore[arg-type]
+            else:
+                self._done.set_exception(error if isinstance(error, Exception) else Escaped(error))
+
+        _call(self._runner_loop, deliver)
+
+    def _abandon(self) -> None:
+        """Stop waiting; end the thread if anything can."""
+        self._given_up = True
+        _call(self._loop, self._loop.stop)
+        for thread in [*self._executor.running, self._thread]:
+            if thread.is_alive():
+                number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
+    """In `loop`'s thread, unless the loop is closed: it has finished then."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
+
+
+class _DaemonExecutor(ThreadPoolExecutor):
+    """What `asyncio.to_thread` uses in a rollout: a daemon thread for each call. The threads of the
+    standard executor are joined when the process ends: one that hangs would keep it alive."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)  # never used: `submit` below starts the threads
+        self._slots = threading.Semaphore(MAX_BLOCKING_CALLS)
+        self.running: set[threading.Thread] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            with self._slots:
+                if not future.set_running_or_notify_cancel():
+                    return
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+                finally:
+                    self.running.discard(thread)
+
+        thread = threading.Thread(target=work, name="rollout", daemon=True)
+        self.running.add(thread)
+        thread.start()
+        return future

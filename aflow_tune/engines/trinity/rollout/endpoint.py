@@ -1,8 +1,7 @@
 """A model behind any OpenAI-compatible endpoint, as the adapter takes its models.
 
-For evaluation only: such an endpoint gives no token ids and perhaps no log-probabilities, so its
-answers become experiences that hold nothing but text and the lengths that the server counted. The
-key comes from the environment and is handed to OpenAI's client, nowhere else.
+For evaluation only: its answers become experiences that hold nothing but text and the lengths that
+the server counted. The key goes from the environment to OpenAI's client, nowhere else.
 """
 
 from __future__ import annotations
@@ -19,18 +18,13 @@ from trinity.common.models.model import ModelWrapper
 from aflow_tune.errors import BadInput
 
 RETRIES = 5
-"""Of a call that met a rate limit, a server error or a cut connection; by OpenAI's client, with
-its backoff, which honours `retry-after`."""
+"""Of a call that met a rate limit, a server error or a cut connection, by OpenAI's client."""
 _CHECK_SECONDS = 20.0
 
 
 class EndpointModel(ModelWrapper):
-    """Trinity's model wrapper over `url`; `config.model_path` is the model's name there.
-
-    Args:
-        url: the API's base; without a path, `/v1` is meant.
-        key_variable: the environment variable that holds the key; see `key_for`.
-    """
+    """Trinity's model wrapper over the API at `url` (without a path: `/v1`). `config.model_path` is
+    the model's name there; for `key_variable` see `key_for`."""
 
     def __init__(self, config: InferenceModelConfig, url: str, key_variable: str | None) -> None:
         super().__init__(config=config, api_address=base_url(url))
@@ -68,26 +62,23 @@ class EndpointModel(ModelWrapper):
         async def create(**kwargs: Any) -> Any:
             for name in ("logprobs", "top_logprobs"):  # for training; many endpoints refuse them
                 kwargs.pop(name, None)
+            limit = kwargs.pop("max_tokens", None)
             name = self._limit_name[0]  # another call may change it meanwhile
             try:
-                response = await plain(**_renamed(kwargs, name))
+                response = await plain(**kwargs, **({} if limit is None else {name: limit}))
             except openai.BadRequestError as error:
                 # Newer models of OpenAI's take this name only, older servers the other.
                 newer = "max_completion_tokens"
                 if name == newer or newer not in str(error):
                     raise
                 self._limit_name[0] = newer
-                response = await plain(**_renamed(kwargs, newer))
+                response = await plain(**kwargs, **({} if limit is None else {newer: limit}))
             self.history.extend(_experiences(response))
             return response
 
         client.chat.completions.create = create  # type: ignore[method-assign]
         client.model_path = self.config.model_path  # type: ignore[attr-defined]
         return client
-
-
-def _renamed(kwargs: dict[str, Any], limit: str) -> dict[str, Any]:
-    return {limit if key == "max_tokens" else key: value for key, value in kwargs.items()}
 
 
 def base_url(url: str) -> str:
@@ -103,13 +94,8 @@ def key_for(url: str, key_variable: str | None) -> str:
 
 
 def check_endpoint(url: str, models: list[str], key_variable: str | None) -> None:
-    """Ask the endpoint for its models before any task is run.
-
-    A server without a list of models passes: only its answers can tell.
-
-    Raises:
-        BadInput: no URL, nobody answers there, the key is refused, or a model is not served.
-    """
+    """Ask the endpoint for its models before any task is run; one without a list passes. Raises
+    BadInput: no URL, nobody answers there, the key is refused, or a model is not served."""
     import openai
 
     def refused(expected: str, found: str, fix: str, where: str = f"--endpoint {url}") -> BadInput:
@@ -146,16 +132,15 @@ def _experiences(response: Any) -> list[Experience]:
     usage, choices = response.usage, response.choices
     prompt = max(1, usage.prompt_tokens if usage else 1)
     drawn = usage.completion_tokens if usage else len(choices)
-    experiences = []
-    for index, choice in enumerate(choices):
-        # The server counts the tokens of all choices together. An experience has at least one.
-        own = max(1, drawn // len(choices) + (index < drawn % len(choices)))
-        experiences.append(
-            Experience(
-                tokens=torch.zeros(prompt + own, dtype=torch.int32),
-                prompt_length=prompt,
-                logprobs=torch.zeros(own),
-                response_text=choice.message.content,
-            )
+    # The server counts the tokens of all choices together. An experience has at least one.
+    count = len(choices)
+    lengths = [max(1, drawn // count + (index < drawn % count)) for index in range(count)]
+    return [
+        Experience(
+            tokens=torch.zeros(prompt + length, dtype=torch.int32),
+            prompt_length=prompt,
+            logprobs=torch.zeros(length),
+            response_text=choice.message.content,
         )
-    return experiences
+        for choice, length in zip(choices, lengths, strict=True)
+    ]

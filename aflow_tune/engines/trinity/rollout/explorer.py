@@ -1,18 +1,15 @@
 """Trinity's Explorer, with the sync check, and on the local engine.
 
 `CheckedExplorer` asks its samplers after every sync whether they have the trainer's weights
-(`training/sync_check.py`); it is the base of the explorers of both engines. What else differs from
-the stock Explorer on the local engine, and why:
+(`training/sync_check.py`), on both engines. What else differs on the local engine:
 
 - rollout models are our sampler actors instead of vLLM's (`LocalAllocator`);
-- all workflow runners are one process: a Trinity runner handles one task at a time, but its
-  methods are asynchronous, so one actor serves every slot of the scheduler and saves half a
-  gigabyte and an import of five seconds for each further one;
+- all workflow runners are one process: their methods are asynchronous, so one actor serves every
+  slot of the scheduler and saves half a gigabyte and five seconds for each further one;
 - an error ends the run with its cause instead of being logged and forgotten;
-- an evaluation is made *after* the weights of its step arrived, and the last weights are
-  always evaluated, so that the number called 'step N' belongs to the weights of step N;
-- the task set's position is saved for every step before its tasks are submitted, so that a
-  resumed run can go back to the step of whichever checkpoint survived.
+- an evaluation follows the weights of its step, and the last weights are always evaluated;
+- the task set's position is saved before a step's tasks are submitted, so that a resumed run can
+  go back to the step of whichever checkpoint survived.
 """
 
 from __future__ import annotations
@@ -49,16 +46,12 @@ from aflow_tune.engines.trinity.training.run_state import (
     is_evaluated,
     save_taskset_state,
 )
-from aflow_tune.engines.trinity.training.sync_check import (
-    MISMATCH,
-    SyncCheck,
-    is_checked,
-    published,
-)
+from aflow_tune.engines.trinity.training.sync_check import SyncCheck, is_checked, published
 from aflow_tune.errors import BudgetReached, RunFailed
+from aflow_tune.report.quantities import MISMATCH
 
 MAX_CONCURRENCY = 1000
-"""How many calls one asynchronous actor of ours serves at once (Ray's own default)."""
+"""Calls that one asynchronous actor of ours serves at once (Ray's own default)."""
 SILENT_SECONDS = 60.0
 """A runner process that answers nothing for so long counts as dead."""
 GARBAGE = 10_000
@@ -66,11 +59,7 @@ GARBAGE = 10_000
 
 
 class CheckedExplorer(Explorer):
-    """Trinity's explorer with the sync check.
-
-    Args:
-        sixteen_bit: whether sampler or trainer compute in bf16 or fp16.
-    """
+    """`sixteen_bit`: whether sampler or trainer compute in bf16 or fp16."""
 
     def __init__(self, config: Config, sixteen_bit: bool) -> None:
         super().__init__(config)
@@ -81,8 +70,7 @@ class CheckedExplorer(Explorer):
         self._failure: Exception | None = None
 
     async def explore_step(self) -> bool:
-        """As upstream's. Raises what the watcher of a fully asynchronous run only logged."""
-        if self._failure is not None:
+        if self._failure is not None:  # the watcher of a fully asynchronous run only logged it
             raise self._failure
         went_on: bool = await super().explore_step()
         return went_on
@@ -96,24 +84,17 @@ class CheckedExplorer(Explorer):
         await self._check_sync()
 
     async def _check_sync(self) -> None:
-        """Compare what samplers and trainer say of the version that was just synced, once.
-
-        Raises:
-            RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing.
-        """
+        """Compare what samplers and trainer say of the version that was just synced, once. Raises
+        RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing."""
         version, config = self.model_version, self.config
         if version <= self._checked or not is_checked(config):
             return
         self._checked = version
         timeout = float(config.synchronizer.sync_timeout)
         try:
-            said = await asyncio.to_thread(published, config.ray_namespace, version, timeout)
-            if said is None:
-                raise RunFailed(
-                    f"the trainer did not say within {timeout:.0f} s (synchronizer.sync_timeout) "
-                    f"how its weights of version {version} score the fixed text of the sync check"
-                )
-            tokens, trainer = said
+            tokens, trainer = await asyncio.to_thread(
+                published, config.ray_namespace, version, timeout
+            )
             actors: list[Any] = [wrapper.model for wrapper in self.models]
             temperature = config.model.temperature
             scores = [actor.served_logprobs.remote(tokens, temperature) for actor in actors]
@@ -151,7 +132,6 @@ class LocalAllocator(Allocator):
 
 
 def _options(config: Any, **more: Any) -> dict[str, Any]:
-    """Of an asynchronous actor of ours: it serves Ray's own default of calls at once."""
     return {"namespace": config.ray_namespace, "max_concurrency": MAX_CONCURRENCY, **more}
 
 
@@ -170,56 +150,29 @@ class LocalRunner(WorkflowRunner):
         await super().prepare()
 
 
-class RunnerProcess:
-    """The process in which all workflows run. If it has died (killed, out of memory), the first
-    slot that notices starts the next one."""
-
-    kind: type[LocalRunner] = LocalRunner
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.actor: Any = None
-        self.given_up = ""
-        """Why no other one is started any more."""
-        self._turn = asyncio.Lock()
-
-    async def replace(self, old: Any) -> None:
-        """Start another one than `old` (None: the first), unless somebody has done so."""
-        async with self._turn:
-            if self.actor is not old:
-                return
-            auxiliary = [0] * len(self.config.explorer.auxiliary_models)
-            options = _options(self.config, num_cpus=0)
-            actor = ray.remote(self.kind).options(**options).remote(self.config, 0, auxiliary, 0)
-            await actor.prepare.remote()
-            self.actor = actor
-        if old is not None:
-            ray.kill(old)
-
-
 class SharedRunner(RunnerWrapper):
     """A scheduler slot; all slots share one process."""
 
     runner: Any
 
-    def __init__(self, *args: Any, process: RunnerProcess, **kwargs: Any) -> None:
-        self._process = process
+    def __init__(self, *args: Any, scheduler: SharedScheduler, **kwargs: Any) -> None:
+        self._scheduler = scheduler
         super().__init__(*args, **kwargs)
 
     def _create_runner(self) -> Any:
-        return self._process.actor
+        return self._scheduler.process
 
     async def run_with_retry(
         self, task: TaskWrapper, repeat_times: int, *args: Any, **kwargs: Any
     ) -> tuple[Status, bytes, int, float]:
-        """As upstream's. A task whose process died is run again in the next process: its seeds
-        are the same, and so are its rollouts. The metric `process_died:sum` counts that."""
+        """A task whose process died is run again in the next process, with the same seeds. The
+        metric `process_died:sum` counts that."""
         died = 0
         while True:
             try:
                 if died:
-                    await self._process.replace(self.runner)
-                self.runner = self._process.actor
+                    await self._scheduler.replace_process(self.runner)
+                self.runner = self._scheduler.process
                 result = await super().run_with_retry(task, repeat_times, *args, **kwargs)
                 if result[0].ok or await _lives(self.runner):
                     break
@@ -228,7 +181,7 @@ class SharedRunner(RunnerWrapper):
                 result = status, b"", self.runner_id, 0.0
             died += 1
             if died > self.retry_times:
-                self._process.given_up = (
+                self._scheduler.given_up = (
                     f"the process that runs workflows died {died} times in a row in step "
                     f"{task.batch_id}: killed, out of memory, or ended by what a workflow calls "
                     "(os._exit, a crash in C code); the run's log folder has what it printed"
@@ -244,10 +197,10 @@ class SharedRunner(RunnerWrapper):
         return result
 
     async def restart_runner(self) -> None:
-        """Upstream ends the process of a task that was given up. Ours runs other tasks too, each
-        with a time limit of its own, and ends only if it is dead or answers nothing."""
+        """Upstream ends the process of a task that was given up. Ours runs other tasks too, and
+        ends only if it is dead or answers nothing."""
         if not await _lives(self.runner):
-            await self._process.replace(self.runner)
+            await self._scheduler.replace_process(self.runner)
 
 
 async def _lives(actor: Any) -> bool:
@@ -259,31 +212,47 @@ async def _lives(actor: Any) -> bool:
 
 
 class SharedScheduler(Scheduler):
+    """All workflows run in one process. If it has died (killed, out of memory), the first slot that
+    notices starts the next one."""
+
+    kind: type[LocalRunner] = LocalRunner
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.process = RunnerProcess(config)
+        self.process: Any = None
+        self.given_up = ""
+        """Why no other process is started any more."""
+        self._turn = asyncio.Lock()
+
+    async def replace_process(self, old: Any) -> None:
+        """Start another one than `old` (None: the first), unless somebody has done so."""
+        async with self._turn:
+            if self.process is not old:
+                return
+            auxiliary = [0] * len(self.config.explorer.auxiliary_models)
+            options = _options(self.config, num_cpus=0)
+            actor = ray.remote(self.kind).options(**options).remote(self.config, 0, auxiliary, 0)
+            await actor.prepare.remote()
+            self.process = actor
+        if old is not None:
+            ray.kill(old)
 
     async def _create_runner(self, runner_id: int) -> None:
-        await self.process.replace(None)
+        await self.replace_process(None)
         self.runners[runner_id] = SharedRunner(
             runner_id=runner_id,
             rollout_model_id=0,
             auxiliary_model_ids=[],
             config=self.config,
-            process=self.process,
+            scheduler=self,
         )
         self.idle_runners.add(runner_id)
 
     async def drain_batch_payload_results(
         self, batch_id: int | str
     ) -> tuple[list[Status], list[bytes]]:
-        """As upstream's.
-
-        Raises:
-            RunFailed: workflows end their process again and again.
-        """
-        if self.process.given_up:
-            raise RunFailed(self.process.given_up)
+        if self.given_up:
+            raise RunFailed(self.given_up)
         return await super().drain_batch_payload_results(batch_id)
 
 
@@ -292,7 +261,7 @@ class LocalCoordinator(RolloutCoordinator):
 
     async def _init_experience_pipeline(self) -> None:
         await super()._init_experience_pipeline()
-        # One operator more, after the advantages, which the pipeline adds itself.
+        # After the advantages, which the pipeline adds itself.
         self.experience_pipeline.operators.append(ensure_v1_operator(StepStamp()))
 
     async def _init_scheduler(self) -> None:
@@ -311,7 +280,7 @@ class LocalCoordinator(RolloutCoordinator):
 
 
 class LocalExplorer(CheckedExplorer):
-    """Explores on the local engine; see the module's docstring for what differs."""
+    """See the module's docstring for what differs."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, computes_in_16_bits(config))
@@ -334,10 +303,9 @@ class LocalExplorer(CheckedExplorer):
         await self.synchronizer.set_explorer_status.remote(RunningStatus.RUNNING)
 
     async def explore(self) -> str:
-        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up.
-
-        Returns the explorer's name, as upstream does. Raises whatever a step raised.
-        """
+        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up. Returns
+        the explorer's name, as upstream does. Raises whatever a step raised."""
+        spent: BudgetReached | None = None
         try:
             step, startup = self.explore_step_num, self.config.explorer.eval_on_startup
             tasksets = [it.name for it in self.config.buffer.explorer_input.eval_tasksets]
@@ -352,22 +320,19 @@ class LocalExplorer(CheckedExplorer):
                     await self.finish_current_steps()
                     await self._evaluate()
             await self.finish_current_steps()
-        except BudgetReached:
-            await self._end()
-            raise
-        await self._end()
-        return self.config.explorer.name
-
-    async def _end(self) -> None:
+        except BudgetReached as error:
+            spent = error
         await self.synchronizer.set_explorer_status.remote(
             RunningStatus.STOPPED, old_status=RunningStatus.RUNNING
         )
-        # Closing the coordinator closes the experience buffer: the trainer then knows that
-        # nothing more will come.
+        # Closes the experience buffer: the trainer then knows that nothing more will come.
         await self.rollout_coordinator.close_pipeline.remote()
+        if spent is not None:
+            raise spent
+        return self.config.explorer.name
 
     async def evaluate_last(self, version: int) -> None:
-        """Evaluate the weights of the trainer's last step, unless that was done already."""
+        """Evaluate the weights of the trainer's last step, unless that was done."""
         if self._last_evaluated >= version:
             return
         if self.model_version < version:

@@ -41,12 +41,10 @@ Processed = tuple[list[Experience], dict[str, float]]
 class RunFilter(ExperienceOperator):
     """Keeps the experiences of rollouts that succeeded, ordered by task, rollout and step.
 
-    A rollout whose whole group failed but for itself is taken out too: without a second one there
-    is no baseline, and Trinity's group advantages would take its raw reward for one. It stays only
-    if nothing else is left of the step.
-
-    Args:
-        max_failed_fraction: a step with a larger share of failed rollouts ends training.
+    A rollout whose whole group failed but for itself is taken out too, unless nothing else is left
+    of the step: without a second one there is no baseline, and Trinity's group advantages would
+    take its raw reward for one. A step with a larger share of failed rollouts than
+    `max_failed_fraction` ends training.
     """
 
     def __init__(self, max_failed_fraction: float = 1.0) -> None:
@@ -59,12 +57,10 @@ class RunFilter(ExperienceOperator):
         self._highest = float("-inf")
 
     def process(self, exps: list[Experience]) -> Processed:
-        """The surviving experiences and the step's health.
-
-        Metrics: `group/failed_runs`, `group/lone_runs` (taken out for want of a group), and
-        the shares of task groups by the rewards of their rollouts: `group/frac_mixed` (they
-        differ), `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or
-        lower half of the rewards seen in this training).
+        """The surviving experiences and `group/failed_runs`, `group/lone_runs` (taken out for want
+        of a group), and the shares of task groups by their rewards: `group/frac_mixed` (they
+        differ), `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or lower
+        half of the rewards seen in this training).
 
         Raises:
             RunFailed: no rollout is left, or too many failed; with the first traceback.
@@ -82,38 +78,23 @@ class RunFilter(ExperienceOperator):
         if not kept or len(failed) > self.max_failed_fraction * total:
             kinds = Counter(str(exp.info[FAILURE_KEY]) for exp in failed)
             listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            reason = "every rollout of a step failed"
-            if kept:
-                reason = (
-                    f"more than {self.max_failed_fraction:.0%} of the rollouts of a step failed"
-                )
+            share = f"more than {self.max_failed_fraction:.0%} of the rollouts" if kept else ""
             raise RunFailed(
-                f"{reason} ({len(failed)} of {total}: {listed}). The first:\n"
-                f"{failed[0].info[TRACE_KEY]}"
+                f"{share or 'every rollout'} of a step failed ({len(failed)} of {total}: {listed})."
+                f" The first:\n{failed[0].info[TRACE_KEY]}"
             )
-        thinned = {exp.eid.tid for exp in failed}
-        groups: dict[str, set[str]] = defaultdict(set)
+        rewards: dict[str, dict[str, float]] = defaultdict(dict)
         for exp in kept:
-            groups[exp.eid.tid].add(exp.eid.rid)
-        lone = {
-            rid
-            for tid, group in groups.items()
-            if tid in thinned and len(group) == 1
-            for rid in group
-        }
+            rewards[exp.eid.tid][exp.eid.rid] = float(exp.reward or 0.0)
+        thinned = {exp.eid.tid for exp in failed}
+        lone = {tid for tid, group in rewards.items() if tid in thinned and len(group) == 1}
         if len(lone) == succeeded:  # rather Trinity's way with groups of one than no step at all
             lone = set()
-        kept = [exp for exp in kept if exp.eid.rid not in lone]
+        kept = [exp for exp in kept if exp.eid.tid not in lone]
         # The order of completion differs under the same seed; training must not.
         kept.sort(key=lambda exp: (exp.eid.task, exp.eid.run, exp.eid.step))
         metrics = {"group/failed_runs": float(len(failed)), "group/lone_runs": float(len(lone))}
-        return kept, metrics | self._group_health(kept)
-
-    def _group_health(self, exps: list[Experience]) -> dict[str, float]:
-        rewards: dict[str, dict[str, float]] = defaultdict(dict)
-        for exp in exps:
-            rewards[exp.eid.tid][exp.eid.rid] = float(exp.reward or 0.0)
-        groups = [list(group.values()) for group in rewards.values()]
+        groups = [list(group.values()) for tid, group in rewards.items() if tid not in lone]
         self._lowest = min(self._lowest, *(min(group) for group in groups))
         self._highest = max(self._highest, *(max(group) for group in groups))
         # Before any two rewards differed there is no middle: zero and below count as worst.
@@ -121,21 +102,19 @@ class RunFilter(ExperienceOperator):
         middle = (self._lowest + self._highest) / 2 if spread else 0.0
         alike = [group[0] for group in groups if max(group) == min(group)]
         best = sum(reward > middle for reward in alike)
-        return {
-            "group/frac_mixed": 1.0 - len(alike) / len(groups),
-            "group/frac_all_best": best / len(groups),
-            "group/frac_all_worst": (len(alike) - best) / len(groups),
-        }
+        metrics["group/frac_mixed"] = 1.0 - len(alike) / len(groups)
+        metrics["group/frac_all_best"] = best / len(groups)
+        metrics["group/frac_all_worst"] = (len(alike) - best) / len(groups)
+        return kept, metrics
 
 
 class AnchorRate(ExperienceOperator):
     """Logs how often GiGPO finds another rollout in the same state; changes no experience.
 
-    GiGPO compares the calls that different rollouts of a step made in one anchor state
-    (`STATE_KEY`). If nearly all are alone in theirs, the algorithm quietly is plain GRPO. Trinity's
-    `gigpo/anchor_group_hit_ratio` counts groups, one rollout that meets a state twice among them;
-    this counts calls, and asks for a second rollout. The first call of a rollout nearly always
-    meets the others, so the warning looks at later ones. Stands behind `RunFilter`.
+    GiGPO compares the calls that different rollouts made in one anchor state (`STATE_KEY`); if
+    nearly all are alone in theirs, it quietly is plain GRPO. Trinity's own
+    `gigpo/anchor_group_hit_ratio` also counts one rollout that meets a state twice. The first call
+    of a rollout nearly always meets the others, so the warning looks at later ones.
     """
 
     def __init__(self) -> None:
@@ -164,10 +143,9 @@ class AnchorRate(ExperienceOperator):
             self._said = True
             shown = ", ".join(f"{rate:.2f}" for rate in self._rates)
             get_logger(__name__).warning(
-                f"{name} is {shown} in the last {ANCHOR_STEPS} steps: fewer than {ANCHOR_LOW:.0%} "
-                "of these calls are made in a state that another rollout of the step met too, so "
-                "GiGPO has little to compare and works like GRPO. Name coarser states with "
-                "`state_key(...)`, raise `algorithm.repeat_times`, or use "
+                f"{name} is {shown} in the last {ANCHOR_STEPS} steps: few calls are made in a "
+                "state that another rollout of the step met too, so GiGPO works like GRPO. Name "
+                "coarser states with `state_key(...)`, raise `algorithm.repeat_times`, or use "
                 "`algorithm_type: multi_step_grpo`."
             )
         return exps, metrics
@@ -177,11 +155,8 @@ class StepStamp(ExperienceOperator):
     """Comes last: notes on each experience how many of its step are left to train on."""
 
     def process(self, exps: list[Experience]) -> Processed:
-        """The same experiences, each with the step's size in its `info`.
-
-        Raises:
-            RunFailed: the operators before it left nothing.
-        """
+        """The same experiences, each with the step's size in its `info`. Raises RunFailed: the
+        operators before it left nothing."""
         if not exps:
             raise RunFailed(
                 "the experience pipeline left nothing of a step to train on: look at "
@@ -194,22 +169,14 @@ class StepStamp(ExperienceOperator):
 
 
 class WholeStepSampleStrategy(DefaultSampleStrategy):
-    """Every train step consumes the experiences of exactly one explorer step.
-
-    Trinity's default counts experiences, that is model calls, whose number is not known beforehand
-    with several calls a rollout or rollouts that failed: too large a `train_batch_size` waits for
-    ever, too small a one splits rollouts and lets the queue grow. This reads one experience, then
-    the rest of its step, by the number stamped on it.
-    """
+    """Every train step consumes the experiences of exactly one explorer step. Trinity's default
+    counts experiences, that is model calls, whose number is not known beforehand. This reads one
+    experience, then the rest of its step, by the number stamped on it."""
 
     async def sample(
         self, step: int, **kwargs: Any
     ) -> tuple[list[Experience], dict[str, float], list[Any]]:
-        """Read the next explorer step.
-
-        Raises:
-            StopAsyncIteration: the explorer closed the buffer and it is empty.
-        """
+        """Read the next explorer step; StopAsyncIteration when the buffer is closed and empty."""
         metrics: dict[str, float] = {}
         experiences = await self.exp_buffer.read(batch_size=1)
         remaining = int(experiences[0].info[STEP_SIZE_KEY]) - 1

@@ -4,12 +4,10 @@ Each call is noted when it starts, with its caller and state, and keeps its own 
 that attribution and order are right under `asyncio.gather`. The real client lives in the
 runner's event loop and keeps its connections; calls are handed to it from the rollout's own loop.
 
-- Every choice of a call with `n > 1` is an experience of the same step.
-- Structured output (`chat.completions.parse`) is the same recorded call with a JSON schema.
-  Streams are refused: they carry no token ids to train on.
-- What the user passes to a call wins over the configuration. A call that is sampled otherwise
-  than configured is answered but marked `off_policy`: the trainer could not reproduce its
-  log-probabilities, so it must not be trained.
+Every choice of a call with `n > 1` is an experience of the same step. Streams are refused: they
+carry no token ids. What the user passes to a call wins over the configuration; a call that is
+sampled otherwise is answered but marked `off_policy`, since the trainer could not reproduce its
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -76,14 +74,9 @@ class RecordingClient:
 class RolloutRecorder:
     """Everything that one rollout asks the model that is being tuned.
 
-    Made in the runner's event loop, in which the real client works.
-
-    Args:
-        source: the client of that loop, from `recording_client`.
-        context: the rollout's notes.
-        task_id: the task, unique in its batch; part of every state.
-        seed: root of the seeds of its calls; None leaves them to the server.
-        generate_kwargs: configured arguments of a call.
+    Made in the runner's event loop, in which the client of `source` works. `task_id` is unique in
+    its batch; `seed` the root of the seeds of its calls, None leaves them to the server;
+    `generate_kwargs` are the configured arguments of a call.
     """
 
     def __init__(
@@ -117,7 +110,7 @@ class RolloutRecorder:
         return sorted(answered, key=lambda call: call.note.index)
 
     async def _create(self, **kwargs: Any) -> Any:
-        """Runs in the caller's loop, where the context variables are the caller's."""
+        # In the caller's loop, where the context variables are the caller's.
         if kwargs.get("stream"):
             raise ValueError("a model that is being tuned cannot stream: pass stream=False")
         configured = self._generate_kwargs
@@ -134,27 +127,24 @@ class RolloutRecorder:
         note = self._context.note_call()
         messages = list(kwargs["messages"])
         if self._seed is not None and "seed" not in kwargs:
-            kwargs["seed"] = self._next_seed(note.caller, messages)
+            # By what is asked, not by when: concurrent callers may overtake each other.
+            shown = json.dumps(messages, sort_keys=True, default=str)
+            asked = f"{self._seed}|{note.caller}|{shown}"
+            numbered = f"{asked}|{self._asked[asked]}"
+            self._asked[asked] += 1
+            digest = hashlib.sha256(numbered.encode(errors="replace")).digest()
+            kwargs["seed"] = int.from_bytes(digest[:4], "big") >> 1
         state = (note.caller, messages) if note.state_key is None else ("", note.state_key)
-        call = RecordedCall(
-            note,
-            messages,
-            state_hash(self._task_id, *state),
-            off_policy=_sampling(kwargs) != _sampling(configured),
-        )
+        off_policy = _sampling(kwargs) != _sampling(configured)
+        call = RecordedCall(note, messages, state_hash(self._task_id, *state), off_policy)
         ask = functools.partial(_in_loop, self.loop, functools.partial(self._ask, call, kwargs))
         if in_call():
             return await ask()
         most = kwargs.get("max_completion_tokens", kwargs.get("max_tokens"))
-        asked = Ask(messages=kwargs["messages"], tools=kwargs.get("tools") or ())
-        counted = Call(  # it counts as a call of the policy's
-            current_spend(),
-            POLICY,
-            self._client.model_path,
-            None,
-            asked.most_prompt_tokens,
-            None if most is None else most * (kwargs.get("n") or 1),
-        )
+        longest = None if most is None else most * (kwargs.get("n") or 1)
+        prompt = Ask(messages=kwargs["messages"], tools=kwargs.get("tools") or ())
+        spend, name = current_spend(), self._client.model_path
+        counted = Call(spend, POLICY, name, None, prompt.most_prompt_tokens, longest)
         with counted.noted():
             async with counted:
                 response = await ask()
@@ -164,16 +154,8 @@ class RolloutRecorder:
                 )
             return response
 
-    def _next_seed(self, caller: str, messages: list[dict[str, Any]]) -> int:
-        """By what is asked, not by when: concurrent callers may overtake each other."""
-        asked = f"{self._seed}|{caller}|{json.dumps(messages, sort_keys=True, default=str)}"
-        count = self._asked[asked]
-        self._asked[asked] += 1
-        digest = hashlib.sha256(f"{asked}|{count}".encode(errors="replace")).digest()
-        return int.from_bytes(digest[:4], "big") >> 1
-
     async def _ask(self, call: RecordedCall, kwargs: dict[str, Any]) -> Any:
-        """Runs in the runner's loop."""
+        # In the runner's loop.
         if self._closed:
             raise RuntimeError("this rollout is over; its model takes no more calls")
         task = asyncio.current_task()
@@ -219,11 +201,8 @@ def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatMo
 def auxiliary_chat_models(
     wrappers: Iterable[ModelWrapper], clients: Iterable[Any], loop: asyncio.AbstractEventLoop
 ) -> dict[str, TrinityChatModel]:
-    """Auxiliary models by name, for workflows in any event loop; nothing is recorded.
-
-    Args:
-        clients: those of the wrappers, which live in `loop`.
-    """
+    """Auxiliary models by name, for workflows in any event loop; nothing is recorded. `clients` are
+    those of the wrappers, which live in `loop`."""
 
     def shared(model: ModelWrapper, client: Any) -> TrinityChatModel:
         async def ask(kwargs: dict[str, Any]) -> Any:
@@ -248,22 +227,22 @@ def response_length(experience: Experience) -> int:
 def call_summaries(context: RolloutContext, calls: list[RecordedCall]) -> list[dict[str, Any]]:
     """What `EvalRecord.calls` holds: all calls of the rollout, also those without an answer."""
     answered = {call.note.index: call for call in calls}
-    summaries = []
-    for note in list(context.calls):
+
+    def summary(note: CallNote) -> dict[str, Any]:
         call = answered.get(note.index)
-        summary: dict[str, Any] = {"caller": note.caller, "prompt_tokens": None, "tokens": None}
-        summaries.append(summary)
         if call is None:
-            summary["failed"] = True
-            continue
-        if call.counted:
-            summary["prompt_tokens"] = call.experiences[0].prompt_length
-            summary["tokens"] = sum(map(response_length, call.experiences))
-        if any(choice.truncate_status is not None for choice in call.experiences):
-            summary["truncated"] = True
-        if call.tools:
-            summary["tools"] = call.tools
-    return summaries
+            unknown = {"prompt_tokens": None, "tokens": None}
+            return {"caller": note.caller, **unknown, "failed": True}
+        cut = any(choice.truncate_status is not None for choice in call.experiences)
+        return {
+            "caller": note.caller,
+            "prompt_tokens": call.experiences[0].prompt_length if call.counted else None,
+            "tokens": sum(map(response_length, call.experiences)) if call.counted else None,
+            **({"truncated": True} if cut else {}),
+            **({"tools": call.tools} if call.tools else {}),
+        }
+
+    return [summary(note) for note in list(context.calls)]
 
 
 def final_answer(response: Any, calls: list[RecordedCall]) -> str | None:
@@ -291,11 +270,8 @@ def transcript_entry(call: RecordedCall) -> dict[str, Any]:
 
 
 def state_hash(task_id: str, caller: str, state: Any) -> str:
-    """GiGPO's anchor state: who asks what in which task.
-
-    Normalised: compatibility forms of characters, white space, and the random ids of tool calls.
-    The task is part of it because Trinity forms its anchor groups over a whole batch.
-    """
+    """GiGPO's anchor state: who asks what in which task (Trinity forms its anchor groups over a
+    whole batch), without differences of white space and of the random ids of tool calls."""
     text = json.dumps([task_id, caller, _normalised(state)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -326,30 +302,27 @@ _open: dict[asyncio.AbstractEventLoop, dict[Any, RecordingClient]] = {}
 
 
 async def recording_client(model: ModelWrapper) -> RecordingClient:
-    """The client for `model` in the current loop; closed when the loop is shut down.
-
-    Trinity gives every rollout a wrapper of its own, whose client would cost some 50 ms to make
-    and could not reuse a connection: one for each loop and model serves all of them.
-    """
+    """The client for `model` in the current loop; closed when the loop is shut down. One serves all
+    rollouts: Trinity gives each a wrapper of its own, whose client would take 50 ms to make."""
     of_loop = _open.setdefault(asyncio.get_running_loop(), {})
     key = (id(model.config), model.api_address)  # the wrapper below keeps the config alive
     if key not in of_loop:
         load_agentscope()
         wrapper = model.clone_with_isolated_history()
         of_loop[key] = RecordingClient(wrapper, wrapper.get_openai_async_client())
+
+        async def close_with_loop(client: Any) -> AsyncGenerator[None, None]:
+            try:
+                yield
+            finally:
+                _open.pop(asyncio.get_running_loop(), None)
+                await client.close()
+
         # A loop finalises its asynchronous generators before it closes, while the client's
         # connections can still be closed properly.
-        of_loop[key].keeper = _close_with_loop(of_loop[key].client)
+        of_loop[key].keeper = close_with_loop(of_loop[key].client)
         await anext(of_loop[key].keeper)
     return of_loop[key]
-
-
-async def _close_with_loop(client: Any) -> AsyncGenerator[None, None]:
-    try:
-        yield
-    finally:
-        _open.pop(asyncio.get_running_loop(), None)
-        await client.close()
 
 
 @functools.cache

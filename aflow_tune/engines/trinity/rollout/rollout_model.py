@@ -1,9 +1,8 @@
 """The local sampler with its OpenAI-compatible server as a model of Trinity's.
 
-`SamplerHost` is made from Trinity's model configuration; a run in one process reaches it through
-`InlineModel`, the split through one Ray actor, `LocalRolloutModel`. Workflows reach the server
-over HTTP as they would reach vLLM: on loopback, or on the node's own address with a token of its
-own if the Ray has several nodes. Weights come from Trinity's Synchronizer by memory.
+A run in one process reaches a `SamplerHost` through `InlineModel`, the split through one Ray actor,
+`LocalRolloutModel`. Workflows reach the server over HTTP as they would reach vLLM: on loopback, or
+on the node's own address with a token of its own if the Ray has several nodes.
 """
 
 from __future__ import annotations
@@ -45,11 +44,8 @@ class SamplerHost:
     def from_model_config(
         cls, config: InferenceModelConfig, host: str = "127.0.0.1", api_key: str | None = None
     ) -> SamplerHost:
-        """Load the model named by `config.model_path` and serve it on `host`.
-
-        Our own settings (`local.*`, the LoRA shape) travel in `config.extra_engine_args`,
-        Trinity's place for engine-specific arguments.
-        """
+        """Load the model named by `config.model_path` and serve it on `host`; our own settings
+        (`local.*`, the LoRA shape) travel in `config.extra_engine_args`."""
         # Here, and not above: every process that gets a handle of the actor imports its class.
         from aflow_tune.engines.local.scripted import ScriptedSampler, ScriptedServer
         from aflow_tune.engines.local.server import SamplerServer
@@ -62,10 +58,9 @@ class SamplerHost:
         tokenizer = load_tokenizer(path)
         if config.chat_template:
             tokenizer.chat_template = config.chat_template
-        make_sampler: type[Sampler] = Sampler
-        make_server: type[SamplerServer] = SamplerServer
-        if engine.get("scripted"):  # a dry run
-            make_sampler, make_server = ScriptedSampler, ScriptedServer
+        scripted = engine.get("scripted")  # a dry run
+        make_sampler = ScriptedSampler if scripted else Sampler
+        make_server = ScriptedServer if scripted else SamplerServer
         sampler = make_sampler(
             load_model(path, pick_dtype(engine["dtype"], device), device),
             tokenizer,
@@ -108,8 +103,8 @@ class InlineModel(ModelWrapper):
 
 
 class LocalRolloutModel(BaseInferenceModel):
-    """Trinity's contract of a rollout model over our sampler, as far as our runs use it: what
-    workflows ask comes over HTTP, and `generate`, `chat` and `logprobs` are left out."""
+    """Trinity's rollout model over our sampler, as far as our runs use it: what workflows ask comes
+    over HTTP, and `generate`, `chat` and `logprobs` are left out."""
 
     host: SamplerHost
 

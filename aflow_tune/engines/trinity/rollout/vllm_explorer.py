@@ -5,15 +5,11 @@
 - **An evaluation belongs to the weights of its step**: it follows the sync, where upstream's comes
   before it, and the last step is always evaluated.
 - **A killed run resumes** from the tasks that follow the trainer's checkpoint.
-- **`mode: colocate`** (sampler and trainer on the only GPU) never gets past its start there
-  (Trinity's issue 602): verl reserves the GPU, and the explorer waits without a limit for a group
-  with a GPU of its own, since the validator insists on `gpu_per_engine: 1`, from which the group
-  that receives weights takes its size. So it stays 1, and only what the sampler asks of Ray
-  changes: `OneGpuAllocator` reserves a processor of the node that has the GPU, and no GPU. A
-  process that reserves none sees none, so it is told which to use; Ray is asked for it before the
-  trainer takes it. That holds only if the cluster *has* a single GPU (of several, verl takes
-  whichever is free when it asks), whatever others use of it at the moment. Memory is divided by
-  `gpu_memory_utilization`, which Trinity lowers to 0.25 in this mode.
+- **`mode: colocate`** (sampler and trainer on the only GPU) waits for ever there (Trinity's issue
+  602): verl reserves the GPU, and the explorer asks for one of its own. Here `OneGpuAllocator`
+  reserves a processor of the node that has the GPU, and no GPU. A process that reserves none sees
+  none, so it is told which to use, which is certain only if the cluster has a single GPU. Memory is
+  divided by `gpu_memory_utilization`, which Trinity lowers to 0.25 in this mode.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ _FREE_POLL_SECONDS = 0.2
 
 
 class VllmExplorer(CheckedExplorer):
-    """Trinity's; see the module's docstring for what it adds."""
+    """See the module's docstring for what it adds."""
 
     def __init__(self, config: Config) -> None:
         from trinity.common.models import vllm_model
@@ -108,11 +104,6 @@ class OneGpuAllocator(Allocator):
     """Trinity's, for a sampler on the GPU which the trainer reserved. Ray must be running."""
 
     def allocate_bundles(self) -> BundleResult:
-        """As Trinity's, without GPUs and on the node that has one.
-
-        Raises:
-            RunFailed: that node has left the cluster.
-        """
         result = super().allocate_bundles()
         nodes = [it for it in ray.nodes() if it["Alive"] and it["Resources"].get("GPU")]
         if not nodes:
@@ -126,7 +117,6 @@ class OneGpuAllocator(Allocator):
     async def create_engine(
         self, config: InferenceModelConfig, role: str, engine_id: int
     ) -> ModelWrapper:
-        """As Trinity's; the actor reserves no GPU."""
         shared = dataclasses.replace(config, gpu_per_engine=0)
         return await super().create_engine(shared, role, engine_id)
 
@@ -138,19 +128,15 @@ class OneGpuExplorer(VllmExplorer):
 
 
 def share_the_gpu(config: Config) -> None:
-    """Tell the sampler which GPU the trainer will get. Ray must be running.
-
-    Raises:
-        RunFailed: the cluster has too few processors, or not one GPU, or that is not free.
-    """
+    """Tell the sampler which GPU the trainer will get; Ray must be running. RunFailed: the cluster
+    has too few processors, or not one GPU, or that is not free."""
     resources = ray.cluster_resources()
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
     if gpus != 1:
         raise RunFailed(
-            f"`mode: colocate` needs a Ray cluster with one GPU, and this one has {gpus:g}: "
-            "sampler and trainer could be given different ones. Use `mode: both` on two or more, "
-            "let the run see one (`physical_gpus: [0]`, or CUDA_VISIBLE_DEVICES=0), or start a "
-            "Ray with one and name its address in cluster.ray_address: "
+            f"`mode: colocate` needs a Ray cluster with one GPU, and this one has {gpus:g}. Use "
+            "`mode: both` on two or more, let the run see one (`physical_gpus: [0]`), or name a "
+            "Ray with one in cluster.ray_address: "
             f"`CUDA_VISIBLE_DEVICES=0 ray start --head --num-gpus=1 --num-cpus={CPUS}`"
         )
     if cpus < CPUS:

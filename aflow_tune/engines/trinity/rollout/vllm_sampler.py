@@ -1,9 +1,8 @@
 """Trinity's sampler actor on vLLM, with what 0.6.0 leaves out.
 
-- **The adapter reaches the rollouts.** Trinity passes a trained adapter to its own calls, but the
-  OpenAI server, which workflows call, is started without it: a request by the model's name gets
-  the base model for ever. `VllmSampler` gives such a request the adapter of the newest version,
-  and none while the version is 0, the base model.
+- **The adapter reaches the rollouts.** The OpenAI server, which workflows call, is started without
+  it: a request by the model's name gets the base model for ever. `VllmSampler` gives such a request
+  the adapter of the newest version, and none while the version is 0, the base model.
 - **No cache of older adapters.** vLLM knows cached prefixes by the adapter's name, which stays.
 - **Ranks that vLLM has no kernels for** are rounded up to the next it has.
 - **Weights by memory** arrive also on a Ray that the command started.
@@ -30,7 +29,7 @@ _POLL_SECONDS = 0.5
 
 
 class VllmSampler(vLLMRolloutModel):
-    """Trinity's vLLM actor; see the module's docstring for what it adds."""
+    """See the module's docstring for what it adds."""
 
     async_llm: Any
 
@@ -65,11 +64,8 @@ class VllmSampler(vLLMRolloutModel):
         return version
 
     async def served_logprobs(self, tokens: list[int], temperature: float) -> list[float]:
-        """Log-probabilities of tokens 1..T-1, as the OpenAI server gives them.
-
-        Raises:
-            RunFailed: the server does not answer, or refuses.
-        """
+        """Log-probabilities of tokens 1..T-1, as the OpenAI server gives them. RunFailed if it does
+        not answer, or refuses."""
         body = {"model": self.config.model_path, "prompt": tokens, "max_tokens": 1}
         body |= {"temperature": temperature, "prompt_logprobs": 0}
         url = f"{self.get_api_server_url()}/v1/completions"

@@ -1,13 +1,9 @@
 """Trinity's algorithms on the local trainer.
 
-A Trinity algorithm is a choice of registered functions: a policy loss, a KL loss, an entropy
-loss, an advantage, perhaps a KL penalty in the reward. `TrainStep` turns experiences into
-samples, computes what the chosen functions read (reference log-probabilities, advantages that
-belong into the trainer) and hands the trainer one loss over the whole train batch. The
-functions themselves, plug-ins included, are Trinity's; none is rewritten here.
-
-Left out: algorithms with a critic (ppo). Reference log-probabilities and entropies are computed
-only if a coefficient that uses them is not zero.
+A Trinity algorithm is a choice of registered functions: policy, KL and entropy loss, advantage,
+perhaps a KL penalty in the reward. `TrainStep` turns experiences into samples, computes what these
+functions read, and hands the trainer one loss over the whole train batch. The functions themselves
+are Trinity's, plug-ins included. Left out: algorithms with a critic (ppo).
 """
 
 from __future__ import annotations
@@ -104,11 +100,8 @@ class TrinityLoss:
 
 
 class TrainStep:
-    """One train step of a Trinity algorithm: experiences in, metrics out.
-
-    Raises BadInput at construction for algorithms that need a critic, and at a step whose
-    experiences lack what the algorithm reads.
-    """
+    """One train step of a Trinity algorithm: experiences in, metrics out. Raises BadInput for an
+    algorithm with a critic, and at a step whose experiences lack what the algorithm reads."""
 
     def __init__(self, config: Config, trainer: LocalTrainer) -> None:
         self.algorithm = algorithm = config.algorithm
@@ -141,9 +134,8 @@ class TrainStep:
             raise ValueError("a train batch without experiences")
         metrics: dict[str, float] = {}
         of_explorer = hasattr(self.advantage, "process")
-        if (
-            self.advantage is not None and of_explorer
-        ):  # such a group advantage works on experiences wherever it runs
+        if self.advantage is not None and of_explorer:
+            # Such a group advantage works on experiences wherever it runs.
             exps, found = self.advantage.process(exps)
             metrics |= {f"advantage/{k}": float(v) for k, v in found.items()}
         groups = _grouped(exps)
@@ -162,16 +154,13 @@ class TrainStep:
         if self.advantage is not None and not of_explorer:
             metrics |= self._advantages(flat, samples)
         metrics |= _data_metrics(flat, samples)
-
         metrics |= self.trainer.step(by_group, self.loss)
         metrics["time/step"] = metrics["perf/time_per_step"] = time.perf_counter() - started
         return metrics
 
     def _advantages(self, exps: list[Experience], samples: list[Sample]) -> dict[str, float]:
-        """Advantages that Trinity computes in the trainer, on the DataProto they expect.
-
-        Layout as in verl: response columns only, the reward on each response's last token.
-        """
+        """Advantages that Trinity computes in the trainer, on verl's DataProto: response columns
+        only, the reward on each response's last token."""
         from verl import DataProto
 
         assert self.advantage is not None
@@ -207,11 +196,11 @@ class TrainStep:
 def to_sample(exp: Experience) -> Sample:
     """One experience as a sample of the trainer."""
     width = len(exp.action_mask)
-    extra: dict[str, Tensor] = {}
-    for name in PER_TOKEN:
-        value = getattr(exp, name, None)
-        if value is not None:
-            extra[name] = torch.as_tensor(value, dtype=torch.float32)
+    extra: dict[str, Tensor] = {
+        name: torch.as_tensor(value, dtype=torch.float32)
+        for name in PER_TOKEN
+        if (value := getattr(exp, name, None)) is not None
+    }
     token_reward = extra.pop("token_level_reward", None)
     if token_reward is None and exp.reward is not None and width:
         token_reward = torch.zeros(width)
@@ -241,11 +230,11 @@ def _grouped(exps: Sequence[Experience]) -> list[list[Experience]]:
     if exps[0].experience_type == "dpo":
         return [split_dpo_experience_to_single_turn([exp]) for exp in exps]
 
-    def order(value: Any) -> tuple[int, int, str]:
-        return (0, value, "") if isinstance(value, int) else (1, 0, str(value))
-
     def key(exp: Experience) -> tuple[Any, ...]:
-        return (order(exp.eid.batch), order(exp.eid.task), exp.eid.run, exp.eid.step)
+        # Numbers by value, before names.
+        ids = (exp.eid.batch, exp.eid.task)
+        order = [(0, it, "") if isinstance(it, int) else (1, 0, str(it)) for it in ids]
+        return (*order, exp.eid.run, exp.eid.step)
 
     groups: dict[Hashable, list[Experience]] = {}
     for exp in sorted(filter(_has_task, exps), key=key):
@@ -269,8 +258,6 @@ def _data_metrics(exps: Sequence[Experience], samples: Sequence[Sample]) -> dict
             )
     metrics = {"perf/total_num_tokens": float(sum(len(s.tokens_T) for s in samples))}
     for name, values in columns.items():
-        if values.numel():
-            metrics[f"{name}/mean"] = float(values.mean())
-            metrics[f"{name}/max"] = float(values.max())
-            metrics[f"{name}/min"] = float(values.min())
+        for kind in ("mean", "max", "min") if values.numel() else ():
+            metrics[f"{name}/{kind}"] = float(getattr(values, kind)())
     return metrics

@@ -1,6 +1,5 @@
 """Where Trinity's metrics go: TensorBoard, as upstream writes it, and `metrics.jsonl`.
 
-Explorer and trainer each make a monitor, by its dotted path. Unlike upstream's it prints nothing.
 A metric that cannot be written costs a line in the log, never the run.
 """
 

@@ -1,21 +1,13 @@
 """From which step a run folder's run resumes, and what else must go back there.
 
-    <run folder>/
-      run.json, run.lock         its state and who is at work in it: `runs/folder.py`
-      resolved.yaml              the configuration as it was run
-      global_step_N/             checkpoints, each written atomically and with its hashes
-      damaged_global_step_N/     one whose hashes were wrong when it was to be loaded
-      taskset_state/step_N.json  position in the task sets after batch N was read
-      metrics.jsonl, evaluations/, rollouts/, monitor/, log/
-
-A checkpoint of step N is the only truth on resume: the explorer's position, the metrics and
-the evaluations are taken back to N before anything starts, so that work done after N is done
-again from the same tasks. N is the newest whose hashes are right; a damaged one is set aside.
+A checkpoint (`global_step_N`) is the only truth on resume: the position in the task sets
+(`taskset_state/step_N.json`), the metrics and the evaluations are taken back to N before anything
+starts, so that work done after N is done again from the same tasks. N is the newest whose hashes
+are right; a damaged one is set aside as `damaged_global_step_N`.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Iterable
@@ -45,10 +37,13 @@ from aflow_tune.types import Checkpoint
 def refuse_chain(run_dir: Path) -> None:
     """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
     if (run_dir / CHAIN_FILE).exists():
-        title = "This folder belongs to a configuration with `stages`."
-        expected = "the folder of a single run, or a new one"
-        fix = "give this run another `name=`"
-        raise BadInput.of(title, str(run_dir), expected, "a chain of stages", fix)
+        raise BadInput.of(
+            "This folder belongs to a configuration with `stages`.",
+            str(run_dir),
+            "the folder of a single run, or a new one",
+            "a chain of stages",
+            "give this run another `name=`",
+        )
 
 
 def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
@@ -71,13 +66,9 @@ def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
 
 
 def newest_sound(run_dir: Path) -> int:
-    """The step of the newest checkpoint whose files are as they were written; 0 without any.
-
-    Newer ones that are damaged are renamed to `damaged_global_step_N`, and said.
-
-    Raises:
-        BadInput: there are checkpoints, and all of them are damaged; they stay as they are.
-    """
+    """The step of the newest checkpoint whose files are as they were written; 0 without any. Newer
+    ones that are damaged are renamed to `damaged_global_step_N`, and said. Raises BadInput: there
+    are checkpoints, and all of them are damaged; they stay as they are."""
     damaged: list[tuple[Checkpoint, CheckpointError]] = []
     for checkpoint in reversed(checkpoints(run_dir)):
         try:
@@ -86,9 +77,10 @@ def newest_sound(run_dir: Path) -> int:
             damaged.append((checkpoint, error))
             continue
         for other, problem in damaged:
-            base = f"damaged_{other.path.name}"
-            names = itertools.chain([base], (f"{base}_{n}" for n in itertools.count(2)))
-            aside = next(it for name in names if not (it := run_dir / name).exists())
+            aside, number = run_dir / f"damaged_{other.path.name}", 1
+            while aside.exists():
+                number += 1
+                aside = run_dir / f"damaged_{other.path.name}_{number}"
             other.path.rename(aside)
             print(
                 f"warning: the checkpoint of step {other.step} is damaged ({problem}). It was set "
@@ -97,21 +89,16 @@ def newest_sound(run_dir: Path) -> int:
             )
         return checkpoint.step
     if damaged:
+        expected = "files as they were written"
         fix = "put a sound copy back, or start again under another `name=`"
-        faults = [
-            Fault(str(checkpoint.path), "files as they were written", str(error), fix)
-            for checkpoint, error in damaged
-        ]
+        faults = [Fault(str(point.path), expected, str(error), fix) for point, error in damaged]
         raise BadInput("No checkpoint of this run is sound.", faults)
     return 0
 
 
 def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
-    """Take everything but the checkpoints back to `step`.
-
-    Raises:
-        BadInput: the position in the task sets at `step` was lost.
-    """
+    """Take everything but the checkpoints back to `step`. Raises BadInput: the position in the task
+    sets at `step` was lost."""
     explorer_file = run_dir / f"{explorer_name}_meta.json"
     if step == 0:
         explorer_file.unlink(missing_ok=True)
@@ -157,9 +144,7 @@ def rewind_trinity(run_dir: Path, step: int) -> None:
 
 
 def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> RunState | None:
-    """Compare a folder's earlier run with the one asked for.
-
-    Returns the earlier state if it is to be resumed, None for a new run.
+    """The state of the folder's earlier run if it is to be resumed, None for a new run.
 
     Raises:
         AlreadyFinished: the same configuration already reached its target here.
@@ -183,13 +168,10 @@ def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> Ru
     if changed:
         raise BadInput("This run folder belongs to a run with another configuration.", changed)
     if state.status == "finished" and state.step >= target:  # 0: a mode without steps
+        reached = f"already reached step {state.step} of {target}" if target else "is finished"
         raise AlreadyFinished(
-            f"The run in {run_dir} already reached step {state.step} of {target}. Nothing was "
-            "started. For more steps raise `buffer.total_steps` or `buffer.total_epochs`; for a "
-            "new run give another `name=`."
-            if target
-            else f"The run in {run_dir} is finished. Nothing was started. For a new run give "
-            "another `name=`."
+            f"The run in {run_dir} {reached}. Nothing was started. For more steps raise "
+            "`buffer.total_steps` or `buffer.total_epochs`; for a new run give another `name=`."
         )
     return state
 

@@ -1,12 +1,9 @@
 """Whether the sampler has the trainer's weights: one fixed text, scored by both after each sync.
 
 A sync that does nothing goes unnoticed otherwise: rollouts keep coming, from the base model, and
-the loss corrects for them as for a policy that is a little old. So the trainer scores a fixed text
-after every step, the sampler after every sync, by the way that workflows take to it, and both must
-agree. `MISMATCH` is the mean absolute difference of the log-probabilities of the text's tokens.
-
-What counts as rounding is measured: before the first step both have the same weights, and what
-they differ by then is what their kernels and number formats differ by.
+the loss corrects for them as for a policy that is a little old. `MISMATCH` is the mean absolute
+difference of the log-probabilities of the text's tokens. What counts as rounding is measured before
+the first step, when both have the same weights.
 """
 
 from __future__ import annotations
@@ -20,9 +17,7 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from trinity.common.config import Config
 
 from aflow_tune.errors import RunFailed
-from aflow_tune.report.quantities import MISMATCH
 
-__all__ = ["MISMATCH", "SyncCheck"]
 MOST_TOKENS = 48
 CHECKED_UPDATES = 3
 """Once the sampler has followed so many updates, the mismatch is only recorded."""
@@ -48,11 +43,8 @@ def probe_tokens(tokenizer: Any, max_model_len: int) -> list[int]:
 
 
 class SyncCheck:
-    """Compares sampler and trainer of one run, version by version.
-
-    Args:
-        sixteen_bit: whether either of them computes in bf16 or fp16 (or less).
-    """
+    """Compares sampler and trainer of one run, version by version. `sixteen_bit`: whether either of
+    them computes in bf16 or fp16 (or less)."""
 
     def __init__(self, sixteen_bit: bool) -> None:
         self.floor = 5e-3 if sixteen_bit else 1e-5
@@ -69,16 +61,22 @@ class SyncCheck:
 
     def compare(self, version: int, sampler: Sequence[float], trainer: Sequence[float]) -> float:
         """The mismatch of `version`, of which both say the text's log-probabilities (T - 1 each).
-
-        Raises:
-            RunFailed: the sampler did not change though the trainer did, or they disagree beyond
-                rounding, within the first updates of this run.
-        """
+        Raises RunFailed: the sampler did not change though the trainer did, or they disagree beyond
+        rounding, within the first updates of this run."""
         sampler, trainer = list(sampler), list(trainer)
         mismatch = _distance(sampler, trainer)
+
+        def disagreeing(rounding: float) -> RunFailed:
+            return RunFailed(
+                "sampler and trainer disagree: with what should be the same weights (version "
+                f"{version}) the log-probabilities of a fixed text differ by {mismatch:.3g} in the "
+                f"mean, where {rounding:.3g} is rounding. The gradient would be that of another "
+                f"policy. {_WHAT_TO_DO}"
+            )
+
         if self._at_first is None:
             if not mismatch <= self.limit:
-                raise _disagreeing(version, mismatch, self.limit)
+                raise disagreeing(self.limit)
             self._at_first, self._last = mismatch, trainer
         rounding = max(self._at_first, self.floor)
         before, then = self._changed
@@ -94,7 +92,7 @@ class SyncCheck:
                     f"coming from the old weights. {_WHAT_TO_DO}"
                 )
             if not mismatch <= max(4 * self._at_first, 20 * self.floor):
-                raise _disagreeing(version, mismatch, rounding)
+                raise disagreeing(rounding)
         if sampler != before:
             self._changed = sampler, trainer
         self.followed += _distance(trainer, self._last) > 3 * rounding
@@ -107,14 +105,6 @@ _WHAT_TO_DO = (
     "synchronizer.sync_method, and compare the versions of vllm, verl and peft with the set of the "
     "docs/engines.md (`aflow-tune doctor`)."
 )
-
-
-def _disagreeing(version: int, mismatch: float, rounding: float) -> RunFailed:
-    return RunFailed(
-        f"sampler and trainer disagree: with what should be the same weights (version {version}) "
-        f"the log-probabilities of a fixed text differ by {mismatch:.3g} in the mean, where "
-        f"{rounding:.3g} is rounding. The gradient would be that of another policy. {_WHAT_TO_DO}"
-    )
 
 
 def _distance(one: Sequence[float], other: Sequence[float]) -> float:
@@ -130,13 +120,16 @@ def publish(namespace: str, version: int, tokens: list[int], logprobs: list[floa
     _internal_kv_put(_key(namespace, version), content.encode(), namespace=_TABLE)
 
 
-def published(namespace: str, version: int, timeout: float) -> tuple[list[int], list[float]] | None:
-    """What the trainer's actor published of `version`, taken; None after `timeout` seconds."""
+def published(namespace: str, version: int, timeout: float) -> tuple[list[int], list[float]]:
+    """What the trainer's actor published of `version`, taken. RunFailed after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     key = _key(namespace, version)
     while not (content := _internal_kv_get(key, namespace=_TABLE)):
         if time.monotonic() > deadline:
-            return None
+            raise RunFailed(
+                f"the trainer did not say within {timeout:.0f} s (synchronizer.sync_timeout) "
+                f"how its weights of version {version} score the fixed text of the sync check"
+            )
         time.sleep(0.1)
     _internal_kv_del(key, namespace=_TABLE)
     found = json.loads(content)

@@ -2,8 +2,7 @@
 
 `PublishingTrainer` is the trainer's half of the sync check, for both engines; `LocalTrainEngine`
 puts our trainer behind Trinity's `TrainEngineWrapper`; `LocalTrainActor` is the actor of the split.
-Every process that gets a handle of an actor imports its class, so what only the trainer needs (PEFT
-and the models) is imported at its use.
+Every process that gets its handle imports this module, so PEFT is imported at its use.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,12 +22,7 @@ from trinity.trainer import trainer as trinity_trainer
 from trinity.trainer.trainer import TrainEngineWrapper, Trainer
 
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.engines.local.models import (
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-    resolve_model,
-)
+from aflow_tune.engines.local.models import load_tokenizer, pick_device, pick_dtype, resolve_model
 from aflow_tune.engines.trinity.training.sync_check import forget, probe_tokens, publish
 from aflow_tune.runs.clean import kept_in_run
 from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint
@@ -58,7 +51,7 @@ class PublishingTrainer(Trainer):
         forget(self.config.ray_namespace)
 
     async def probe(self) -> tuple[list[int], list[float]] | None:
-        """The fixed text in tokens, and the log-probabilities of its tokens 1..T-1; None if nobody
+        """The fixed text in tokens, and the log-probabilities of its tokens 1..T-1; None: nobody
         asks for them."""
         raise NotImplementedError
 
@@ -69,17 +62,16 @@ class PublishingTrainer(Trainer):
 
 
 class LocalTrainEngine(TrainEngineWrapper):
-    """One optimiser step a call on our trainer; it owns weights and checkpoints.
-
-    All torch work happens on one thread of its own, so that the actor's event loop stays
-    free to answer and the arithmetic is always done by the same thread.
-    """
+    """One optimiser step a call on our trainer; it owns weights and checkpoints. All torch work
+    happens on one thread of its own, so that the actor's event loop stays free to answer and the
+    arithmetic is always done by the same thread."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
         self.run_dir = Path(config.checkpoint_job_dir)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._saved_step: int | None = None
+        self._tokens: list[int] = []
 
     async def prepare(self) -> None:
         """Build the trainer and load the latest checkpoint, if there is one."""
@@ -103,24 +95,19 @@ class LocalTrainEngine(TrainEngineWrapper):
         """The fixed text of the sync check, and the log-probabilities of its tokens 1..T-1."""
         from aflow_tune.engines.local.packing import Sample
 
+        if not self._tokens:
+            tokenizer = load_tokenizer(resolve_model(self.config.model.model_path))
+            self._tokens = probe_tokens(tokenizer, self.config.model.max_model_len)
         tokens = self._tokens
         sample = Sample(torch.tensor(tokens), 1, torch.ones(len(tokens) - 1, dtype=torch.bool))
         scores = await self._run(lambda: self.trainer.logprobs([sample]))
         return tokens, scores[0].tolist()
 
-    @cached_property
-    def _tokens(self) -> list[int]:
-        tokenizer = load_tokenizer(resolve_model(self.config.model.model_path))
-        return probe_tokens(tokenizer, self.config.model.max_model_len)
-
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False
     ) -> None:
-        """Write the whole state atomically; `save_as_hf` adds the exported model beside it.
-
-        Weights of an update that was broken off half-way belong to no step and are not saved.
-        """
-        if not self.trainer.torn:
+        """Write the whole state atomically; `save_as_hf` adds the exported model beside it."""
+        if not self.trainer.torn:  # weights of a half-made update belong to no step
             await self._run(lambda: self._save(save_as_hf))
 
     def _save(self, save_as_hf: bool) -> None:
@@ -161,10 +148,9 @@ class LocalTrainEngine(TrainEngineWrapper):
         return None, None, []
 
     async def setup_weight_sync_group(self, *_: Any, **__: Any) -> None:
-        """Nothing to set up: weights travel through the Synchronizer's memory."""
+        """Nothing to set up or tear down: weights travel through the Synchronizer's memory."""
 
-    async def teardown_weight_sync_group(self) -> None:
-        """Nothing to tear down."""
+    async def teardown_weight_sync_group(self) -> None: ...
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -228,16 +214,22 @@ class LocalTrainActor(PublishingTrainer):
         self._stop_requested = True
 
     async def train(self) -> str:
-        """Train until the target, until the explorer has no more, or until asked to stop.
-
-        Always leaves a checkpoint of the last finished step. Raises what a step raised.
-        """
+        """Train until the target, until the explorer has no more, or until asked to stop. Always
+        leaves a checkpoint of the last finished step. Raises what a step raised."""
         try:
             while self.train_step_num < self.total_steps and not self._stop_requested:
-                found = await self._next_batch()
-                if found is None:
+                sampling = asyncio.ensure_future(self._sample_data())
+                while not (sampling.done() or self._stop_requested):
+                    if await self.need_sync():
+                        await self.sync_weight()
+                    await asyncio.wait([sampling], timeout=0.5)
+                if not sampling.done():
+                    sampling.cancel()
                     break
-                experiences, metrics, _ = found
+                try:
+                    experiences, metrics, _ = await sampling
+                except StopAsyncIteration:
+                    break
                 metrics.update(await self.train_step(experiences))
                 if await self.need_sync() or self.train_step_num >= self.total_steps:
                     metrics.update(await self.sync_weight())
@@ -256,18 +248,3 @@ class LocalTrainActor(PublishingTrainer):
         if self.train_step_num > 0 and self.config.trainer.save_hf_checkpoint != "never":
             await self.save_checkpoint(block_until_saved=True, save_as_hf=True)
         return self.train_step_num
-
-    async def _next_batch(self) -> tuple[list[Experience], dict[str, float], Any] | None:
-        """Wait for a batch; None when there is none or a stop was asked for."""
-        sampling = asyncio.ensure_future(self._sample_data())
-        while not sampling.done():
-            if self._stop_requested:
-                sampling.cancel()
-                return None
-            if await self.need_sync():
-                await self.sync_weight()
-            await asyncio.wait([sampling], timeout=0.5)
-        try:
-            return await sampling
-        except StopAsyncIteration:
-            return None

@@ -1,16 +1,13 @@
 """Trinity's trainer actor on verl, with what 0.6.0 leaves out.
 
-- **Removal of padding without flash-attn.** Trinity's trainer takes the padding out of every batch
-  before it goes to verl, whatever `trainer.use_remove_padding` says, by functions that verl imports
-  from flash-attn, which has to be compiled and is not in our GPU set: the first step would end with
-  ModuleNotFoundError. transformers has the same functions in plain torch. (The model itself attends
-  with flash-attn unless `config/prepare.py` tells it otherwise.)
+- **Removal of padding without flash-attn.** Trinity takes the padding out of every batch, whatever
+  `trainer.use_remove_padding` says, by functions of flash-attn, which has to be compiled and is not
+  in our GPU set. transformers has the same functions in plain torch.
 - **Whole pairs in DPO.** Trinity's loss sums the log-probabilities of a whole micro-batch before
   it compares chosen and rejected: margins of 2 and -1 with beta 0.1 give 0.644397, where the mean
-  over the pairs is 0.671268 (Rafailov et al. 2023, equation 7). And verl cuts batches where it
-  likes, also through a pair. Here every pair keeps a loss of its own, and stays whole.
+  over the pairs is 0.671268 (Rafailov et al. 2023, equation 7). And verl cuts batches anywhere.
 - **An error that is told.** Upstream logs what a step raised and ends as if all were well.
-- **Its half of the sync check**: after every step, what the new weights say of the fixed text.
+- **Its half of the sync check.**
 """
 
 from __future__ import annotations
@@ -24,15 +21,12 @@ from trinity.common.config import Config
 from trinity.common.experience import EID, Experience
 
 from aflow_tune.config.engine import removes_padding
-from aflow_tune.engines.trinity.training.sync_check import (
-    is_checked,
-    probe_tokens,
-)
+from aflow_tune.engines.trinity.training.sync_check import is_checked, probe_tokens
 from aflow_tune.engines.trinity.training.trainer import PublishingTrainer
 
 
 class VerlTrainer(PublishingTrainer):
-    """Trinity's; see the module's docstring for what it adds."""
+    """See the module's docstring for what it adds."""
 
     def __init__(self, config: Config) -> None:
         provide_unpadding()
@@ -131,10 +125,8 @@ class PairLoss(DPOLossFn):
 
 
 def keep_pairs(engine: Any, pairs: int) -> None:
-    """Let Trinity's `VERLTrainer` train on whole pairs, `pairs` of them a step.
-
-    Before `engine.prepare()`, which hands the loss to the workers.
-    """
+    """Let Trinity's `VERLTrainer` train on whole pairs, `pairs` of them a step. To be called before
+    `engine.prepare()`, which hands the loss to the workers."""
     algorithm = engine.algorithm_config
     if algorithm.policy_loss_fn == "dpo":
         algorithm.policy_loss_fn = f"{PairLoss.__module__}.{PairLoss.__qualname__}"
