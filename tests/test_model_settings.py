@@ -259,7 +259,7 @@ def key(ask: dict[str, Any], endpoint: Any = ENDPOINT, sample: Any = 0, weights:
     with ResponseCache("nowhere").activate(sample, weights) as use:
         entry = use.entry(endpoint, Ask(**ask))
     assert entry is not None
-    return entry.key
+    return entry.stem
 
 
 def test_whatever_changes_the_answer_changes_the_key() -> None:

@@ -1,14 +1,10 @@
 """Whatever a workflow was given as its model, as a client: `as_client`.
 
 AgentScope's chat models, above all the one that a tuned workflow is given: calls go through the
-model itself, so what records, counts or traces there goes on doing so, and retries, time-outs and
-concurrency are its own. The model being tuned is trained only on calls that are sampled as
-configured: arguments that are None are therefore not passed at all. Its answers are not cached: its
-weights change under one name.
-
-An AFlow-style llm takes no arguments and tells no usage, so sampling arguments and tools are
-refused rather than dropped; a JSON schema is written into the prompt. `seed`, which promises
-nothing anywhere, is dropped.
+model itself, with its own records, retries and limits. The model being tuned is trained only on
+calls that are sampled as configured, so arguments that are None are not passed at all. An
+AFlow-style llm takes a prompt only: sampling arguments and tools are refused, a JSON schema is
+written into the prompt. `seed`, which promises nothing anywhere, may be dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import json
 import sys
 from typing import Any
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 from aflow_tune.models.client import BaseClient
 from aflow_tune.models.prices import Price
 from aflow_tune.models.spend import Call
@@ -74,12 +70,15 @@ class _Adapter(BaseClient):
     inner: Any
     key = ""
 
-    async def _ask(self, ask: Ask, call: Call) -> Reply:
+    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
         raise NotImplementedError
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
+        sampling = {name: getattr(ask, name) for name in ("temperature", "top_p", "max_tokens")}
+        sampling["stop"] = list(ask.stop) or None
+        given = {name: value for name, value in sampling.items() if value is not None}
         try:
-            return await self._ask(ask, call)
+            return await self._ask(ask, given, call)
         except Exception as error:
             failure = model_error(error, self.model, [self.key])
             if failure is None:
@@ -108,8 +107,8 @@ class AgentScopeClient(_Adapter):
         key = getattr(getattr(model, "client", None), "api_key", "")
         self.key = key if isinstance(key, str) and len(key) > 6 else ""
 
-    async def _ask(self, ask: Ask, call: Call) -> Reply:
-        options = self._options(ask)
+    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
+        options = self._options(ask, given)
         messages = [{"content": None, **message} for message in ask.messages]
         async with call:
             response = await self.inner(messages, **options)
@@ -127,11 +126,10 @@ class AgentScopeClient(_Adapter):
             reason = "tool_calls" if calls else "stop"
             return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
 
-    def _options(self, ask: Ask) -> dict[str, Any]:
+    def _options(self, ask: Ask, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the call; only those that were asked for. Raises BadInput: this class of
         AgentScope's cannot pass one of them on."""
-        given = {**_sampling(ask), "seed": ask.seed}
-        asked = {name: value for name, value in given.items() if value is not None}
+        asked = given if ask.seed is None else {**given, "seed": ask.seed}
         names = _NAMES.get(self._kind)
         if asked and names is None:
             raise BadInput.of(
@@ -170,15 +168,11 @@ class AflowLlmClient(_Adapter):
     def _most_tokens(self, ask: Ask) -> int | None:
         return None
 
-    async def _ask(self, ask: Ask, call: Call) -> Reply:
-        given = {**_sampling(ask), "tools": list(ask.tools) or None}
-        faults = [
-            Fault(name, "nothing: this llm takes only a prompt", f"{value!r:.80}", "leave it out")
-            for name, value in given.items()
-            if value is not None
-        ]
-        if faults:
-            raise BadInput("An AFlow llm cannot be asked this.", faults)
+    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
+        if given or ask.tools:
+            expected, where = "nothing: this llm takes only a prompt", ", ".join(given) or "tools"
+            title, found = "An AFlow llm cannot be asked this.", f"{given or ask.tools!r:.80}"
+            raise BadInput.of(title, where, expected, found, "leave it out")
         parts = [f"{m['role']}: {text_of(m.get('content'))}" for m in ask.messages]
         if len(parts) == 1:
             parts = [text_of(ask.messages[0].get("content"))]
@@ -191,12 +185,3 @@ class AflowLlmClient(_Adapter):
             if not isinstance(text, str):
                 raise BadReply(f"the llm returned no text but {text!r:.200}")
             return Reply(text=text, model=self.model)
-
-
-def _sampling(ask: Ask) -> dict[str, Any]:
-    return {
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
-        "max_tokens": ask.max_tokens,
-        "stop": list(ask.stop) or None,
-    }

@@ -1,9 +1,5 @@
-"""What all our clients share: defaults, cache, what a call spends, and how it is noted; and the
-client that answers from a script, for tests and dry runs.
-
-A subclass says how one question is answered (`_answer`), and enters the call around the request.
-Everything that counts or limits the call happens there, so that no kind of model is forgotten.
-"""
+"""What all our clients share: defaults, cache, what a call spends, how it is noted; and the client
+that answers from a script, for tests and dry runs. A subclass says how one question is answered."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from aflow_tune.models.cache import current_cache
+from aflow_tune.models.cache import current_cache, read_entry, write_entry
 from aflow_tune.models.prices import Price
 from aflow_tune.models.spend import Call, current_spend
 from aflow_tune.models.types import Ask, Message, ModelError, ModelFailure, Reply
@@ -31,45 +27,17 @@ class BaseClient:
     def __init__(self, role: str, model: str, price: Price | None = None) -> None:
         self.role, self.model, self.price = role, model, price
 
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        schema: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Reply:
-        """One answer; see `types.ModelClient`. Raises as that, and BadInput: the messages are
-        malformed, this client cannot pass an argument on, or the price is not known where the
-        budget limits money."""
-        ask = self._with_defaults(
-            Ask(
-                messages=messages,
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=max_tokens,
-                stop=stop,
-                seed=seed,
-                schema=schema,
-                tools=tools,
-            )
-        )
+    async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
+        """One answer; arguments as of `types.ModelClient`. Raises as that, and BadInput: the
+        messages are malformed, this client cannot pass an argument on, or the price is not known
+        where the budget limits money."""
+        ask = self._with_defaults(Ask(messages=messages, **options))
         ask.check()
-        call = Call(
-            current_spend(),
-            self.role,
-            self.model,
-            self.price,
-            ask.most_prompt_tokens,
-            self._most_tokens(ask),
-        )
+        most = ask.most_prompt_tokens, self._most_tokens(ask)
+        call = Call(current_spend(), self.role, self.model, self.price, *most)
         cache, endpoint = current_cache(), self._endpoint()
         entry = None if cache is None or endpoint is None else cache.entry(endpoint, ask)
-        if entry is not None and (cached := entry.read()) is not None:
+        if entry is not None and (cached := read_entry(entry)) is not None:
             call.answered_from_cache(cached.usage)
             return replace(cached, cost=call.cost, seconds=0.0, from_cache=True)
         with call.noted():
@@ -77,7 +45,7 @@ class BaseClient:
         cost = None if call.usage is None and call.price is None else call.cost
         reply = replace(reply, usage=call.usage, cost=cost, seconds=call.seconds)
         if entry is not None:
-            entry.write(reply)
+            write_entry(entry, reply)
         return reply
 
     def _with_defaults(self, ask: Ask) -> Ask:
@@ -98,20 +66,16 @@ class BaseClient:
         raise NotImplementedError
 
 
-Scripted = str | Reply | BaseException
-"""A text, a whole reply, or an error to raise."""
-
-
 class ScriptedModel(BaseClient):
     """A `ModelClient` that answers from a list, in order, or from a function of the messages.
 
-    `replies`: the list, or a function, plain or async, of the messages. They cost what they say: a
-    plain text has no usage. `asked` holds every question, in the order in which they came.
+    `replies`: texts (which have no usage), whole replies and errors to raise; or a function, plain
+    or async, of the messages. `asked` holds every question, in the order in which they came.
     """
 
     def __init__(
         self,
-        replies: Sequence[Scripted] | Callable[[Sequence[Message]], Any],
+        replies: Sequence[str | Reply | BaseException] | Callable[[Sequence[Message]], Any],
         *,
         role: str = "policy",
         model: str = "scripted",
@@ -127,9 +91,8 @@ class ScriptedModel(BaseClient):
             with self._lock:
                 number = len(self.asked)
                 self.asked.append(ask)
-            said: Any
             if callable(self._replies):
-                said = self._replies(ask.messages)
+                said: Any = self._replies(ask.messages)
                 if inspect.isawaitable(said):
                     said = await said
             elif number < len(self._replies):

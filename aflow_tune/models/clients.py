@@ -98,9 +98,8 @@ class RunSpend:
         with _lock:
             if key not in _made:
                 policy = self.models.get(POLICY, ModelSettings())
-                price = price_of(
-                    policy.provider, policy.base_url, policy.model or "", policy.prices
-                )
+                named = policy.provider, policy.base_url, policy.model or ""
+                price = price_of(*named, policy.prices)
                 clients = {
                     name: make_client(settings, settings.role or name)
                     for name, settings in self.models.items()

@@ -98,7 +98,7 @@ class RolloutSettings:
     rewards: Any = None
     sandbox: str = "auto"
     prompts: Mapping[str, Any] = field(default_factory=dict)
-    books: RunSpend | None = None
+    spend: RunSpend | None = None
     """The run's models and budget."""
     run_dir: str | None = None
     """Gets what workflows keep of training rollouts; None: nothing is kept."""
@@ -130,7 +130,7 @@ def adapter_arguments(
     config: AflowConfig,
     workflow: Function,
     judge: Function | None,
-    books: RunSpend,
+    spend: RunSpend,
     eval_dir: Path,
     run_dir: Path | None = None,
 ) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def adapter_arguments(
         rewards=config.rewards,
         sandbox=config.sandbox,
         prompts=config.prompts,
-        books=books,
+        spend=spend,
         run_dir=None if run_dir is None else str(run_dir),
         eval_dir=str(eval_dir),
         score=config.report.score,
@@ -267,7 +267,7 @@ class WorkflowAdapter(Workflow):
     ) -> Outcome:
         """A failure if the budget ended, whatever the workflow made of it, or if no call was made
         that can be learned from."""
-        spent = self.settings.books.reached() if self.settings.books else None
+        spent = self.settings.spend.reached() if self.settings.spend else None
         if spent is not None:
             return replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
         if outcome.failure is not None or trained or (calls and self.task.is_eval):
@@ -288,8 +288,8 @@ class WorkflowAdapter(Workflow):
             "logger": self.logger,
             "system_prompt": self.settings.system_prompt,
         }
-        books = self.settings.books.open() if self.settings.books else contextlib.nullcontext()
-        with context.activate(), self._trace.activate(), books:
+        spend = self.settings.spend.open() if self.settings.spend else contextlib.nullcontext()
+        with context.activate(), self._trace.activate(), spend:
             output = await function(
                 **_wanted(function, offered), task=self._raw_task(), model=recorder.chat_model()
             )
