@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,20 +79,6 @@ def test_parallel_branches_do_not_mix() -> None:
     rewarded = {n.caller: n.step_reward for n in context.calls if n.step_reward is not None}
     assert rewarded == {f"agent{i}": float(i) for i in range(5)}
     assert [n.index for n in context.calls if n.step_reward is not None] == list(range(10, 15))
-
-
-def test_a_run_starts_without_the_surroundings_of_its_starter() -> None:
-    async def main() -> CallNote:
-        with (
-            RolloutContext().activate(),
-            caller("outer"),
-            state_key("outer"),
-            RolloutContext().activate(),
-        ):
-            return await call()
-
-    note = asyncio.run(main())
-    assert (note.index, note.caller, note.state_key) == (0, "workflow", None)
 
 
 def test_decorated_functions_open_a_block_for_each_call() -> None:
@@ -242,24 +225,3 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
     assert (context.metrics, context.calls[0].step_reward) == ({}, None)
     with pytest.raises(ValueError, match="share must be a"):  # outside of a rollout as well
         record_metrics(share=value)
-
-
-def test_decorated_functions_travel_by_value(tmp_path: Path) -> None:
-    from cloudpickle import cloudpickle
-
-    namespace: dict[str, Any] = {"__name__": "not_importable"}
-    exec(
-        "from aflow_tune import caller, state_key\n"
-        "@caller('plan')\n"
-        "@state_key('s')\n"
-        "async def plan():\n"
-        "    from aflow_tune.context import current_caller\n"
-        "    return current_caller()\n",
-        namespace,
-    )
-    code = (
-        "import asyncio, pickle, sys\nprint(asyncio.run(pickle.loads(sys.stdin.buffer.read())()))"
-    )
-    payload = cloudpickle.dumps(namespace["plan"])
-    result = subprocess.run([sys.executable, "-c", code], input=payload, capture_output=True)
-    assert result.stdout.decode().strip() == "plan", result.stderr.decode()

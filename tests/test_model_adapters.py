@@ -163,15 +163,6 @@ def test_an_unknown_class_is_asked_plainly_and_its_arguments_are_not_guessed() -
         asyncio.run(client.complete(HELLO, temperature=0.5))
 
 
-def test_what_a_models_own_code_raises_is_left_as_it_is() -> None:
-    client = as_client(OwnModel(KeyError("theirs")))
-    with pytest.raises(KeyError, match="theirs"):
-        asyncio.run(client.complete(HELLO))
-    with pytest.raises(ModelError, match="no blocks") as caught:
-        asyncio.run(as_client(OwnModel("a text")).complete(HELLO))
-    assert caught.value.failure is ModelFailure.BAD_REPLY
-
-
 # AFlow's llms
 
 

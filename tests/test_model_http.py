@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -126,24 +125,6 @@ def test_retries_end_in_an_error_that_says_why(
     assert (spent.calls, spent.tokens) == (1, 0)
 
 
-UNREADABLE = {
-    "bad JSON": Step(body=b'{"choices": [{"mess'),
-    "a JSON list": Step(body=[1, 2]),
-    "an error with status 200": Step(body={"error": {"message": "overloaded"}}),
-    "deep JSON": Step(body=b"[" * 200_000),
-}
-
-
-@pytest.mark.parametrize("step", UNREADABLE.values(), ids=UNREADABLE)
-def test_a_reply_that_cannot_be_read_is_a_bad_reply(
-    make: Callable[..., HttpClient], step: Step
-) -> None:
-    with FaultyServer([step]) as server:
-        error, _, spent = ask(make(server))
-    assert error.failure is ModelFailure.BAD_REPLY
-    assert (len(server.requests), spent.tokens) == (1, 0)
-
-
 @pytest.mark.parametrize("status", [307, 400, 401])
 def test_a_refusal_is_not_asked_again(make: Callable[..., HttpClient], status: int) -> None:
     headers = {"location": "http://127.0.0.1:1/elsewhere"}
@@ -187,24 +168,6 @@ def test_no_more_requests_at_once_than_configured(make: Callable[..., HttpClient
         client = make(server, max_concurrency=3)
         asyncio.run(many())
     assert (len(server.requests), server.most_under_way) == (30, 3)
-
-
-def test_one_client_serves_several_event_loops(make: Callable[..., HttpClient]) -> None:
-    texts: list[str] = []
-
-    def run() -> None:
-        texts.append(asyncio.run(client.complete(HELLO)).text)
-
-    with FaultyServer() as server:
-        client = make(server)
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        asyncio.run(client.close())
-        run()
-    assert texts == ["fine"] * 5
 
 
 def test_arguments_win_over_the_configuration(

@@ -183,7 +183,7 @@ def test_no_key_in_errors_logs_traces_or_files(
     told = shown + str(trace.events) + out.out + out.err
     # The server's own header is logged by the HTTP library where debugging is on.
     told += "" if "x-debug" in step.headers else caplog.text
-    told += repr(client.__getstate__())
+    told += repr(client.__reduce__())
     files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     for secret in (KEY, HEADER):
         assert secret not in told

@@ -365,20 +365,6 @@ def test_a_guest_evaluates_what_the_training_run_did_not(
     assert [fault.where for fault in caught.value.faults] == ["seed"]
 
 
-def test_the_newest_checkpoint_alone(tmp_path: Path, tiny_model_dir: Path) -> None:
-    config = write_project(tmp_path, tiny_model_dir)
-    newest = ["mode=bench", "explorer.bench_on_latest_checkpoint=true"]
-    with pytest.raises(BadInput, match="nothing to evaluate"):
-        run_config(config, [*newest, "name=empty"])
-    run_config(config, ["explorer.eval_on_startup=false"], inline=True)
-    folder = run_dir(tmp_path)
-    trained = _scores(tmp_path, 2)
-    (folder / "evaluations" / "held_out" / "step_2.jsonl").unlink()
-    run_config(config, newest)
-    assert _scores(tmp_path, 2) == trained
-    assert not (folder / "evaluations" / "held_out" / "step_0.jsonl").exists()
-
-
 def test_a_bench_in_which_everything_fails_is_no_success(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:

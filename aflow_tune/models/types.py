@@ -116,7 +116,8 @@ class Ask:
 
     def check(self) -> None:
         """Raises BadInput where the messages are no conversation."""
-        wrong, expected, fix = None, "a message with a role", "[{'role': 'user', 'content': TEXT}]"
+        wrong: tuple[str, Any] | None = None
+        expected, fix = "a message with a role", "[{'role': 'user', 'content': TEXT}]"
         if not self.messages or isinstance(self.messages, str | Mapping):
             wrong, expected = ("messages", self.messages), "a list of messages"
         elif isinstance(self.stop, str):

@@ -2,10 +2,7 @@
 
 Everything is read from small files: `run.json`, `chain.json`, the end of `metrics.jsonl`; records
 of evaluations only where the run has not summed them up itself when it ended (`summarise`).
-Nothing is written, and nothing waits for a lock.
-
-A folder without a state file of ours is not a run, whatever its name. Whether a run is going on
-is decided by its lock alone: a process that was killed holds none, whatever `run.json` says.
+Whether a run is going on is decided by its lock alone: a process that was killed holds none.
 """
 
 from __future__ import annotations
@@ -146,14 +143,9 @@ def describe(path: Path) -> RunInfo:
 
 
 def summarise(run_dir: Path, repeat_times: int | None) -> dict[str, Any]:
-    """What is kept in `run.json` so that a list need not read all records again.
-
-    `scores` by step and task set, `of` what they were read from, `usd` and `about` as in
-    `RunInfo`. Empty where the records cannot be read.
-
-    Args:
-        repeat_times: `algorithm.repeat_times`: rollouts of each task in a training step.
-    """
+    """What is kept in `run.json` so that a list need not read all records again: `scores` by step
+    and task set, `of` what they were read from, `usd` and `about` as in `RunInfo`. Empty where the
+    records cannot be read. `repeat_times`: rollouts of each task in a training step."""
     try:
         usd, about = _cost(run_dir, repeat_times)
         scores = {str(step): of for step, of in scores_of(run_dir).items()}
@@ -266,12 +258,9 @@ def _last_step(run_dir: Path) -> tuple[int, float]:
 
 
 def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
-    """US dollars, and whether that is an approximation.
-
-    The account knows them exactly; it is kept where the run has a limit. Else the metrics of its
-    training steps say it: mean cost of a rollout by role x tasks x `repeat_times`. Evaluations are
-    not in that, and a failed rollout counts as the mean of the others.
-    """
+    """US dollars, and whether that is an approximation. The account, kept where a run has
+    a limit, knows them exactly. Else the metrics of its training steps say it, without evaluations:
+    mean cost of a rollout by role x tasks x `repeat_times`."""
     account = run_dir / ACCOUNT_FILE
     with contextlib.suppress(sqlite3.Error):  # there is none, or it cannot be read now
         uri = f"{account.absolute().as_uri()}?mode=ro"
@@ -289,12 +278,8 @@ def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
     total = 0.0
     for metrics in lines.values():
         rollouts = metrics.get("rollout/finished_task_count", 0.0) * (repeat_times or 1)
-        means = [
-            value
-            for name, value in metrics.items()
-            if name.startswith("rollout/cost/") and name.endswith("/mean")
-        ]
-        total += rollouts * sum(means)
+        costs = [name for name in metrics if re.fullmatch("rollout/cost/.*/mean", name)]
+        total += rollouts * sum(metrics[name] for name in costs)
     return (total, True) if lines else (None, False)
 
 

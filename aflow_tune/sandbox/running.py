@@ -1,13 +1,12 @@
 """Run one program in the sandbox, from async code or from plain code; or talk with one.
 
-One thread a process, the engine, starts sandboxes, keeps a few ready and runs programs in them. It
-has an event loop of its own, so a workflow that computes for seconds on its loop delays no limit;
-and it lives as long as the process: the kernel ends a sandbox with the thread that started it, and
-one that is not reached by that ends when its socket closes. Each sandbox is used once. From the
-second program on, some are kept ready, of each kind that was wanted; when none was wanted for a
-while they end. A process that was forked starts an engine of its own.
+One thread a process, the engine, has an event loop of its own, starts sandboxes and runs programs
+in them. It lives as long as the process: the kernel ends a sandbox with the thread that started it,
+and one that is not reached by that ends when its socket closes. Each sandbox is used once. From the
+second program on some are kept ready for a while, of each kind that was wanted. A forked process
+starts an engine of its own.
 
-A conversation is JSON values, one a line, over a private socket, for the program the module
+A conversation is JSON values, one a line, over a private socket; for the program it is the module
 `aflow_channel` (`_channel_inside.py`). Nothing it says is trusted: a line that is no JSON, null, or
 longer than the program's output limit ends it, and nothing is read ahead.
 """
@@ -25,7 +24,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
@@ -128,12 +127,9 @@ class Engine:
 
     async def _prove(self, level: Level) -> None:
         sandbox = await self.start(level, Limits().disk_mb)
-        if level is Level.BUBBLEWRAP:  # `ready` has looked at it; a program may have it
-            self._waiting[level, Limits().disk_mb, "", ()].append(sandbox)
-            self._rest_later()
-            return
         try:
-            await attack(sandbox)
+            if level is Level.LANDLOCK:  # `ready` has looked at the other kind
+                await attack(sandbox)
         finally:
             await _discard(sandbox)
 
@@ -163,13 +159,8 @@ class Engine:
                 break
             await _discard(found)
         else:
-            try:
+            with _told(kind[0]):
                 found = await self.start(*kind)
-            except BackendFailed as error:
-                raise SandboxUnavailable(
-                    f"the {kind[0].value} sandbox could not be started, so the program was not "
-                    f"run: {error}"
-                ) from error
         if self._served > 1 and waiting and kind[2]:
             # Starting one takes a core for long, which this one's program may want.
             self._loop.call_later(REFILL_SECONDS, self._refill, kind)
@@ -262,17 +253,14 @@ async def run_program(
     policy: str = "auto",
     files: Mapping[str, str] = {},
 ) -> Execution:
-    """Run a Python program in the strongest sandbox that the policy allows.
-
-    The program is `main.py` in an empty working folder, run by the interpreter that runs us,
-    with the standard library and no package but those of the policy. A cancelled call kills it
-    first.
+    """Run a Python program, as `main.py` in an empty working folder, by the interpreter that runs
+    us, with the standard library and the packages of the policy. A cancelled call kills it first.
 
     Args:
         files: texts that lie in the working folder, by relative path.
         policy: one of `Level`, or auto: what the run's configuration says, else the strongest
-            backend that can be built. unsafe_subprocess is only taken if asked for. Packages that
-            the program may import follow after plus signs: `auto+numpy`.
+            backend that can be built, never unsafe_subprocess. Packages that the program may import
+            follow after plus signs: `auto+numpy`.
 
     Raises:
         SandboxUnavailable: no such backend can be built; the program was not run.
@@ -295,8 +283,7 @@ def run_program_sync(
 ) -> Execution:
     """`run_program` for code without an event loop; it may also be called inside one."""
     job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
-    started = time.monotonic()
-    home = engine()
+    started, home = time.monotonic(), engine()
     future = home.submit(_run(home, job, policy))
     try:
         execution = future.result()
@@ -316,19 +303,20 @@ def detect(policy: str = "auto") -> Detection:
 async def _run(home: Engine, job: Job, policy: str) -> Execution:
     async with home.running, home.sandbox(policy, job.limits.disk_mb) as sandbox:
         try:
-            return await run_in(sandbox, job)
+            with _told(sandbox.level):
+                return await sandbox.run(job)
         finally:
             sandbox.channel.close()
 
 
-async def run_in(sandbox: Sandbox, job: Job) -> Execution:
-    """Run a job. SandboxUnavailable: the sandbox failed before the program started."""
+@contextlib.contextmanager
+def _told(level: Level) -> Iterator[None]:
+    """SandboxUnavailable: the sandbox failed before the program started."""
     try:
-        return await sandbox.run(job)
+        yield
     except BackendFailed as error:
-        raise SandboxUnavailable(
-            f"the {sandbox.level.value} sandbox failed, so the program was not run: {error}"
-        ) from error
+        told = f"the {level.value} sandbox failed, so the program was not run: {error}"
+        raise SandboxUnavailable(told) from error
 
 
 async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
@@ -354,15 +342,9 @@ async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
 
 def note_run(execution: Execution, started: float) -> None:
     """Put a run into the current trace."""
-    note(
-        ProgramRun(
-            started=started,
-            seconds=execution.seconds,
-            level=execution.level.value,
-            outcome=execution.ending.value,
-            limits_hit=execution.limits_hit,
-        )
-    )
+    level, outcome = execution.level.value, execution.ending.value
+    told: Any = {"seconds": execution.seconds, "limits_hit": execution.limits_hit}
+    note(ProgramRun(started=started, level=level, outcome=outcome, **told))
 
 
 def checked_job(
@@ -374,17 +356,17 @@ def checked_job(
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         unset = name == "cpu_seconds" and value is None
         if not unset and not (number and 0 < value < 1 << 30):
-            where, fix = f"limits.{name}", "give a positive number"
-            faults.append(Fault(where, "a number above 0", repr(value), fix))
+            told = "a number above 0", repr(value), "give a positive number"
+            faults.append(Fault(f"limits.{name}", *told))
     for name in files:
         plain = name and not name.startswith("/") and "\0" not in name and name != "main.py"
         if not plain or posixpath.normpath(name) != name or name.split("/")[0] in ("..", "."):
-            where, fix = f"files[{name!r}]", "rename it"
-            faults.append(Fault(where, "a relative path, not main.py", repr(name), fix))
+            told = "a relative path, not main.py", repr(name), "rename it"
+            faults.append(Fault(f"files[{name!r}]", *told))
     size = sum(len(text) for text in (source, *files.values())) / (1 << 20)
     if not faults and size > limits.disk_mb:
-        most = f"at most limits.disk_mb ({limits.disk_mb})"
-        faults.append(Fault("files", most, f"{size:.1f} MB", "shorten"))
+        told = f"at most limits.disk_mb ({limits.disk_mb})", f"{size:.1f} MB", "shorten"
+        faults.append(Fault("files", *told))
     if faults:
         raise BadInput("a program cannot be run like that", faults)
     return Job(source, stdin, limits, dict(files), channel)
@@ -398,10 +380,8 @@ class Channel:
     """Our end. One for each program; `send` and `receive` may be awaited at the same time."""
 
     def __init__(self, sandbox: Sandbox, running: asyncio.Future[Execution], bound: int) -> None:
-        self._sandbox = sandbox
-        self._socket = sandbox.channel
-        self._running = running
-        self._bound = bound
+        self._sandbox, self._socket = sandbox, sandbox.channel
+        self._running, self._bound = running, bound
         self._received = bytearray()
         self._seen = 0
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
@@ -498,7 +478,8 @@ async def open_channel(
     async def run(home: Engine) -> Execution:
         async with home.sandbox(policy, limits.disk_mb, preload) as sandbox:
             loop.call_soon_threadsafe(taken.set_result, sandbox)
-            return await run_in(sandbox, job)
+            with _told(sandbox.level):
+                return await sandbox.run(job)
 
     started = time.monotonic()
     running = asyncio.ensure_future(elsewhere(run))

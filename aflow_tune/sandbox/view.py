@@ -1,14 +1,13 @@
 """What of this machine a sandboxed program may read: a system to run Python on, nothing else.
 
 The interpreter is the one that runs us, without its environment: the base installation's
-executable, libraries and standard library, whatever installed packages lie beside them left
-out. Nothing of /etc but the linker's cache, nothing of /home, /root, /var, /run or the project.
+executable, libraries and standard library, without the packages that lie beside them. Nothing of
+/etc but the linker's cache, nothing of /home, /root, /var, /run or the project.
 
-A sandbox started by root gives its ids up before it is confined, and an interpreter that is
-installed in root's home (pyenv, uv, conda) would then be out of reach. So a mount namespace is
-made once for a process, in which the closed folder is covered by an empty one that holds nothing
-but the installation, read-only and at its own path. The machine itself is not changed, and the
-namespace ends with whoever holds its descriptor.
+A sandbox started by root gives its ids up before it is confined; an interpreter in root's home
+(pyenv, uv, conda) would then be out of reach. So a mount namespace is made once for a process, in
+which the closed folder is covered by an empty one that holds nothing but the installation,
+read-only and at its own path. It ends with whoever holds its descriptor.
 """
 
 from __future__ import annotations
@@ -71,17 +70,19 @@ def system_paths() -> SystemPaths:
     return SystemPaths(python, tuple(dict.fromkeys(trees)), tuple(links), tuple(sorted(packages)))
 
 
-def readable_by_others(path: str) -> bool:
-    """Whether a user without any rights of its own can reach and read this path."""
-    return closed_folder_above(path) is None and bool(os.stat(path).st_mode & stat.S_IROTH)
-
-
-def closed_folder_above(path: str) -> str | None:
+def _closed_above(path: str) -> str | None:
     """The outermost folder above a path that others may not enter; None where all may be."""
-    for place in reversed(Path(path).parents):
-        if not place.stat().st_mode & stat.S_IXOTH:
-            return str(place)
-    return None
+    above = reversed(Path(path).parents)
+    return next((str(place) for place in above if not place.stat().st_mode & stat.S_IXOTH), None)
+
+
+def _hidden(folders: Sequence[str]) -> list[str]:
+    """The interpreter and these, where a user without rights of its own cannot reach or read it."""
+    return [
+        path
+        for path in (system_paths().python, *folders)
+        if _closed_above(path) is not None or not os.stat(path).st_mode & stat.S_IROTH
+    ]
 
 
 _CLONE_NEWNS = 0x0002_0000
@@ -95,8 +96,7 @@ class StagingFailed(Exception):
 
 def needs_staging(folders: Sequence[str] = ()) -> bool:
     """Whether an unprivileged user could not read the interpreter, or one of these, where it is."""
-    wanted = (system_paths().python, *folders)
-    return os.geteuid() == 0 and not all(map(readable_by_others, wanted))
+    return os.geteuid() == 0 and bool(_hidden(folders))
 
 
 def stage(folders: Sequence[str] = ()) -> int:
@@ -104,13 +104,12 @@ def stage(folders: Sequence[str] = ()) -> int:
     namespace, for `nsenter --mount=/proc/self/fd/N`. StagingFailed: this root may not mount, or a
     tool is missing."""
     prefix = os.path.realpath(sys.base_prefix)
-    hidden = [path for path in (system_paths().python, *folders) if not readable_by_others(path)]
-    tops = {closed_folder_above(path) for path in hidden}
+    hidden = _hidden(folders)
+    tops = {_closed_above(path) for path in hidden}
     closed = tops.pop()
-    if closed is None:
-        raise StagingFailed(f"{hidden[0]} is not readable by other users")
-    if tops:
-        raise StagingFailed(f"{', '.join(hidden)} lie in different folders that are closed")
+    if closed is None or tops:
+        told = "not readable by other users, or in different folders that are closed"
+        raise StagingFailed(f"{', '.join(hidden)}: {told}")
     shown = [prefix] if system_paths().python in hidden else []
     shown += [path for path in folders if path in hidden and not path.startswith(f"{prefix}/")]
     if shutil.which("nsenter") is None:
