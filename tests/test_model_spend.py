@@ -196,6 +196,27 @@ def test_concurrent_calls_wait_for_each_other_rather_than_exceed_or_give_up() ->
     assert (most <= 5, spend.spent().tokens, under_way(spend)) == (True, 800, 0)
 
 
+def test_a_reply_without_usage_counts_with_its_worst_case() -> None:
+    spend = limited(tokens=450)
+    assert calls_until_reached(spend, scripted(None), max_tokens=70) == 2
+    assert spend.spent().estimated_tokens == 400
+
+
+def test_a_call_inside_of_another_does_not_wait_for_it() -> None:
+    """The outer holds 130 of 300 tokens; the inner could need 200 and must not wait for that."""
+    inner = scripted(Usage(1, 1))
+
+    async def outer(_: Any) -> str:
+        return (await inner.complete(HELLO, max_tokens=70)).text
+
+    async def nested() -> None:
+        with limited(tokens=300).activate():
+            await ScriptedModel(outer).complete(HELLO)
+
+    with pytest.raises(BudgetReached, match="next call might exceed"):
+        asyncio.run(asyncio.wait_for(nested(), 60))
+
+
 def test_a_model_without_a_price_is_refused_under_a_limit_on_money() -> None:
     async def call(spend: Spend, role: str) -> Reply:
         with spend.activate():

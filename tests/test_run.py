@@ -279,43 +279,6 @@ def test_a_limit_on_calls_is_kept_to_the_call(
     assert _spend(tmp_path).spent().calls == limit + STEP + FIRST_EVALUATION
 
 
-def test_an_evaluation_in_which_the_budget_ends_is_made_again(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    config = write_project(tmp_path, tiny_model_dir)
-    with pytest.raises(BudgetReached):
-        run_config(config, [f"budget.calls={FIRST_EVALUATION - 1}"], inline=True)
-    assert run_config(config, ["budget.calls=1000"], inline=True).steps_done == 2
-    records = (run_dir(tmp_path) / "evaluations/held_out/step_0.jsonl").read_text().splitlines()
-    assert [json.loads(record)["failure"] for record in records] == [None] * 4
-
-
-def test_models_limits_and_prices_are_checked_before_anything_starts(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    monkeypatch.setenv("SOME_KEY", "sk-0")
-    config = write_project(tmp_path, tiny_model_dir)
-    wrong = ["budget.tokens=-1", "models.judge.model=m", "models.judge.api_key_env=NO_SUCH_KEY"]
-    with pytest.raises(BadInput) as caught:
-        run_config(config, wrong, inline=True)
-    assert {fault.where for fault in caught.value.faults} == {
-        "command line: budget.tokens=-1",
-        "command line: models.judge.api_key_env=NO_SUCH_KEY",
-    }
-    judges = [
-        "models.listed.model=gpt-4o-mini",
-        "models.listed.api_key_env=SOME_KEY",
-        "models.own.model=mine",
-        "models.own.base_url=http://127.0.0.1:1/v1",
-    ]
-    with pytest.raises(BadInput) as caught:
-        run_config(config, ["budget.usd=1", *judges], inline=True)
-    cures = [fault.cure for fault in caught.value.faults]
-    assert [cure.split(":")[1].strip(" {") for cure in cures] == ["policy", "own"]
-    assert not (run_dir(tmp_path) / "run.json").exists()
-
-
 # `mode: bench`
 
 

@@ -47,13 +47,6 @@ def test_a_checkpoint_waits_for_the_evaluation_that_is_still_to_come(tmp_path: P
     assert found == {4: "best", 5: "newest"}
 
 
-def test_records_that_cannot_be_read_keep_everything(tmp_path: Path) -> None:
-    write_evaluation(tmp_path, 2, [1.0] * 3)
-    path = tmp_path / "evaluations" / "held_out" / "step_2.jsonl"
-    path.write_text("{\n" + path.read_text())
-    assert sorted(kept_in_run(tmp_path, [1, 2, 3], keep_last=1, keep_best=1)) == [1, 2, 3]
-
-
 # -- what is listed ------------------------------------------------------------------------
 
 
@@ -229,6 +222,14 @@ def test_clean_goes_through_the_stages_of_a_chain(tmp_path: Path) -> None:
         assert plan(chain)[0].untouched == "it is going on"
     assert len(carry_out(plans)[0]) == 3
     assert steps_in(chain / "warm_up") == [3]
+
+
+def test_clean_refuses_to_keep_nothing(tmp_path: Path) -> None:
+    run = many(tmp_path)
+    assert cli.main(["runs", "clean", str(run), "--keep-last", "0", "--yes"]) == 2
+    words = ["--keep-last", "3", "--keep-best", "0", "--yes"]
+    assert cli.main(["runs", "clean", str(run), *words]) == 0
+    assert steps_in(run) == [4, 6, 8]
 
 
 # -- locks, and what is resumed ------------------------------------------------------------

@@ -31,7 +31,6 @@ from aflow_tune.sandbox import (
     seccomp,
     view,
 )
-from aflow_tune.sandbox._inside import TOLD
 from aflow_tune.trace import ProgramRun, Trace
 
 AMPLE = Limits(seconds=60)
@@ -81,7 +80,7 @@ if __name__ == "__main__":
     assert not Path(folder[1], "main.py").exists()
 
 
-@pytest.mark.parametrize("text", ["def f(:\n", "x = '\ud800'", "a\0b", "import numpy"])
+@pytest.mark.parametrize("text", ["def f(:\n", "x = '\ud800'", "a\0b", "import numpy", "1 / 0"])
 def test_a_program_that_cannot_run_has_failed(level: str, text: str) -> None:
     ended = run(level, text)
     assert (ended.ending, ended.exit_code) == (Ending.FAILED, 1)
@@ -304,26 +303,6 @@ print("to stdout")
     assert (noted.level, noted.outcome) == (level, "finished")
 
 
-@pytest.mark.parametrize("first_free", range(TOLD - 5, TOLD + 2))
-def test_the_channel_may_have_any_number_in_the_parent(level: str, first_free: int) -> None:
-    """A busy process holds many descriptors; the inside has numbers of its own for some."""
-    program = "import aflow_channel\naflow_channel.send(aflow_channel.receive())"
-
-    async def main() -> Any:
-        held = [os.open(os.devnull, os.O_RDONLY)]
-        try:
-            while held[-1] < first_free:
-                held.append(os.open(os.devnull, os.O_RDONLY))
-            async with open_channel(program, policy=level, limits=AMPLE) as channel:
-                await channel.send("hello")
-                return await channel.receive()
-        finally:
-            for descriptor in held:
-                os.close(descriptor)
-
-    assert asyncio.run(main()) == "hello"
-
-
 @pytest.mark.parametrize(
     ("words", "ending", "hits"),
     [
@@ -490,25 +469,19 @@ def test_the_command_runs_one_program(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([*command, "--stdin", str(stdin), "--policy", level, "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["outcome"], told["exit_code"], told["stdout"]) == ("finished", 0, "hello\n")
-        assert told.keys() == {
-            *("outcome", "exit_code", "stdout", "stderr", "limits_hit", "level", "seconds"),
-        }
+        assert {"stderr", "limits_hit", "level", "seconds"} < told.keys()
     # A terminal obeys nothing that a program prints.
     program.write_text("print('\\x1b[2Jcleared\\rhidden \\x9b1A ünï')")
     assert main(command) == 0
     assert "stdout:\n\\x1b[2Jcleared\\rhidden \\x9b1A ünï\n" in capsys.readouterr().out
-    program.write_text("while True: pass")
-    assert main([*command, "--time", "0.5"]) == 1
-    shown = capsys.readouterr().out
-    assert "outcome:    timed_out" in shown
-    assert "limits hit: seconds" in shown
     program.write_text("x = bytearray(300_000_000)")
     assert main([*command, "--memory", "128", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["outcome"] == "out_of_memory"
-    assert main([*command, "--memory", "512"]) == 0
-    program.write_text(USES)
-    assert main([*command, "--package", "numpy", "--package", "sympy"]) == 0
-    assert main([*command, "--package", "numpy"]) == 1
+    program.write_text("import numpy")
+    assert main([*command, "--package", "numpy"]) == 0
+    program.write_text("while True: pass")
+    assert main([*command, "--time", "0.5"]) == 1
+    assert "limits hit: seconds" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ class HttpClient(BaseClient):
         role = settings.role or role
         self.settings = settings
         self._key, self._headers = credentials(settings, role)
+        self._secrets = [self._key or "", *self._headers.values()]
         price = price_of(settings.provider, settings.base_url, str(settings.model), settings.prices)
         super().__init__(role, str(settings.model), price)
         self._sdk: Any = None
@@ -112,15 +113,13 @@ class HttpClient(BaseClient):
     async def list_models(self, seconds: float) -> Listing:
         """Ask once, for at most `seconds`, which models there are: that proves address and key, and
         costs nothing. Not every compatible server has such a list; then nothing is known."""
+        once: Any = {"cast_to": httpx2.Response, "options": {"max_retries": 0}}
 
         async def ask() -> Listing:
             async with self._slot() as sdk:
                 try:
                     async with asyncio.timeout(seconds):
-                        options = {"max_retries": 0}
-                        response = await sdk.get(
-                            self.models_path, cast_to=httpx2.Response, options=options
-                        )
+                        response = await sdk.get(self.models_path, **once)
                     rows = json.loads(response.content)["data"]
                     return Listing(Access.GRANTED, frozenset(str(row["id"]) for row in rows))
                 except (LookupError, TypeError):
@@ -133,7 +132,7 @@ class HttpClient(BaseClient):
                     access = Access.REFUSED if status in (401, 403) else Access.UNKNOWN
                     if status is None and kind in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT):
                         access = Access.UNREACHABLE
-                    return Listing(access, reason=short(told, self._secrets()))
+                    return Listing(access, reason=short(told, self._secrets))
 
         return await _in_http_loop(ask)
 
@@ -205,11 +204,8 @@ class HttpClient(BaseClient):
 
     def _error(self, error: Exception, retries: int) -> ModelError:
         unsendable = f"{self.model}: the request could not be made ({type(error).__name__})"
-        found = model_error(error, self.model, self._secrets(), retries)
+        found = model_error(error, self.model, self._secrets, retries)
         return found or ModelError(ModelFailure.REFUSED, unsendable)
-
-    def _secrets(self) -> list[str]:
-        return [self._key or "", *self._headers.values()]
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[Any]:
@@ -255,15 +251,11 @@ def _http(seconds: float) -> httpx2.AsyncClient:
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
         # No address was asked: proxies and certificates are those of the environment.
         read = {"SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
-        names = sorted(name for name in os.environ if name.upper() in read)
-        socks = "python -m pip install 'httpx2[socks]', or "
-        raise BadInput.of(
-            "No model behind an API can be asked.",
-            ", ".join(names) or "the environment",
-            "certificates and proxies that can be used",
-            f"{type(error).__name__}: {short(masked('', str(error)))}",
-            f"{socks if isinstance(error, ImportError) else ''}unset {' '.join(names)}",
-        ) from None
+        names = ", ".join(sorted(name for name in os.environ if name.upper() in read))
+        title, expected = "No model behind an API can be asked.", "certificates, proxies that work"
+        found = f"{type(error).__name__}: {short(masked('', str(error)))}"
+        fix = "unset or correct them; a SOCKS proxy needs: pip install 'httpx2[socks]'"
+        raise BadInput.of(title, names or "the environment", expected, found, fix) from None
 
 
 def _patient(kind: type[Any], backoff: float) -> type[Any]:
@@ -274,9 +266,8 @@ def _patient(kind: type[Any], backoff: float) -> type[Any]:
             self, remaining_retries: int, options: Any, response_headers: Any = None
         ) -> float:
             if {"retry-after", "retry-after-ms"} & set(response_headers or ()):
-                return super()._calculate_retry_timeout(
-                    remaining_retries, options, response_headers
-                )
+                told = remaining_retries, options, response_headers
+                return super()._calculate_retry_timeout(*told)
             number = options.get_max_retries(self.max_retries) - remaining_retries
             wait = min(backoff * 2.0 ** min(number, 60), LONGEST_BACKOFF)
             return wait * random.uniform(0.5, 1.0)
@@ -286,8 +277,7 @@ def _patient(kind: type[Any], backoff: float) -> type[Any]:
 
 def _retries(request: httpx2.Request | None) -> int:
     """How many attempts the SDK made before this request."""
-    told = "0" if request is None else request.headers.get("x-stainless-retry-count", "0")
-    return int(told) if told.isdigit() else 0
+    return 0 if request is None else int(request.headers.get("x-stainless-retry-count", 0))
 
 
 @functools.cache
@@ -488,10 +478,9 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
             blocks += [_tool_use(call) for call in message.get("tool_calls") or ()]
         else:
             raise _untranslatable(f"messages[{number}].role", repr(role), "user, assistant, tool")
-        if found and found[-1]["role"] == role:
-            found[-1]["content"] += blocks
-        else:
-            found.append({"role": role, "content": blocks})
+        if not found or found[-1]["role"] != role:
+            found.append({"role": role, "content": []})
+        found[-1]["content"] += blocks
     return found
 
 
