@@ -35,15 +35,14 @@ class BackendFailed(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one sandbox: the command before the interpreter, and what it is told."""
+    """How to start one sandbox: the command before the interpreter, what it is told, descriptors
+    beside its own, and what comes through the one whose number replaces FILTER in the command."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
     setup: dict[str, Any]
     descriptors: tuple[int, ...] = ()
-    """To be inherited beside the sandbox's own."""
     filter_program: bytes | None = None
-    """For the descriptor whose number replaces FILTER in the command."""
 
 
 FILTER = "<filter>"
@@ -92,11 +91,9 @@ def framed(message: dict[str, Any]) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-START_SECONDS = 20.0
-"""For a sandbox to be ready, on a machine that is busy otherwise."""
-GRACE_SECONDS = 1.0
-"""After its time a program is ended from inside; this much later from outside."""
-END_SECONDS = 10.0
+START_SECONDS, GRACE_SECONDS, END_SECONDS = 20.0, 1.0, 10.0
+"""For a sandbox to be ready on a busy machine; after the program's time, in which the inside ends
+it; for it to be gone."""
 
 _STUB = (
     "import sys,_socket,marshal\n"
@@ -204,8 +201,8 @@ class Sandbox:
             self._look()
 
     async def run(self, job: Job) -> Execution:
-        """Run the program, to its end or to that of its limits. Raises BackendFailed: it could not
-        confine itself, and the program was not started."""
+        """Run the program, to its end or to that of its limits. BackendFailed: it was not started,
+        as it could not confine itself."""
         for output in self._outputs:
             output.limit = job.limits.output_kb << 10
             output.data.clear()
@@ -316,19 +313,17 @@ class Sandbox:
         self._loop.add_reader(self.control, readable.set)
         try:
             await readable.wait()
-        finally:
-            self._loop.remove_reader(self.control)
-        try:
             data, ancillary, _, _ = self.control.recvmsg(2000, socket.CMSG_SPACE(12))
         except (BlockingIOError, ConnectionResetError):
             return b""
+        finally:
+            self._loop.remove_reader(self.control)
         for level, kind, body in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 # The kernel wrote it, with the sender's number as we know it.
                 pid = int.from_bytes(body[:4], "little")
                 if pid > 0 and self._inner is None:
-                    self._inner = os.pidfd_open(pid)
-                    self._inner_pid = pid
+                    self._inner, self._inner_pid = os.pidfd_open(pid), pid
         return data
 
     def _look(self) -> None:
@@ -343,12 +338,8 @@ class Sandbox:
             for name in _NAMESPACES
             if os.readlink(f"{here}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}")
         ]
-        wrong += [
-            f"{name} is {status.get(name)}"
-            for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
-            if int(status.get(name, "1"), 16) != 0
-        ]
-        wanted = {"Seccomp": "2", "NoNewPrivs": "1"}
+        none = {f"Cap{kind}": "0" * 16 for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")}
+        wanted = {**none, "Seccomp": "2", "NoNewPrivs": "1"}
         wrong += [f"{k} is {status.get(k)}" for k, v in wanted.items() if status.get(k) != v]
         if "0" in status["Uid"].split():
             wrong.append("it runs as root")

@@ -56,17 +56,14 @@ class Engine:
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-        self.pid = os.getpid()
+        self.pid, self._keep, self._served = os.getpid(), max(2, min(4, cores)), 0
+        self._closing = self._warned = False
         self._waiting: defaultdict[_Kind, list[Sandbox]] = defaultdict(list)
         self._coming: defaultdict[_Kind, set[asyncio.Task[None]]] = defaultdict(set)
-        self._keep = max(2, min(4, cores))
-        self._served = 0
-        self._closing = False
         self._idle: asyncio.TimerHandle | None = None
         self._loop = asyncio.new_event_loop()
         self._found: dict[str, Detection] = {}
         self._detecting = asyncio.Lock()
-        self._warned = False
         self.running = asyncio.Semaphore(4 * cores)
         """Programs that run at once; held by `run_program`, not by channels."""
         self._starting = asyncio.Semaphore(2 * cores)
@@ -117,21 +114,17 @@ class Engine:
         for level in order:
             try:
                 check_machine(level)
-                await self._prove(level)
-            except (BackendFailed, OSError) as error:
-                reasons[level.value] = str(error)
-            else:
+                sandbox = await self.start(level, Limits().disk_mb)
+                try:
+                    if level is Level.LANDLOCK:  # `ready` has looked at the other kind
+                        await attack(sandbox)
+                finally:
+                    await _discard(sandbox)
                 reasons[level.value] = "a sandbox was started and seen to hold"
                 return Detection(level, reasons)
+            except (BackendFailed, OSError) as error:
+                reasons[level.value] = str(error)
         return Detection(None, reasons)
-
-    async def _prove(self, level: Level) -> None:
-        sandbox = await self.start(level, Limits().disk_mb)
-        try:
-            if level is Level.LANDLOCK:  # `ready` has looked at the other kind
-                await attack(sandbox)
-        finally:
-            await _discard(sandbox)
 
     async def start(
         self, level: Level, disk_mb: int, preload: str = "", packages: tuple[str, ...] = ()
@@ -171,7 +164,9 @@ class Engine:
     def _refill(self, kind: _Kind) -> None:
         if self._closing:
             return
-        self._rest_later()
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
         coming = self._coming[kind]
         for _ in range(self._keep - len(self._waiting[kind]) - len(coming)):
             task = self._loop.create_task(self._add(kind))
@@ -187,30 +182,26 @@ class Engine:
             else:
                 self._waiting[kind].append(sandbox)
 
-    def _rest_later(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
-
     def _rest(self) -> None:
         """Nothing ran for a while: end those that wait."""
         for waiting in self._waiting.values():
             while waiting:
                 self._loop.create_task(_discard(waiting.pop()))
 
-    async def _shut(self) -> None:
-        self._closing = True
-        coming = [task for tasks in self._coming.values() for task in tasks]
-        await asyncio.gather(*coming, return_exceptions=True)
-        left = [sandbox for waiting in self._waiting.values() for sandbox in waiting]
-        await asyncio.gather(*(_discard(sandbox) for sandbox in left))
-
     def close(self) -> None:
         """End what waits. At the end of the process; what runs ends with it."""
         if self.pid != os.getpid():
             return
+
+        async def shut() -> None:
+            self._closing = True
+            coming = [task for tasks in self._coming.values() for task in tasks]
+            await asyncio.gather(*coming, return_exceptions=True)
+            left = [sandbox for waiting in self._waiting.values() for sandbox in waiting]
+            await asyncio.gather(*map(_discard, left))
+
         with contextlib.suppress(Exception):
-            self.submit(self._shut()).result(timeout=5)
+            self.submit(shut()).result(timeout=5)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
 
