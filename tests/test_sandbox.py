@@ -31,6 +31,7 @@ from aflow_tune.sandbox import (
     seccomp,
     view,
 )
+from aflow_tune.sandbox.types import BackendFailed
 from aflow_tune.trace import ProgramRun, Trace
 
 AMPLE = Limits(seconds=60)
@@ -497,7 +498,7 @@ def test_the_sandbox_holds_for_an_ordinary_user() -> None:
     if view.needs_staging():
         try:
             passed = (view.stage(),)
-        except view.StagingFailed as error:
+        except BackendFailed as error:
             pytest.skip(f"another user cannot reach the interpreter: {error}")
         prefix = [nsenter, f"--mount=/proc/self/fd/{passed[0]}", "--", *prefix]
 

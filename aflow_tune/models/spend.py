@@ -191,7 +191,11 @@ class Spend:
                     connection.execute(first, (reason,))
                     return reason
             if full:
-                _drop_abandoned(connection)
+                # Reservations of processes that are gone, or that nobody settled in time.
+                connection.execute("DELETE FROM held WHERE expires < ?", (time.time(),))
+                for (pid,) in connection.execute("SELECT DISTINCT pid FROM held").fetchall():
+                    if not psutil.pid_exists(pid):
+                        connection.execute("DELETE FROM held WHERE pid = ?", (pid,))
                 return None
             _add(connection, role, model, Spent(calls=1))
             return connection.execute(
@@ -257,7 +261,7 @@ class Call:
         """Raises BudgetReached where it may not start, BadInput where money is limited and the
         price not known."""
         if self.spend.limited:
-            self._number = await self._reserve()
+            await self._reserve()
         self._started = time.monotonic()
         self._within.enter_context(within(_in_call, True))
         return self
@@ -267,7 +271,7 @@ class Call:
         if self._number is not None and not self._replied:
             self.spend.settle(self._number, self.role, self.model, None)
 
-    async def _reserve(self) -> int:
+    async def _reserve(self) -> None:
         if self.spend.limits.usd is not None and self.price is None:
             fault = unpriced(self.role, self.model)
             raise BadInput("A budget of money needs the price of every model.", [fault])
@@ -276,18 +280,14 @@ class Call:
             estimated_tokens=worst.prompt_tokens + worst.completion_tokens,
             pico=0 if self.price is None else _pico(self.price.cost(worst)),
         )
-        bounded, pause = self.max_tokens is not None, 0.005
-        while True:
-            # One that is made inside of another would wait for itself.
-            number = self.spend.reserve(
-                self.role, self.model, self._worst, bounded, wait=not in_call()
-            )
-            if isinstance(number, str):
-                raise BudgetReached(f"A limit was reached. {number}.")
-            if number is not None:
-                return number
+        of, pause = (self.role, self.model, self._worst, self.max_tokens is not None), 0.005
+        # One that is made inside of another would wait for itself.
+        while (number := self.spend.reserve(*of, wait=not in_call())) is None:
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE)
+        if isinstance(number, str):
+            raise BudgetReached(f"A limit was reached. {number}.")
+        self._number = number
 
     def settle(self, usage: Usage | None) -> None:
         """Count what the reply used; None: it did not say. Only the first time counts."""
@@ -392,14 +392,6 @@ def _add(connection: sqlite3.Connection, role: str, model: str, amounts: Spent) 
         f"ON CONFLICT (role, model) DO UPDATE SET {sums}",
         (role, model, *vars(amounts).values()),
     )
-
-
-def _drop_abandoned(connection: sqlite3.Connection) -> None:
-    """Drop the reservations of processes that are gone, and those that nobody settled in time."""
-    connection.execute("DELETE FROM held WHERE expires < ?", (time.time(),))
-    for (pid,) in connection.execute("SELECT DISTINCT pid FROM held").fetchall():
-        if not psutil.pid_exists(pid):
-            connection.execute("DELETE FROM held WHERE pid = ?", (pid,))
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:

@@ -326,7 +326,9 @@ class Watch:
                     self._feed(poller, stdin)
                 else:
                     return "parent"
-            self._reap()
+            with Ignored():  # no child is left
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    self.status = ended[1] if ended[0] == self.child else self.status
             if self.status is not None:
                 self._look_at_disk()
                 return ""
@@ -354,12 +356,6 @@ class Watch:
         if not self.stdin:
             poller.unregister(stdin)
             os.close(stdin)
-
-    def _reap(self) -> None:
-        with Ignored():  # no child is left
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == self.child:
-                    self.status = ended[1]
 
     def _pids(self) -> list[int]:
         if self.private:
@@ -402,15 +398,9 @@ class Watch:
 
 
 def read(path: str) -> bytes:
-    """A file of /proc, which gives no more than a page at a time."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        text = b""
-        while piece := os.read(descriptor, 65536):
-            text += piece
-        return text
-    finally:
-        os.close(descriptor)
+    """A file of /proc."""
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 def place_of(pid: int) -> str:

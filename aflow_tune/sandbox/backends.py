@@ -22,11 +22,10 @@ from typing import Any
 
 from aflow_tune.sandbox import _confine, seccomp
 from aflow_tune.sandbox.policy import find_packages
-from aflow_tune.sandbox.process import FILTER, BackendFailed, Job, Launch, Sandbox, code_of
-from aflow_tune.sandbox.types import Level, Limits
+from aflow_tune.sandbox.process import FILTER, Job, Launch, Sandbox, code_of
+from aflow_tune.sandbox.types import BackendFailed, Level, Limits
 from aflow_tune.sandbox.view import (
     DEVICES,
-    StagingFailed,
     SystemPaths,
     needs_staging,
     stage,
@@ -227,11 +226,7 @@ def _need(tool: str) -> str:
 def view_of(folders: tuple[str, ...]) -> int | None:
     """A view in which the program's user reaches the interpreter and these; None where it does so
     anyway."""
-    try:
-        return stage(folders) if needs_staging(folders) else None
-    except StagingFailed as error:
-        told = "as root, programs run as an unprivileged user, who cannot reach what they need"
-        raise BackendFailed(f"{told}: {error}") from error
+    return stage(folders) if needs_staging(folders) else None
 
 
 _PROBE = """

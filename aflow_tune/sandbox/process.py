@@ -25,12 +25,8 @@ from dataclasses import asdict, dataclass, field
 from types import CodeType
 from typing import Any
 
-from aflow_tune.sandbox.types import Ending, Execution, Level, Limits
+from aflow_tune.sandbox.types import BackendFailed, Ending, Execution, Level, Limits
 from aflow_tune.sandbox.view import system_paths
-
-
-class BackendFailed(Exception):
-    """The sandbox does not hold, so no program was run in it. The text says why."""
 
 
 @dataclass(frozen=True)

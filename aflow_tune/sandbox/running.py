@@ -37,8 +37,8 @@ from aflow_tune.sandbox.backends import (
     unsafe_warning,
 )
 from aflow_tune.sandbox.policy import meant, parts
-from aflow_tune.sandbox.process import BackendFailed, Job, Sandbox, ends
-from aflow_tune.sandbox.types import Execution, Level, Limits, SandboxUnavailable
+from aflow_tune.sandbox.process import Job, Sandbox, ends
+from aflow_tune.sandbox.types import BackendFailed, Execution, Level, Limits, SandboxUnavailable
 from aflow_tune.trace import ProgramRun, note
 
 T = TypeVar("T")

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from aflow_tune.sandbox.types import BackendFailed
+
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/bin")
 _LINKS = ("/lib", "/lib32", "/lib64", "/bin")
 _DATA = ("/usr/share/zoneinfo", "/etc/ld.so.cache")
@@ -90,10 +92,6 @@ _RDONLY, _NOSUID, _NODEV, _REMOUNT = 1, 2, 4, 32
 _BIND, _MOVE, _REC, _PRIVATE = 4096, 8192, 16384, 1 << 18
 
 
-class StagingFailed(Exception):
-    """The view cannot be made; the text says why."""
-
-
 def needs_staging(folders: Sequence[str] = ()) -> bool:
     """Whether an unprivileged user could not read the interpreter, or one of these, where it is."""
     return os.geteuid() == 0 and bool(_hidden(folders))
@@ -101,26 +99,26 @@ def needs_staging(folders: Sequence[str] = ()) -> bool:
 
 def stage(folders: Sequence[str] = ()) -> int:
     """Make the view, with these folders beside the interpreter; returns a descriptor of its mount
-    namespace, for `nsenter --mount=/proc/self/fd/N`. StagingFailed: this root may not mount, or a
+    namespace, for `nsenter --mount=/proc/self/fd/N`. BackendFailed: this root may not mount, or a
     tool is missing."""
     prefix = os.path.realpath(sys.base_prefix)
     hidden = _hidden(folders)
     tops = {_closed_above(path) for path in hidden}
     closed = tops.pop()
     if closed is None or tops:
-        told = "not readable by other users, or in different folders that are closed"
-        raise StagingFailed(f"{', '.join(hidden)}: {told}")
+        told = "not readable by the user that programs of root run as, or in different folders"
+        raise BackendFailed(f"{', '.join(hidden)}: {told}")
     shown = [prefix] if system_paths().python in hidden else []
     shown += [path for path in folders if path in hidden and not path.startswith(f"{prefix}/")]
     if shutil.which("nsenter") is None:
-        raise StagingFailed("nsenter (Debian package util-linux) is not there")
+        raise BackendFailed("nsenter (Debian package util-linux) is not there")
     # A mount namespace is a thread's own; this one enters it and ends.
     with ThreadPoolExecutor(1) as pool:
         try:
             return pool.submit(_make, shown, closed).result()
         except OSError as error:
             text = f"it lies in {closed}, which others may not enter: {error}"
-            raise StagingFailed(text) from error
+            raise BackendFailed(text) from error
 
 
 def _make(shown: Sequence[str], closed: str) -> int:
