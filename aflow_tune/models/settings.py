@@ -19,8 +19,6 @@ from aflow_tune.models.prices import price_of
 from aflow_tune.sections import ModelSettings, PriceSettings
 from aflow_tune.trace import POLICY
 
-__all__ = ["ModelSettings", "PriceSettings", "check_models", "credentials", "key_variable"]
-
 _KEY_VARIABLES = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
