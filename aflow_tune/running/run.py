@@ -33,15 +33,7 @@ from aflow_tune.engines.trinity.readers import (
     open_experiences,
 )
 from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
-from aflow_tune.engines.trinity.training.run_state import (
-    changed_keys,
-    check_restart,
-    newest_sound,
-    refuse_chain,
-    rewind,
-    rewind_trinity,
-    trinity_step,
-)
+from aflow_tune.engines.trinity.training import run_state
 from aflow_tune.errors import (
     AflowTuneError,
     AlreadyFinished,
@@ -126,19 +118,21 @@ class Run:
         """Hold the run folder, and take it back to the checkpoint it will resume from. BadInput:
         the folder is in use, or another configuration's. AlreadyFinished: this very run is."""
         with locked(self.run_dir):
-            refuse_chain(self.run_dir)
-            self.log_file = log_to(self.run_dir / "log")
+            run_state.refuse_chain(self.run_dir)
+            log_to(self.run_dir / "log")
             materialise_tasksets(self.config)
             fingerprint = fingerprint_of(self.config)
             self.target = self._target()
             self.config.trainer.total_steps = self.target or None
-            earlier = check_restart(self.run_dir, fingerprint, self.target)
+            earlier = run_state.check_restart(self.run_dir, fingerprint, self.target)
             if self.built_upon is not None:
                 title = "A finished stage cannot go on once a later one began from its result."
                 where, fix = str(self.run_dir), "set the steps back, or give another `name=`"
                 expected = f"its old target: stage {self.built_upon!r} began from it"
                 raise BadInput.of(title, where, expected, f"{self.target} steps", fix)
-            find = newest_sound if self.config.engine == "local" else trinity_step
+            find = (
+                run_state.newest_sound if self.config.engine == "local" else run_state.trinity_step
+            )
             self.start = find(self.run_dir)
             if earlier is not None:
                 self._rewind()
@@ -158,9 +152,9 @@ class Run:
 
     def _rewind(self) -> None:
         """Take the folder back to the checkpoint of `self.start`."""
-        rewind(self.run_dir, self.start, self.config.explorer.name)
+        run_state.rewind(self.run_dir, self.start, self.config.explorer.name)
         if self.config.engine == "trinity":
-            rewind_trinity(self.run_dir, self.start)
+            run_state.rewind_trinity(self.run_dir, self.start)
         rewind_metrics(self.run_dir, self.start)
         print(f"resuming {self.run_dir} from step {self.start} of {self.target}")
 
@@ -403,11 +397,11 @@ class BenchRun(_Stepless):
                 yield
             return
         with locked(self.run_dir):
-            refuse_chain(self.run_dir)
+            run_state.refuse_chain(self.run_dir)
             self.guest, self.target, self.state = True, 0, earlier
-            self.log_file = log_to(self.run_dir / "log")
+            log_to(self.run_dir / "log")
             materialise_tasksets(self.config)
-            changed = changed_keys(self.run_dir, earlier, fingerprint_of(self.config))
+            changed = run_state.changed_keys(self.run_dir, earlier, fingerprint_of(self.config))
             if faults := [fault for fault in changed if fault.where.startswith(_MEASURED_BY)]:
                 title = "This run folder's evaluations were made with other settings."
                 raise BadInput(title, faults)
