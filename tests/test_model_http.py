@@ -46,12 +46,9 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(provider: str) -> Callable[..., HttpClient]:
-    def build(server: FaultyServer, **settings: Any) -> HttpClient:
-        settings = {"backoff": 0.01, "timeout": 60.0, "prices": PRICES, **settings}
-        given = ModelSettings(
-            provider=provider, model="m-1", base_url=server.openai_url, **settings
-        )
-        return make_client(given, "judge")
+    def build(server: FaultyServer, **given: Any) -> HttpClient:
+        given = {"backoff": 0.01, "timeout": 60.0, "prices": PRICES, **given}
+        return make_client(ModelSettings(provider, "m-1", server.openai_url, **given), "judge")
 
     return build
 

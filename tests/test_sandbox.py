@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sandbox_outside import BACKENDS, eventually, need, open_folder, run, runs
+from sandbox_outside import BACKENDS, need, open_folder, run, runs
 
 from aflow_tune.cli import main
 from aflow_tune.config.load import load_config
@@ -131,19 +130,6 @@ def test_limits_are_told_apart(
     ended = run(level, program, **limits)
     assert (ended.ending, ended.limits_hit) == (ending, hits), ended.stderr
     assert ended.stdout.startswith("7" if "flush" in program else "")
-
-
-def test_many_at_once_in_one_loop_and_in_threads(level: str) -> None:
-    async def one(number: int) -> str:
-        ended = await run_program(f"print({number})", policy=level, limits=AMPLE)
-        return ended.stdout
-
-    async def main() -> list[str]:
-        plain = asyncio.to_thread(run_program_sync, "print('thread')", policy=level, limits=AMPLE)
-        *numbers, thread = await asyncio.gather(*(one(n) for n in range(20)), plain)
-        return [*numbers, thread.stdout]
-
-    assert asyncio.run(main()) == [*(f"{n}\n" for n in range(20)), "thread\n"]
 
 
 def test_a_cancelled_call_has_killed_its_program(level: str) -> None:
@@ -335,26 +321,6 @@ time.sleep(600)
             assert (ended.ending, ended.limits_hit) == (ending, hits)
 
     asyncio.run(main())
-
-
-def test_leaving_the_block_kills(level: str) -> None:
-    mark = f"14{secrets.randbelow(10**9)}.25"
-    program = f"""
-import aflow_channel, subprocess
-subprocess.Popen(["/usr/bin/sleep", "{mark}"])
-aflow_channel.send("there")
-import time
-time.sleep(600)
-"""
-
-    async def main() -> bool:
-        async with open_channel(program, policy=level, limits=AMPLE) as channel:
-            assert await channel.receive() == "there"
-            # While a process is being replaced by another program it has no command line.
-            assert await asyncio.to_thread(eventually, lambda: runs(mark))
-        return runs(mark)
-
-    assert asyncio.run(main()) is False
 
 
 # Policies, packages and the command
