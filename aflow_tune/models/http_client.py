@@ -23,7 +23,6 @@ import urllib.parse
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import httpx2
@@ -61,21 +60,13 @@ MOST_TOKENS = 10**9
 """A reply that claims to have used more is not believed: no model has such a context."""
 
 
-class Access(StrEnum):
-    """What came of asking for a list of models."""
-
-    GRANTED = "granted"
-    REFUSED = "refused"
-    UNREACHABLE = "unreachable"
-    UNKNOWN = "unknown"
-    """The server answered something that says nothing about the key."""
-
-
 @dataclass(frozen=True)
 class Listing:
-    """`models` is None where no list came; `reason` never holds a key."""
+    """What came of asking for a list of models. `access`: granted, refused, unreachable, unknown:
+    the answer says nothing about the key. `models` is None where no list came; `reason` never
+    holds a key."""
 
-    access: Access
+    access: str
     models: frozenset[str] | None = None
     reason: str = ""
 
@@ -121,17 +112,17 @@ class HttpClient(BaseClient):
                     async with asyncio.timeout(seconds):
                         response = await sdk.get(self.models_path, **once)
                     rows = json.loads(response.content)["data"]
-                    return Listing(Access.GRANTED, frozenset(str(row["id"]) for row in rows))
+                    return Listing("granted", frozenset(str(row["id"]) for row in rows))
                 except (LookupError, TypeError):
-                    return Listing(Access.UNKNOWN, reason="its list of models cannot be read")
+                    return Listing("unknown", reason="its list of models cannot be read")
                 except Exception as error:
                     kind, told = failure_of(error) or (ModelFailure.REFUSED, "it cannot be asked")
                     status = getattr(error, "status_code", None)
                     if status in (404, 405, 501):
-                        return Listing(Access.UNKNOWN, reason="it offers no list of models")
-                    access = Access.REFUSED if status in (401, 403) else Access.UNKNOWN
+                        return Listing("unknown", reason="it offers no list of models")
+                    access = "refused" if status in (401, 403) else "unknown"
                     if status is None and kind in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT):
-                        access = Access.UNREACHABLE
+                        access = "unreachable"
                     return Listing(access, reason=short(told, self._secrets))
 
         return await _in_http_loop(ask)
