@@ -34,17 +34,11 @@ from aflow_tune.models.types import (
 
 
 def as_client(model: Any, role: str = "policy", price: Price | None = None) -> ModelClient:
-    """A client over `model`.
+    """A client over `model`: a client of ours or another object with its interface (returned as it
+    is: it has a role of its own), an AgentScope chat model such as the one that a tuned workflow
+    gets, or an AFlow-style llm, `await llm(prompt) -> str`. BadInput: it is none of these.
 
-    Args:
-        model: a client of ours or another object with its interface (returned as it is: it has
-            a role of its own), an AgentScope chat model such as the one that a tuned workflow
-            gets, or an AFlow-style llm, `await llm(prompt) -> str`.
-        role: what the calls are counted under.
-        price: None: the price of the role, if the run has one; else unknown.
-
-    Raises:
-        BadInput: it is none of these.
+    Its calls are counted under `role`. `price` None: that of the role, if the run has one.
     """
     if inspect.iscoroutinefunction(getattr(model, "complete", None)) and hasattr(model, "role"):
         client: ModelClient = model
@@ -55,13 +49,10 @@ def as_client(model: Any, role: str = "policy", price: Price | None = None) -> M
     call = model if inspect.isroutine(model) else getattr(type(model), "__call__", None)  # noqa: B004
     if not isinstance(model, type) and inspect.iscoroutinefunction(call):
         return AflowLlmClient(model, role, price)
-    raise BadInput.of(
-        "This cannot be used as a model.",
-        "model",
-        "a client of aflow_tune.models, an AgentScope chat model, or an async llm(prompt)",
-        f"{type(model).__module__}.{type(model).__qualname__}",
-        "pass `make_client(ModelSettings(model=...))`, or the model your workflow gets",
-    )
+    expected = "a client of aflow_tune.models, an AgentScope chat model, or an async llm(prompt)"
+    found = f"{type(model).__module__}.{type(model).__qualname__}"
+    fix = "pass `make_client(ModelSettings(model=...))`, or the model your workflow gets"
+    raise BadInput.of("This cannot be used as a model.", "model", expected, found, fix)
 
 
 class _Adapter(BaseClient):
@@ -132,13 +123,9 @@ class AgentScopeClient(_Adapter):
         asked = given if ask.seed is None else {**given, "seed": ask.seed}
         names = _NAMES.get(self._kind)
         if asked and names is None:
-            raise BadInput.of(
-                "This model cannot be asked so.",
-                f"{self._kind}: {', '.join(asked)}",
-                "arguments that this class takes",
-                "sampling arguments",
-                "set them when the model is built (generate_kwargs or options)",
-            )
+            told = "arguments that this class takes", "sampling arguments"
+            title, where = "This model cannot be asked so.", f"{self._kind}: {', '.join(asked)}"
+            raise BadInput.of(title, where, *told, "set them when the model is built")
         renamed = {(names or {}).get(name, name): value for name, value in asked.items()}
         options: dict[str, Any] = {name: value for name, value in renamed.items() if name}
         tools = [dict(tool) for tool in ask.tools]

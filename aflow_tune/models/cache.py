@@ -41,12 +41,8 @@ class ResponseCache:
 
     @contextlib.contextmanager
     def activate(self, sample: int | str = 0, weights: str = "") -> Iterator[CacheUse]:
-        """Let the calls of this context, and of everything it starts, use this cache.
-
-        Args:
-            sample: which repetition of the evaluation this is; each has answers of its own.
-            weights: a digest of the weights that local servers answer with.
-        """
+        """Let the calls of this context, and of everything it starts, use this cache. Each `sample`
+        of an evaluation has answers of its own; `weights`: a digest of what local servers serve."""
         with within(_current, CacheUse(self.folder, str(sample), weights)) as use:
             yield use
 

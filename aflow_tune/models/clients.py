@@ -31,13 +31,8 @@ if TYPE_CHECKING:
 
 
 class BaseClient:
-    """A `ModelClient` whose calls are counted.
-
-    Args:
-        role: what its usage is counted under.
-        model: the model's name.
-        price: None: the price of its role, if the run has one; else unknown.
-    """
+    """A `ModelClient` whose calls are counted, under `role`. `price` None: that of the role, if the
+    run has one; else unknown."""
 
     def __init__(self, role: str, model: str, price: Price | None = None) -> None:
         self.role, self.model, self.price = role, model, price
@@ -146,13 +141,10 @@ def client_for(role: str) -> ModelClient:
     of that name here."""
     clients = _clients.get({})
     if role not in clients:
-        raise BadInput.of(
-            "A workflow asked for a model that is not configured.",
-            f"models.{role}",
-            f"a model under the role {role!r}",
-            f"models for: {', '.join(clients) or 'no role at all'}",
-            f"add `models: {{{role}: {{model: NAME, base_url: ADDRESS}}}}`",
-        )
+        title, where = "A workflow asked for a model that is not configured.", f"models.{role}"
+        found = f"models for: {', '.join(clients) or 'no role at all'}"
+        fix = f"add `models: {{{role}: {{model: NAME, base_url: ADDRESS}}}}`"
+        raise BadInput.of(title, where, f"a model under the role {role!r}", found, fix)
     return clients[role]
 
 

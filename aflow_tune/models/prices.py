@@ -66,13 +66,8 @@ class ListedPrice:
 def price_of(
     provider: str, base_url: str | None, model: str, given: PriceSettings | None = None
 ) -> Price | None:
-    """The price of `model`: as given, else as listed, else None, which means unknown.
-
-    Args:
-        provider: 'openai' or 'anthropic'; whose list applies where `base_url` is None.
-        base_url: the address that is called.
-        given: prices of the configuration; `settings.check_models` has checked them.
-    """
+    """The price of `model` at the address that is called (None: the provider's own): as given by
+    the configuration, which `check_models` has checked, else as listed, else None: unknown."""
     if given is not None and given.input is not None and given.output is not None:
         return FixedPrice(given.input, given.output, given.cached_input)
     if given is not None and given.listed is not None:

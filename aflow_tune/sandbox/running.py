@@ -247,11 +247,9 @@ async def run_program(
     """Run a Python program, as `main.py` in an empty working folder, by the interpreter that runs
     us, with the standard library and the packages of the policy. A cancelled call kills it first.
 
-    Args:
-        files: texts that lie in the working folder, by relative path.
-        policy: one of `Level`, or auto: what the run's configuration says, else the strongest
-            backend that can be built, never unsafe_subprocess. Packages that the program may import
-            follow after plus signs: `auto+numpy`.
+    `files`: texts that lie in the working folder, by relative path. `policy`: one of `Level`, or
+    auto: what the run's configuration says, else the strongest backend that can be built, never
+    unsafe_subprocess; packages that the program may import follow: `auto+numpy`.
 
     Raises:
         SandboxUnavailable: no such backend can be built; the program was not run.
@@ -378,12 +376,8 @@ class Channel:
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
 
     async def send(self, message: Any) -> None:
-        """Send a JSON value other than null; waits while the program does not read.
-
-        Raises:
-            TypeError, ValueError: it is not one, or is longer than the output limit.
-            ProgramEnded: nobody is there to read it.
-        """
+        """Send a JSON value other than null; waits while the program does not read. TypeError,
+        ValueError: it is not one, or too long. ProgramEnded: nobody is there to read it."""
         if message is None:
             raise ValueError("None is no message: it means that there will be none")
         line = json.dumps(message).encode() + b"\n"
@@ -450,17 +444,12 @@ async def open_channel(
     policy: str = "auto",
     preload: str = "",
 ) -> AsyncIterator[Channel]:
-    """Run a program as `run_program` does, and talk with it. Leaving the block kills it.
+    """Run a program as `run_program` does, and talk with it, in messages of at most
+    `limits.output_kb`. Leaving the block kills it. Raises as `run_program`.
 
-    A message is at most `limits.output_kb` long.
-
-    Args:
-        preload: the dotted name of a module that the program finds as `aflow_preloaded`, loaded
-            before the program arrives and before its limits begin, with the standard library
-            alone. It is ours: nothing is confined from files yet while it loads.
-
-    Raises:
-        SandboxUnavailable, BadInput: as `run_program`.
+    `preload`: the dotted name of a module that the program finds as `aflow_preloaded`, loaded
+    before the program arrives and before its limits begin, with the standard library alone. It is
+    ours: nothing is confined from files yet while it loads.
     """
     job, policy = checked_job(source, "", limits, files, channel=True), meant(policy)
     loop = asyncio.get_running_loop()
