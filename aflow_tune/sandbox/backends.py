@@ -24,13 +24,7 @@ from aflow_tune.sandbox import _confine, seccomp
 from aflow_tune.sandbox.policy import find_packages
 from aflow_tune.sandbox.process import FILTER, Job, Launch, Sandbox, code_of
 from aflow_tune.sandbox.types import BackendFailed, Level, Limits
-from aflow_tune.sandbox.view import (
-    DEVICES,
-    SystemPaths,
-    needs_staging,
-    stage,
-    system_paths,
-)
+from aflow_tune.sandbox.view import DEVICES, SystemPaths, needs_staging, stage, system_paths
 
 NOBODY = 65534
 _TOOLS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
