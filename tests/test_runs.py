@@ -78,7 +78,7 @@ def test_every_state_is_told(tmp_path: Path) -> None:
     assert one_line(found["broken"].error) == "every run failed X: no"
 
 
-def test_the_cost_is_that_of_the_books_or_of_the_steps(tmp_path: Path) -> None:
+def test_the_cost_is_counted_or_estimated_from_the_steps(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     for step in (1, 2):
         metrics = {"rollout/cost/judge/mean": 0.01, "rollout/finished_task_count": 3.0}
