@@ -1,9 +1,8 @@
 """What a workflow may say about its rollout: who calls, what to measure, rewards of single steps.
 
-One `RolloutContext` exists for each execution of a workflow, in a context variable: it follows the
-workflow through `await`, tasks and `asyncio.to_thread`, and two rollouts never see each other; a
-thread pool of the user's own starts without it. Outside of a rollout every function here checks its
-arguments and does nothing else, so that a workflow can be called from a plain unit test.
+One `RolloutContext` for each execution of a workflow is in a context variable: it follows `await`,
+tasks and `asyncio.to_thread`; a thread pool of the user's own starts without it. Outside of a
+rollout every function here checks its arguments and does nothing else.
 
 Which call is the latest is kept in scopes: one for the rollout, one for each `caller` block and one
 for each task that calls a model. A call is the latest of its own scope and of those around it, so
@@ -36,14 +35,9 @@ def within(variable: ContextVar[Any], value: T) -> Iterator[T]:
     try:
         yield value
     finally:
-        _go_back(variable, token)
-
-
-def _go_back(variable: ContextVar[Any], token: Token[Any]) -> None:
-    """Undo a change, unless a rollout that was given up is closed by the garbage collector, which
-    happens in whatever context is current."""
-    with contextlib.suppress(ValueError):
-        variable.reset(token)
+        # A rollout that was given up is closed by the garbage collector, in whatever context.
+        with contextlib.suppress(ValueError):
+            variable.reset(token)
 
 
 @dataclass
@@ -144,23 +138,20 @@ class _Block:
 
     def __enter__(self) -> None:
         if self._token is not None:
-            name = type(self).__name__
-            raise RuntimeError(f"this block is open already: write `with {name}(...)` each time")
+            raise RuntimeError("this block is open already: write `with ...(NAME)` each time")
         place = _place.get()
         self._token = _place.set(replace(self._inside(place), blocks=(*place.blocks, self)))
 
     def __exit__(self, *error: object) -> None:
         token, self._token = self._token, None
         if token is not None and any(block is self for block in _place.get().blocks):
-            _go_back(_place, token)
+            with contextlib.suppress(ValueError):
+                _place.reset(token)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         # The wrappers travel to workers by value: they may refer to nothing but `self`.
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            raise TypeError(
-                f"{function.__qualname__} is a generator: use `with {type(self).__name__}(...)` "
-                "around its calls instead of the decorator"
-            )
+            raise TypeError(f"{function.__qualname__} is a generator: use `with` around its calls")
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
@@ -179,13 +170,8 @@ class _Block:
 
 
 class caller(_Block):
-    """Attribute the model calls of a block, or of a function, to `name`.
-
-    Names of nested blocks join: `with caller("plan"): with caller("search"):` is `plan/search`.
-
-    Raises:
-        ValueError: the name is not a text, or is empty.
-    """
+    """Attribute the model calls of a block, or of a function, to `name`. Names of nested blocks
+    join, as `plan/search`. ValueError: the name is not a text, or is empty."""
 
     def _inside(self, place: _Place) -> _Place:
         path = self.name if place.caller == DEFAULT_CALLER else f"{place.caller}/{self.name}"
@@ -197,12 +183,9 @@ class caller(_Block):
 class state_key(_Block):
     """Name the state that a model call is made in, for GiGPO's anchor groups.
 
-    A plain `state_key("door closed")` holds for the next call of this context; used as a `with`
-    block or decorator it holds for all calls inside. Without it the state is a hash of task,
-    caller and normalised input.
-
-    Raises:
-        ValueError: the key is not a text, or is empty.
+    A plain `state_key("door closed")` holds for the next call of this context; as a `with` block or
+    decorator it holds for all calls inside. Without it the state is a hash of task, caller and
+    normalised input. ValueError: the key is not a text, or is empty.
     """
 
     def __init__(self, key: str) -> None:
@@ -223,12 +206,8 @@ class state_key(_Block):
 
 def step_reward(value: float) -> None:
     """Give the latest model call a reward of its own: the one that started last in the current task
-    or `caller` block, or in a task that was started from it.
-
-    Raises:
-        ValueError: the value is not a finite number.
-        RuntimeError: the rollout has made no model call yet.
-    """
+    or `caller` block, or in a task that was started from it. ValueError: the value is not a finite
+    number. RuntimeError: the rollout has made no model call yet."""
     reward = _number("step_reward", value)
     scope = _place.get().scope
     if scope is None:
@@ -247,11 +226,9 @@ def record_metrics(**metrics: float) -> None:
 
 
 def keep(name: str, value: Any) -> None:
-    """Keep plain data (texts, numbers, lists, objects) about this rollout beside its reward.
-
-    It stands under `kept` in the rollout's record: in `rollouts/` for training, in `evaluations/`
-    for held-out tasks. A name kept twice keeps its last value. ValueError: the name is empty.
-    """
+    """Keep plain data about this rollout, under `kept` in its record: in `rollouts/` for training,
+    in `evaluations/` for held-out tasks. A name kept twice keeps its last value. ValueError: the
+    name is empty."""
     _text("a name to keep something under", name)
     if (rollout := current_rollout()) is not None:
         rollout.kept[name] = value

@@ -42,10 +42,8 @@ class Fault:
     cure: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.where}\n    expected: {self.expected}\n    found:    {self.found}\n"
-            f"    do:       {self.cure}"
-        )
+        lines = [f"expected: {self.expected}", f"found:    {self.found}", f"do:       {self.cure}"]
+        return "\n    ".join([self.where, *lines])
 
 
 class AflowTuneError(Exception):
@@ -61,8 +59,7 @@ class BadInput(AflowTuneError, ValueError):
 
     def __init__(self, title: str, faults: Sequence[Fault] = ()) -> None:
         super().__init__(title, tuple(faults))
-        self.title = title
-        self.faults = tuple(faults)
+        self.title, self.faults = title, tuple(faults)
 
     @classmethod
     def of(cls, title: str, where: str, expected: str, found: str, cure: str) -> BadInput:
@@ -70,10 +67,7 @@ class BadInput(AflowTuneError, ValueError):
         return cls(title, [Fault(where, expected, found, cure)])
 
     def __str__(self) -> str:
-        if not self.faults:
-            return self.title
-        listed = "\n".join(f"{i}. {fault}" for i, fault in enumerate(self.faults, 1))
-        return f"{self.title}\n{listed}"
+        return "\n".join([self.title, *(f"{i}. {one}" for i, one in enumerate(self.faults, 1))])
 
 
 class RunFailed(AflowTuneError, RuntimeError):

@@ -13,13 +13,9 @@ from typing import Any
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write a file whole or not at all: temporary name, fsync, rename. Makes the folder.
-
-    Text becomes UTF-8, with a question mark for half of a surrogate pair, which a model can write.
-
-    Raises:
-        OSError: it could not be written; what was there before still is.
-    """
+    """Write a file whole or not at all: temporary name, fsync, rename. Makes the folder. Text
+    becomes UTF-8, with a question mark for half of a surrogate pair. OSError: what was there before
+    still is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -58,8 +54,6 @@ def append_line(path: Path, line: bytes) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cut off a last line that a killed writer left without its end, before more is appended."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
+    content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)

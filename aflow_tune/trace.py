@@ -1,9 +1,8 @@
 """What happened inside one rollout: model calls, operators, programs run in the sandbox.
 
-One `Trace` exists per traced rollout and travels with it in a context variable; outside of one
-`note` does nothing. Events hold names, counts and outcomes, never keys, and no text but the reason
-of a failure. An event's `caller` is the path that `context.caller` had opened; operators open one
-block `Operator.instance` each, so that events, experiences and graph drawings share one name.
+One `Trace` travels with a traced rollout in a context variable; outside of one `note` does nothing.
+Events hold names, counts and outcomes, never keys, and no text but the reason of a failure. An
+event's `caller` is the path that `context.caller` had opened, `Operator.instance` within operators.
 """
 
 from __future__ import annotations
@@ -87,13 +86,13 @@ class Trace:
             numbers[f"operator/{use.operator}/{use.outcome}"] += 1
         for program in self.of(ProgramRun):
             numbers[f"sandbox/{program.outcome}"] += 1
-        costs: dict[str, float] = {}
+        found = {name: float(count) for name, count in numbers.items()}
         for call in self.of(ModelCall):
             name = f"unpriced_calls/{call.role}" if call.cost is None else f"cost/{call.role}"
             # Every rollout calls the policy; that it has no price is no news.
             if call.cost is not None or call.role != POLICY:
-                costs[name] = costs.get(name, 0.0) + (1.0 if call.cost is None else call.cost)
-        return {name: float(count) for name, count in numbers.items()} | costs
+                found[name] = found.get(name, 0.0) + (1.0 if call.cost is None else call.cost)
+        return found
 
 
 _trace: ContextVar[Trace | None] = ContextVar("aflow_tune_trace", default=None)

@@ -53,9 +53,8 @@ def tune(
 ) -> TuneResult:
     """Tune the model behind a workflow function.
 
-    Takes the arguments of AgentScope's `tuner.tune` (its `DatasetConfig`, `TunerModelConfig`
-    and `AlgorithmConfig` objects); they win over the YAML. Works inside a notebook's running
-    event loop.
+    Takes the arguments of AgentScope's `tuner.tune`, which win over the YAML. Works inside a
+    notebook's running event loop.
 
     Args:
         workflow_func: `async def f(task: Dict, model: TrinityChatModel) -> float`, or
@@ -64,9 +63,6 @@ def tune(
         judge_func: scores the response of a `WorkflowOutput`.
         overrides: `key=value` settings that win over everything else.
         inline: one process without Ray; None leaves it to the configuration.
-
-    Returns:
-        The run folder, the steps done, the last metrics and the checkpoints.
 
     Raises:
         BadInput: function, configuration or data were refused; nothing was started.
@@ -81,7 +77,6 @@ def tune(
         config = load_config(config_path, overrides)
         apply_agentscope_args(
             config,
-            judge_func=judge_func,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             model=model,
@@ -142,10 +137,8 @@ def dry_run_config(
     phase: Phase | None = None,
 ) -> DryRunResult:
     """Play one step of a configuration by a script on a tiny random model; nothing is kept.
-
-    Arguments as the fields of `DryRunOptions`; `phase` is told what is going on. BadInput:
-    configuration, function, data or answers were refused; nothing was started.
-    """
+    Arguments as of `DryRunOptions`. BadInput: configuration, function, data or answers were
+    refused; nothing was started."""
     tell = phase or (lambda text: print(f"dry run: {text} ...", flush=True))
 
     def work(stop: Stop) -> DryRunResult:
@@ -185,10 +178,7 @@ def harvest_config(
         out: where the pairs go; None: `harvested/sft.jsonl` in the run folder.
         phase: told what is going on.
 
-    Raises:
-        BadInput: the configuration, rows or models were refused.
-        BudgetReached: the same call goes on.
-        RunFailed: no graph solved a problem.
+    Raises as `run_harvest`, and BadInput: the configuration was refused.
     """
 
     def work(stop: Stop) -> HarvestSummary:
@@ -220,11 +210,9 @@ def harvest_config(
 
 
 def sweep_config(request: Request, *, ray: str | None = None, phase: Phase = print) -> Ended:
-    """Try a configuration with other settings; returns the table of the trials.
-
-    `ray`: the address of the Ray that runs are started through, in place of the configuration's, or
-    `none`: processes of this machine. Raises as `run_sweep`.
-    """
+    """Try a configuration with other settings; returns the table of the trials. Raises as
+    `run_sweep`. `ray`: the address of the Ray that runs are started through, in place of the
+    configuration's, or `none`: processes of this machine."""
 
     def work(stop: Stop) -> Ended:
         from aflow_tune.sweeps.sweep import run_sweep
@@ -259,11 +247,8 @@ def _execute(
 
 def _with_stop(work: Callable[[Stop], T]) -> T:
     """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once, with
-    the logs of libraries off the terminal.
-
-    Inside a running event loop (a notebook) the work gets a thread of its own, because it
-    starts event loops itself; there the interrupt arrives in this thread as an exception.
-    """
+    the logs of libraries off the terminal. Inside a running event loop (a notebook) it gets a
+    thread of its own; there the interrupt arrives in this thread as an exception."""
     asked = threading.Event()
 
     def quietly() -> T:

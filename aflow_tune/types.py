@@ -14,11 +14,8 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class WorkflowOutput:
-    """What a workflow function of AgentScope's newer form returns.
-
-    Same fields as `agentscope.tuner.WorkflowOutput`, which is recognised by them.
-    `reward` may stay None when a judge function scores `response`.
-    """
+    """What a workflow function of AgentScope's newer form returns, with the fields of its
+    `WorkflowOutput`. `reward` may stay None when a judge function scores `response`."""
 
     reward: float | None = None
     response: Any = None

@@ -4,7 +4,7 @@
 
 A scripted server in a process of its own answers at once with a fixed reply. In the same
 process and run, in turn: the bare `openai.AsyncOpenAI`, and our client on top of it, which adds
-the hand-over to the HTTP loop, reading of the reply, the books and the trace; then ours under a
+the hand-over to the HTTP loop, reading of the reply, the spend and the trace; then ours under a
 budget of money that is shared through a file. All send the same request, one after the other
 and sixteen at a time. Printed are medians over rounds of wall and CPU time a call, and ratios
 to the bare SDK. On a machine that is busy otherwise only the CPU time means anything.

@@ -75,7 +75,7 @@ run.prepare()
 with run.claimed():
     from aflow_tune.config.accounting import spend_of
 
-    run.books = spend_of(config)
+    run.spend = spend_of(config)
     run._inject()
     trinity.explorer.explorer.Explorer = LocalExplorer
     trinity.trainer.trainer.Trainer = LocalTrainActor

@@ -279,43 +279,6 @@ def test_a_limit_on_calls_is_kept_to_the_call(
     assert _spend(tmp_path).spent().calls == limit + STEP + FIRST_EVALUATION
 
 
-def test_an_evaluation_in_which_the_budget_ends_is_made_again(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    config = write_project(tmp_path, tiny_model_dir)
-    with pytest.raises(BudgetReached):
-        run_config(config, [f"budget.calls={FIRST_EVALUATION - 1}"], inline=True)
-    assert run_config(config, ["budget.calls=1000"], inline=True).steps_done == 2
-    records = (run_dir(tmp_path) / "evaluations/held_out/step_0.jsonl").read_text().splitlines()
-    assert [json.loads(record)["failure"] for record in records] == [None] * 4
-
-
-def test_models_limits_and_prices_are_checked_before_anything_starts(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    monkeypatch.setenv("SOME_KEY", "sk-0")
-    config = write_project(tmp_path, tiny_model_dir)
-    wrong = ["budget.tokens=-1", "models.judge.model=m", "models.judge.api_key_env=NO_SUCH_KEY"]
-    with pytest.raises(BadInput) as caught:
-        run_config(config, wrong, inline=True)
-    assert {fault.where for fault in caught.value.faults} == {
-        "command line: budget.tokens=-1",
-        "command line: models.judge.api_key_env=NO_SUCH_KEY",
-    }
-    judges = [
-        "models.listed.model=gpt-4o-mini",
-        "models.listed.api_key_env=SOME_KEY",
-        "models.own.model=mine",
-        "models.own.base_url=http://127.0.0.1:1/v1",
-    ]
-    with pytest.raises(BadInput) as caught:
-        run_config(config, ["budget.usd=1", *judges], inline=True)
-    cures = [fault.cure for fault in caught.value.faults]
-    assert [cure.split(":")[1].strip(" {") for cure in cures] == ["policy", "own"]
-    assert not (run_dir(tmp_path) / "run.json").exists()
-
-
 # `mode: bench`
 
 
@@ -363,20 +326,6 @@ def test_a_guest_evaluates_what_the_training_run_did_not(
     with pytest.raises(BadInput, match="made with other settings") as caught:
         run_config(config, ["mode=bench", "seed=4"])
     assert [fault.where for fault in caught.value.faults] == ["seed"]
-
-
-def test_the_newest_checkpoint_alone(tmp_path: Path, tiny_model_dir: Path) -> None:
-    config = write_project(tmp_path, tiny_model_dir)
-    newest = ["mode=bench", "explorer.bench_on_latest_checkpoint=true"]
-    with pytest.raises(BadInput, match="nothing to evaluate"):
-        run_config(config, [*newest, "name=empty"])
-    run_config(config, ["explorer.eval_on_startup=false"], inline=True)
-    folder = run_dir(tmp_path)
-    trained = _scores(tmp_path, 2)
-    (folder / "evaluations" / "held_out" / "step_2.jsonl").unlink()
-    run_config(config, newest)
-    assert _scores(tmp_path, 2) == trained
-    assert not (folder / "evaluations" / "held_out" / "step_0.jsonl").exists()
 
 
 def test_a_bench_in_which_everything_fails_is_no_success(

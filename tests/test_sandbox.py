@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -16,9 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from sandbox_outside import BACKENDS, eventually, need, open_folder, run, runs
+from sandbox_outside import BACKENDS, need, open_folder, run, runs
 
 from aflow_tune.cli import main
 from aflow_tune.config.load import load_config
@@ -33,7 +30,7 @@ from aflow_tune.sandbox import (
     seccomp,
     view,
 )
-from aflow_tune.sandbox._inside import TOLD
+from aflow_tune.sandbox.types import BackendFailed
 from aflow_tune.trace import ProgramRun, Trace
 
 AMPLE = Limits(seconds=60)
@@ -83,16 +80,7 @@ if __name__ == "__main__":
     assert not Path(folder[1], "main.py").exists()
 
 
-def test_an_exception_is_shown_as_python_shows_it(level: str) -> None:
-    ended = run(level, "def f():\n    return 1 / 0\n\nf()\n")
-    assert (ended.ending, ended.exit_code) == (Ending.FAILED, 1)
-    plain = python("exec(compile('1 / 0', 'x', 'exec'))")
-    assert ended.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1]
-    places = re.findall(r'File "(?:[^"]*/)?(\w+\.py)", line (\d+), in (\S+)', ended.stderr)
-    assert places == [("main.py", "4", "<module>"), ("main.py", "2", "f")]
-
-
-@pytest.mark.parametrize("text", ["def f(:\n", "x = '\ud800'", "a\0b", "import numpy"])
+@pytest.mark.parametrize("text", ["def f(:\n", "x = '\ud800'", "a\0b", "import numpy", "1 / 0"])
 def test_a_program_that_cannot_run_has_failed(level: str, text: str) -> None:
     ended = run(level, text)
     assert (ended.ending, ended.exit_code) == (Ending.FAILED, 1)
@@ -142,19 +130,6 @@ def test_limits_are_told_apart(
     ended = run(level, program, **limits)
     assert (ended.ending, ended.limits_hit) == (ending, hits), ended.stderr
     assert ended.stdout.startswith("7" if "flush" in program else "")
-
-
-def test_many_at_once_in_one_loop_and_in_threads(level: str) -> None:
-    async def one(number: int) -> str:
-        ended = await run_program(f"print({number})", policy=level, limits=AMPLE)
-        return ended.stdout
-
-    async def main() -> list[str]:
-        plain = asyncio.to_thread(run_program_sync, "print('thread')", policy=level, limits=AMPLE)
-        *numbers, thread = await asyncio.gather(*(one(n) for n in range(20)), plain)
-        return [*numbers, thread.stdout]
-
-    assert asyncio.run(main()) == [*(f"{n}\n" for n in range(20)), "thread\n"]
 
 
 def test_a_cancelled_call_has_killed_its_program(level: str) -> None:
@@ -249,20 +224,6 @@ print(run_program_sync("print('again')", policy={level!r}).stdout, end="", flush
     assert ended.stdout.split() == ["parent", "child", "again"], ended.stderr
 
 
-def test_a_process_that_ends_leaves_nothing(level: str) -> None:
-    code = f"""
-from aflow_tune.sandbox import run_program_sync
-for _ in range(3):
-    run_program_sync("print(1)", policy={level!r})
-import psutil
-print(*(process.pid for process in psutil.Process().children(recursive=True)))
-"""
-    ended = python(code)
-    waiting = [int(word) for word in ended.stdout.split()]
-    assert waiting, ended.stderr
-    assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in waiting))
-
-
 @pytest.mark.parametrize(
     ("header", "column"),
     [
@@ -329,37 +290,6 @@ print("to stdout")
     assert (noted.level, noted.outcome) == (level, "finished")
 
 
-@pytest.mark.parametrize("first_free", range(TOLD - 5, TOLD + 2))
-def test_the_channel_may_have_any_number_in_the_parent(level: str, first_free: int) -> None:
-    """A busy process holds many descriptors; the inside has numbers of its own for some."""
-    program = "import aflow_channel\naflow_channel.send(aflow_channel.receive())"
-
-    async def main() -> Any:
-        held = [os.open(os.devnull, os.O_RDONLY)]
-        try:
-            while held[-1] < first_free:
-                held.append(os.open(os.devnull, os.O_RDONLY))
-            async with open_channel(program, policy=level, limits=AMPLE) as channel:
-                await channel.send("hello")
-                return await channel.receive()
-        finally:
-            for descriptor in held:
-                os.close(descriptor)
-
-    assert asyncio.run(main()) == "hello"
-
-
-def test_what_was_sent_before_the_end_arrives(level: str) -> None:
-    program = "import aflow_channel, os\nfor n in range(100): aflow_channel.send(n)\nos._exit(3)"
-
-    async def main() -> tuple[list[Any], int | None]:
-        async with open_channel(program, policy=level, limits=AMPLE) as channel:
-            await asyncio.sleep(0.3)
-            return await everything(channel), channel.execution().exit_code
-
-    assert asyncio.run(main()) == (list(range(100)), 3)
-
-
 @pytest.mark.parametrize(
     ("words", "ending", "hits"),
     [
@@ -391,52 +321,6 @@ time.sleep(600)
             assert (ended.ending, ended.limits_hit) == (ending, hits)
 
     asyncio.run(main())
-
-
-def test_a_program_that_is_not_listened_to_waits(level: str) -> None:
-    program = """
-import aflow_channel, time
-for n in range(100_000):
-    aflow_channel.send("x" * 1000)
-    print(n, flush=True)
-"""
-
-    async def main() -> int:
-        limits = Limits(seconds=1)
-        async with open_channel(program, policy=level, limits=limits) as channel:
-
-            def ended() -> bool:
-                with contextlib.suppress(RuntimeError):
-                    return bool(channel.execution())
-                return False
-
-            # Its second begins when it could be started; to listen before its end lets it go on.
-            assert await asyncio.to_thread(eventually, ended)
-            await everything(channel)
-            return len(channel.execution().stdout.splitlines())
-
-    # What fits into the socket's buffers, of about 200 KB each way.
-    assert asyncio.run(main()) < 1000
-
-
-def test_leaving_the_block_kills(level: str) -> None:
-    mark = f"14{secrets.randbelow(10**9)}.25"
-    program = f"""
-import aflow_channel, subprocess
-subprocess.Popen(["/usr/bin/sleep", "{mark}"])
-aflow_channel.send("there")
-import time
-time.sleep(600)
-"""
-
-    async def main() -> bool:
-        async with open_channel(program, policy=level, limits=AMPLE) as channel:
-            assert await channel.receive() == "there"
-            # While a process is being replaced by another program it has no command line.
-            assert await asyncio.to_thread(eventually, lambda: runs(mark))
-        return runs(mark)
-
-    assert asyncio.run(main()) is False
 
 
 # Policies, packages and the command
@@ -552,25 +436,19 @@ def test_the_command_runs_one_program(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([*command, "--stdin", str(stdin), "--policy", level, "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["outcome"], told["exit_code"], told["stdout"]) == ("finished", 0, "hello\n")
-        assert told.keys() == {
-            *("outcome", "exit_code", "stdout", "stderr", "limits_hit", "level", "seconds"),
-        }
+        assert {"stderr", "limits_hit", "level", "seconds"} < told.keys()
     # A terminal obeys nothing that a program prints.
     program.write_text("print('\\x1b[2Jcleared\\rhidden \\x9b1A ünï')")
     assert main(command) == 0
     assert "stdout:\n\\x1b[2Jcleared\\rhidden \\x9b1A ünï\n" in capsys.readouterr().out
-    program.write_text("while True: pass")
-    assert main([*command, "--time", "0.5"]) == 1
-    shown = capsys.readouterr().out
-    assert "outcome:    timed_out" in shown
-    assert "limits hit: seconds" in shown
     program.write_text("x = bytearray(300_000_000)")
     assert main([*command, "--memory", "128", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["outcome"] == "out_of_memory"
-    assert main([*command, "--memory", "512"]) == 0
-    program.write_text(USES)
-    assert main([*command, "--package", "numpy", "--package", "sympy"]) == 0
-    assert main([*command, "--package", "numpy"]) == 1
+    program.write_text("import numpy")
+    assert main([*command, "--package", "numpy"]) == 0
+    program.write_text("while True: pass")
+    assert main([*command, "--time", "0.5"]) == 1
+    assert "limits hit: seconds" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -586,7 +464,7 @@ def test_the_sandbox_holds_for_an_ordinary_user() -> None:
     if view.needs_staging():
         try:
             passed = (view.stage(),)
-        except view.StagingFailed as error:
+        except BackendFailed as error:
             pytest.skip(f"another user cannot reach the interpreter: {error}")
         prefix = [nsenter, f"--mount=/proc/self/fd/{passed[0]}", "--", *prefix]
 

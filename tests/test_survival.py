@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -164,18 +162,3 @@ def test_an_api_that_is_down_stops_the_run_with_what_it_learned(
         away.clear()
         assert run_config(config, words, inline=True).steps_done == 4
     assert trained(tmp_path) == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_workflow_that_ends_its_process_stops_the_run(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    ending = WORKFLOW.replace(
-        "    share = sum", "    import os\n\n    os._exit(3)\n    share = sum"
-    )
-    config = write_project(tmp_path, tiny_model_dir, workflow=ending)
-    words = [sys.executable, "-m", "aflow_tune.cli", str(config), *QUIET]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=1000)
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "died 3 times in a row in step 1" in ran.stderr

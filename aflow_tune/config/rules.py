@@ -34,6 +34,7 @@ from aflow_tune.config.settings import AflowConfig, words
 from aflow_tune.config.tasksets import (
     FROM_DATA,
     WITHOUT_TASKS,
+    experience_buffer,
     is_file,
     total_steps,
     training_rows,
@@ -254,9 +255,12 @@ def _registered(case: Case) -> Found:
 
         key = f"data_processor.experience_pipeline.operators.{number}.name"
         named.append((key, operator.name, EXPERIENCE_OPERATORS))
-    for key, taskset, _ in user_tasksets(config):
+    sources: list[tuple[str, Any]] = [(key, taskset) for key, taskset, _ in user_tasksets(config)]
+    if (buffer := experience_buffer(config)) is not None:
+        sources.append(("buffer.trainer_input.experience_buffer", buffer))
+    for key, source in sources:
         for name in ("data_selector", "task_selector"):
-            kind = getattr(getattr(taskset, name), "selector_type", None)
+            kind = getattr(getattr(source, name, None), "selector_type", None)
             if kind not in (None, "sequential"):  # importing the others takes a second
                 from trinity.buffer.selector import SELECTORS
 

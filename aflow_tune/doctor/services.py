@@ -74,23 +74,21 @@ def check_variables(named: Mapping[str, Iterable[str]]) -> list[Line]:
 
 
 async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
-    from aflow_tune.models.http_client import Access
-
     role, settings = next(iter(roles.items()))
     listing, where = await _listing(settings, role)
     who, key, variable = f"{_who(roles)}: {where}", _key(roles), key_variable(settings)
-    if listing.access is Access.REFUSED:
+    if listing.access == "refused":
         cure = f"export {variable}=...  # a key that this endpoint knows"
         if variable is None:
             cure = f"models: {{{role}: {{api_key_env: NAME}}}}, and export NAME=..."
         return [fault("keys", f"{who} refuses {key} ({listing.reason})", cure, given=True)]
-    if listing.access is Access.UNREACHABLE:
+    if listing.access == "unreachable":
         cure = f"start the server, or correct models.{role}.base_url; or look at your network"
         return [fault("keys", f"{who} does not answer ({listing.reason})", cure)]
-    open_to_all, granted = False, listing.access is Access.GRANTED
+    open_to_all, granted = False, listing.access == "granted"
     if granted and variable is not None and settings.base_url is not None:
         anybody = replace(settings, api_key_env=None, headers_env={})
-        open_to_all = (await _listing(anybody, role))[0].access is Access.GRANTED
+        open_to_all = (await _listing(anybody, role))[0].access == "granted"
     if open_to_all or not granted:
         why = "its list of models is open" if open_to_all else listing.reason
         lines = [note("keys", f"{who} answers; {key} was not proved ({why})")]

@@ -114,8 +114,8 @@ class DryRun(Run):
         log_to(self.run_dir / "log")
         materialise_tasksets(self.config)
         self.target = self.config.trainer.total_steps = 1
-        self.books = spend_of(self.config)
-        self.books.start()
+        self.spend = spend_of(self.config)
+        self.spend.start()
         self._inject()
         return self._engine(phase, stop)
 
@@ -166,7 +166,7 @@ def dry_run(
         if stop() and not reached:
             raise Interrupted("stopped; a dry run leaves nothing behind")
         if failure is None and not reached:
-            failure = run.books.reached() or "the trainer ended before its first step"
+            failure = run.spend.reached() or "the trainer ended before its first step"
         lines = [line.metrics for line in read_metrics(run.run_dir) if line.step == 1]
         metrics = {name: value for line in lines for name, value in line.items()}
         result = DryRunResult(scene.plan(stage), read_runs(run.run_dir), metrics, failure=failure)

@@ -167,7 +167,7 @@ class Batch:
             RunFailed: something outside of the user's functions failed.
         """
         slots = asyncio.Semaphore(at_once)
-        spend = self.arguments["books"]
+        spend = self.arguments["spend"]
 
         async def one(name: str, number: int, rollout: int) -> None:
             async with slots:

@@ -1,14 +1,10 @@
 """Whatever a workflow was given as its model, as a client: `as_client`.
 
 AgentScope's chat models, above all the one that a tuned workflow is given: calls go through the
-model itself, so what records, counts or traces there goes on doing so, and retries, time-outs and
-concurrency are its own. The model being tuned is trained only on calls that are sampled as
-configured: arguments that are None are therefore not passed at all. Its answers are not cached: its
-weights change under one name.
-
-An AFlow-style llm takes no arguments and tells no usage, so sampling arguments and tools are
-refused rather than dropped; a JSON schema is written into the prompt. `seed`, which promises
-nothing anywhere, is dropped.
+model itself, with its own records, retries and limits. The model being tuned is trained only on
+calls that are sampled as configured, so arguments that are None are not passed at all. An
+AFlow-style llm takes a prompt only: sampling arguments and tools are refused, a JSON schema is
+written into the prompt. `seed`, which promises nothing anywhere, may be dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +14,8 @@ import json
 import sys
 from typing import Any
 
-from aflow_tune.errors import BadInput, Fault
-from aflow_tune.models.client import BaseClient
+from aflow_tune.errors import BadInput
+from aflow_tune.models.clients import BaseClient
 from aflow_tune.models.prices import Price
 from aflow_tune.models.spend import Call
 from aflow_tune.models.types import (
@@ -38,17 +34,11 @@ from aflow_tune.models.types import (
 
 
 def as_client(model: Any, role: str = "policy", price: Price | None = None) -> ModelClient:
-    """A client over `model`.
+    """A client over `model`: a client of ours or another object with its interface (returned as it
+    is: it has a role of its own), an AgentScope chat model such as the one that a tuned workflow
+    gets, or an AFlow-style llm, `await llm(prompt) -> str`. BadInput: it is none of these.
 
-    Args:
-        model: a client of ours or another object with its interface (returned as it is: it has
-            a role of its own), an AgentScope chat model such as the one that a tuned workflow
-            gets, or an AFlow-style llm, `await llm(prompt) -> str`.
-        role: what the calls are counted under.
-        price: None: the price of the role, if the run has one; else unknown.
-
-    Raises:
-        BadInput: it is none of these.
+    Its calls are counted under `role`. `price` None: that of the role, if the run has one.
     """
     if inspect.iscoroutinefunction(getattr(model, "complete", None)) and hasattr(model, "role"):
         client: ModelClient = model
@@ -59,13 +49,10 @@ def as_client(model: Any, role: str = "policy", price: Price | None = None) -> M
     call = model if inspect.isroutine(model) else getattr(type(model), "__call__", None)  # noqa: B004
     if not isinstance(model, type) and inspect.iscoroutinefunction(call):
         return AflowLlmClient(model, role, price)
-    raise BadInput.of(
-        "This cannot be used as a model.",
-        "model",
-        "a client of aflow_tune.models, an AgentScope chat model, or an async llm(prompt)",
-        f"{type(model).__module__}.{type(model).__qualname__}",
-        "pass `make_client(ModelSettings(model=...))`, or the model your workflow gets",
-    )
+    expected = "a client of aflow_tune.models, an AgentScope chat model, or an async llm(prompt)"
+    found = f"{type(model).__module__}.{type(model).__qualname__}"
+    fix = "pass `make_client(ModelSettings(model=...))`, or the model your workflow gets"
+    raise BadInput.of("This cannot be used as a model.", "model", expected, found, fix)
 
 
 class _Adapter(BaseClient):
@@ -74,12 +61,15 @@ class _Adapter(BaseClient):
     inner: Any
     key = ""
 
-    async def _ask(self, ask: Ask, call: Call) -> Reply:
+    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
         raise NotImplementedError
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
+        sampling = {name: getattr(ask, name) for name in ("temperature", "top_p", "max_tokens")}
+        sampling["stop"] = list(ask.stop) or None
+        given = {name: value for name, value in sampling.items() if value is not None}
         try:
-            return await self._ask(ask, call)
+            return await self._ask(ask, given, call)
         except Exception as error:
             failure = model_error(error, self.model, [self.key])
             if failure is None:
@@ -108,8 +98,8 @@ class AgentScopeClient(_Adapter):
         key = getattr(getattr(model, "client", None), "api_key", "")
         self.key = key if isinstance(key, str) and len(key) > 6 else ""
 
-    async def _ask(self, ask: Ask, call: Call) -> Reply:
-        options = self._options(ask)
+    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
+        options = self._options(ask, given)
         messages = [{"content": None, **message} for message in ask.messages]
         async with call:
             response = await self.inner(messages, **options)
@@ -127,20 +117,15 @@ class AgentScopeClient(_Adapter):
             reason = "tool_calls" if calls else "stop"
             return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
 
-    def _options(self, ask: Ask) -> dict[str, Any]:
+    def _options(self, ask: Ask, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the call; only those that were asked for. Raises BadInput: this class of
         AgentScope's cannot pass one of them on."""
-        given = {**_sampling(ask), "seed": ask.seed}
-        asked = {name: value for name, value in given.items() if value is not None}
+        asked = given if ask.seed is None else {**given, "seed": ask.seed}
         names = _NAMES.get(self._kind)
         if asked and names is None:
-            raise BadInput.of(
-                "This model cannot be asked so.",
-                f"{self._kind}: {', '.join(asked)}",
-                "arguments that this class takes",
-                "sampling arguments",
-                "set them when the model is built (generate_kwargs or options)",
-            )
+            told = "arguments that this class takes", "sampling arguments"
+            title, where = "This model cannot be asked so.", f"{self._kind}: {', '.join(asked)}"
+            raise BadInput.of(title, where, *told, "set them when the model is built")
         renamed = {(names or {}).get(name, name): value for name, value in asked.items()}
         options: dict[str, Any] = {name: value for name, value in renamed.items() if name}
         tools = [dict(tool) for tool in ask.tools]
@@ -170,15 +155,11 @@ class AflowLlmClient(_Adapter):
     def _most_tokens(self, ask: Ask) -> int | None:
         return None
 
-    async def _ask(self, ask: Ask, call: Call) -> Reply:
-        given = {**_sampling(ask), "tools": list(ask.tools) or None}
-        faults = [
-            Fault(name, "nothing: this llm takes only a prompt", f"{value!r:.80}", "leave it out")
-            for name, value in given.items()
-            if value is not None
-        ]
-        if faults:
-            raise BadInput("An AFlow llm cannot be asked this.", faults)
+    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
+        if given or ask.tools:
+            expected, where = "nothing: this llm takes only a prompt", ", ".join(given) or "tools"
+            title, found = "An AFlow llm cannot be asked this.", f"{given or ask.tools!r:.80}"
+            raise BadInput.of(title, where, expected, found, "leave it out")
         parts = [f"{m['role']}: {text_of(m.get('content'))}" for m in ask.messages]
         if len(parts) == 1:
             parts = [text_of(ask.messages[0].get("content"))]
@@ -191,12 +172,3 @@ class AflowLlmClient(_Adapter):
             if not isinstance(text, str):
                 raise BadReply(f"the llm returned no text but {text!r:.200}")
             return Reply(text=text, model=self.model)
-
-
-def _sampling(ask: Ask) -> dict[str, Any]:
-    return {
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
-        "max_tokens": ask.max_tokens,
-        "stop": list(ask.stop) or None,
-    }

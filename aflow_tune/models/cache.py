@@ -1,14 +1,12 @@
 """A cache of answers, for evaluation: the same question to the same model is asked once.
 
-An entry is a file of its own, named by a digest of everything that can change the answer:
-who answers, messages, sampling arguments, schema, tools, seed, which sample of the evaluation
-it is, and how often the same question was asked before in that sample (an ensemble asks one
-question several times and must get different answers). A file that cannot be read counts as absent
-and is replaced. Entries hold answers, never requests or keys.
+An entry is a file named by a digest of everything that can change the answer: who answers,
+messages, sampling arguments, schema, tools, seed, which sample of the evaluation it is, and how
+often the question was asked before in that sample (an ensemble must get different answers). A file
+that cannot be read is replaced. Entries hold answers, never requests or keys.
 
-Clients use the cache that is active in their context; training activates none. Models whose
-answers change under one name are not cached: those being tuned, AgentScope's, and servers of
-this machine, unless `weights` says which weights answer.
+Training activates no cache. Models whose answers change under one name are not cached: those being
+tuned, AgentScope's, and servers of this machine, unless `weights` says which weights answer.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ import contextlib
 import hashlib
 import ipaddress
 import json
-import os
-import tempfile
 import threading
 import urllib.parse
 from collections import Counter
@@ -29,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.context import within
+from aflow_tune.files import write_whole
 from aflow_tune.models.redaction import scrub
 from aflow_tune.models.types import Ask, Reply, Usage
 
@@ -44,13 +41,9 @@ class ResponseCache:
 
     @contextlib.contextmanager
     def activate(self, sample: int | str = 0, weights: str = "") -> Iterator[CacheUse]:
-        """Let the calls of this context, and of everything it starts, use this cache.
-
-        Args:
-            sample: which repetition of the evaluation this is; each has answers of its own.
-            weights: a digest of the weights that local servers answer with.
-        """
-        with within(_current, CacheUse(self, str(sample), weights)) as use:
+        """Let the calls of this context, and of everything it starts, use this cache. Each `sample`
+        of an evaluation has answers of its own; `weights`: a digest of what local servers serve."""
+        with within(_current, CacheUse(self.folder, str(sample), weights)) as use:
             yield use
 
 
@@ -58,15 +51,15 @@ class ResponseCache:
 class CacheUse:
     """The cache within one sample of one item: it knows what was asked there before."""
 
-    cache: ResponseCache
+    folder: Path
     sample: str
     weights: str
     _asked: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def entry(self, endpoint: Mapping[str, Any], ask: Ask) -> CacheEntry | None:
-        """The place of the answer to `ask`; None where it must not be cached."""
-        if not self.weights and is_local(endpoint.get("base_url")):
+    def entry(self, endpoint: Mapping[str, Any], ask: Ask) -> Path | None:
+        """The file of the answer to `ask`, named by its key; None where it must not be cached."""
+        if not self.weights and _is_local(endpoint.get("base_url")):
             return None
         who = json.dumps(dict(endpoint), sort_keys=True, default=repr)
         question = "\n".join([str(_FORMAT), who, self.weights, self.sample, ask.identity()])
@@ -74,48 +67,33 @@ class CacheUse:
             before = self._asked[question]
             self._asked[question] += 1
         digest = hashlib.sha256(f"{question}\n{before}".encode(errors="replace")).hexdigest()
-        return CacheEntry(self.cache.folder / digest[:2] / f"{digest}.json", digest)
+        return self.folder / digest[:2] / f"{digest}.json"
 
 
-@dataclass(frozen=True)
-class CacheEntry:
-    """One answer on disk, or the place where it will be."""
-
-    path: Path
-    key: str
-
-    def read(self) -> Reply | None:
-        """The answer; None where there is none that can be trusted."""
-        try:
-            content = json.loads(self.path.read_bytes())
-            body = content["reply"]
-            if content["key"] != self.key:
-                return None
-            usage = None if body["usage"] is None else Usage(**body["usage"])
-            return Reply(**{**body, "usage": usage, "tool_calls": tuple(body["tool_calls"])})
-        except (OSError, ValueError, TypeError, KeyError):
+def read_entry(path: Path) -> Reply | None:
+    """The answer; None where there is none that can be trusted."""
+    try:
+        content = json.loads(path.read_bytes())
+        body = content["reply"]
+        if content["key"] != path.stem:
             return None
+        usage = None if body["usage"] is None else Usage(**body["usage"])
+        return Reply(**{**body, "usage": usage, "tool_calls": tuple(body["tool_calls"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
-    def write(self, reply: Reply) -> None:
-        """Keep the answer. A full or read-only disk costs the entry, not the evaluation."""
-        usage = reply.usage
-        body = {
-            "text": reply.text,
-            "model": reply.model,
-            "usage": None if usage is None else vars(usage),
-            "finish_reason": reply.finish_reason,
-            "tool_calls": [dict(call) for call in reply.tool_calls],
-        }
-        text = json.dumps(body, ensure_ascii=True)
-        if scrub(text) != text:  # a server repeated a key in its answer
-            return
-        content = {"key": self.key, "reply": body}
+
+def write_entry(path: Path, reply: Reply) -> None:
+    """Keep the answer. A full or read-only disk costs the entry, not the evaluation."""
+    kept = ("text", "model", "finish_reason")
+    body = {name: getattr(reply, name) for name in kept} | {
+        "usage": None if reply.usage is None else vars(reply.usage),
+        "tool_calls": [dict(call) for call in reply.tool_calls],
+    }
+    text = json.dumps({"key": path.stem, "reply": body})
+    if scrub(text) == text:  # else a server repeated a key in its answer
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, ensure_ascii=True)
-            os.replace(name, self.path)
+            write_whole(path, text)
 
 
 _current: ContextVar[CacheUse | None] = ContextVar("aflow_tune_response_cache", default=None)
@@ -126,7 +104,7 @@ def current_cache() -> CacheUse | None:
     return _current.get()
 
 
-def is_local(base_url: str | None) -> bool:
+def _is_local(base_url: str | None) -> bool:
     """Whether an address is this machine's, where the same name may serve other weights."""
     host = urllib.parse.urlsplit(base_url or "").hostname or ""
     try:

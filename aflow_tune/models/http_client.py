@@ -1,13 +1,10 @@
 """Models behind OpenAI's and Anthropic's APIs, over the vendors' SDKs.
 
-The SDK builds the request, authenticates, sends it and retries: `retries` times, as long as the
-server asks for (`Retry-After`), else after `backoff` seconds, doubled each time. What came back is
-read here from its bytes, because the SDKs accept replies of any shape; a reply that cannot be read
-is not asked for again. A reply with a usage in it is settled before anything else can fail.
-
-Connections belong to the event loop that opened them, and every episode has a loop of its own. So
-all HTTP of a process runs in one loop in a thread, where episodes share connections and the limits
-on concurrency (`benchmarks/client_overhead.py` measures the hand-over).
+The SDK authenticates, sends and retries: `retries` times, as long as the server asks for
+(`Retry-After`), else after `backoff` seconds, doubled each time. What came back is read here from
+its bytes, because the SDKs accept replies of any shape; a usage in it is settled before anything
+else can fail. All HTTP of a process runs in one event loop in a thread, where episodes share
+connections and the limits on concurrency (`benchmarks/client_overhead.py` measures the hand-over).
 
 Not covered: streaming. Keys follow no redirect. Proxies are those of the environment.
 """
@@ -26,13 +23,12 @@ import urllib.parse
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import httpx2
 
 from aflow_tune.errors import BadInput
-from aflow_tune.models.client import BaseClient
+from aflow_tune.models.clients import BaseClient
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.redaction import masked, short
 from aflow_tune.models.settings import credentials
@@ -64,16 +60,20 @@ MOST_TOKENS = 10**9
 """A reply that claims to have used more is not believed: no model has such a context."""
 
 
+@dataclass(frozen=True)
+class Listing:
+    """What came of asking for a list of models. `access`: granted, refused, unreachable, unknown:
+    the answer says nothing about the key. `models` is None where no list came; `reason` never
+    holds a key."""
+
+    access: str
+    models: frozenset[str] | None = None
+    reason: str = ""
+
+
 class HttpClient(BaseClient):
-    """What both vendors' clients share.
-
-    Args:
-        settings: of `models:`, or made by hand.
-        role: what its usage is counted under, unless the settings say.
-
-    Raises:
-        BadInput: the settings are wrong, or the key is not in the environment.
-    """
+    """What both vendors' clients share. `role`: what the usage is counted under, unless the
+    settings say. BadInput: the settings are wrong, or the key is not in the environment."""
 
     address = ""
     """The vendor's own address; below it, where requests go, and the list of models."""
@@ -84,18 +84,16 @@ class HttpClient(BaseClient):
         role = settings.role or role
         self.settings = settings
         self._key, self._headers = credentials(settings, role)
+        self._secrets = [self._key or "", *self._headers.values()]
         price = price_of(settings.provider, settings.base_url, str(settings.model), settings.prices)
         super().__init__(role, str(settings.model), price)
         self._sdk: Any = None
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         """Keys and connections stay behind: where this is unpickled, they are made anew."""
-        return {"settings": self.settings, "role": self.role}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["settings"], state["role"])  # type: ignore[misc]
+        return type(self), (self.settings, self.role)
 
     async def close(self) -> None:
         """Close the connections. The next call opens new ones."""
@@ -106,28 +104,26 @@ class HttpClient(BaseClient):
     async def list_models(self, seconds: float) -> Listing:
         """Ask once, for at most `seconds`, which models there are: that proves address and key, and
         costs nothing. Not every compatible server has such a list; then nothing is known."""
+        once: Any = {"cast_to": httpx2.Response, "options": {"max_retries": 0}}
 
         async def ask() -> Listing:
             async with self._slot() as sdk:
                 try:
                     async with asyncio.timeout(seconds):
-                        options = {"max_retries": 0}
-                        response = await sdk.get(
-                            self.models_path, cast_to=httpx2.Response, options=options
-                        )
+                        response = await sdk.get(self.models_path, **once)
                     rows = json.loads(response.content)["data"]
-                    return Listing(Access.GRANTED, frozenset(str(row["id"]) for row in rows))
+                    return Listing("granted", frozenset(str(row["id"]) for row in rows))
                 except (LookupError, TypeError):
-                    return Listing(Access.UNKNOWN, reason="its list of models cannot be read")
+                    return Listing("unknown", reason="its list of models cannot be read")
                 except Exception as error:
                     kind, told = failure_of(error) or (ModelFailure.REFUSED, "it cannot be asked")
                     status = getattr(error, "status_code", None)
                     if status in (404, 405, 501):
-                        return Listing(Access.UNKNOWN, reason="it offers no list of models")
-                    access = Access.REFUSED if status in (401, 403) else Access.UNKNOWN
+                        return Listing("unknown", reason="it offers no list of models")
+                    access = "refused" if status in (401, 403) else "unknown"
                     if status is None and kind in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT):
-                        access = Access.UNREACHABLE
-                    return Listing(access, reason=short(told, self._secrets()))
+                        access = "unreachable"
+                    return Listing(access, reason=short(told, self._secrets))
 
         return await _in_http_loop(ask)
 
@@ -136,31 +132,27 @@ class HttpClient(BaseClient):
         raise NotImplementedError
 
     def _body(self, ask: Ask) -> dict[str, Any]:
-        """The JSON of a request. Raises BadInput where this API cannot be asked that."""
+        """The JSON of a request; None is left out. BadInput: this API cannot be asked that."""
         raise NotImplementedError
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
         """The answer in a reply's JSON. Raises BadReply where it is not what the API promises."""
         raise NotImplementedError
 
-    def _usage(self, content: Mapping[str, Any]) -> Usage | None:
-        """The usage in a reply's JSON; None where it has none that can be read."""
+    def _usage(self, told: Mapping[str, Any]) -> Usage | None:
+        """What the part `usage` of a reply says; None where it cannot be read."""
         raise NotImplementedError
 
     def _with_defaults(self, ask: Ask) -> Ask:
-        configured = {
-            name: getattr(self.settings, name)
-            for name in ("temperature", "top_p", "max_tokens")
-            if getattr(ask, name) is None
-        }
-        return replace(ask, **configured)
+        names = [n for n in ("temperature", "top_p", "max_tokens") if getattr(ask, n) is None]
+        return replace(ask, **{name: getattr(self.settings, name) for name in names})
 
     def _endpoint(self) -> Mapping[str, Any]:
         base_url = (self.settings.base_url or self.address).rstrip("/")
         return {"provider": self.settings.provider, "base_url": base_url, "model": self.model}
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
-        body = self._body(ask)
+        body = {name: value for name, value in self._body(ask).items() if value is not None}
 
         async def send() -> Reply:
             # The slot first: nothing of the budget is kept from others while this one waits.
@@ -183,7 +175,8 @@ class HttpClient(BaseClient):
         if response is not None:
             with contextlib.suppress(ValueError, RecursionError, httpx2.StreamError):
                 content = json.loads(response.content)
-        usage = self._usage(content) if isinstance(content, Mapping) else None
+        told = content.get("usage") if isinstance(content, Mapping) else None
+        usage = self._usage(told) if isinstance(told, Mapping) else None
         if usage is not None:
             call.settle(usage)
         if failure is not None:
@@ -194,19 +187,16 @@ class HttpClient(BaseClient):
             call.settle(usage)
             return reply
         except (BadReply, LookupError, TypeError, AttributeError) as error:
-            told = response.text if content is None else repr(content)
+            said = response.text if content is None else repr(content)
             why = error if isinstance(error, BadReply) else "the reply cannot be read"
             # Cut far behind what is shown: keys are hidden in between, and a part would not be.
-            failure = self._error(BadReply(f"{why}: {told[:10_000]}"), call.retries)
+            failure = self._error(BadReply(f"{why}: {said[:10_000]}"), call.retries)
         raise failure
 
     def _error(self, error: Exception, retries: int) -> ModelError:
         unsendable = f"{self.model}: the request could not be made ({type(error).__name__})"
-        found = model_error(error, self.model, self._secrets(), retries)
+        found = model_error(error, self.model, self._secrets, retries)
         return found or ModelError(ModelFailure.REFUSED, unsendable)
-
-    def _secrets(self) -> list[str]:
-        return [self._key or "", *self._headers.values()]
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[Any]:
@@ -233,13 +223,11 @@ class HttpClient(BaseClient):
 class _TimedClient(httpx2.AsyncClient):
     """Bounds a request from the connection to the last byte."""
 
-    def __init__(self, seconds: float, **options: Any) -> None:
-        super().__init__(timeout=None, **options)
-        self._seconds = seconds
+    seconds = 0.0
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self.seconds):
                 return await super().send(request, **options)
         except TimeoutError:
             raise httpx2.ReadTimeout("the attempt took too long", request=request) from None
@@ -248,19 +236,17 @@ class _TimedClient(httpx2.AsyncClient):
 def _http(seconds: float) -> httpx2.AsyncClient:
     try:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        return _TimedClient(seconds, verify=_ssl_context(), limits=limits)
+        client = _TimedClient(timeout=None, verify=_ssl_context(), limits=limits)
+        client.seconds = seconds
+        return client
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
         # No address was asked: proxies and certificates are those of the environment.
         read = {"SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
-        names = sorted(name for name in os.environ if name.upper() in read)
-        socks = "python -m pip install 'httpx2[socks]', or "
-        raise BadInput.of(
-            "No model behind an API can be asked.",
-            ", ".join(names) or "the environment",
-            "certificates and proxies that can be used",
-            f"{type(error).__name__}: {short(masked('', str(error)))}",
-            f"{socks if isinstance(error, ImportError) else ''}unset {' '.join(names)}",
-        ) from None
+        names = ", ".join(sorted(name for name in os.environ if name.upper() in read))
+        title, expected = "No model behind an API can be asked.", "certificates, proxies that work"
+        found = f"{type(error).__name__}: {short(masked('', str(error)))}"
+        fix = "unset or correct them; a SOCKS proxy needs: pip install 'httpx2[socks]'"
+        raise BadInput.of(title, names or "the environment", expected, found, fix) from None
 
 
 def _patient(kind: type[Any], backoff: float) -> type[Any]:
@@ -270,10 +256,9 @@ def _patient(kind: type[Any], backoff: float) -> type[Any]:
         def _calculate_retry_timeout(
             self, remaining_retries: int, options: Any, response_headers: Any = None
         ) -> float:
-            if any(name in (response_headers or {}) for name in ("retry-after", "retry-after-ms")):
-                return super()._calculate_retry_timeout(
-                    remaining_retries, options, response_headers
-                )
+            if {"retry-after", "retry-after-ms"} & set(response_headers or ()):
+                told = remaining_retries, options, response_headers
+                return super()._calculate_retry_timeout(*told)
             number = options.get_max_retries(self.max_retries) - remaining_retries
             wait = min(backoff * 2.0 ** min(number, 60), LONGEST_BACKOFF)
             return wait * random.uniform(0.5, 1.0)
@@ -283,8 +268,7 @@ def _patient(kind: type[Any], backoff: float) -> type[Any]:
 
 def _retries(request: httpx2.Request | None) -> int:
     """How many attempts the SDK made before this request."""
-    told = "0" if request is None else request.headers.get("x-stainless-retry-count", "0")
-    return int(told) if told.isdigit() else 0
+    return 0 if request is None else int(request.headers.get("x-stainless-retry-count", 0))
 
 
 @functools.cache
@@ -331,33 +315,6 @@ def _counts(told: Any, *names: str) -> list[int | None]:
     return [v if type(v) is int and 0 <= v <= MOST_TOKENS else None for v in values]
 
 
-def _text(value: Any, otherwise: str) -> str:
-    return value if isinstance(value, str) else otherwise
-
-
-class Access(StrEnum):
-    """What came of asking for a list of models."""
-
-    GRANTED = "granted"
-    REFUSED = "refused"
-    UNREACHABLE = "unreachable"
-    UNKNOWN = "unknown"
-    """The server answered something that says nothing about the key."""
-
-
-@dataclass(frozen=True)
-class Listing:
-    """`models` is None where no list came; `reason` never holds a key."""
-
-    access: Access
-    models: frozenset[str] | None = None
-    reason: str = ""
-
-
-_NO_TEXT = ("length", "content_filter")
-"""Reasons to finish with which a reply may have no content at all."""
-
-
 class OpenAIClient(HttpClient):
     """A `ModelClient` for OpenAI and whatever speaks its chat-completions API: vLLM, Ollama,
     gateways, and the local sampler's server. `seed` is passed on; servers do their best with it."""
@@ -375,7 +332,7 @@ class OpenAIClient(HttpClient):
         # OpenAI's newer models refuse the old name; other servers may not know the new one.
         host = urllib.parse.urlsplit(self.settings.base_url or self.address).hostname or ""
         limit = "max_completion_tokens" if f".{host}".endswith(".openai.com") else "max_tokens"
-        body: dict[str, Any] = {
+        return {
             "model": self.model,
             "messages": [dict(message) for message in ask.messages],
             "temperature": ask.temperature,
@@ -384,10 +341,8 @@ class OpenAIClient(HttpClient):
             limit: ask.max_tokens,
             "stop": list(ask.stop) or None,
             "tools": [dict(tool) for tool in ask.tools] or None,
+            "response_format": None if ask.schema is None else response_format(ask.schema),
         }
-        if ask.schema is not None:
-            body["response_format"] = response_format(ask.schema)
-        return {name: value for name, value in body.items() if value is not None}
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
         choice = content["choices"][0]
@@ -402,24 +357,17 @@ class OpenAIClient(HttpClient):
             if not (isinstance(name, str) and isinstance(arguments, str)):
                 raise BadReply("a tool call has no name, or arguments that are no text")
             calls.append(tool_call(str(called.get("id") or f"call_{number}"), name, arguments))
-        missing = said is None and not calls and reason not in _NO_TEXT
+        missing = said is None and not calls and reason not in ("length", "content_filter")
         if missing or not isinstance(said, str | list | None):
             raise BadReply("the reply has no content that is text")
-        return Reply(
-            text=text_of(said),
-            model=_text(content.get("model"), self.model),
-            finish_reason=_text(reason, "stop"),
-            tool_calls=tuple(calls),
-        )
+        model = str(content.get("model") or self.model)
+        return Reply(text_of(said), model, None, None, str(reason or "stop"), tuple(calls))
 
-    def _usage(self, content: Mapping[str, Any]) -> Usage | None:
-        told = content.get("usage")
+    def _usage(self, told: Mapping[str, Any]) -> Usage | None:
         prompt, completion = _counts(told, "prompt_tokens", "completion_tokens")
-        if prompt is None or completion is None:
-            return None
-        assert isinstance(told, Mapping)
         (cached,) = _counts(told.get("prompt_tokens_details"), "cached_tokens")
-        return Usage(prompt, completion, cached or 0)
+        known = prompt is not None and completion is not None
+        return Usage(prompt, completion, cached or 0) if known else None  # type: ignore[arg-type]
 
 
 DEFAULT_MAX_TOKENS = 4096
@@ -466,10 +414,10 @@ class AnthropicClient(HttpClient):
             tools.append(_tool(answer_tool(ask.schema)))
             only = len(tools) == 1
             choice = {"type": "tool", "name": ANSWER_TOOL} if only else {"type": "any"}
-        body: dict[str, Any] = {
+        return {
             "model": self.model,
             "max_tokens": self._most_tokens(ask),
-            "messages": turns(ask.messages),
+            "messages": _turns(ask.messages),
             "system": system or None,
             "temperature": ask.temperature,
             "top_p": ask.top_p,
@@ -477,21 +425,19 @@ class AnthropicClient(HttpClient):
             "tools": tools or None,
             "tool_choice": choice,
         }
-        return {name: value for name, value in body.items() if value is not None}
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
-        told = _text(content.get("stop_reason"), "stop")
+        told = str(content.get("stop_reason") or "stop")
         reason = _REASONS.get(told, told)
         if not content["content"] and reason not in ("stop", "length", "content_filter"):
             raise BadReply("the reply has no content")
         text, calls = read_blocks(content["content"], ask.schema)
         if reason == "tool_calls" and not calls:  # the tool was the schema's
             reason = "stop"
-        model = _text(content.get("model"), self.model)
-        return Reply(text=text, model=model, finish_reason=reason, tool_calls=calls)
+        model = str(content.get("model") or self.model)
+        return Reply(text, model, None, None, reason, calls)
 
-    def _usage(self, content: Mapping[str, Any]) -> Usage | None:
-        told = content.get("usage")
+    def _usage(self, told: Mapping[str, Any]) -> Usage | None:
         fresh, completion = _counts(told, "input_tokens", "output_tokens")
         if fresh is None or completion is None:
             return None
@@ -500,7 +446,7 @@ class AnthropicClient(HttpClient):
         return Usage(fresh + cached + written, completion, cached)
 
 
-def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """OpenAI's messages as Anthropic's, without system messages; equal roles are joined. Raises
     BadInput: a role or a part of a message has no counterpart."""
     found: list[dict[str, Any]] = []
@@ -516,35 +462,31 @@ def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
             }
             role, blocks = "user", [result]
         elif role in ("user", "assistant"):
-            blocks = _blocks(message.get("content"), f"messages[{number}]")
+            content = message.get("content")
+            plain = content is None or isinstance(content, str)
+            parts: Any = [{"type": "text", "text": content}] if plain else content
+            blocks = [block for part in parts for block in _blocks(part, f"messages[{number}]")]
             blocks += [_tool_use(call) for call in message.get("tool_calls") or ()]
         else:
             raise _untranslatable(f"messages[{number}].role", repr(role), "user, assistant, tool")
-        if found and found[-1]["role"] == role:
-            found[-1]["content"] += blocks
-        else:
-            found.append({"role": role, "content": blocks})
+        if not found or found[-1]["role"] != role:
+            found.append({"role": role, "content": []})
+        found[-1]["content"] += blocks
     return found
 
 
-def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
-    if content is None or isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    blocks = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text":
-            if part["text"]:
-                blocks.append({"type": "text", "text": part["text"]})
-        elif kind == "image_url":
-            source = {"type": "url", "url": (url := part["image_url"]["url"])}
-            if url.startswith("data:"):
-                media, _, data = url.removeprefix("data:").partition(";base64,")
-                source = {"type": "base64", "media_type": media, "data": data}
-            blocks.append({"type": "image", "source": source})
-        else:
-            raise _untranslatable(f"{where}.content", f"{part!r:.80}", "text, image_url")
-    return blocks
+def _blocks(part: Any, where: str) -> list[dict[str, Any]]:
+    """A part of a message as Anthropic's block; an empty text is none."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        return [{"type": "text", "text": part["text"]}] if part["text"] else []
+    if kind != "image_url":
+        raise _untranslatable(f"{where}.content", f"{part!r:.80}", "text, image_url")
+    source = {"type": "url", "url": (url := part["image_url"]["url"])}
+    if url.startswith("data:"):
+        media, _, data = url.removeprefix("data:").partition(";base64,")
+        source = {"type": "base64", "media_type": media, "data": data}
+    return [{"type": "image", "source": source}]
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -569,10 +511,6 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _untranslatable(where: str, found: str, expected: str) -> BadInput:
-    return BadInput.of(
-        "Anthropic's API cannot be asked this.",
-        where,
-        f"one of {expected}",
-        found,
-        "leave it out, or use an OpenAI-compatible endpoint",
-    )
+    title = "Anthropic's API cannot be asked this."
+    fix = "leave it out, or use an OpenAI-compatible endpoint"
+    return BadInput.of(title, where, f"one of {expected}", found, fix)

@@ -3,10 +3,8 @@
 Nothing is fetched. Whose prices apply is decided by the address that is called. An address that the
 list does not know is taken for a proxy of the vendor whose model has that name, which `stands_in`
 says for a warning, unless it is of this machine or a private network. A price that is not known is
-None, never 0; a model costs nothing only where the configuration says so.
-
-Not covered: batch discounts, service tiers, images and audio, and what an account has agreed
-on with its vendor (write that under `prices:`).
+None, never 0. Not covered: discounts, service tiers, images and audio (write under `prices:` what
+an account has agreed on).
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ _PRIVATE_ENDINGS = (".localhost", ".local", ".internal", ".lan", ".home", ".corp
 class Price(Protocol):
     """Turns tokens into US dollars."""
 
-    def cost(self, usage: Usage) -> float:
-        """US dollars."""
-        ...
+    def cost(self, usage: Usage) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -40,14 +36,10 @@ class FixedPrice:
     cached_input: float | None = None
 
     def cost(self, usage: Usage) -> float:
-        """US dollars."""
         cached = min(usage.cached_tokens, usage.prompt_tokens)
-        parts = (
-            (usage.prompt_tokens - cached) * self.input
-            + cached * (self.input if self.cached_input is None else self.cached_input)
-            + usage.completion_tokens * self.output
-        )
-        return parts / 1e6
+        of_cached = self.input if self.cached_input is None else self.cached_input
+        prompt = (usage.prompt_tokens - cached) * self.input + cached * of_cached
+        return (prompt + usage.completion_tokens * self.output) / 1e6
 
 
 @dataclass(frozen=True)
@@ -59,8 +51,7 @@ class ListedPrice:
     model: str
 
     def cost(self, usage: Usage) -> float:
-        """US dollars. Raises LookupError: the list does not know the model; `price_of` has checked
-        that."""
+        """LookupError: the list does not know the model; `price_of` has checked that."""
         from genai_prices import Usage as ListUsage
 
         provider, model = _find(self.provider, self.address, self.model)
@@ -75,13 +66,8 @@ class ListedPrice:
 def price_of(
     provider: str, base_url: str | None, model: str, given: PriceSettings | None = None
 ) -> Price | None:
-    """The price of `model`: as given, else as listed, else None, which means unknown.
-
-    Args:
-        provider: 'openai' or 'anthropic'; whose list applies where `base_url` is None.
-        base_url: the address that is called.
-        given: prices of the configuration; `settings.check_models` has checked them.
-    """
+    """The price of `model` at the address that is called (None: the provider's own): as given by
+    the configuration, which `check_models` has checked, else as listed, else None: unknown."""
     if given is not None and given.input is not None and given.output is not None:
         return FixedPrice(given.input, given.output, given.cached_input)
     if given is not None and given.listed is not None:
@@ -118,7 +104,6 @@ def _by_name(model: str) -> list[ListedPrice]:
 
 
 def _is_own(base_url: str) -> bool:
-    """Whether an address is of this machine, or of a private network."""
     host = urlsplit(base_url).hostname or ""
     try:
         return not ipaddress.ip_address(host).is_global

@@ -19,8 +19,6 @@ from aflow_tune.models.prices import price_of
 from aflow_tune.sections import ModelSettings, PriceSettings
 from aflow_tune.trace import POLICY
 
-__all__ = ["ModelSettings", "PriceSettings", "check_models", "credentials", "key_variable"]
-
 _KEY_VARIABLES = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
@@ -47,8 +45,7 @@ def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:
 def credentials(settings: ModelSettings, role: str) -> tuple[str | None, dict[str, str]]:
     """The key (None where none is to be sent) and the extra headers, from the environment. Raises
     BadInput: the settings are wrong, or a variable is not set."""
-    faults = _faults(settings, f"models.{role}")
-    if faults:
+    if faults := _faults(settings, f"models.{role}"):
         raise BadInput(f"The model for `{role}` cannot be used.", faults)
     variable = key_variable(settings)
     key = None if variable is None else os.environ[variable].strip()
@@ -92,8 +89,7 @@ def _faults(settings: ModelSettings, where: str) -> list[Fault]:
     for name, (low, high) in _RANGES.items():
         value: Any = getattr(settings, name)
         if value is not None and not low <= value <= high:
-            expected = f"a number from {low:g}" + ("" if high == math.inf else f" to {high:g}")
-            add(name, expected, str(value), f"give `{name}` such a number")
+            add(name, f"a number from {low:g} to {high:g}", str(value), "give such a number")
     if (variable := key_variable(settings)) is not None:
         check_variable(variable, "api_key_env")
     for header, source in settings.headers_env.items():
@@ -115,9 +111,9 @@ def _is_address(address: str) -> bool:
 
 
 def _price_faults(prices: PriceSettings | None, where: str) -> list[Fault]:
+    faults: list[Fault] = []
     if prices is None:
-        return []
-    faults = []
+        return faults
     if prices.listed is not None and price_of("openai", None, "", prices) is None:
         expected = "a model of the price list, such as gpt-4o-mini or azure/gpt-4o-mini"
         fix = "name such a model, or give `input` and `output`"

@@ -2,26 +2,22 @@
 
 Every `Call` of a model reserves its worst case before it starts and is settled when its reply is
 there, each in one transaction, so any number of threads, processes and Ray workers of one machine
-may share a file, and a process that was killed leaves nothing but a reservation, which is dropped.
-Money is kept in whole picodollars, so sums do not depend on their order. What is guaranteed:
+may share a file; what a killed process had reserved is dropped. What is guaranteed:
 
-- calls: never more than the limit. A call is what a caller asked for; its retries are none.
-- money and tokens, where a call's worst case is known (it has `max_tokens`): it starts only if
-  what was spent, what is reserved for calls under way and its own worst case stay within the limit
-  together, so the limit is never exceeded. A call that would fit but for those under way waits for
-  them. The worst case of a prompt is one token for each byte of its JSON and a margin for the chat
-  template; images are not covered by that.
-- money and tokens, where no `max_tokens` is set: no call starts once the limit is spent. It can be
-  exceeded by the answers then under way.
-- A reply counts once, with the usage it reported, even if nothing else in it can be used. One that
-  told none counts with its worst case. A call without an answer (an error, a cut connection, a
-  time-out, a cancelled one) counts nothing unless it reported usage: what a vendor charges for
-  those cannot be known here.
+- calls: never more than the limit. Retries of a call are none.
+- money and tokens, where a call has `max_tokens`: it starts only if what was spent, what is
+  reserved for calls under way and its own worst case stay within the limit together; one that
+  would fit but for those under way waits for them. The worst case of a prompt is one token for each
+  byte of its JSON and a margin for the chat template, images aside.
+- money and tokens, without `max_tokens`: no call starts once the limit is spent. It can be exceeded
+  by the answers then under way.
+- A reply counts once, with the usage it reported, even if nothing else in it can be used; one that
+  told none with its worst case. A call without a reply counts nothing unless it reported usage.
 
-A model without a known price is refused under a limit on money, as an input fault. Without limits
-nothing is written. Wall-clock time is limited by the run itself, between two steps. Not covered:
-processes on several machines (SQLite does not lock reliably over network file systems), and a
-power failure, which may lose the last few calls.
+A model without a known price is refused under a limit on money. Without limits nothing is written.
+Wall-clock time is limited by the run itself, between two steps. Not covered: processes on several
+machines (SQLite does not lock reliably over network file systems), and a power failure, which may
+lose the last few calls.
 """
 
 from __future__ import annotations
@@ -34,9 +30,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from aflow_tune.context import within
 from aflow_tune.errors import BadInput, BudgetReached, Fault
@@ -46,7 +44,7 @@ from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import ModelCall, note
 
 PICO = 10**12
-"""Picodollars in a dollar."""
+"""Picodollars in a dollar: money is counted in whole ones, so sums do not depend on their order."""
 _ABANDONED_SECONDS = 86400.0
 """After so long a reservation is dropped, should its process neither settle it nor end."""
 _BUSY_SECONDS = 60.0
@@ -96,7 +94,6 @@ class Spent:
 
     @property
     def tokens(self) -> int:
-        """What counts against a limit on tokens."""
         return self.prompt_tokens + self.completion_tokens + self.estimated_tokens
 
 
@@ -107,12 +104,10 @@ class Spend:
     """Limits, and the file that calls are held against. Survives a fork.
 
     Args:
-        limits: the section `budget`, `wall_seconds` aside. None: no limit.
+        limits: the section `budget`, `wall_seconds` aside. None: no limit. BadInput: one is
+            negative or not finite.
         path: the file, made where it is missing. None: this process's memory.
         prices: by role, for clients that know none, such as the model being tuned.
-
-    Raises:
-        BadInput: a limit is negative or not finite.
     """
 
     def __init__(
@@ -170,16 +165,9 @@ class Spend:
     def reserve(
         self, role: str, model: str, worst: Spent, bounded: bool, wait: bool
     ) -> int | str | None:
-        """Count a call and put its worst case aside, in one transaction.
-
-        Args:
-            worst: its tokens and money. They are the worst case if `bounded`, else a part of it.
-            wait: False for a call that cannot wait for others.
-
-        Returns:
-            The number of the reservation; or the limit that does not allow the call; or None if it
-            would not fit now but may fit when calls under way have ended.
-        """
+        """Count a call and put `worst` aside, which is its worst case if it is `bounded`. Gives the
+        number of the reservation; or the limit that does not allow the call; or None where it may
+        fit when those under way have ended, and can `wait`."""
         limits, full = self.limits, False
         most_pico = None if limits.usd is None else _pico(limits.usd)
         with self._transaction() as connection:
@@ -203,7 +191,11 @@ class Spend:
                     connection.execute(first, (reason,))
                     return reason
             if full:
-                _drop_abandoned(connection)
+                # Reservations of processes that are gone, or that nobody settled in time.
+                connection.execute("DELETE FROM held WHERE expires < ?", (time.time(),))
+                for (pid,) in connection.execute("SELECT DISTINCT pid FROM held").fetchall():
+                    if not psutil.pid_exists(pid):
+                        connection.execute("DELETE FROM held WHERE pid = ?", (pid,))
                 return None
             _add(connection, role, model, Spent(calls=1))
             return connection.execute(
@@ -220,25 +212,15 @@ class Spend:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            connection = self._open()
+        with self._lock, self._open() as connection:  # which commits, or rolls back
             connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
+            yield connection
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
-        connection = sqlite3.connect(
-            self.path or ":memory:",
-            timeout=_BUSY_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-        )
+        options: Any = {"isolation_level": None, "check_same_thread": False}
+        connection = sqlite3.connect(self.path or ":memory:", _BUSY_SECONDS, **options)
         if self.path is not None:
             _write_ahead(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -265,6 +247,8 @@ class Call:
     cost: float | None = field(default=0.0, init=False)
     """US dollars; None where it is not known."""
     retries: int = field(default=0, init=False)
+    seconds: float = field(default=0.0, init=False)
+    """From its start to its end, which `noted` knows."""
 
     def __post_init__(self) -> None:
         self.price = self.spend.prices.get(self.role) if self.price is None else self.price
@@ -273,16 +257,11 @@ class Call:
         self._started: float | None = None
         self._within = contextlib.ExitStack()
 
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return 0.0 if self._started is None else time.monotonic() - self._started
-
     async def __aenter__(self) -> Call:
         """Raises BudgetReached where it may not start, BadInput where money is limited and the
         price not known."""
         if self.spend.limited:
-            self._number = await self._reserve()
+            await self._reserve()
         self._started = time.monotonic()
         self._within.enter_context(within(_in_call, True))
         return self
@@ -292,7 +271,7 @@ class Call:
         if self._number is not None and not self._replied:
             self.spend.settle(self._number, self.role, self.model, None)
 
-    async def _reserve(self) -> int:
+    async def _reserve(self) -> None:
         if self.spend.limits.usd is not None and self.price is None:
             fault = unpriced(self.role, self.model)
             raise BadInput("A budget of money needs the price of every model.", [fault])
@@ -301,18 +280,14 @@ class Call:
             estimated_tokens=worst.prompt_tokens + worst.completion_tokens,
             pico=0 if self.price is None else _pico(self.price.cost(worst)),
         )
-        bounded, pause = self.max_tokens is not None, 0.005
-        while True:
-            # One that is made inside of another would wait for itself.
-            number = self.spend.reserve(
-                self.role, self.model, self._worst, bounded, wait=not in_call()
-            )
-            if isinstance(number, str):
-                raise BudgetReached(f"A limit was reached. {number}.")
-            if number is not None:
-                return number
+        of, pause = (self.role, self.model, self._worst, self.max_tokens is not None), 0.005
+        # One that is made inside of another would wait for itself.
+        while (number := self.spend.reserve(*of, wait=not in_call())) is None:
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE)
+        if isinstance(number, str):
+            raise BudgetReached(f"A limit was reached. {number}.")
+        self._number = number
 
     def settle(self, usage: Usage | None) -> None:
         """Count what the reply used; None: it did not say. Only the first time counts."""
@@ -325,15 +300,12 @@ class Call:
         pico = _pico(self.cost or 0.0)
         if usage is None and self.cost is None:
             pico = self._worst.pico
-        used = Spent(
-            replies=1,
-            prompt_tokens=0 if usage is None else usage.prompt_tokens,
-            completion_tokens=0 if usage is None else usage.completion_tokens,
-            estimated_tokens=self._worst.tokens if usage is None else 0,
-            pico=pico,
-            unpriced=int(self.cost is None),
-            unreported=int(usage is None),
-        )
+        used = Spent(replies=1, pico=pico, unpriced=int(self.cost is None))
+        if usage is None:
+            used = replace(used, estimated_tokens=self._worst.tokens, unreported=1)
+        else:
+            prompt, completion = usage.prompt_tokens, usage.completion_tokens
+            used = replace(used, prompt_tokens=prompt, completion_tokens=completion)
         self.spend.settle(self._number, self.role, self.model, used)
 
     def _cost_of(self, usage: Usage | None) -> float | None:
@@ -360,29 +332,21 @@ class Call:
             raise
         finally:
             if self._started is not None:
-                self._note(failure)
+                self.seconds = time.monotonic() - self._started
+                self._note(failure=failure)
 
     def answered_from_cache(self, usage: Usage | None) -> None:
         """Note a call that cost nothing, with what its answer had cost. Counts no call."""
         self._started = time.monotonic()
         self.usage, self.cost = usage, self._cost_of(usage)
-        self._note(None, from_cache=True)
+        self._note(from_cache=True)
 
-    def _note(self, failure: str | None, from_cache: bool = False) -> None:
-        note(
-            ModelCall(
-                started=self._started or 0.0,
-                seconds=self.seconds,
-                role=self.role,
-                model=self.model,
-                prompt_tokens=None if self.usage is None else self.usage.prompt_tokens,
-                completion_tokens=None if self.usage is None else self.usage.completion_tokens,
-                cost=self.cost,
-                retries=self.retries,
-                from_cache=from_cache,
-                failure=failure,
-            )
-        )
+    def _note(self, **ended: Any) -> None:
+        told = {name: getattr(self, name) for name in ("seconds", "role", "model", "cost")}
+        if self.usage is not None:
+            told["prompt_tokens"] = self.usage.prompt_tokens
+            told["completion_tokens"] = self.usage.completion_tokens
+        note(ModelCall(started=self._started or 0.0, retries=self.retries, **told, **ended))
 
 
 _WITHOUT_LIMITS = Spend()
@@ -403,14 +367,12 @@ def in_call() -> bool:
 
 def unpriced(role: str, model: str) -> Fault:
     """What is wrong with a limit on money where this model's price is not known."""
-    return Fault(
-        f"models.{role}.prices",
-        f"what {model} costs, since budget.usd is set",
-        "no price, neither in the configuration nor in the list",
-        f"models: {{{role}: {{prices: {{input: ..., output: ...}}}}}} in US dollars for "
-        "a million tokens, 0 for a model of your own, or {listed: NAME} as the list calls it; or "
-        "limit budget.tokens instead",
+    fix = (
+        f"models: {{{role}: {{prices: {{input: ..., output: ...}}}}}} in US dollars for a million "
+        "tokens, 0 for a model of your own, or {listed: NAME}; or limit budget.tokens instead"
     )
+    expected, found = f"what {model} costs, since budget.usd is set", "no price, given or listed"
+    return Fault(f"models.{role}.prices", expected, found, fix)
 
 
 def _pico(usd: float) -> int:
@@ -423,26 +385,13 @@ def _spent(connection: sqlite3.Connection, role: str | None = None) -> Spent:
 
 
 def _add(connection: sqlite3.Connection, role: str, model: str, amounts: Spent) -> None:
-    names = ", ".join(vars(amounts))
-    marks = ", ".join("?" for _ in vars(amounts))
+    names, marks = ", ".join(vars(amounts)), ", ".join("?" for _ in vars(amounts))
     sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in vars(amounts))
     connection.execute(
         f"INSERT INTO spent (role, model, {names}) VALUES (?, ?, {marks}) "
         f"ON CONFLICT (role, model) DO UPDATE SET {sums}",
         (role, model, *vars(amounts).values()),
     )
-
-
-def _drop_abandoned(connection: sqlite3.Connection) -> None:
-    """Drop the reservations of processes that are gone, and those that nobody settled in time."""
-    connection.execute("DELETE FROM held WHERE expires < ?", (time.time(),))
-    for (pid,) in connection.execute("SELECT DISTINCT pid FROM held").fetchall():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            connection.execute("DELETE FROM held WHERE pid = ?", (pid,))
-        except PermissionError:  # another user's, which lives
-            continue
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from aflow_tune.errors import AflowTuneError, BadInput, Fault
+from aflow_tune.errors import AflowTuneError, BadInput
 from aflow_tune.models.redaction import short
 
 Message = Mapping[str, Any]
@@ -36,8 +36,7 @@ class ModelError(AflowTuneError, RuntimeError):
 
     def __init__(self, failure: ModelFailure, message: str) -> None:
         super().__init__(failure, message)
-        self.failure = failure
-        self.message = message
+        self.failure, self.message = failure, message
 
     def __str__(self) -> str:
         return f"{self.message} ({self.failure.value})"
@@ -97,12 +96,9 @@ class ModelClient(Protocol):
         ...
 
 
-_TEMPLATE_TOKENS = 64
-"""What a chat template may add to a conversation, beside the next line."""
-_MESSAGE_TOKENS = 16
-"""What a chat template may add to one message."""
-_TOOL_PROMPT_TOKENS = 1024
-"""What a vendor's own instructions for tools may add."""
+_TEMPLATE_TOKENS, _MESSAGE_TOKENS, _TOOL_PROMPT_TOKENS = 64, 16, 1024
+"""What a chat template may add to a conversation and to one message, and a vendor's own
+instructions for tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,28 +116,26 @@ class Ask:
 
     def check(self) -> None:
         """Raises BadInput where the messages are no conversation."""
-        fix, faults = "pass [{'role': 'user', 'content': TEXT}]", []
+        wrong: tuple[str, Any] | None = None
+        expected, fix = "a message with a role", "[{'role': 'user', 'content': TEXT}]"
         if not self.messages or isinstance(self.messages, str | Mapping):
-            found = f"{self.messages!r:.80}"
-            faults.append(Fault("messages", "a list of messages", found, fix))
+            wrong, expected = ("messages", self.messages), "a list of messages"
+        elif isinstance(self.stop, str):
+            wrong, expected, fix = ("stop", self.stop), "a list of texts", "[TEXT]"
         else:
-            faults = [
-                Fault(f"messages[{number}]", "a message with a role", f"{message!r:.80}", fix)
-                for number, message in enumerate(self.messages)
-                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str)
-            ]
-        if isinstance(self.stop, str):
-            faults.append(Fault("stop", "a list of texts", repr(self.stop), "pass [TEXT]"))
-        if faults:
-            raise BadInput("The model cannot be asked this.", faults)
+            for number, message in enumerate(self.messages):
+                role = message.get("role") if isinstance(message, Mapping) else None
+                wrong = wrong if isinstance(role, str) else (f"messages[{number}]", message)
+        if wrong:
+            title, found = "The model cannot be asked this.", f"{wrong[1]!r:.80}"
+            raise BadInput.of(title, wrong[0], expected, found, f"pass {fix}")
 
     def most_prompt_tokens(self) -> int:
         """An upper bound for texts: a token is at least one byte of the request's JSON."""
         parts = [list(map(dict, self.messages)), self.schema, list(map(dict, self.tools))]
         text = json.dumps(parts, ensure_ascii=False, default=str)
-        extra = _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages)
-        if self.tools or self.schema:
-            extra += _TOOL_PROMPT_TOKENS
+        extra = _TOOL_PROMPT_TOKENS if self.tools or self.schema else 0
+        extra += _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(self.messages)
         return len(text.encode(errors="replace")) + extra
 
     def identity(self) -> str:
@@ -161,15 +155,10 @@ def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
 
 def text_of(content: Any) -> str:
     """The text of a message's content: a text, or a list of parts of which some are text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    return "".join(
-        part["text"]
-        for part in content
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-    )
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 ANSWER_TOOL = "answer"
@@ -189,11 +178,7 @@ def read_blocks(
     blocks: Sequence[Any], schema: Mapping[str, Any] | None
 ) -> tuple[str, tuple[Mapping[str, Any], ...]]:
     """Text and tool calls of an answer in Anthropic's or AgentScope's blocks; what was given
-    through `answer_tool` becomes the text.
-
-    Raises:
-        TypeError, KeyError, AttributeError: a block has another form.
-    """
+    through `answer_tool` becomes the text. TypeError, KeyError, AttributeError: another form."""
     texts: list[str] = []
     calls: list[Mapping[str, Any]] = []
     for block in blocks:
@@ -219,18 +204,16 @@ def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _can_be_strict(schema: Any) -> bool:
     """Whether every object lists all its properties as required and allows no others."""
-    if isinstance(schema, Mapping):
-        properties = schema.get("properties")
-        if schema.get("type") == "object" or isinstance(properties, Mapping):
-            named = set(properties or ())
-            if schema.get("additionalProperties") is not False:
-                return False
-            if set(schema.get("required") or ()) != named:
-                return False
-        return all(_can_be_strict(part) for part in schema.values())
     if isinstance(schema, list):
-        return all(_can_be_strict(part) for part in schema)
-    return True
+        return all(map(_can_be_strict, schema))
+    if not isinstance(schema, Mapping):
+        return True
+    properties = schema.get("properties")
+    if schema.get("type") == "object" or isinstance(properties, Mapping):
+        closed = schema.get("additionalProperties") is False
+        if not closed or set(schema.get("required") or ()) != set(properties or ()):
+            return False
+    return all(map(_can_be_strict, schema.values()))
 
 
 # What a failed request means: exceptions of both SDKs, and of AgentScope's models over them, are

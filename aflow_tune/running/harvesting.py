@@ -6,10 +6,9 @@
       trials/ID.jsonl       what was executed, for one set of settings that decide its outcome
       lessons/ID.jsonl      what one teacher answered
 
-The first two appear whole or not at all, when the harvest is done; the others grow while it
-runs, and the same command goes on from them. Problems that also stand in a held-out task set,
-exactly or nearly, are dropped before anything is asked. What is tried and what is kept is decided
-in `aflow_tune.harvest`.
+The first two appear whole, when the harvest is done; the others grow, and the same command goes on
+from them. Problems that also stand in a held-out task set, exactly or nearly, are dropped before
+anything is asked. What is tried and what is kept is decided in `aflow_tune.harvest`.
 """
 
 from __future__ import annotations
@@ -84,13 +83,8 @@ def run_harvest(
     *,
     out: Path | None = None,
 ) -> HarvestSummary:
-    """Harvest with a prepared configuration whose task sets are laid out.
-
-    Args:
-        folder: that is held by the caller.
-        stop: asked often; what was tried until it says so is kept.
-        phase: told what is going on.
-        out: where the pairs go; None: into the folder.
+    """Harvest with a prepared configuration whose task sets are laid out, in a `folder` that the
+    caller holds; the pairs go to `out`, else into it.
 
     Raises:
         BadInput: rows, templates or models cannot be used.
@@ -122,22 +116,20 @@ def run_harvest(
     except OSError as error:
         raise RunFailed(f"the harvest cannot be written to {folder}: {error}") from error
     if not rows:
-        raise RunFailed(nothing_kept(counts))
+        raise RunFailed(f"nothing was harvested: {_why_nothing(counts)}")
     return HarvestSummary(pairs, counts)
 
 
-def nothing_kept(counts: Mapping[str, Any]) -> str:
-    """Why a harvest came to nothing, and what to do about it."""
+def _why_nothing(counts: Mapping[str, Any]) -> str:
     if not counts["problems"]:
         why = f"there is no problem left: {counts['leaks']} stand in a held-out task set too"
-        return f"nothing was harvested: {why}. Give the training task set rows of its own."
+        return f"{why}. Give the training task set rows of its own."
     most = max(_DO, key=lambda name: counts[name])
     if not counts[most]:
-        return "nothing was harvested: there was no graph to try. Add a source to harvest.sources."
+        return "there was no graph to try. Add a source to harvest.sources."
     shown = ", ".join(f"{counts[name]} {name}" for name in _DO if counts[name])
     examples = [*counts["untried_by_reason"], *counts["failed_examples"]][:1]
-    lines = [f"nothing was harvested: no graph solved a problem ({shown})", *examples]
-    return "\n".join([*lines, f"do: {_DO[most]}"])
+    return "\n".join([f"no graph solved a problem ({shown})", *examples, f"do: {_DO[most]}"])
 
 
 async def _harvest(
@@ -145,7 +137,7 @@ async def _harvest(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows, and what became of all candidates."""
     phase("reading the problems")
-    section, books = config.harvest, spend_of(config)
+    section, spend = config.harvest, spend_of(config)
     problems, leaks = await _problems(config, workflow)
     if leaks:
         phase(f"{leaks} problems are held out too, exactly or nearly: dropped")
@@ -165,8 +157,8 @@ async def _harvest(
         done += 1
         phase(f"harvesting: {done} of {len(problems)} problems")
 
-    books.start()
-    with use_policy(config.sandbox), use_prompts(config.prompts), books.open():
+    spend.start()
+    with use_policy(config.sandbox), use_prompts(config.prompts), spend.open():
         async with LocalModels() as local, AsyncExitStack() as stack:
             trials, lessons = _journals(config, folder, workflow, roles)
             if trials.entries or lessons.entries:
@@ -211,13 +203,13 @@ async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list
     found: dict[str, Problem] = {}
     for number, row in enumerate(rows):
         if number not in leaking:
-            key, entry_point = _digest(row), row.get(workflow.entry_point)
+            key, name = _digest(row), row.get(workflow.entry_point)
             found[key] = Problem(
-                key=key,
+                key,
                 text=workflow.problem_of(row),
                 problem_type=workflow.type_of(row),
                 row=row,
-                entry_point=entry_point if isinstance(entry_point, str) else None,
+                entry_point=name if isinstance(name, str) else None,
             )
     problems, limit = list(found.values()), config.harvest.limit
     if limit is not None and limit < len(problems):
@@ -230,10 +222,11 @@ async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
     """The rows of the training task sets, once each, with what a mix adds to them."""
     inputs, benchmarks = config.buffer.explorer_input, benchmarks_of(config)
     rows = []
+    plain = DataSelectorConfig()
+    once: Any = {"is_eval": True, "index": 0, "total_epochs": 1, "total_steps": None}
     for taskset in [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]:
-        once = {"is_eval": True, "index": 0, "total_epochs": 1, "total_steps": None}
-        whole = replace(taskset, data_selector=DataSelectorConfig(), **once)
-        for task in await read_all(replace(whole, task_selector=DataSelectorConfig())):
+        whole = replace(taskset, data_selector=plain, task_selector=plain, **once)
+        for task in await read_all(whole):
             row = dict(task.raw_task or {})
             if config.mix:
                 source = taskset.name if taskset.name in config.mix else str(row.get("source"))

@@ -33,15 +33,7 @@ from aflow_tune.engines.trinity.readers import (
     open_experiences,
 )
 from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
-from aflow_tune.engines.trinity.training.run_state import (
-    changed_keys,
-    check_restart,
-    newest_sound,
-    refuse_chain,
-    rewind,
-    rewind_trinity,
-    trinity_step,
-)
+from aflow_tune.engines.trinity.training import run_state
 from aflow_tune.errors import (
     AflowTuneError,
     AlreadyFinished,
@@ -54,7 +46,7 @@ from aflow_tune.errors import (
 )
 from aflow_tune.evaluation.evaluating import Batch, LocalModels, TaskSets, read_tasks
 from aflow_tune.find_ray import check_address
-from aflow_tune.report.evaluation import FOLDER, Evaluation, load_evaluations
+from aflow_tune.report.evaluation import FOLDER, load_evaluations
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import read_metrics, rewind_metrics
 from aflow_tune.report.panel import Panel
@@ -89,17 +81,12 @@ async def until_stopped(work: Coroutine[Any, Any, T], stop: Stop, tell: Callable
 
 
 class Run:
-    """One run of one configuration.
-
-    `workflow_func` is None only where the mode calls none (`mode_rules.needs_workflow`).
-    """
+    """One run of one configuration. `workflow_func` is None only where the mode calls none."""
 
     def __init__(
         self, config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
     ) -> None:
-        self.config = config
-        self.workflow_func = workflow_func
-        self.judge_func = judge_func
+        self.config, self.workflow_func, self.judge_func = config, workflow_func, judge_func
         self.changes: list[Change] = []
         self.built_upon: str | None = None
         """The stage that began from this run's result, which therefore must stay as it is."""
@@ -122,36 +109,30 @@ class Run:
 
     def announce(self) -> None:
         """Print the engine and why, what is doubtful, and what was changed."""
-        print(f"engine: {self.engine[0]} ({self.engine[1]})", flush=True)
-        for warning in self.warnings:
-            print(f"warning: {warning}", flush=True)
-        print(render_changes(self.changes), flush=True)
+        warnings = [f"warning: {warning}" for warning in self.warnings]
+        told = [f"engine: {self.engine[0]} ({self.engine[1]})", *warnings]
+        print("\n".join([*told, render_changes(self.changes)]), flush=True)
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the run folder, and take it back to the checkpoint it will resume from.
-
-        Raises:
-            BadInput: the folder is in use, or holds a run of another configuration.
-            AlreadyFinished: the folder holds this very run, finished.
-        """
+        """Hold the run folder, and take it back to the checkpoint it will resume from. BadInput:
+        the folder is in use, or another configuration's. AlreadyFinished: this very run is."""
         with locked(self.run_dir):
-            refuse_chain(self.run_dir)
-            self.log_file = log_to(self.run_dir / "log")
+            run_state.refuse_chain(self.run_dir)
+            log_to(self.run_dir / "log")
             materialise_tasksets(self.config)
             fingerprint = fingerprint_of(self.config)
             self.target = self._target()
             self.config.trainer.total_steps = self.target or None
-            earlier = check_restart(self.run_dir, fingerprint, self.target)
+            earlier = run_state.check_restart(self.run_dir, fingerprint, self.target)
             if self.built_upon is not None:
-                raise BadInput.of(
-                    "A finished stage cannot go on once a later one began from its result.",
-                    str(self.run_dir),
-                    f"the target it was finished with: stage {self.built_upon!r} began from it",
-                    f"{self.target} steps",
-                    "set the steps back, or give the chain another `name=`",
-                )
-            find = newest_sound if self.config.engine == "local" else trinity_step
+                title = "A finished stage cannot go on once a later one began from its result."
+                where, fix = str(self.run_dir), "set the steps back, or give another `name=`"
+                expected = f"its old target: stage {self.built_upon!r} began from it"
+                raise BadInput.of(title, where, expected, f"{self.target} steps", fix)
+            find = (
+                run_state.newest_sound if self.config.engine == "local" else run_state.trinity_step
+            )
             self.start = find(self.run_dir)
             if earlier is not None:
                 self._rewind()
@@ -171,30 +152,26 @@ class Run:
 
     def _rewind(self) -> None:
         """Take the folder back to the checkpoint of `self.start`."""
-        rewind(self.run_dir, self.start, self.config.explorer.name)
+        run_state.rewind(self.run_dir, self.start, self.config.explorer.name)
         if self.config.engine == "trinity":
-            rewind_trinity(self.run_dir, self.start)
+            run_state.rewind_trinity(self.run_dir, self.start)
         rewind_metrics(self.run_dir, self.start)
         print(f"resuming {self.run_dir} from step {self.start} of {self.target}")
 
     def execute(self, stop: Stop) -> TuneResult:
-        """Run to the target on the chosen engine, and report.
-
-        Raises:
-            RunFailed: the target was not reached, or the last checkpoint does not load.
-            Interrupted: `stop` said so; the state is saved.
-            BudgetReached: a limit of the configuration was reached; the state is saved.
-        """
-        self.books = spend_of(self.config)
+        """Run to the target on the chosen engine, and report. RunFailed: the target was not
+        reached, or the last checkpoint does not load. Interrupted, BudgetReached: `stop` or a limit
+        said so; the state is saved."""
+        self.spend = spend_of(self.config)
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
 
         def spent() -> bool:
             late = deadline is not None and time.monotonic() > deadline
-            return late or self.books.reached() is not None
+            return late or self.spend.reached() is not None
 
         try:
-            self.books.start()
+            self.spend.start()
             self._inject()
             with (
                 use_recorded(self.config, self.run_dir),
@@ -219,22 +196,14 @@ class Run:
                 raise
             raise RunFailed(f"{reason}\n{self._left()}") from error
         self._write_end("finished")
-        return TuneResult(
-            run_dir=self.run_dir,
-            steps_done=reached,
-            metrics=last_metrics(self.run_dir),
-            checkpoints=tuple(checkpoints(self.run_dir)),
-            report=self._report(),
-        )
-
-    def _report(self) -> Path | None:
+        report = None
         try:
             report = write_report(self.run_dir, config=self.config.flatten(), changes=self.changes)
+            print(summary_text(self.run_dir, report))
         except OSError as error:  # a full disk does not unmake a run that is proven
             print(f"warning: the report could not be written: {error}", flush=True)
-            return None
-        print(summary_text(self.run_dir, report))
-        return report
+        saved = tuple(checkpoints(self.run_dir))
+        return TuneResult(self.run_dir, reached, last_metrics(self.run_dir), saved, report)
 
     def _engine(self, phase: Phase, stop: Stop) -> int:
         """Work until the target or `stop`; returns the step that was reached."""
@@ -258,14 +227,8 @@ class Run:
             give_engine_settings(config)
         if self.workflow_func is None:
             return
-        arguments = adapter_arguments(
-            config,
-            self.workflow_func,
-            self.judge_func,
-            self.books,
-            self.run_dir / "evaluations",
-            self.run_dir,
-        )
+        functions, folders = (self.workflow_func, self.judge_func), self.run_dir / FOLDER
+        arguments = adapter_arguments(config, *functions, self.spend, folders, self.run_dir)
         inputs = config.buffer.explorer_input
         for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:
             taskset.workflow_args.update(arguments)
@@ -273,8 +236,7 @@ class Run:
 
     def _rows(self) -> tuple[int, int, str]:
         """Rows to train on, rows a step, and the setting of the latter."""
-        tasksets = self.config.buffer.explorer_input.tasksets
-        rows = sum(len(get_buffer_reader(taskset)) for taskset in tasksets)
+        rows = sum(map(len, map(get_buffer_reader, self.config.buffer.explorer_input.tasksets)))
         return rows, self.config.buffer.batch_size, "buffer.batch_size"
 
     def _target(self) -> int:
@@ -285,13 +247,10 @@ class Run:
         rows, size, key = self._rows()
         steps = rows * buffer.total_epochs // size
         if steps < 1:
-            raise BadInput.of(
-                "This run would not train a single step.",
-                self.config.positions.where(key),
-                "at least one full batch in the data",
-                f"{size} rows a batch",
-                f"lower {key}, add rows, or raise buffer.total_epochs",
-            )
+            title, expected = "This run would not train a single step.", "at least one full batch"
+            fix = f"lower {key}, add rows, or raise buffer.total_epochs"
+            where, found = self.config.positions.where(key), f"{size} rows a batch"
+            raise BadInput.of(title, where, expected, found, fix)
         return min(steps, most or steps)
 
     def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
@@ -300,21 +259,17 @@ class Run:
             verify_checkpoint(saved[-1].path)
         if reached >= self.target and (saved or self.config.engine != "local"):
             return
+        at = f"at step {reached} of {self.target}"
         if stopped or spent:
-            last = saved[-1].step if saved else 0
-            raise self._ended_early(
-                stopped,
-                f" at step {reached} of {self.target}; the state of step {last} is saved "
-                f"in {self.run_dir}. The same command resumes from there.",
-            )
-        raise RunFailed(
-            f"the trainer ended at step {reached} of {self.target}. Logs: {self.run_dir / 'log'}"
-        )
+            rest = f"; the state of step {saved[-1].step if saved else 0} is saved in "
+            rest += f"{self.run_dir}. The same command resumes from there."
+            raise self._ended_early(stopped, f" {at}{rest}")
+        raise RunFailed(f"the trainer ended {at}. Logs: {self.run_dir / 'log'}")
 
     def _ended_early(self, stopped: bool, rest: str) -> Interrupted | BudgetReached:
         if stopped:
             return Interrupted(f"stopped{rest}")
-        return BudgetReached(f"{self.books.reached() or 'budget.wall_seconds reached'}{rest}")
+        return BudgetReached(f"{self.spend.reached() or 'budget.wall_seconds reached'}{rest}")
 
     def _left(self) -> str:
         """What the run folder holds, and what the same command would do with it."""
@@ -331,20 +286,16 @@ class Run:
         saved = checkpoints(self.run_dir)
         if error is not None and len(error) > MAX_ERROR:  # its first line says what, its last why
             error = f"{error[: MAX_ERROR // 2]}\n...\n{error[-MAX_ERROR // 2 :]}"
-        self.state.status = status
+        self.state.status, self.state.error, self.state.ended = status, error, time.time()
         self.state.step = saved[-1].step if saved else 0
-        self.state.error = error
-        self.state.ended = time.time()
         self.state.summary = summarise(self.run_dir, self.config.algorithm.repeat_times)
         try:
             write_state(self.run_dir, self.state)
         except OSError as problem:
+            told = f"how the run ended ({status}) could not be written: {problem}"
             if status == "finished":
-                raise RunFailed(
-                    f"the run reached its target, but that could not be written: {problem}. Make "
-                    "room; the same command then finishes it."
-                ) from problem
-            print(f"warning: how the run ended could not be written: {problem}", flush=True)
+                raise RunFailed(f"{told}. Make room; the same command then ends it.") from problem
+            print(f"warning: {told}", flush=True)
 
 
 class DataRun(Run):
@@ -358,13 +309,9 @@ class DataRun(Run):
             print(f"warning: {warning}", flush=True)
         rows, size, key = self._rows()
         if size > rows:
-            raise BadInput.of(
-                "This run would not train a single step.",
-                self.config.positions.where(key),
-                f"at most {rows}, the rows that can be learned from",
-                str(size),
-                f"{key}: {rows}",
-            )
+            title, where = "This run would not train a single step.", self.config.positions.where
+            expected = f"at most {rows}, the rows that can be learned from"
+            raise BadInput.of(title, where(key), expected, str(size), f"{key}: {rows}")
         return super()._target()
 
     def _rows(self) -> tuple[int, int, str]:
@@ -379,7 +326,8 @@ class DataRun(Run):
 
 
 class _Stepless(Run):
-    """A run without steps: there is none to reach, and nothing to take back."""
+    """A run without steps: there is none to reach, and nothing to take back. Whatever works raises
+    where its result is not whole."""
 
     def _target(self) -> int:
         return 0
@@ -387,8 +335,7 @@ class _Stepless(Run):
     def _rewind(self) -> None:
         print(f"resuming {self.run_dir}")
 
-    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
-        """Whatever works raises where its result is not whole."""
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None: ...
 
 
 class HarvestRun(_Stepless):
@@ -403,13 +350,10 @@ class HarvestRun(_Stepless):
         from aflow_tune.writer.workflow import WriterWorkflow
 
         if not isinstance(self.workflow_func, WriterWorkflow):
-            raise BadInput.of(
-                "Only written workflows are harvested.",
-                self.config.positions.where("writer.executor"),
-                "the writer as the workflow",
-                "another workflow function",
-                "writer: {executor: NAME}, and no `workflow`",
-            )
+            where = self.config.positions.where("writer.executor")
+            found = "another workflow function", "writer: {executor: NAME}, and no `workflow`"
+            title, expected = "Only written workflows are harvested.", "the writer as the workflow"
+            raise BadInput.of(title, where, expected, *found)
         run_harvest(self.config, self.run_dir, stop, phase, self.workflow_func)
         return 0
 
@@ -420,13 +364,11 @@ class ServeRun(_Stepless):
     _rewind = Run._rewind
 
 
-_MEASURED_BY: tuple[str, ...] = (
-    "buffer.explorer_input.eval_tasksets.",
-    "explorer.auxiliary_models.",
-    "graph.",
+_MEASURED_BY = (
+    *("buffer.explorer_input.eval_tasksets.", "explorer.auxiliary_models.", "graph.", "judge"),
+    *("model.", "operators.", "prompts.", "rewards.", "rollout.system_prompt", "seed", "workflow"),
+    "writer.",
 )
-_MEASURED_BY += ("judge", "model.", "operators.", "prompts.", "rewards.", "rollout.system_prompt")
-_MEASURED_BY += ("seed", "workflow", "writer.")
 """Settings that a guest has in common with the run whose folder it is: they decide scores."""
 
 
@@ -444,27 +386,23 @@ class BenchRun(_Stepless):
 
     guest = False
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._done: set[tuple[str, int]] = set()
-        """Task sets and steps that are evaluated to the last rollout."""
-
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """As `Run.claimed`, or as a guest in a training run's folder."""
+        self._done: set[tuple[str, int]] = set()
+        """Task sets and steps that are evaluated to the last rollout."""
         earlier = read_state(self.run_dir)
         if earlier is None or earlier.fingerprint.get("mode") == "bench":
             with super().claimed():
                 yield
             return
         with locked(self.run_dir):
-            refuse_chain(self.run_dir)
+            run_state.refuse_chain(self.run_dir)
             self.guest, self.target, self.state = True, 0, earlier
-            self.log_file = log_to(self.run_dir / "log")
+            log_to(self.run_dir / "log")
             materialise_tasksets(self.config)
-            changed = changed_keys(self.run_dir, earlier, fingerprint_of(self.config))
-            faults = [fault for fault in changed if fault.where.startswith(_MEASURED_BY)]
-            if faults:
+            changed = run_state.changed_keys(self.run_dir, earlier, fingerprint_of(self.config))
+            if faults := [fault for fault in changed if fault.where.startswith(_MEASURED_BY)]:
                 title = "This run folder's evaluations were made with other settings."
                 raise BadInput(title, faults)
             print(f"evaluating in the run folder {self.run_dir}")
@@ -474,13 +412,9 @@ class BenchRun(_Stepless):
         """Evaluate what has no record yet, and report. AlreadyFinished: a guest found everything
         evaluated."""
         if not self._weights():
-            raise BadInput.of(
-                "There is nothing to evaluate.",
-                "explorer",
-                "a checkpoint",
-                f"none in {self.run_dir}",
-                "train first, or remove explorer.bench_on_latest_checkpoint",
-            )
+            title, fix = "There is nothing to evaluate.", "explorer.bench_on_latest_checkpoint"
+            found = f"none in {self.run_dir}", f"train first, or remove {fix}"
+            raise BadInput.of(title, "explorer", "a checkpoint", *found)
         return super().execute(stop)
 
     def _weights(self) -> dict[int, Path | None]:
@@ -515,7 +449,7 @@ class BenchRun(_Stepless):
         config, made, folder = self.config, 0, self.run_dir / FOLDER
         assert self.workflow_func is not None
         functions = self.workflow_func, self.judge_func
-        arguments = adapter_arguments(config, *functions, self.books, folder)
+        arguments = adapter_arguments(config, *functions, self.spend, folder)
         for taskset in config.buffer.explorer_input.eval_tasksets:
             of_set, samples = {taskset.name: tasks[taskset.name]}, taskset.repeat_times
             batch = Batch(None, [], arguments, folder, step)
@@ -529,17 +463,26 @@ class BenchRun(_Stepless):
                 made += len(left)
             if not batch.rollouts_left(of_set, samples, again=False):
                 self._done.add((taskset.name, step))
-        if made:  # panel and report know by these metrics that the evaluation is whole
-            from aflow_tune.engines.trinity.inline import make_monitor
-
-            metrics: dict[str, float] = {}
-            for name, steps in load_evaluations(self.run_dir).items():
-                if step in steps:
-                    metrics |= _means(name, steps[step])
-            monitor = make_monitor(config, config.explorer.name)
-            monitor.log(metrics, step)
-            monitor.close()
+        if made:
+            self._log(step)
         return made
+
+    def _log(self, step: int) -> None:
+        """The metrics by which panel and report know that the evaluation of a step is whole."""
+        from aflow_tune.engines.trinity.inline import make_monitor
+
+        metrics: dict[str, float] = {}
+        for name, steps in load_evaluations(self.run_dir).items():
+            if (found := steps.get(step)) is not None:
+                means = {"score": found.interval()}
+                means |= {metric: found.metric_interval(metric) for metric in found.metric_names()}
+                metrics[f"eval/{name}/finished_task_count"] = float(found.items)
+                for metric, mean in means.items():
+                    if mean is not None:
+                        metrics[f"eval/{name}/{metric}/mean"] = mean.mean
+        monitor = make_monitor(self.config, self.config.explorer.name)
+        monitor.log(metrics, step)
+        monitor.close()
 
     def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
         """Every held-out task of every task set has its records, and not all of them failed."""
@@ -563,18 +506,6 @@ class BenchRun(_Stepless):
     def _write_end(self, status: str, error: str | None = None) -> None:
         if not self.guest:
             super()._write_end(status, error)
-
-
-def _means(name: str, evaluation: Evaluation) -> dict[str, float]:
-    metrics = {f"eval/{name}/finished_task_count": float(evaluation.items)}
-    score = evaluation.interval()
-    if score is not None:
-        metrics[f"eval/{name}/score/mean"] = score.mean
-    for metric in evaluation.metric_names():
-        found = evaluation.metric_interval(metric)
-        if found is not None:
-            metrics[f"eval/{name}/{metric}/mean"] = found.mean
-    return metrics
 
 
 MODES: Mapping[str, type[Run]] = {

@@ -6,11 +6,10 @@
       account.sqlite                 what all stages spent together
       <stage_name>/                  a run folder like any other (`run_state.py`)
 
-Every stage is a whole run (`run.MODES`). It begins with the model that the last training
-stage before it exported; auxiliary models keep their own paths, so a frozen executor stays
-frozen. All stages are checked before the first one starts. The same command goes on in whichever
-stage was under way and passes over the finished ones. On `engine: trinity` the order and the
-folders are those of Trinity's own stage loop, and so is the checkpoint that the next one takes.
+Every stage is a whole run (`run.MODES`). It begins with the model that the last training stage
+before it exported; auxiliary models keep their own paths. All stages are checked before the first
+one starts. The same command goes on in whichever stage was under way. On `engine: trinity` order,
+folders and the checkpoint that the next one takes are those of Trinity's own stage loop.
 """
 
 from __future__ import annotations
@@ -55,14 +54,9 @@ def run_chain(
     judge_func: Function | None,
     stop: Callable[[], bool],
 ) -> TuneResult:
-    """Run every stage that is not finished. The result is the last training stage's.
-
-    Raises:
-        BadInput: any stage was refused (then nothing was started), or the folder belongs to a
-            chain of other stages or settings.
-        AlreadyFinished: every stage is finished.
-        RunFailed, Interrupted, BudgetReached: as a single run's; the stage is named.
-    """
+    """Run every stage that is not finished; the result is the last training stage's. BadInput: any
+    stage was refused (then nothing was started), or the folder belongs to another chain; else it
+    raises as a single run, and names the stage."""
     folder = chain_folder(config)
     if not config.continue_from_checkpoint and folder.is_dir() and any(folder.iterdir()):
         config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
@@ -79,13 +73,11 @@ def run_chain(
     if faults:
         raise BadInput("These stages cannot run.", faults)
     with locked(chain_folder(config)):
-        return _Chain(config, (workflow_func, judge_func)).run(stop)
+        return _Chain(config, workflow_func, judge_func).run(stop)
 
 
 class _Chain:
-    def __init__(
-        self, config: AflowConfig, functions: tuple[Function | None, Function | None]
-    ) -> None:
+    def __init__(self, config: AflowConfig, *functions: Function | None) -> None:
         self.config, self.functions = config, functions
         self.folder, self.started = chain_folder(config), time.monotonic()
         self.parts, _ = parts_of(config)
@@ -114,10 +106,8 @@ class _Chain:
                 result = found
             gc.collect()
         if done == len(self.parts):
-            raise AlreadyFinished(
-                f"All {done} stages in {self.folder} are finished. Nothing was started. For a new "
-                "run give another `name=`."
-            )
+            told = f"All {done} stages in {self.folder} are finished. Nothing was started."
+            raise AlreadyFinished(f"{told} For a new run give another `name=`.")
         report = self._report()
         if report is not None:
             print(chain_summary(self.folder, report), flush=True)
@@ -132,7 +122,8 @@ class _Chain:
         limit = part.budget.wall_seconds
         if limit is not None:
             part.budget.wall_seconds = max(0.0, limit - (time.monotonic() - self.started))
-        run = make_run(part, *self.functions)
+        workflow, judge = self.functions
+        run = make_run(part, workflow, judge)
         run.prepare()
         if not over:
             run.announce()
@@ -148,8 +139,7 @@ class _Chain:
     @contextlib.contextmanager
     def _watched(self, number: int, part: AflowConfig) -> Iterator[None]:
         """Keep what became of a stage, and name it in what it raises."""
-        state, began = self.states[number], time.monotonic()
-        status = "failed"
+        state, began, status = self.states[number], time.monotonic(), "failed"
         try:
             yield
             status = "finished"
@@ -190,13 +180,9 @@ class _Chain:
         """What is known of the stages. BadInput: the folder is that of a single run, or of a chain
         whose started stages are not the first ones here."""
         if (self.folder / RUN_FILE).exists():
-            raise BadInput.of(
-                "This folder belongs to a configuration without `stages`.",
-                str(self.folder),
-                "the folder of a chain, or a new one",
-                "a single run",
-                "give the chain another `name=`",
-            )
+            title, fix = "This folder holds a run without `stages`.", "give another `name=`"
+            expected = "the folder of a chain, or a new one"
+            raise BadInput.of(title, str(self.folder), expected, "a single run", fix)
         path, names = self.folder / CHAIN_FILE, [name for name, _ in self.parts]
         known: dict[str, StageState] = {}
         if path.exists():
@@ -204,13 +190,11 @@ class _Chain:
                 known[entry["name"]] = StageState(**entry)
         started = [name for name in known if (self.folder / name / RUN_FILE).exists()]
         if started != names[: len(started)]:
-            raise BadInput.of(
-                "This folder belongs to a chain of other stages.",
-                self.config.positions.where("stages"),
-                f"the stages that were started, in this order: {', '.join(started)}",
-                ", ".join(names),
-                "name them as before, or give the chain another `name=`",
-            )
+            title, where = "This folder belongs to a chain of other stages.", "stages"
+            expected = f"the stages that were started, in this order: {', '.join(started)}"
+            fix = "name them as before, or give the chain another `name=`"
+            where = self.config.positions.where(where)
+            raise BadInput.of(title, where, expected, ", ".join(names), fix)
         return [
             replace(known.get(name, StageState(name, part.mode)), mode=part.mode)
             for name, part in self.parts
@@ -219,11 +203,8 @@ class _Chain:
     def _write_states(self, *, must: bool) -> None:
         """Write `chain.json`; unless it `must`, a full disk costs a warning, so that why the stage
         failed is told."""
-        content = {
-            "stages": [asdict(state) for state in self.states],
-            "command": self.config.command,
-            "host": socket.gethostname(),
-        }
+        stages = [asdict(state) for state in self.states]
+        content = {"stages": stages, "command": self.config.command, "host": socket.gethostname()}
         try:
             write_json(self.folder / CHAIN_FILE, content)
         except OSError as problem:
@@ -244,8 +225,6 @@ def trained_model(config: AflowConfig, folder: Path) -> str:
         return str(path)
     merged = folder / "export" / "merged"
     if not (merged / "config.json").is_file():
-        raise RunFailed(
-            f"stage {folder.name!r} is finished, but its model is gone: {merged}. Put it back, or "
-            "give the chain another `name=`."
-        )
+        gone = f"stage {folder.name!r} is finished, but its model is gone: {merged}"
+        raise RunFailed(f"{gone}. Put it back, or give the chain another `name=`.")
     return str(merged)

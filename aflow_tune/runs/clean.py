@@ -1,30 +1,28 @@
 """Which checkpoints stay of those that a run has saved, and taking the others away.
 
 `trainer.max_checkpoints_to_keep` counts the newest (0: all stay), `checkpoints.keep_best` the best
-by held-out score on top of them. A checkpoint whose evaluation is still to come waits for it: with
-Ray the trainer is a step ahead of the evaluation.
+by held-out score on top of them. With Ray the trainer is a step ahead of the evaluation, so a
+checkpoint whose evaluation is still to come waits for it.
 
-`aflow-tune runs clean` keeps what a resume, a longer run and `export --checkpoint best|last` need,
-and `export/`, records, metrics, logs. What a kill left half-written and what was set aside as
-damaged goes. The hashes of what stays are checked first: where one is damaged, a resume would go
-back to an earlier one, so all stay.
-
-Never touched: a run that is going on here or may go on elsewhere, links, folders without a state
-file of ours, and checkpoints that are not in our form, such as those of `engine: trinity`.
+`aflow-tune runs clean` keeps what a resume, a longer run and `export --checkpoint best|last` need.
+What a kill left half-written and what was set aside as damaged goes. Where a checkpoint that would
+stay is damaged, all stay: a resume would go back to an earlier one. Never touched: a run that is
+going on here or may go on elsewhere, links, folders without a state file of ours, and checkpoints
+that are not in our form, such as those of `engine: trinity`.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from aflow_tune.engines.local.checkpoint import MANIFEST, CheckpointError, verify_checkpoint
 from aflow_tune.errors import BadInput
-from aflow_tune.report.evaluation import Scores, ranked, scores_of
+from aflow_tune.report.evaluation import ranked, scores_of
 from aflow_tune.report.metrics import read_metrics
 from aflow_tune.report.quantities import finished_evaluations
 from aflow_tune.runs.folder import (
@@ -70,12 +68,8 @@ class Plan:
 
 
 def plan(run: Path, *, keep_last: int = 1, keep_best: int = 1) -> list[Plan]:
-    """What would go of a run, or of each stage of a chain.
-
-    Args:
-        keep_last: newest checkpoints that stay, at least 1.
-        keep_best: best ones by held-out score that stay.
-    """
+    """What would go of a run, or of each stage of a chain, where so many of the newest (at least 1)
+    and of the best by held-out score stay."""
     state = describe(run)
     if state.state in (State.RUNNING, State.ELSEWHERE, State.UNREADABLE):
         why = {State.RUNNING: "it is going on", State.UNREADABLE: "its state cannot be read"}
@@ -88,11 +82,8 @@ def plan(run: Path, *, keep_last: int = 1, keep_best: int = 1) -> list[Plan]:
 
 
 def carry_out(plans: Sequence[Plan]) -> tuple[list[Doomed], list[str]]:
-    """Take away what the plans name; returns what went, and why something did not.
-
-    Each run is held while that happens, and looked at again: what is needed by now stays, and so
-    does all of a run that has begun meanwhile.
-    """
+    """Take away what the plans name; returns what went, and why something did not. Each run is held
+    and looked at again: what is needed by now stays, and all of a run that has begun meanwhile."""
     gone: list[Doomed] = []
     problems: list[str] = []
     for item in plans:
@@ -111,8 +102,7 @@ def carry_out(plans: Sequence[Plan]) -> tuple[list[Doomed], list[str]]:
                         remove(doomed.path)
                         gone.append(doomed)
         except (BadInput, OSError) as error:
-            text = error.title if isinstance(error, BadInput) else str(error)
-            problems.append(f"{item.run}: {text}")
+            problems.append(f"{item.run}: {getattr(error, 'title', error)}")
     return gone, problems
 
 
@@ -124,9 +114,14 @@ def _plan(run: Path, keep_last: int, keep_best: int) -> Plan:
     }
     staying = kept_in_run(run, list(saved), keep_last=max(1, keep_last), keep_best=keep_best)
     doomed = []
+
+    def doom(path: Path, why: str) -> None:
+        size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+        doomed.append(Doomed(path, why, size))
+
     for step, path in saved.items():
         if step not in staying:
-            doomed.append(Doomed(path, "neither newest nor best", _size(path)))
+            doom(path, "neither newest nor best")
             continue
         try:
             verify_checkpoint(path)
@@ -141,43 +136,11 @@ def _plan(run: Path, keep_last: int, keep_best: int) -> Plan:
             left = _LEFT_OVER.fullmatch(path.name)
             # What was moved out of the way is the only copy until the new one has its place.
             if left and (left[2] != "old" or (folder / left[1]).exists()):
-                doomed.append(Doomed(path, "left half-written by a kill", _size(path)))
+                doom(path, "left half-written by a kill")
             elif _DAMAGED.fullmatch(path.name):
-                doomed.append(Doomed(path, "set aside as damaged", _size(path)))
+                doom(path, "set aside as damaged")
     reasons = tuple(sorted(staying.items()))
     return Plan(run, tuple(doomed), reasons, keep_last=keep_last, keep_best=keep_best)
-
-
-def _size(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def kept(
-    steps: Sequence[int],
-    scores: Scores,
-    *,
-    keep_last: int,
-    keep_best: int,
-    awaiting: Collection[int] = (),
-) -> dict[int, str]:
-    """The steps whose checkpoints stay, each with the reason.
-
-    Args:
-        scores: of the run's whole evaluations so far.
-        keep_last: how many of the newest; 0: all.
-        keep_best: how many of the best by held-out score, which may be among the newest.
-        awaiting: steps whose evaluation is still to come; they stay if any best one does.
-    """
-    if keep_last <= 0:
-        return dict.fromkeys(steps, "all are kept")
-    reasons = dict.fromkeys(sorted(steps)[-keep_last:], "newest")
-    if keep_best > 0:
-        for step, _ in ranked(scores, steps)[:keep_best]:
-            reasons[step] = f"{reasons[step]}, best" if step in reasons else "best"
-        for step in steps:
-            if step in awaiting:
-                reasons.setdefault(step, "waits for its evaluation")
-    return reasons
 
 
 def kept_in_run(
@@ -188,23 +151,29 @@ def kept_in_run(
     keep_best: int,
     eval_interval: int | None = None,
 ) -> dict[int, str]:
-    """`kept`, by the records of a run folder. Records that cannot be read say nothing about what is
-    best: then all stay.
+    """The steps whose checkpoints stay, with the reason. Where records cannot be read all stay.
 
     Args:
+        keep_last: how many of the newest; 0: all.
+        keep_best: how many of the best by held-out score, which may be among the newest.
         eval_interval: of a run that goes on and evaluates every so many steps, some time after
-            their weights were saved. None: nothing more is evaluated.
+            their weights were saved; those stay if any best one does. None: nothing is to come.
     """
-    if keep_last <= 0 or keep_best <= 0:
-        return kept(steps, {}, keep_last=keep_last, keep_best=0)
+    if keep_last <= 0:
+        return dict.fromkeys(steps, "all are kept")
+    reasons = dict.fromkeys(sorted(steps)[-keep_last:], "newest")
+    if keep_best <= 0:
+        return reasons
     try:
         scores = scores_of(run_dir)
         lines = read_metrics(run_dir) if eval_interval else []
     except (OSError, ValueError):
         return dict.fromkeys(steps, "its evaluations cannot be read")
-    awaiting: set[int] = set()
-    if eval_interval:
-        # Evaluations come in the order of their steps: what they passed over has none to come.
-        last = max((line.step for line in lines if finished_evaluations(line.metrics)), default=-1)
-        awaiting = {step for step in steps if step > last and step % eval_interval == 0}
-    return kept(steps, scores, keep_last=keep_last, keep_best=keep_best, awaiting=awaiting)
+    for step, _ in ranked(scores, steps)[:keep_best]:
+        reasons[step] = f"{reasons[step]}, best" if step in reasons else "best"
+    # Evaluations come in the order of their steps: what they passed over has none to come.
+    last = max((line.step for line in lines if finished_evaluations(line.metrics)), default=-1)
+    for step in steps:
+        if eval_interval and step > last and step % eval_interval == 0:
+            reasons.setdefault(step, "waits for its evaluation")
+    return reasons

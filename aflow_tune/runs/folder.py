@@ -62,44 +62,21 @@ class RunState:
     """What its records came to when the last command ended; `listing.py` knows the form."""
 
 
-_KINDS: dict[Any, tuple[str, ...]] = {
-    str: ("status", "host"),
-    int: ("step", "target"),
-    int | float: ("started", "ended"),
-    dict: ("fingerprint", "summary"),
-    str | None: ("error",),
-    dict | None: ("command",),
-}
-"""Of what is read: lists and commands rely on it."""
-
-
 def read_state(run_dir: Path) -> RunState | None:
-    """The state of the run in `run_dir`; None where no run was started.
-
-    Raises:
-        BadInput: the file is no state of a run.
-    """
+    """The state of the run in `run_dir`; None where no run was started. BadInput: the file is no
+    state of a run."""
     path = run_dir / RUN_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         # A newer version may have written more.
         known = RunState.__dataclass_fields__.keys()
-        state = RunState(**{name: value for name, value in content.items() if name in known})
-        for kind, names in _KINDS.items():
-            for name in names:
-                if not isinstance(getattr(state, name), kind):
-                    raise TypeError(f"{name}: {getattr(state, name)!r:.80}")
-        return state
+        return RunState(**{name: value for name, value in content.items() if name in known})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise BadInput.of(
-            "The state of this run cannot be read.",
-            str(path),
-            "the state of a run, in JSON",
-            str(error),
-            "start again under another `name=`; checkpoints can still be named one by one",
-        ) from None
+        title, expected = "The state of this run cannot be read.", "the state of a run, in JSON"
+        fix = "start again under another `name=`; checkpoints can still be named one by one"
+        raise BadInput.of(title, str(path), expected, str(error), fix) from None
 
 
 def write_state(run_dir: Path, state: RunState) -> None:
@@ -111,64 +88,40 @@ def new_state(
     target: int, step: int, fingerprint: dict[str, Any], command: Mapping[str, Any] | None
 ) -> RunState:
     """The state of a run that begins, or goes on, here and now."""
-    return RunState(
-        "running",
-        step,
-        target,
-        fingerprint,
-        command=None if command is None else dict(command),
-        host=socket.gethostname(),
-        started=time.time(),
-    )
+    state = RunState("running", step, target, fingerprint, started=time.time())
+    state.command, state.host = None if command is None else dict(command), socket.gethostname()
+    return state
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:
     """The stages that a chain's folder tells of, in their order; empty for any other folder.
-
-    Raises:
-        BadInput: the file is no list of stages.
-    """
+    BadInput: the file is no list of stages."""
     path = folder / CHAIN_FILE
     try:
-        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
-        for stage in stages:
-            name = stage["name"] = str(stage["name"])
-            if Path(name).name != name:
-                raise ValueError(f"a stage called {name!r}")
-        return list(stages)
+        stages = list(json.loads(path.read_text(encoding="utf-8"))["stages"])
+        if wrong := [stage for stage in stages if Path(stage["name"]).name != stage["name"]]:
+            raise ValueError(f"a stage that is no plain name: {wrong[0]['name']!r}")
+        return stages
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError) as error:
-        raise BadInput.of(
-            "This chain cannot be read.",
-            str(path),
-            "the stages of a chain",
-            str(error),
-            "name the folder of a stage",
-        ) from None
+        title, fix = "This chain cannot be read.", "name the folder of a stage"
+        raise BadInput.of(title, str(path), "the stages of a chain", str(error), fix) from None
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder for this process.
-
-    Raises:
-        BadInput: another command is running in the same folder, or it may not be written to.
-        OSError: the disk is full, read-only or broken.
-    """
+    """Hold the run folder for this process. BadInput: another command holds it, or it may not be
+    written to. OSError: the disk is full, read-only or broken."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / LOCK_FILE).open("a+")
     except OSError as error:
         if disk_fault(error) is not None:
             raise
-        raise BadInput.of(
-            "This run folder cannot be written to.",
-            str(run_dir),
-            "a folder that you may write to",
-            str(error),
-            "change its owner or mode, or choose another `checkpoint_root_dir` or `name=`",
-        ) from None
+        title, expected = "This run folder cannot be written to.", "one that you may write to"
+        fix = "change its owner or mode, or choose another `checkpoint_root_dir` or `name=`"
+        raise BadInput.of(title, str(run_dir), expected, str(error), fix) from None
     with lock as file:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
@@ -177,13 +130,10 @@ def locked(run_dir: Path) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    raise BadInput.of(
-                        "Another command is using this run folder.",
-                        str(run_dir),
-                        "a run folder that nobody else is writing to",
-                        "a lock held by a running command",
-                        "wait for it, stop it, or choose another `name=`",
-                    ) from None
+                    title, fix = "Another command is using this run folder.", "another `name=`"
+                    told = "a folder that nobody is writing to", "a lock of a running command"
+                    fix = f"wait for it, stop it, or choose {fix}"
+                    raise BadInput.of(title, str(run_dir), *told, fix) from None
                 time.sleep(0.05)
         yield
 
@@ -211,14 +161,11 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lives."""
     return run_dir / f"{STEP_PREFIX}{step}"
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Take a checkpoint away at once, so that nobody meets half of it, then free its bytes.
-
-    Raises OSError: it could not be taken away."""
+    """Take a checkpoint away at once, so that nobody meets half of it, then free its bytes."""
     doomed = path.with_name(f".{path.name}.removed-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -2,10 +2,7 @@
 
 Everything is read from small files: `run.json`, `chain.json`, the end of `metrics.jsonl`; records
 of evaluations only where the run has not summed them up itself when it ended (`summarise`).
-Nothing is written, and nothing waits for a lock.
-
-A folder without a state file of ours is not a run, whatever its name. Whether a run is going on
-is decided by its lock alone: a process that was killed holds none, whatever `run.json` says.
+Whether a run is going on is decided by its lock alone: a process that was killed holds none.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -107,13 +104,8 @@ class RunInfo:
 
 def find_runs(roots: Iterable[Path]) -> Iterator[Path]:
     """The run folders and chains at or below `roots`, each once, in the order of their names."""
-    seen: set[Path] = set()
-    for root in roots:
-        for path in _below(root, MOST_DEPTH):
-            real = path.resolve()
-            if real not in seen:
-                seen.add(real)
-                yield path
+    found = {path.resolve(): path for root in roots for path in _below(root, MOST_DEPTH)}
+    yield from found.values()
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
@@ -146,14 +138,9 @@ def describe(path: Path) -> RunInfo:
 
 
 def summarise(run_dir: Path, repeat_times: int | None) -> dict[str, Any]:
-    """What is kept in `run.json` so that a list need not read all records again.
-
-    `scores` by step and task set, `of` what they were read from, `usd` and `about` as in
-    `RunInfo`. Empty where the records cannot be read.
-
-    Args:
-        repeat_times: `algorithm.repeat_times`: rollouts of each task in a training step.
-    """
+    """What is kept in `run.json` so that a list need not read all records again: `scores` by step
+    and task set, `of` what they were read from, `usd` and `about` as in `RunInfo`. Empty where the
+    records cannot be read. `repeat_times`: rollouts of each task in a training step."""
     try:
         usd, about = _cost(run_dir, repeat_times)
         scores = {str(step): of for step, of in scores_of(run_dir).items()}
@@ -163,17 +150,16 @@ def summarise(run_dir: Path, repeat_times: int | None) -> dict[str, Any]:
 
 
 def _run(path: Path, state: RunState) -> RunInfo:
-    known, error, summary, saved = State.RUNNING, None, state.summary, checkpoints(path)
+    known, summary, saved = State.RUNNING, state.summary, checkpoints(path)
     if not is_locked(path):
         known = STATES.get(state.status, State.UNREADABLE)
-        if known is State.RUNNING:
-            known = _unlocked(state.host)
-    if known in (State.FAILED, State.INTERRUPTED):
-        error = state.error
-    elif known is State.KILLED:
-        error = "its process is gone, and had no time to say why"
-    elif known is State.ELSEWHERE:
-        error = f"started on {state.host}: going on there, or killed"
+        known = _unlocked(state.host) if known is State.RUNNING else known
+    errors = {
+        State.FAILED: state.error,
+        State.INTERRUPTED: state.error,
+        State.KILLED: "its process is gone, and had no time to say why",
+        State.ELSEWHERE: f"started on {state.host}: going on there, or killed",
+    }
     ended = known in (State.FINISHED, State.FAILED, State.INTERRUPTED)
     if not ended or summary.get("of") != _signature(path):
         summary = summarise(path, state.fingerprint.get("algorithm.repeat_times"))
@@ -194,7 +180,7 @@ def _run(path: Path, state: RunState) -> RunInfo:
         about=bool(summary.get("about")),
         started=state.started,
         changed=max(changed, state.started),
-        error=error,
+        error=errors.get(known),
         command=state.command,
         host=state.host,
     )
@@ -225,15 +211,14 @@ def _chain(path: Path) -> RunInfo:
     if usd is None and costs:
         usd, about = sum(costs), True
     error = None if now.state is State.FINISHED else now.error
-    return RunInfo(
-        path,
-        known,
+    best = trained[-1] if trained else RunInfo(path, known)
+    return replace(
+        now,  # with its step, target and checkpoint
+        path=path,
+        state=known,
         mode=f"{len(stages)} stages",
-        step=now.step,
-        target=now.target,
-        saved=now.saved,
-        best=trained[-1].best if trained else None,
-        score=trained[-1].score if trained else "reward",
+        best=best.best,
+        score=best.score,
         usd=usd,
         about=about,
         started=min((stage.started for stage in stages if stage.started), default=0.0),
@@ -266,12 +251,9 @@ def _last_step(run_dir: Path) -> tuple[int, float]:
 
 
 def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
-    """US dollars, and whether that is an approximation.
-
-    The account knows them exactly; it is kept where the run has a limit. Else the metrics of its
-    training steps say it: mean cost of a rollout by role x tasks x `repeat_times`. Evaluations are
-    not in that, and a failed rollout counts as the mean of the others.
-    """
+    """US dollars, and whether that is an approximation. The account, kept where a run has
+    a limit, knows them exactly. Else the metrics of its training steps say it, without evaluations:
+    mean cost of a rollout by role x tasks x `repeat_times`."""
     account = run_dir / ACCOUNT_FILE
     with contextlib.suppress(sqlite3.Error):  # there is none, or it cannot be read now
         uri = f"{account.absolute().as_uri()}?mode=ro"
@@ -289,21 +271,16 @@ def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
     total = 0.0
     for metrics in lines.values():
         rollouts = metrics.get("rollout/finished_task_count", 0.0) * (repeat_times or 1)
-        means = [
-            value
-            for name, value in metrics.items()
-            if name.startswith("rollout/cost/") and name.endswith("/mean")
-        ]
-        total += rollouts * sum(means)
+        costs = [name for name in metrics if re.fullmatch("rollout/cost/.*/mean", name)]
+        total += rollouts * sum(metrics[name] for name in costs)
     return (total, True) if lines else (None, False)
 
 
 def _score_name(run_dir: Path) -> str:
     """`report.score` of the run's configuration, by a glance at its file."""
-    try:
+    text = ""
+    with contextlib.suppress(OSError):
         text = (run_dir / "resolved.yaml").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "reward"
     found = re.search(r"^report:\n(?: .*\n)*?  score: *['\"]?([^'\"\n]+)", text, re.MULTILINE)
     return found[1].strip() if found else "reward"
 

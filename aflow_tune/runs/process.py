@@ -1,8 +1,5 @@
-"""One run as a process of its own: `aflow-tune CONFIG ...`, stopped in order or left to finish.
-
-It has a session of its own, so that Ctrl-C on the terminal reaches only whoever started it, who
-decides. When that one is killed, Linux asks the run to save and stop (`_launch.py`).
-"""
+"""One run as a process of its own, in a session of its own: Ctrl-C reaches only whoever started it.
+When that one is killed, Linux asks the run to save and stop (`_launch.py`)."""
 
 from __future__ import annotations
 
@@ -23,16 +20,9 @@ def own_program() -> list[str]:
 
 
 class RunProcess:
-    """A command that was started. Must be made in a thread that lives as long as the command.
-
-    Args:
-        command: program and arguments; the program by its full path.
-        output: the file that what it prints is appended to; its folder is made.
-        environment: of the command; None: that of this process.
-
-    Raises:
-        OSError: it could not be started.
-    """
+    """A command that was started, the program by its full path; what it prints is appended to
+    `output`. Must be made in a thread that lives as long as the command. OSError: it could not be
+    started."""
 
     def __init__(
         self,

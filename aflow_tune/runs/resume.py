@@ -31,16 +31,9 @@ class Command:
 
 
 def command_of(folder: Path, overrides: Sequence[str] = ()) -> Command:
-    """What began the run in `folder`; a stage's folder stands for its chain.
-
-    Args:
-        overrides: settings that are to be added. Those that hold secrets were not written down
-            and must be among them.
-
-    Raises:
-        BadInput: there is no run, no command began it, its files are not there any more, or a
-            secret is missing.
-    """
+    """What began the run in `folder`; a stage's folder stands for its chain. Settings that hold
+    secrets were not written down and must be among the `overrides`. BadInput: there is no run, no
+    command began it, its files are gone, or a secret is missing."""
     path = folder.expanduser().resolve()
     if (path.parent / CHAIN_FILE).is_file():
         path = path.parent
@@ -49,13 +42,9 @@ def command_of(folder: Path, overrides: Sequence[str] = ()) -> Command:
         config, cwd = Path(told["config"]), Path(told["cwd"])
         began, inline = tuple(told["overrides"]), told["inline"]
     except (KeyError, TypeError):
-        raise BadInput.of(
-            _TITLE,
-            str(path),
-            "the command that the run was started with",
-            "none: it was started by tune() in Python, or by an older version",
-            "call tune() again, or type the same `aflow-tune CONFIG ...` again",
-        ) from None
+        expected, found = "the command that the run was started with", "none, such as after tune()"
+        fix = "call tune() again, or type the same `aflow-tune CONFIG ...` again"
+        raise BadInput.of(_TITLE, str(path), expected, found, fix) from None
     fix = "put it back, or run `aflow-tune CONFIG` with the settings of its resolved.yaml"
     faults = [
         Fault(str(place), "what the run was started with", "it is gone", fix)
@@ -81,11 +70,7 @@ def _told(path: Path) -> Any:
         return json.loads((path / CHAIN_FILE).read_text(encoding="utf-8"))["command"]
     state = read_state(path)
     if state is None:
-        raise BadInput.of(
-            "There is no run to resume.",
-            str(path),
-            "a run folder",
-            "a folder without run.json" if path.is_dir() else "no such folder",
-            "aflow-tune runs shows what there is",
-        )
+        found = "a folder without run.json" if path.is_dir() else "no such folder"
+        title, fix = "There is no run to resume.", "aflow-tune runs shows what there is"
+        raise BadInput.of(title, str(path), "a run folder", found, fix)
     return state.command

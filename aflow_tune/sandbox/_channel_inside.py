@@ -23,12 +23,8 @@ _received = bytearray()
 
 
 def send(message: Any) -> None:
-    """Send a JSON value other than null; waits while the parent does not read.
-
-    Raises:
-        TypeError, ValueError: it is not one.
-        OSError: the parent has closed the channel.
-    """
+    """Send a JSON value other than null; waits while the parent does not read. TypeError,
+    ValueError: it is not one. OSError: the parent has closed the channel."""
     if message is None:
         raise ValueError("None is no message: it means that there will be none")
     line = memoryview(json.dumps(message).encode() + b"\n")

@@ -43,14 +43,13 @@ def confine(rules: list[tuple[str, str]], filter_program: bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
 
-    def call(*arguments: object) -> int:
-        result = libc.syscall(*arguments)
+    def call(*arguments: object, function: object = libc.syscall) -> int:
+        result = function(*arguments)  # type: ignore[operator]
         if result < 0:
             raise OSError(ctypes.get_errno(), f"system call {arguments[0]}")
         return int(result)
 
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS")
+    call(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0, function=libc.prctl)
     offered = version()
     handled = ALL_FILE_RIGHTS | (IOCTL_DEV if offered >= 5 else 0)
     attributes = struct.pack(
@@ -78,5 +77,5 @@ def confine(rules: list[tuple[str, str]], filter_program: bytes) -> None:
 
     text = ctypes.create_string_buffer(filter_program, len(filter_program))
     program = Program(len(filter_program) // 8, ctypes.cast(text, ctypes.c_void_p))
-    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "PR_SET_SECCOMP")
+    mode = SECCOMP_MODE_FILTER
+    call(PR_SET_SECCOMP, mode, ctypes.byref(program), 0, 0, function=libc.prctl)

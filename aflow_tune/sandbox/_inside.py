@@ -4,10 +4,8 @@ This file is never imported there: its compiled code is sent over the control so
 interpreter that was started with nothing but a line to receive it (`process.py`), so it uses
 built-in modules only. Behind bubblewrap the supervisor is process 1 of its own process namespace;
 else it adopts the orphans of the tree. It watches time, memory, processes and disk, and says how
-the program ended. It is confined as well, and the parent keeps every limit that it can see.
-
-A module of ours may come with the setup (`preload`), to be loaded before there is a program: what
-it imports takes longer than many a program runs. The program finds it as `aflow_preloaded`.
+the program ended; the parent keeps every limit that it can see. A module of ours (`preload`) may be
+loaded before there is a program, which finds it as `aflow_preloaded`.
 
 The conversation: setup, `ready`, job, `started` or `refused ...`, `ended ...`. Setup and job come
 as marshal with a length before it; what goes back are lines of ASCII.
@@ -58,7 +56,15 @@ def main(control: _socket.socket, channel: int) -> None:
             exec(setup["confine"], scope)
             setup["confine"] = scope["confine"]
         if setup["preload"] is not None:
-            load_ahead(setup)
+            if setup["backend"] != "unsafe_subprocess":
+                # No socket can be made in a sandbox, and without it `asyncio` is a quarter smaller.
+                sys.modules["ssl"] = None  # type: ignore[assignment]
+            load("aflow_channel", setup["channel"])
+            load("aflow_preloaded", setup["preload"])
+            if sys.modules.get("ssl", sys) is None:
+                del sys.modules["ssl"]
+            # The program's collector is to leave alone what its process shares with this one.
+            gc.freeze()
         control.sendall(b"ready\n")
         job = receive(control)
         if job is not None:
@@ -94,19 +100,6 @@ def main(control: _socket.socket, channel: int) -> None:
     run(job)
 
 
-def load_ahead(setup: dict[str, Any]) -> None:
-    """Load the channel's module, and the one that was asked for."""
-    if setup["backend"] != "unsafe_subprocess":
-        # No socket can be made in a sandbox, and without it `asyncio` is a quarter smaller.
-        sys.modules["ssl"] = None  # type: ignore[assignment]
-    load("aflow_channel", setup["channel"])
-    load("aflow_preloaded", setup["preload"])
-    if sys.modules.get("ssl", sys) is None:
-        del sys.modules["ssl"]
-    # The program's collector is to leave alone what its process shares with this one.
-    gc.freeze()
-
-
 def load(name: str, code: CodeType) -> None:
     """Make a module of this code."""
     module = sys.modules[name] = type(sys)(name)
@@ -126,7 +119,8 @@ def supervise(control: _socket.socket, watch: Watch, told: int, wake: int, stdin
     if not watch.private:
         kill_descendants()
     elif reason:
-        kill(-1)
+        with Ignored():
+            os.kill(-1, _signal.SIGKILL)
     code = "none" if watch.status is None else os.waitstatus_to_exitcode(watch.status)
     hits = ",".join(sorted(watch.hits)) or "none"
     control.sendall(f"ended {code} {reason or 'itself'} {hits}\n".encode())
@@ -201,8 +195,7 @@ def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
 
 
 class Packages:
-    """Finds the packages that a program may import, and no others: their folders cannot be
-    listed."""
+    """Finds the packages that a program may import: their folders cannot be listed."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
@@ -265,10 +258,9 @@ def run(job: dict[str, Any]) -> None:
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
     builtins.help = _sitebuiltins._Helper()
-    kind = type(sys)
     if job["channel"] and "aflow_channel" not in sys.modules:
         load("aflow_channel", job["channel"])
-    program = kind("__main__")
+    program = type(sys)("__main__")
     program.__dict__.update(__file__=path, __builtins__=builtins)
     sys.modules["__main__"] = program
     sys.argv[:] = [path]
@@ -308,10 +300,8 @@ class Watch:
 
     def __init__(self, setup: dict[str, Any], job: dict[str, Any], child: int) -> None:
         self.private = setup["backend"] == "bubblewrap"
-        self.folder = setup["folder"]
-        self.limits = job["limits"]
+        self.folder, self.limits, self.child = setup["folder"], job["limits"], child
         self.stdin = memoryview(job["stdin"])
-        self.child = child
         self.status: int | None = None
         self.hits: set[str] = set()
         self.page = os.sysconf("SC_PAGE_SIZE")
@@ -326,8 +316,7 @@ class Watch:
         else:
             os.close(stdin)
         end = time.monotonic() + self.limits["seconds"]
-        ticks = 0
-        next_look = 0.0
+        ticks, next_look = 0, 0.0
         while True:
             wait = min(POLL_SECONDS, max(0.0, end - time.monotonic()))
             for descriptor, _ in poller.poll(wait * 1000 + 1):
@@ -337,7 +326,9 @@ class Watch:
                     self._feed(poller, stdin)
                 else:
                     return "parent"
-            self._reap()
+            with Ignored():  # no child is left
+                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    self.status = ended[1] if ended[0] == self.child else self.status
             if self.status is not None:
                 self._look_at_disk()
                 return ""
@@ -365,12 +356,6 @@ class Watch:
         if not self.stdin:
             poller.unregister(stdin)
             os.close(stdin)
-
-    def _reap(self) -> None:
-        with Ignored():  # no child is left
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == self.child:
-                    self.status = ended[1]
 
     def _pids(self) -> list[int]:
         if self.private:
@@ -413,15 +398,9 @@ class Watch:
 
 
 def read(path: str) -> bytes:
-    """A file of /proc, which gives no more than a page at a time."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        text = b""
-        while piece := os.read(descriptor, 65536):
-            text += piece
-        return text
-    finally:
-        os.close(descriptor)
+    """A file of /proc."""
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 def place_of(pid: int) -> str:
@@ -469,16 +448,12 @@ def descendants() -> list[int]:
     return found
 
 
-def kill(pid: int) -> None:
-    with Ignored():
-        os.kill(pid, _signal.SIGKILL)
-
-
 def kill_descendants() -> None:
     """Kill until there is none. Orphans become our children, so no child means no descendant."""
     while True:
         for pid in descendants():
-            kill(pid)
+            with Ignored():
+                os.kill(pid, _signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

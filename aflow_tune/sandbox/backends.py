@@ -1,11 +1,10 @@
 """The backends: how to start a sandbox of each, what it covers, and which one this process uses.
 
-Whoever starts us, the program's user is not root: as root the ids are given up on the way in. The
-tools that build a sandbox are found on the system's own path, not on the caller's.
-
-A backend counts as found when a sandbox of it has started and was seen to hold: bubblewrap's from
-outside, at every start (`process.py`); Landlock's by a program that tries what it must not be able
-to do, once, and every later start refuses to run its program if a step fails.
+The program's user is never root: as root the ids are given up on the way in. Tools are found on the
+system's own path, not on the caller's. A backend counts as found when a sandbox of it has started
+and was seen to hold: bubblewrap's from outside, at every start (`process.py`); Landlock's by a
+program that tries what it must not be able to do, once, and every later start refuses to run its
+program if a step fails.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import itertools
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +22,9 @@ from typing import Any
 
 from aflow_tune.sandbox import _confine, seccomp
 from aflow_tune.sandbox.policy import find_packages
-from aflow_tune.sandbox.process import FILTER, BackendFailed, Job, Launch, Sandbox, code_of
-from aflow_tune.sandbox.types import Level, Limits
-from aflow_tune.sandbox.view import (
-    DEVICES,
-    StagingFailed,
-    SystemPaths,
-    needs_staging,
-    stage,
-    system_paths,
-)
+from aflow_tune.sandbox.process import FILTER, Job, Launch, Sandbox, code_of
+from aflow_tune.sandbox.types import BackendFailed, Level, Limits
+from aflow_tune.sandbox.view import DEVICES, SystemPaths, needs_staging, stage, system_paths
 
 NOBODY = 65534
 _TOOLS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
@@ -100,12 +91,10 @@ class Detection:
 
     @property
     def why(self) -> str:
-        """In one line."""
         return "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
 
 
 def find_tool(name: str) -> str | None:
-    """A program of the system, by its full path."""
     return shutil.which(name, path=_TOOLS)
 
 
@@ -116,27 +105,17 @@ def check_machine(level: Level) -> None:
     if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
         raise BackendFailed("bwrap is not installed")
     if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
-        raise BackendFailed(
-            f"the kernel offers Landlock version {version}, version {OLDEST_LANDLOCK} "
-            "(Linux 6.2) is needed"
-        )
+        needed = f"version {OLDEST_LANDLOCK} (Linux 6.2) is needed"
+        raise BackendFailed(f"the kernel offers Landlock version {version}, {needed}")
     if os.geteuid() == 0 and not is_mapped(NOBODY):
         raise BackendFailed("root of a namespace that has no other user to run programs as")
     view_of(())
 
 
 def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
-    """How to start a sandbox of a level that was found, or is being tried.
-
-    Args:
-        names: packages that its program may import.
-
-    Raises:
-        BadInput: one is not there.
-        BackendFailed: one cannot be reached.
-        FileNotFoundError: bwrap or a tool of root's is not there.
-    """
-    packages = find_packages(names)
+    """How to start a sandbox of this level whose program may import the packages `names`. BadInput:
+    one is not there. BackendFailed: one cannot be reached. FileNotFoundError: a tool is missing."""
+    files, wanted = find_packages(names)
     # A name that nobody can guess; the sandbox makes it, and fails if it is there.
     folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
     if level is Level.BUBBLEWRAP:
@@ -144,10 +123,10 @@ def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
     # Nothing of ours.
     environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
     setup: dict[str, Any] = {"backend": level.value, "folder": folder}
-    setup |= {"uid": None, "confine": None, "packages": dict(packages.files)}
+    setup |= {"uid": None, "confine": None, "packages": files}
     if level is Level.UNSAFE_SUBPROCESS:
         return Launch((), environment, setup)
-    staged = view_of(packages.folders)
+    staged = view_of(wanted)
     descriptors = () if staged is None else (staged,)
     prefix: list[str] = []
     if staged is not None:
@@ -158,7 +137,7 @@ def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
         elif os.geteuid() == 0:
             ids = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
             prefix = [_need("setpriv"), *ids]
-        command = [*prefix, *_bubblewrap(environment, disk_mb, packages.folders)]
+        command = [*prefix, *_bubblewrap(environment, disk_mb, wanted)]
         return Launch(tuple(command), {}, setup, descriptors, seccomp.filter_program())
     version, user = _confine.version(), None
     if os.geteuid() == 0:
@@ -168,7 +147,7 @@ def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
     alone = user is not None and user != NOBODY
     setup["uid"], setup["confine"] = user, code_of("_confine")
     setup["rules"] = _rules(system_paths(), folder)
-    setup["rules"] += [("read", path) for path in packages.folders]
+    setup["rules"] += [("read", path) for path in wanted]
     refuse = version < 6 and not alone
     setup["filter"] = seccomp.filter_program(landlock=True, refuse_signals=refuse)
     return Launch(tuple([*prefix, "--"] if prefix else []), environment, setup, descriptors)
@@ -201,13 +180,8 @@ def _bubblewrap(environment: dict[str, str], disk_mb: int, wanted: Sequence[str]
             arguments += ["--ro-bind", "/dev/null", f"/proc/{name}"]
     for device in DEVICES:
         arguments += ["--dev-bind", device, device]
-    for link, target in (
-        ("/dev/shm", "/tmp"),
-        ("/dev/fd", "/proc/self/fd"),
-        ("/dev/stdin", "/proc/self/fd/0"),
-        ("/dev/stdout", "/proc/self/fd/1"),
-        ("/dev/stderr", "/proc/self/fd/2"),
-    ):
+    streams = [(f"/dev/std{n}", f"/proc/self/fd/{i}") for i, n in enumerate(("in", "out", "err"))]
+    for link, target in (("/dev/shm", "/tmp"), ("/dev/fd", "/proc/self/fd"), *streams):
         arguments += ["--symlink", target, link]
     arguments += ["--perms", "0700", "--size", str(disk_mb << 20), "--tmpfs", "/tmp"]
     # The root itself is a file system in memory, writable and without a bound.
@@ -246,13 +220,7 @@ def _need(tool: str) -> str:
 def view_of(folders: tuple[str, ...]) -> int | None:
     """A view in which the program's user reaches the interpreter and these; None where it does so
     anyway."""
-    try:
-        return stage(folders) if needs_staging(folders) else None
-    except StagingFailed as error:
-        raise BackendFailed(
-            f"as root, programs run as an unprivileged user, who cannot reach the "
-            f"interpreter{' or a package' if folders else ''}: {error}"
-        ) from error
+    return stage(folders) if needs_staging(folders) else None
 
 
 _PROBE = """
@@ -291,27 +259,25 @@ async def attack(sandbox: Sandbox) -> None:
 
 def unavailable(policy: str, found: Detection) -> str:
     """What to tell when no backend can be used."""
-    reasons = "\n".join(f"    {name}: {reason}" for name, reason in found.reasons.items())
-    fix = f"install bubblewrap: {INSTALL}"
+    fix = f"install bubblewrap on Linux: {INSTALL}"
     if find_tool("bwrap") is not None:
         fix = (
             "allow user namespaces to bwrap (sysctl user.max_user_namespaces above 0; on Ubuntu "
             "24.04 and later an AppArmor profile for bwrap), or use a kernel with Landlock (6.2)"
         )
-    if sys.platform != "linux":
-        fix = "use a Linux machine or container, where it can be built"
-    return (
-        f"no sandbox can be built here (sandbox: {policy}), so the program was not run\n{reasons}\n"
-        f"    do:       {fix}\n"
-        "              or, only for code that you trust as your own, set "
-        "`sandbox: unsafe_subprocess`"
+    return "\n".join(
+        [
+            f"no sandbox can be built here (sandbox: {policy}), so the program was not run",
+            *(f"    {name}: {reason}" for name, reason in found.reasons.items()),
+            f"    do:       {fix}",
+            "              or, only for code that you trust as your own, set "
+            "`sandbox: unsafe_subprocess`",
+        ]
     )
 
 
 def unsafe_warning() -> str:
     """What a plain subprocess does not protect from."""
-    lines = "\n".join(f"  - {line}" for line in DOES_NOT_COVER[Level.UNSAFE_SUBPROCESS])
-    return (
-        "aflow-tune: sandbox: unsafe_subprocess: programs that a model wrote run unconfined, "
-        f"with your rights. Not protected:\n{lines}"
-    )
+    told = "programs that a model wrote run unconfined, with your rights. Not protected:"
+    lines = [f"  - {line}" for line in DOES_NOT_COVER[Level.UNSAFE_SUBPROCESS]]
+    return "\n".join([f"aflow-tune: sandbox: unsafe_subprocess: {told}", *lines])

@@ -1,12 +1,9 @@
 """What `sandbox:` of a configuration means: a backend, and the packages that programs may import.
 
-In a run a context variable carries it, as what `auto` means; a policy that operators, scoring or
-graphs were given explicitly wins. A policy is the name of a backend, followed by packages:
-`auto+numpy+sympy`.
-
-A package brings what its distribution requires and the libraries that came with it (`numpy.libs`),
-and nothing else: programs get a finder for these names alone, and no other folder of installed
-packages can be read. Nothing is imported here.
+A policy is the name of a backend, followed by packages: `auto+numpy+sympy`. In a run a context
+variable carries what `auto` means; a policy that was given explicitly wins. A package brings what
+its distribution requires and the libraries that came with it (`numpy.libs`): programs get a finder
+for these names alone, and no other folder of installed packages can be read.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from aflow_tune.context import within
@@ -67,12 +63,11 @@ def of_setting(value: Any) -> str:
         if isinstance(names, str):
             names = (names,)
     else:
-        expected = "one of " + ", ".join(POLICIES) + ", or {policy: auto, packages: [numpy]}"
-        found = f"{value!r:.80}"
-        raise BadInput.of(_TITLE, "sandbox", expected, found, "write `sandbox: auto`")
+        backend, names = None, ()
     if backend not in POLICIES:
-        expected = "one of " + ", ".join(POLICIES)
-        raise BadInput.of(_TITLE, "sandbox.policy", expected, repr(backend), "write `auto`")
+        expected = f"one of {', '.join(POLICIES)}, or {{policy: auto, packages: [numpy]}}"
+        where = "sandbox" if backend is None else "sandbox.policy"
+        raise BadInput.of(_TITLE, where, expected, f"{value!r:.80}", "write `sandbox: auto`")
     find_packages(tuple(names), "sandbox.packages")
     return "+".join(dict.fromkeys((backend, *names)))
 
@@ -81,18 +76,7 @@ MATHEMATICS = ("numpy", "sympy")
 """What programs that solve mathematics are written with."""
 
 
-@dataclass(frozen=True)
-class Packages:
-    """Where packages and what they require lie."""
-
-    files: tuple[tuple[str, str], ...] = ()
-    """Name and file (`__init__.py` of a package) of each module that can be imported."""
-    folders: tuple[str, ...] = ()
-    """Folders and files that must be readable; links resolved."""
-
-
 def installed(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of some names that `find_packages` finds."""
     found = []
     for name in names:
         with contextlib.suppress(BadInput):
@@ -102,8 +86,11 @@ def installed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def find_packages(names: tuple[str, ...], where: str = "sandbox: packages") -> Packages:
-    """Look packages up, with what they require. Raises BadInput: with every name that is no
+def find_packages(
+    names: tuple[str, ...], where: str = "sandbox: packages"
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Look packages up, with what they require: name and file of each module that can be imported,
+    and what must be readable for that, links resolved. BadInput: with every name that is no
     package, or not one that is installed here."""
     faults: list[Fault] = []
     files: dict[str, str] = {}
@@ -115,9 +102,7 @@ def find_packages(names: tuple[str, ...], where: str = "sandbox: packages") -> P
             continue
         file, found = _file_of(name)
         if file is None:
-            fix = f"pip install {name}, or leave it out"
-            if found != "not installed":
-                fix = "name packages as programs import them, such as numpy"
+            fix = "install it, or leave it out; name packages as programs import them: numpy"
             faults.append(Fault(place, "an installed package", f"{name!r:.80}: {found}", fix))
             continue
         files[name] = file
@@ -131,7 +116,7 @@ def find_packages(names: tuple[str, ...], where: str = "sandbox: packages") -> P
             pending += [(other, place) for other in _required(distribution)]
     if faults:
         raise BadInput("These packages cannot be given to programs.", faults)
-    return Packages(tuple(files.items()), tuple(folders))
+    return files, tuple(folders)
 
 
 def _file_of(name: object) -> tuple[str | None, str]:

@@ -1,9 +1,8 @@
 """One sandbox, seen from outside: start it, see that it holds, run one program, end it.
 
 A sandbox is an interpreter that waits, confined, for its one program (`_inside.py`). Every method
-runs on the event loop of `running.py`'s thread. What comes out of a sandbox is data of unknown
-honesty: output is cut at its limit, reports are parsed strictly and win nothing by lying, and time
-is kept here as well.
+runs on the event loop of `running.py`'s thread. What comes out of it is data of unknown honesty:
+output is cut at its limit, reports are parsed strictly, and time is kept here as well.
 """
 
 from __future__ import annotations
@@ -21,29 +20,25 @@ import socket
 import subprocess
 import time
 import weakref
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from types import CodeType
 from typing import Any
 
-from aflow_tune.sandbox.types import Ending, Execution, Level, Limits
+from aflow_tune.sandbox.types import BackendFailed, Ending, Execution, Level, Limits
 from aflow_tune.sandbox.view import system_paths
-
-
-class BackendFailed(Exception):
-    """The sandbox does not hold, so no program was run in it. The text says why."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one sandbox: the command before the interpreter, and what it is told."""
+    """How to start one sandbox: the command before the interpreter, what it is told, descriptors
+    beside its own, and what comes through the one whose number replaces FILTER in the command."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
     setup: dict[str, Any]
     descriptors: tuple[int, ...] = ()
-    """To be inherited beside the sandbox's own."""
     filter_program: bytes | None = None
-    """For the descriptor whose number replaces FILTER in the command."""
 
 
 FILTER = "<filter>"
@@ -73,23 +68,17 @@ class Job:
     files: dict[str, str]
     channel: bool
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> bytes:
         """What the inside is told."""
         limits = self.limits
         # By default the clock ends it first, as its limit is the one that was set.
         cpu = limits.seconds + 1 if limits.cpu_seconds is None else limits.cpu_seconds
-        files = {**self.files, "main.py": self.source}
-        return {
-            "files": {name: _bytes(text) for name, text in files.items()},
-            "stdin": _bytes(self.stdin),
-            "channel": code_of("_channel_inside") if self.channel else None,
-            "limits": {**asdict(limits), "cpu_seconds": math.ceil(cpu)},
-        }
-
-
-def _bytes(text: str) -> bytes:
-    # A model's text may hold half a surrogate pair; the program's reader is to complain.
-    return text.encode("utf-8", "surrogatepass")
+        texts = {**self.files, "main.py": self.source, "": self.stdin}
+        # A model's text may hold half a surrogate pair; the program's reader is to complain.
+        files = {name: text.encode("utf-8", "surrogatepass") for name, text in texts.items()}
+        stdin, channel = files.pop(""), code_of("_channel_inside") if self.channel else None
+        told = {**asdict(limits), "cpu_seconds": math.ceil(cpu)}
+        return framed({"files": files, "stdin": stdin, "channel": channel, "limits": told})
 
 
 def framed(message: dict[str, Any]) -> bytes:
@@ -98,11 +87,9 @@ def framed(message: dict[str, Any]) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-START_SECONDS = 20.0
-"""For a sandbox to be ready, on a machine that is busy otherwise."""
-GRACE_SECONDS = 1.0
-"""After its time a program is ended from inside; this much later from outside."""
-END_SECONDS = 10.0
+START_SECONDS, GRACE_SECONDS, END_SECONDS = 20.0, 1.0, 10.0
+"""For a sandbox to be ready on a busy machine; after the program's time, in which the inside ends
+it; for it to be gone."""
 
 _STUB = (
     "import sys,_socket,marshal\n"
@@ -121,7 +108,7 @@ class _Output:
     """What came out of one stream, up to its limit."""
 
     descriptor: int
-    limit: int = 0
+    limit: int
     data: bytearray = field(default_factory=bytearray)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -133,6 +120,7 @@ class Sandbox:
         self.level = level
         self._loop = asyncio.get_running_loop()
         self._killed_for: str | None = None
+        """The limit that was kept out here; '' where somebody ended it otherwise."""
         self._lines = bytearray()
         self._inner: int | None = None
         self._inner_pid = 0
@@ -184,10 +172,10 @@ class Sandbox:
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._note_exit)
         self._setup = code + framed(setup)
-        self._outputs = [_Output(read) for read, _ in outputs]
+        # Before its program only a tool's complaint can come.
+        self._outputs = [_Output(read, 1 << 16) for read, _ in outputs]
         for output in self._outputs:
             os.set_blocking(output.descriptor, False)
-            output.limit = 1 << 16  # before its program only a tool's complaint can come
             self._loop.add_reader(output.descriptor, self._read, output)
 
     async def ready(self) -> None:
@@ -209,8 +197,8 @@ class Sandbox:
             self._look()
 
     async def run(self, job: Job) -> Execution:
-        """Run the program, to its end or to that of its limits. Raises BackendFailed: it could not
-        confine itself, and the program was not started."""
+        """Run the program, to its end or to that of its limits. BackendFailed: it was not started,
+        as it could not confine itself."""
         for output in self._outputs:
             output.limit = job.limits.output_kb << 10
             output.data.clear()
@@ -219,7 +207,7 @@ class Sandbox:
         try:
             async with asyncio.timeout(START_SECONDS) as deadline:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    await self._loop.sock_sendall(self.control, framed(job.message()))
+                    await self._loop.sock_sendall(self.control, job.message())
                 first = await self._line()
                 if first.startswith("refused"):
                     raise BackendFailed(first)
@@ -232,19 +220,31 @@ class Sandbox:
         seconds = time.monotonic() - started
         if not report:
             await self.end()
-        await self._drain()
-        stdout, stderr = (bytes(output.data) for output in self._outputs)
-        return execution_of(report, self._killed_for, (stdout, stderr), self.level, seconds)
+        # The tree is to be gone; nothing confined can hold the streams then; what is not, may.
+        await self._gone(self.end)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                for output in self._outputs:
+                    await output.ended.wait()
+        return self._execution(report, seconds)
 
     async def end(self) -> None:
         """Kill whatever of it is alive, wait until it is gone, close what is ours."""
         self._kill()
+
+        async def kill() -> None:
+            self._process.kill()
+            await self._exited.wait()
+
+        await self._gone(kill)
+
+    async def _gone(self, otherwise: Callable[[], Awaitable[None]]) -> None:
+        """Wait for its end, and do something else where it does not come."""
         try:
             async with asyncio.timeout(END_SECONDS):
                 await self._exited.wait()
         except TimeoutError:
-            self._process.kill()
-            await self._exited.wait()
+            await otherwise()
 
     async def close(self) -> None:
         """`end`, and give the descriptors back. The channel's is its user's."""
@@ -270,7 +270,7 @@ class Sandbox:
         self._exited.set()
 
     def stop(self, limit: str) -> None:
-        """End the program because it passed this limit; '': for somebody else's reason."""
+        """End the program because it passed this limit; '': for another reason."""
         if self._killed_for is None:
             self._killed_for = limit
             self._kill()
@@ -291,13 +291,12 @@ class Sandbox:
 
     async def _line(self, with_sender: bool = False) -> str:
         """The next line of the inside; '' where it ended or says too much."""
-        while (end := self._lines.find(b"\n")) < 0:
+        while b"\n" not in self._lines:
             piece = await self._piece(with_sender)
             self._lines += piece
             if not piece or len(self._lines) > 2000:
                 return ""
-        line = bytes(self._lines[:end])
-        del self._lines[: end + 1]
+        line, _, self._lines = self._lines.partition(b"\n")
         return line.decode("ascii", "replace")
 
     async def _piece(self, with_sender: bool) -> bytes:
@@ -310,19 +309,17 @@ class Sandbox:
         self._loop.add_reader(self.control, readable.set)
         try:
             await readable.wait()
-        finally:
-            self._loop.remove_reader(self.control)
-        try:
             data, ancillary, _, _ = self.control.recvmsg(2000, socket.CMSG_SPACE(12))
         except (BlockingIOError, ConnectionResetError):
             return b""
+        finally:
+            self._loop.remove_reader(self.control)
         for level, kind, body in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 # The kernel wrote it, with the sender's number as we know it.
                 pid = int.from_bytes(body[:4], "little")
                 if pid > 0 and self._inner is None:
-                    self._inner = os.pidfd_open(pid)
-                    self._inner_pid = pid
+                    self._inner, self._inner_pid = os.pidfd_open(pid), pid
         return data
 
     def _look(self) -> None:
@@ -337,12 +334,8 @@ class Sandbox:
             for name in _NAMESPACES
             if os.readlink(f"{here}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}")
         ]
-        wrong += [
-            f"{name} is {status.get(name)}"
-            for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
-            if int(status.get(name, "1"), 16) != 0
-        ]
-        wanted = {"Seccomp": "2", "NoNewPrivs": "1"}
+        none = {f"Cap{kind}": "0" * 16 for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")}
+        wanted = {**none, "Seccomp": "2", "NoNewPrivs": "1"}
         wrong += [f"{k} is {status.get(k)}" for k, v in wanted.items() if status.get(k) != v]
         if "0" in status["Uid"].split():
             wrong.append("it runs as root")
@@ -367,18 +360,30 @@ class Sandbox:
             self._loop.remove_reader(output.descriptor)
             os.close(output.descriptor)
 
-    async def _drain(self) -> None:
-        """The program has ended: wait for the tree to be gone and for what it had written."""
-        try:
-            async with asyncio.timeout(END_SECONDS):
-                await self._exited.wait()
-        except TimeoutError:
-            await self.end()
-        # Nothing confined can hold the streams now; what is not, may.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                for output in self._outputs:
-                    await output.ended.wait()
+    def _execution(self, report: list[str], seconds: float) -> Execution:
+        """Put together what is known: `report` holds the words of the inside's last line, none
+        where it had no time to report."""
+        code, reason, hits = None, "lost", set()
+        if len(report) == 4 and report[0] == "ended":
+            code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
+            reason = report[2] if report[2] in _KNOWN | {"itself", "parent"} else "lost"
+            hits = set(report[3].split(",")) & _KNOWN
+        stdout, stderr = (output.data.decode("utf-8", "replace") for output in self._outputs)
+        if self._killed_for is not None:
+            reason = self._killed_for
+        if reason == "itself" and code == -signal.SIGXCPU:
+            reason = "cpu_seconds"
+        if reason == "itself" and code == 1:
+            last = stderr.rstrip().rpartition("\n")[2]
+            if _LAST_LINE_MEMORY.match(last):
+                reason = "memory_mb"
+            elif _LAST_LINE_DISK.search(last):
+                hits.add("disk_mb")
+        if reason in _KNOWN:
+            hits.add(reason)
+        well = Ending.FINISHED if (reason, code) == ("itself", 0) else Ending.FAILED
+        ending, hit = _ENDINGS.get(reason, well), tuple(sorted(hits))
+        return Execution(ending, code, stdout, stderr, self.level, seconds, hit)
 
 
 _ENDINGS = {
@@ -388,46 +393,7 @@ _ENDINGS = {
     "output_kb": Ending.TOO_MUCH_OUTPUT,
 }
 _KNOWN = frozenset(Limits.__dataclass_fields__)
-_SIGXCPU = -24
 # How a traceback of Python ends where an allocation or a write was refused: MemoryError, and
 # EFBIG, ENOSPC, EDQUOT as the kernel numbers them.
 _LAST_LINE_MEMORY = re.compile(r"(\w+\.)*MemoryError\b")
 _LAST_LINE_DISK = re.compile(r"\[Errno (27|28|122)\]")
-
-
-def execution_of(
-    report: list[str],
-    stopped_for: str | None,
-    outputs: tuple[bytes, bytes],
-    level: Level,
-    seconds: float,
-) -> Execution:
-    """Put together what is known.
-
-    Args:
-        report: words of the inside's last line; none where it had no time to report.
-        stopped_for: the limit that was kept out here, or '' where somebody ended it otherwise;
-            None where nobody did.
-        outputs: of stdout and stderr.
-    """
-    code, reason, hits = None, "lost", set()
-    if len(report) == 4 and report[0] == "ended":
-        code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
-        reason = report[2] if report[2] in _KNOWN | {"itself", "parent"} else "lost"
-        hits = set(report[3].split(",")) & _KNOWN
-    stdout, stderr = (output.decode("utf-8", "replace") for output in outputs)
-    if stopped_for is not None:
-        reason = stopped_for
-    if reason == "itself" and code == _SIGXCPU:
-        reason = "cpu_seconds"
-    if reason == "itself" and code == 1:
-        last = stderr.rstrip().rpartition("\n")[2]
-        if _LAST_LINE_MEMORY.match(last):
-            reason = "memory_mb"
-        elif _LAST_LINE_DISK.search(last):
-            hits.add("disk_mb")
-    if reason in _KNOWN:
-        hits.add(reason)
-    well = Ending.FINISHED if (reason, code) == ("itself", 0) else Ending.FAILED
-    hit = tuple(sorted(hits))
-    return Execution(_ENDINGS.get(reason, well), code, stdout, stderr, level, seconds, hit)

@@ -1,13 +1,12 @@
 """Run one program in the sandbox, from async code or from plain code; or talk with one.
 
-One thread a process, the engine, starts sandboxes, keeps a few ready and runs programs in them. It
-has an event loop of its own, so a workflow that computes for seconds on its loop delays no limit;
-and it lives as long as the process: the kernel ends a sandbox with the thread that started it, and
-one that is not reached by that ends when its socket closes. Each sandbox is used once. From the
-second program on, some are kept ready, of each kind that was wanted; when none was wanted for a
-while they end. A process that was forked starts an engine of its own.
+One thread a process, the engine, has an event loop of its own, starts sandboxes and runs programs
+in them. It lives as long as the process: the kernel ends a sandbox with the thread that started it,
+and one that is not reached by that ends when its socket closes. Each sandbox is used once. From the
+second program on some are kept ready for a while, of each kind that was wanted. A forked process
+starts an engine of its own.
 
-A conversation is JSON values, one a line, over a private socket, for the program the module
+A conversation is JSON values, one a line, over a private socket; for the program it is the module
 `aflow_channel` (`_channel_inside.py`). Nothing it says is trusted: a line that is no JSON, null, or
 longer than the program's output limit ends it, and nothing is read ahead.
 """
@@ -25,7 +24,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
@@ -38,8 +37,8 @@ from aflow_tune.sandbox.backends import (
     unsafe_warning,
 )
 from aflow_tune.sandbox.policy import meant, parts
-from aflow_tune.sandbox.process import BackendFailed, Job, Sandbox, ends
-from aflow_tune.sandbox.types import Execution, Level, Limits, SandboxUnavailable
+from aflow_tune.sandbox.process import Job, Sandbox, ends
+from aflow_tune.sandbox.types import BackendFailed, Execution, Level, Limits, SandboxUnavailable
 from aflow_tune.trace import ProgramRun, note
 
 T = TypeVar("T")
@@ -57,17 +56,14 @@ class Engine:
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-        self.pid = os.getpid()
+        self.pid, self._keep, self._served = os.getpid(), max(2, min(4, cores)), 0
+        self._closing = self._warned = False
         self._waiting: defaultdict[_Kind, list[Sandbox]] = defaultdict(list)
         self._coming: defaultdict[_Kind, set[asyncio.Task[None]]] = defaultdict(set)
-        self._keep = max(2, min(4, cores))
-        self._served = 0
-        self._closing = False
         self._idle: asyncio.TimerHandle | None = None
         self._loop = asyncio.new_event_loop()
         self._found: dict[str, Detection] = {}
         self._detecting = asyncio.Lock()
-        self._warned = False
         self.running = asyncio.Semaphore(4 * cores)
         """Programs that run at once; held by `run_program`, not by channels."""
         self._starting = asyncio.Semaphore(2 * cores)
@@ -118,24 +114,17 @@ class Engine:
         for level in order:
             try:
                 check_machine(level)
-                await self._prove(level)
-            except (BackendFailed, OSError) as error:
-                reasons[level.value] = str(error)
-            else:
+                sandbox = await self.start(level, Limits().disk_mb)
+                try:
+                    if level is Level.LANDLOCK:  # `ready` has looked at the other kind
+                        await attack(sandbox)
+                finally:
+                    await _discard(sandbox)
                 reasons[level.value] = "a sandbox was started and seen to hold"
                 return Detection(level, reasons)
+            except (BackendFailed, OSError) as error:
+                reasons[level.value] = str(error)
         return Detection(None, reasons)
-
-    async def _prove(self, level: Level) -> None:
-        sandbox = await self.start(level, Limits().disk_mb)
-        if level is Level.BUBBLEWRAP:  # `ready` has looked at it; a program may have it
-            self._waiting[level, Limits().disk_mb, "", ()].append(sandbox)
-            self._rest_later()
-            return
-        try:
-            await attack(sandbox)
-        finally:
-            await _discard(sandbox)
 
     async def start(
         self, level: Level, disk_mb: int, preload: str = "", packages: tuple[str, ...] = ()
@@ -163,13 +152,8 @@ class Engine:
                 break
             await _discard(found)
         else:
-            try:
+            with _told(kind[0]):
                 found = await self.start(*kind)
-            except BackendFailed as error:
-                raise SandboxUnavailable(
-                    f"the {kind[0].value} sandbox could not be started, so the program was not "
-                    f"run: {error}"
-                ) from error
         if self._served > 1 and waiting and kind[2]:
             # Starting one takes a core for long, which this one's program may want.
             self._loop.call_later(REFILL_SECONDS, self._refill, kind)
@@ -180,7 +164,9 @@ class Engine:
     def _refill(self, kind: _Kind) -> None:
         if self._closing:
             return
-        self._rest_later()
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
         coming = self._coming[kind]
         for _ in range(self._keep - len(self._waiting[kind]) - len(coming)):
             task = self._loop.create_task(self._add(kind))
@@ -196,30 +182,26 @@ class Engine:
             else:
                 self._waiting[kind].append(sandbox)
 
-    def _rest_later(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
-
     def _rest(self) -> None:
         """Nothing ran for a while: end those that wait."""
         for waiting in self._waiting.values():
             while waiting:
                 self._loop.create_task(_discard(waiting.pop()))
 
-    async def _shut(self) -> None:
-        self._closing = True
-        coming = [task for tasks in self._coming.values() for task in tasks]
-        await asyncio.gather(*coming, return_exceptions=True)
-        left = [sandbox for waiting in self._waiting.values() for sandbox in waiting]
-        await asyncio.gather(*(_discard(sandbox) for sandbox in left))
-
     def close(self) -> None:
         """End what waits. At the end of the process; what runs ends with it."""
         if self.pid != os.getpid():
             return
+
+        async def shut() -> None:
+            self._closing = True
+            coming = [task for tasks in self._coming.values() for task in tasks]
+            await asyncio.gather(*coming, return_exceptions=True)
+            left = [sandbox for waiting in self._waiting.values() for sandbox in waiting]
+            await asyncio.gather(*map(_discard, left))
+
         with contextlib.suppress(Exception):
-            self.submit(self._shut()).result(timeout=5)
+            self.submit(shut()).result(timeout=5)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
 
@@ -262,17 +244,12 @@ async def run_program(
     policy: str = "auto",
     files: Mapping[str, str] = {},
 ) -> Execution:
-    """Run a Python program in the strongest sandbox that the policy allows.
+    """Run a Python program, as `main.py` in an empty working folder, by the interpreter that runs
+    us, with the standard library and the packages of the policy. A cancelled call kills it first.
 
-    The program is `main.py` in an empty working folder, run by the interpreter that runs us,
-    with the standard library and no package but those of the policy. A cancelled call kills it
-    first.
-
-    Args:
-        files: texts that lie in the working folder, by relative path.
-        policy: one of `Level`, or auto: what the run's configuration says, else the strongest
-            backend that can be built. unsafe_subprocess is only taken if asked for. Packages that
-            the program may import follow after plus signs: `auto+numpy`.
+    `files`: texts that lie in the working folder, by relative path. `policy`: one of `Level`, or
+    auto: what the run's configuration says, else the strongest backend that can be built, never
+    unsafe_subprocess; packages that the program may import follow: `auto+numpy`.
 
     Raises:
         SandboxUnavailable: no such backend can be built; the program was not run.
@@ -295,8 +272,7 @@ def run_program_sync(
 ) -> Execution:
     """`run_program` for code without an event loop; it may also be called inside one."""
     job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
-    started = time.monotonic()
-    home = engine()
+    started, home = time.monotonic(), engine()
     future = home.submit(_run(home, job, policy))
     try:
         execution = future.result()
@@ -316,19 +292,20 @@ def detect(policy: str = "auto") -> Detection:
 async def _run(home: Engine, job: Job, policy: str) -> Execution:
     async with home.running, home.sandbox(policy, job.limits.disk_mb) as sandbox:
         try:
-            return await run_in(sandbox, job)
+            with _told(sandbox.level):
+                return await sandbox.run(job)
         finally:
             sandbox.channel.close()
 
 
-async def run_in(sandbox: Sandbox, job: Job) -> Execution:
-    """Run a job. SandboxUnavailable: the sandbox failed before the program started."""
+@contextlib.contextmanager
+def _told(level: Level) -> Iterator[None]:
+    """SandboxUnavailable: the sandbox failed before the program started."""
     try:
-        return await sandbox.run(job)
+        yield
     except BackendFailed as error:
-        raise SandboxUnavailable(
-            f"the {sandbox.level.value} sandbox failed, so the program was not run: {error}"
-        ) from error
+        told = f"the {level.value} sandbox failed, so the program was not run: {error}"
+        raise SandboxUnavailable(told) from error
 
 
 async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
@@ -354,15 +331,9 @@ async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
 
 def note_run(execution: Execution, started: float) -> None:
     """Put a run into the current trace."""
-    note(
-        ProgramRun(
-            started=started,
-            seconds=execution.seconds,
-            level=execution.level.value,
-            outcome=execution.ending.value,
-            limits_hit=execution.limits_hit,
-        )
-    )
+    level, outcome = execution.level.value, execution.ending.value
+    told: Any = {"seconds": execution.seconds, "limits_hit": execution.limits_hit}
+    note(ProgramRun(started=started, level=level, outcome=outcome, **told))
 
 
 def checked_job(
@@ -374,17 +345,17 @@ def checked_job(
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         unset = name == "cpu_seconds" and value is None
         if not unset and not (number and 0 < value < 1 << 30):
-            where, fix = f"limits.{name}", "give a positive number"
-            faults.append(Fault(where, "a number above 0", repr(value), fix))
+            told = "a number above 0", repr(value), "give a positive number"
+            faults.append(Fault(f"limits.{name}", *told))
     for name in files:
         plain = name and not name.startswith("/") and "\0" not in name and name != "main.py"
         if not plain or posixpath.normpath(name) != name or name.split("/")[0] in ("..", "."):
-            where, fix = f"files[{name!r}]", "rename it"
-            faults.append(Fault(where, "a relative path, not main.py", repr(name), fix))
+            told = "a relative path, not main.py", repr(name), "rename it"
+            faults.append(Fault(f"files[{name!r}]", *told))
     size = sum(len(text) for text in (source, *files.values())) / (1 << 20)
     if not faults and size > limits.disk_mb:
-        most = f"at most limits.disk_mb ({limits.disk_mb})"
-        faults.append(Fault("files", most, f"{size:.1f} MB", "shorten"))
+        told = f"at most limits.disk_mb ({limits.disk_mb})", f"{size:.1f} MB", "shorten"
+        faults.append(Fault("files", *told))
     if faults:
         raise BadInput("a program cannot be run like that", faults)
     return Job(source, stdin, limits, dict(files), channel)
@@ -398,21 +369,15 @@ class Channel:
     """Our end. One for each program; `send` and `receive` may be awaited at the same time."""
 
     def __init__(self, sandbox: Sandbox, running: asyncio.Future[Execution], bound: int) -> None:
-        self._sandbox = sandbox
-        self._socket = sandbox.channel
-        self._running = running
-        self._bound = bound
+        self._sandbox, self._socket = sandbox, sandbox.channel
+        self._running, self._bound = running, bound
         self._received = bytearray()
         self._seen = 0
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
 
     async def send(self, message: Any) -> None:
-        """Send a JSON value other than null; waits while the program does not read.
-
-        Raises:
-            TypeError, ValueError: it is not one, or is longer than the output limit.
-            ProgramEnded: nobody is there to read it.
-        """
+        """Send a JSON value other than null; waits while the program does not read. TypeError,
+        ValueError: it is not one, or too long. ProgramEnded: nobody is there to read it."""
         if message is None:
             raise ValueError("None is no message: it means that there will be none")
         line = json.dumps(message).encode() + b"\n"
@@ -479,17 +444,12 @@ async def open_channel(
     policy: str = "auto",
     preload: str = "",
 ) -> AsyncIterator[Channel]:
-    """Run a program as `run_program` does, and talk with it. Leaving the block kills it.
+    """Run a program as `run_program` does, and talk with it, in messages of at most
+    `limits.output_kb`. Leaving the block kills it. Raises as `run_program`.
 
-    A message is at most `limits.output_kb` long.
-
-    Args:
-        preload: the dotted name of a module that the program finds as `aflow_preloaded`, loaded
-            before the program arrives and before its limits begin, with the standard library
-            alone. It is ours: nothing is confined from files yet while it loads.
-
-    Raises:
-        SandboxUnavailable, BadInput: as `run_program`.
+    `preload`: the dotted name of a module that the program finds as `aflow_preloaded`, loaded
+    before the program arrives and before its limits begin, with the standard library alone. It is
+    ours: nothing is confined from files yet while it loads.
     """
     job, policy = checked_job(source, "", limits, files, channel=True), meant(policy)
     loop = asyncio.get_running_loop()
@@ -498,7 +458,8 @@ async def open_channel(
     async def run(home: Engine) -> Execution:
         async with home.sandbox(policy, limits.disk_mb, preload) as sandbox:
             loop.call_soon_threadsafe(taken.set_result, sandbox)
-            return await run_in(sandbox, job)
+            with _told(sandbox.level):
+                return await sandbox.run(job)
 
     started = time.monotonic()
     running = asyncio.ensure_future(elsewhere(run))

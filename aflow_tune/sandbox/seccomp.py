@@ -1,10 +1,9 @@
 """The system-call filter that both backends load: a small exact assembler for classic BPF.
 
-The filter allows by default and refuses what a program has no use for and an attack has: other
-processes' memory, namespaces and mounts, sockets, keys, kernel interfaces with a history, memory
-that no limit counts (memfd, System V shared memory, message queues), and every call that is
-newer than this table. A refused call fails with EPERM, one that is made to look absent with
-ENOSYS; another architecture's calls kill the process.
+It allows by default and refuses what a program has no use for and an attack has: other processes'
+memory, namespaces and mounts, sockets, keys, kernel interfaces with a history, memory that no limit
+counts, and every call that is newer than this table. A refused call fails with EPERM, one that is
+made to look absent with ENOSYS; another architecture's calls kill the process.
 
 bubblewrap loads it by its `--seccomp`, Landlock in `_confine.py`. Instructions and their encoding
 are those of linux/filter.h and Documentation/userspace-api/seccomp_filter.rst.
@@ -164,32 +163,18 @@ def supported() -> bool:
 
 
 def filter_program(*, landlock: bool = False, refuse_signals: bool = False) -> bytes:
-    """The filter for this machine, as `struct sock_filter[]`.
-
-    Args:
-        landlock: add what is needed beside Landlock itself.
-        refuse_signals: no signals to any process, not even to itself.
-
-    Raises:
-        OSError: there is no filter for this machine.
-    """
-    machine = platform.machine()
-    if not supported():
-        raise OSError(errno.ENOSYS, f"no system-call filter for {platform.system()} {machine}")
-    column = list(ARCHITECTURES).index(machine)
-    code = bytearray()
-    for instruction in _instructions(column, machine, landlock, refuse_signals):
-        code += struct.pack("=HBBI", *instruction)
-    return bytes(code)
+    """The filter for this machine (`supported`), as `struct sock_filter[]`: with what is needed
+    beside Landlock; without signals to any process, not even to itself."""
+    code = _instructions(platform.machine(), landlock, refuse_signals)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
 Instruction = tuple[int, int, int, int]
 """Code, how far to jump where the comparison holds and where not, operand."""
 
 
-def _instructions(
-    column: int, machine: str, landlock: bool, refuse_signals: bool
-) -> Iterator[Instruction]:
+def _instructions(machine: str, landlock: bool, refuse_signals: bool) -> Iterator[Instruction]:
+    column = list(ARCHITECTURES).index(machine)
     yield _LOAD, 0, 0, _ARCHITECTURE
     yield _JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]
     yield _return(_KILL)

@@ -30,6 +30,10 @@ class Ending(StrEnum):
     TOO_MUCH_OUTPUT = "too_much_output"
 
 
+class BackendFailed(Exception):
+    """A sandbox cannot be built or does not hold, so no program was run in it."""
+
+
 class SandboxUnavailable(AflowTuneError, RuntimeError):
     """No sandbox can be built here, so the program was not run. Says how to get one."""
 

@@ -1,14 +1,13 @@
 """What of this machine a sandboxed program may read: a system to run Python on, nothing else.
 
 The interpreter is the one that runs us, without its environment: the base installation's
-executable, libraries and standard library, whatever installed packages lie beside them left
-out. Nothing of /etc but the linker's cache, nothing of /home, /root, /var, /run or the project.
+executable, libraries and standard library, without the packages that lie beside them. Nothing of
+/etc but the linker's cache, nothing of /home, /root, /var, /run or the project.
 
-A sandbox started by root gives its ids up before it is confined, and an interpreter that is
-installed in root's home (pyenv, uv, conda) would then be out of reach. So a mount namespace is
-made once for a process, in which the closed folder is covered by an empty one that holds nothing
-but the installation, read-only and at its own path. The machine itself is not changed, and the
-namespace ends with whoever holds its descriptor.
+A sandbox started by root gives its ids up before it is confined; an interpreter in root's home
+(pyenv, uv, conda) would then be out of reach. So a mount namespace is made once for a process, in
+which the closed folder is covered by an empty one that holds nothing but the installation,
+read-only and at its own path. It ends with whoever holds its descriptor.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from aflow_tune.sandbox.types import BackendFailed
 
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/bin")
 _LINKS = ("/lib", "/lib32", "/lib64", "/bin")
@@ -71,17 +72,19 @@ def system_paths() -> SystemPaths:
     return SystemPaths(python, tuple(dict.fromkeys(trees)), tuple(links), tuple(sorted(packages)))
 
 
-def readable_by_others(path: str) -> bool:
-    """Whether a user without any rights of its own can reach and read this path."""
-    return closed_folder_above(path) is None and bool(os.stat(path).st_mode & stat.S_IROTH)
-
-
-def closed_folder_above(path: str) -> str | None:
+def _closed_above(path: str) -> str | None:
     """The outermost folder above a path that others may not enter; None where all may be."""
-    for place in reversed(Path(path).parents):
-        if not place.stat().st_mode & stat.S_IXOTH:
-            return str(place)
-    return None
+    above = reversed(Path(path).parents)
+    return next((str(place) for place in above if not place.stat().st_mode & stat.S_IXOTH), None)
+
+
+def _hidden(folders: Sequence[str]) -> list[str]:
+    """The interpreter and these, where a user without rights of its own cannot reach or read it."""
+    return [
+        path
+        for path in (system_paths().python, *folders)
+        if _closed_above(path) is not None or not os.stat(path).st_mode & stat.S_IROTH
+    ]
 
 
 _CLONE_NEWNS = 0x0002_0000
@@ -89,39 +92,33 @@ _RDONLY, _NOSUID, _NODEV, _REMOUNT = 1, 2, 4, 32
 _BIND, _MOVE, _REC, _PRIVATE = 4096, 8192, 16384, 1 << 18
 
 
-class StagingFailed(Exception):
-    """The view cannot be made; the text says why."""
-
-
 def needs_staging(folders: Sequence[str] = ()) -> bool:
     """Whether an unprivileged user could not read the interpreter, or one of these, where it is."""
-    wanted = (system_paths().python, *folders)
-    return os.geteuid() == 0 and not all(map(readable_by_others, wanted))
+    return os.geteuid() == 0 and bool(_hidden(folders))
 
 
 def stage(folders: Sequence[str] = ()) -> int:
     """Make the view, with these folders beside the interpreter; returns a descriptor of its mount
-    namespace, for `nsenter --mount=/proc/self/fd/N`. StagingFailed: this root may not mount, or a
+    namespace, for `nsenter --mount=/proc/self/fd/N`. BackendFailed: this root may not mount, or a
     tool is missing."""
     prefix = os.path.realpath(sys.base_prefix)
-    hidden = [path for path in (system_paths().python, *folders) if not readable_by_others(path)]
-    tops = {closed_folder_above(path) for path in hidden}
+    hidden = _hidden(folders)
+    tops = {_closed_above(path) for path in hidden}
     closed = tops.pop()
-    if closed is None:
-        raise StagingFailed(f"{hidden[0]} is not readable by other users")
-    if tops:
-        raise StagingFailed(f"{', '.join(hidden)} lie in different folders that are closed")
+    if closed is None or tops:
+        told = "not readable by the user that programs of root run as, or in different folders"
+        raise BackendFailed(f"{', '.join(hidden)}: {told}")
     shown = [prefix] if system_paths().python in hidden else []
     shown += [path for path in folders if path in hidden and not path.startswith(f"{prefix}/")]
     if shutil.which("nsenter") is None:
-        raise StagingFailed("nsenter (Debian package util-linux) is not there")
+        raise BackendFailed("nsenter (Debian package util-linux) is not there")
     # A mount namespace is a thread's own; this one enters it and ends.
     with ThreadPoolExecutor(1) as pool:
         try:
             return pool.submit(_make, shown, closed).result()
         except OSError as error:
             text = f"it lies in {closed}, which others may not enter: {error}"
-            raise StagingFailed(text) from error
+            raise BackendFailed(text) from error
 
 
 def _make(shown: Sequence[str], closed: str) -> int:

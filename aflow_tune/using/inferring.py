@@ -142,7 +142,7 @@ class Inferer:
 
     def __post_init__(self) -> None:
         self.seconds: float = self.config.rollout.run_timeout
-        self._books = RunSpend("", BudgetSection(), self.config.models)
+        self._spend = RunSpend("", BudgetSection(), self.config.models)
         self._policy: RecordingClient | None = None
         self._auxiliary: dict[str, Any] = {}
 
@@ -228,7 +228,7 @@ class Inferer:
             with (
                 use_policy(self.config.sandbox),
                 use_prompts(self.config.prompts),
-                self._books.open(),
+                self._spend.open(),
                 context.activate(),
                 trace.activate(),
             ):

@@ -28,10 +28,9 @@ import traceback
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -74,51 +73,75 @@ _said: set[str] = set()
 """Warnings that this process has given; each is given once, not once a rollout."""
 
 
-_DEFAULTS: dict[str, Any] = {
-    "workflow_func": None,  # or how it travels to another process (`cluster/sent_function.py`)
-    "judge_func": None,
-    "run_timeout": 300.0,  # seconds that a rollout may take
-    "seed": 0,
-    "system_prompt": None,
-    "rewards": None,
-    "sandbox": "auto",
-    "prompts": {},
-    "books": None,  # `RunSpend`: the run's models and budget
-    "run_dir": None,  # gets what workflows keep of training rollouts; None: nothing is kept
-    "eval_dir": None,  # gets the records of evaluations; None: none are written
-    "score": "reward",  # what evaluation counts: the reward, or a metric of the workflow's
-    "transcripts": 0,  # how many items of a held-out task set keep their transcripts
-    "cache": None,  # folder of other models' answers, for evaluations
-    "first_run": 0,  # the number of the first rollout that is made from a task object
-}
-"""What the adapter is told: `task.workflow_args`, whose other entries are not ours."""
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What the adapter is told: `task.workflow_args`, which Trinity hands on as a dict."""
+
+    workflow_func: Function
+    """The workflow, or how it travels to another process (`cluster/sent_function.py`)."""
+    judge_func: Function | None = None
+    run_timeout: float = 300.0
+    """Seconds that a rollout may take."""
+    seed: int = 0
+    system_prompt: str | None = None
+    rewards: Any = None
+    sandbox: str = "auto"
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    spend: RunSpend | None = None
+    """The run's models and budget."""
+    run_dir: str | None = None
+    """Gets what workflows keep of training rollouts; None: nothing is kept."""
+    eval_dir: str | None = None
+    """Gets the records of evaluations; None: none are written."""
+    score: str = "reward"
+    """What evaluation counts: the reward, or a metric that the workflow records."""
+    transcripts: int = 0
+    """How many items of a held-out task set keep their transcripts."""
+    cache: str | None = None
+    """Folder of other models' answers, for evaluations."""
+    first_run: int = 0
+    """The number of the first rollout that is made from a task object."""
+
+    @classmethod
+    def of(cls, workflow_args: Mapping[str, Any]) -> RolloutSettings:
+        """The settings of a task; entries of Trinity's or of a YAML's own are passed over.
+
+        Raises:
+            ValueError: there is no workflow function.
+        """
+        if not callable(workflow_args.get("workflow_func")):
+            raise ValueError("workflow_args.workflow_func holds no workflow function")
+        given = {item.name: workflow_args.get(item.name) for item in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 def adapter_arguments(
     config: AflowConfig,
     workflow: Function,
     judge: Function | None,
-    books: RunSpend,
+    spend: RunSpend,
     eval_dir: Path,
     run_dir: Path | None = None,
 ) -> dict[str, Any]:
     """The `workflow_args` of a run or an evaluation: the same wherever a workflow is measured."""
     sent, sent_judge = send(workflow, judge)
-    return {
-        "workflow_func": sent,
-        "judge_func": sent_judge,
-        "run_timeout": config.rollout.run_timeout,
-        "seed": config.seed,
-        "system_prompt": config.rollout.system_prompt,
-        "rewards": config.rewards,
-        "sandbox": config.sandbox,
-        "prompts": config.prompts,
-        "books": books,
-        "run_dir": None if run_dir is None else str(run_dir),
-        "eval_dir": str(eval_dir),
-        "score": config.report.score,
-        "transcripts": config.report.transcripts,
-    }
+    assert sent is not None
+    settings = RolloutSettings(
+        workflow_func=sent,
+        judge_func=sent_judge,
+        run_timeout=config.rollout.run_timeout,
+        seed=config.seed,
+        system_prompt=config.rollout.system_prompt,
+        rewards=config.rewards,
+        sandbox=config.sandbox,
+        prompts=config.prompts,
+        spend=spend,
+        run_dir=None if run_dir is None else str(run_dir),
+        eval_dir=str(eval_dir),
+        score=config.report.score,
+        transcripts=config.report.transcripts,
+    )
+    return dict(vars(settings))
 
 
 class BadReward(Exception):
@@ -155,11 +178,7 @@ class WorkflowAdapter(Workflow):
         auxiliary_models: list[ModelWrapper] | None = None,
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        told = {name: task.workflow_args.get(name) for name in _DEFAULTS}
-        given = {name: value for name, value in told.items() if value is not None}
-        if not callable(given.get("workflow_func")):
-            raise ValueError("workflow_args.workflow_func holds no workflow function")
-        self.settings = SimpleNamespace(**{**_DEFAULTS, **given})
+        self.settings = RolloutSettings.of(task.workflow_args)
         # Trinity creates the rollouts of a task in order, from one task object, and tells them
         # nothing about it. A retry works on a fresh copy, which counts from zero again.
         count = task.__dict__.setdefault("_aflow_runs", itertools.count())
@@ -195,7 +214,7 @@ class WorkflowAdapter(Workflow):
         finally:
             calls = recorder.close()
         trained = [call for call in calls if not call.off_policy]
-        spent = settings.books.reached() if settings.books else None
+        spent = settings.spend.reached() if settings.spend else None
         if spent is not None:  # whatever the workflow made of it
             outcome = replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
         elif outcome.failure is None and not (trained or (calls and self.task.is_eval)):
@@ -243,8 +262,8 @@ class WorkflowAdapter(Workflow):
             "logger": self.logger,
             "system_prompt": self.settings.system_prompt,
         }
-        books = self.settings.books.open() if self.settings.books else contextlib.nullcontext()
-        with context.activate(), self._trace.activate(), books:
+        spend = self.settings.spend.open() if self.settings.spend else contextlib.nullcontext()
+        with context.activate(), self._trace.activate(), spend:
             output = await function(
                 **_wanted(function, offered), task=row, model=recorder.chat_model()
             )
