@@ -13,9 +13,8 @@ import pytest
 from graph_samples import own_form, simple
 from sandbox_outside import BACKENDS, need
 
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph, load_graph
-from aflow_tune.graph.run import GraphEnding, GraphRun
+from aflow_tune.graph.run import GraphEnding, GraphLimits, GraphRun
 from aflow_tune.models import ScriptedModel
 
 KEY = "sk-never-to-be-seen"

@@ -22,9 +22,8 @@ from graph_samples import (
 
 from aflow_tune.context import RolloutContext
 from aflow_tune.errors import BadInput, BudgetReached
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph, load_graph
-from aflow_tune.graph.run import GraphEnding, GraphRun
+from aflow_tune.graph.run import GraphEnding, GraphLimits, GraphRun
 from aflow_tune.models import Reply, ScriptedModel, Usage
 from aflow_tune.models.prices import FixedPrice
 from aflow_tune.models.types import ModelError, ModelFailure

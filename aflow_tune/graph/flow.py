@@ -73,8 +73,6 @@ class Flow:
     edges: tuple[Edge, ...] = ()
     calls: Mapping[Place, frozenset[Handle]] = field(default_factory=dict)
     """Which operators (or the model) each call may reach, through dicts and variables too."""
-    kinds: Mapping[str, int] = field(default_factory=dict)
-    """Operators whose classes are named, with a line; also through `getattr`."""
     handed_on: Mapping[Handle, int] = field(default_factory=dict)
     """Operators that code which is not followed gets hold of, with the line."""
     models: frozenset[str] = frozenset()
@@ -98,7 +96,6 @@ def trace_flow(shape: Shape) -> Flow:
         tuple(walk.nodes.values()),
         tuple(sorted(walk.edges)),
         {place: frozenset(handles) for place, handles in walk.calls.items()},
-        walk.kinds,
         walk.handed_on,
         frozenset(walk.models),
         frozenset(place for place, whole in walk.whole.items() if whole),
@@ -176,7 +173,6 @@ class _Walk:
         self.nodes: dict[tuple[int, int, str], Node] = {}
         self.edges: set[Edge] = set()
         self.calls: dict[Place, set[Handle]] = {}
-        self.kinds: dict[str, int] = {}
         self.handed_on: dict[Handle, int] = {}
         self.models: set[str] = set()
         self.whole: dict[Place, bool] = {}
@@ -248,14 +244,22 @@ class _Walk:
 
     def statement(self, node: ast.stmt, env: _Env) -> None:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            self.assignment(node, env)
+            value = self.value(node.value, env)
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                self.assign(target, value, env, add=isinstance(node, ast.AugAssign))
+                name, items = _name(target), node.value
+                if isinstance(items, ast.Dict) and name is not None:
+                    for key, held in zip(items.keys, items.values, strict=True):
+                        if isinstance(key, ast.Constant):
+                            env[f"{name}[{key.value!r}]"] = self.value(held, env)
         elif isinstance(node, ast.Return):
             answer = node.value
             if isinstance(answer, ast.Tuple) and len(answer.elts) == 2:  # `return answer, cost`
                 answer = answer.elts[0]
-            self.returned.append(self.value(answer, env))
+            self.returned.append(value := self.value(answer, env))
             if answer is not None:
-                self.note_whole(answer, self.returned[-1])
+                place = place_of(answer)
+                self.whole[place] = value.whole and self.whole.get(place, True)
         elif isinstance(node, ast.If):
             self.branch(node.test, [node.body, node.orelse], env)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -318,16 +322,6 @@ class _Walk:
                 self.block(node.body, env)
                 env |= _merged([before, env])
 
-    def assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, env: _Env) -> None:
-        value = self.value(node.value, env)
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            self.assign(target, value, env, add=isinstance(node, ast.AugAssign))
-            name = _name(target)
-            if isinstance(node.value, ast.Dict) and name is not None:
-                for key, held in zip(node.value.keys, node.value.values, strict=True):
-                    if isinstance(key, ast.Constant):
-                        env[f"{name}[{key.value!r}]"] = self.value(held, env)
-
     def assign(self, target: ast.expr, value: _Value, env: _Env, add: bool = False) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
             for part in target.elts:
@@ -350,10 +344,6 @@ class _Walk:
         env[name] = value
         if value.handles == {(MODEL, "")}:
             self.models.add(name)
-
-    def note_whole(self, node: ast.expr, value: _Value) -> None:
-        place = place_of(node)
-        self.whole[place] = value.whole and self.whole.get(place, True)
 
     # Expressions
 
@@ -399,7 +389,6 @@ class _Walk:
             return env[name]
         kind = self.shape.operator_class(node)
         if kind is not None:
-            self.kinds.setdefault(kind, node.lineno)
             return _Value(kinds=frozenset({kind}))
         if isinstance(node, ast.Name):
             return _Value(workflow=True) if node.id == "self" else _NOTHING
@@ -428,13 +417,18 @@ class _Walk:
         arguments = _join(*given, *named.values())
         if called == "getattr" and len(node.args) > 1:
             arguments = _join(arguments, self.looked_up(node, env))
-        target, is_call_of_handle = self.called(node.func, env)
-        if target.handles and is_call_of_handle:
+        func, is_handle = node.func, True  # whether a handle itself is called, not its method
+        if isinstance(func, ast.Attribute) and func.attr in ("aask", "__call__"):
+            func = func.value
+        elif isinstance(func, ast.Attribute):
+            is_handle = _name(func) in env or not self.value(func.value, env).handles
+        target = self.value(func, env)
+        if target.handles and is_handle:
             self.calls.setdefault(place_of(node), set()).update(target.handles)
-            for argument, value in zip(node.args, given, strict=True):
-                self.note_whole(argument, value)
-            for word in node.keywords:
-                self.note_whole(word.value, named[word.arg])
+            arguments_given = [*zip(node.args, given, strict=True)]
+            arguments_given += [(word.value, named[word.arg]) for word in node.keywords]
+            for place, value in ((place_of(item), value) for item, value in arguments_given):
+                self.whole[place] = value.whole and self.whole.get(place, True)
             results = [self.node(node, handle, arguments) for handle in sorted(target.handles)]
             is_whole = all(name != MODEL for name, _ in target.handles)
             return _Value(frozenset(results), whole=is_whole)
@@ -458,15 +452,6 @@ class _Walk:
                 self.handed_on.setdefault(handle, node.lineno)
         # Whatever an unknown function returns may hold what it was given.
         return _join(target, arguments, *passed).part(functions=())
-
-    def called(self, func: ast.expr, env: _Env) -> tuple[_Value, bool]:
-        """What a call calls, and whether that is a handle itself, not one of its methods."""
-        if not isinstance(func, ast.Attribute):
-            return self.value(func, env), True
-        if func.attr in ("aask", "__call__"):  # `self.llm.aask(...)` is a call of the model too
-            return self.value(func.value, env), True
-        is_method = _name(func) not in env and bool(self.value(func.value, env).handles)
-        return self.value(func, env), not is_method
 
     def looked_up(self, node: ast.Call, env: _Env) -> _Value:
         """`getattr(prompt_custom, "NAME", ...)`, `getattr(self, "solve")`."""

@@ -8,7 +8,7 @@ graph imports is Python's own.
 This file is the whole program in the sandbox, where nothing of this project is installed, and
 is imported for trusted graphs and by the static check: it needs the standard library only. It
 guards nothing: what the graph's code may do is decided by the sandbox around the process and by
-`broker.py`, which believes no message.
+`run.py`, which believes no message.
 """
 
 from __future__ import annotations

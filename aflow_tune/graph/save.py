@@ -297,8 +297,6 @@ class _Fitted:
             if isinstance(node, ast.Call):
                 self._call(node)
         self._workflow()
-        for kind, line in flow.kinds.items():
-            self._offered(line, kind)
         for (instance, operator), line in sorted(flow.handed_on.items()):
             if template is not None and operator in template.operators:
                 what = f"{instance} ({operator}) is handed to a function that is not followed"
@@ -443,6 +441,8 @@ class _Fitted:
             return
         handles = flow.calls.get(place_of(node), frozenset())
         operators = sorted({operator for _, operator in handles if operator})
+        for name in operators:
+            self._offered(node.lineno, name)
         if operators and {*operators} <= {"Custom", "CustomCodeGenerate"}:
             self._texts(node, operators)
         wanted = [

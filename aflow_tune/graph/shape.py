@@ -214,75 +214,72 @@ class _Reader:
         offered = inside.NAMES_OF.get(kind or "")
         for alias in node.names:
             name, bound = alias.name, alias.asname or alias.name
+            if kind == "operator":
+                if name == "*":
+                    shape.classes.update({known: known for known in self.operators})
+                elif self.is_operator(node, name):
+                    shape.classes[bound] = name
+                continue
+            if offered and name not in (*offered, "*"):
+                expected = f"one of: {', '.join(offered)}"
+                self.fault(node, expected, f"{name} from {module}", "use those")
+                continue
+            source, shim = module, kind
             if isinstance(node, ast.Import):
-                shim = inside.shim_of(name)
+                source, shim = name, inside.shim_of(name)
                 if alias.asname or "." not in name:
                     shape.modules.pop(bound, None)
                     shape.modules |= {} if shim is None else {bound: shim}
-                self.check_import(node, name, shim, must)
             elif kind is None and (inner := inside.shim_of(f"{module}.{name}")) is not None:
+                source, shim = f"{module}.{name}", inner
                 shape.modules[bound] = inner
-                self.check_import(node, f"{module}.{name}", inner, must)
-            elif kind == "operator" and name == "*":
-                shape.classes.update({known: known for known in self.operators})
-            elif kind == "operator" and name not in (*self.operators, "Operator"):
-                self.unknown_operator(node, name)
-            elif kind == "operator":
-                shape.classes[bound] = name
-            elif offered and name not in (*offered, "*"):
-                expected = f"one of: {', '.join(offered)}"
-                self.fault(node, expected, f"{name} from {module}", "use those")
-            else:
-                self.check_import(node, module, kind, must)
+            top = source.partition(".")[0]
+            if shim == "template prompt" and inside.TEMPLATE_PROMPT_FILE not in self.files:
+                fix = "put the template folder of this data set beside the graph's folder"
+                self.fault(node, "template/op_prompt.py", "no such file", fix)
+            elif shim is not None or not must:
+                continue
+            elif top in inside.FOREIGN_PACKAGES or source.startswith("workflows."):
+                self.fault(node, "an import that a graph has", f"import of {source}", _IMPORTS)
+            elif top not in sys.stdlib_module_names and not _is_installed(top):
+                fix = f"install {top}, or do without it"
+                self.fault(node, "a module that is installed", f"import of {source}", fix)
 
-    def check_import(self, node: ast.stmt, module: str, kind: str | None, must: bool) -> None:
-        top = module.partition(".")[0]
-        if kind == "template prompt" and inside.TEMPLATE_PROMPT_FILE not in self.files:
-            fix = "put the template folder of this data set beside the graph's folder"
-            self.fault(node, "template/op_prompt.py", "no such file", fix)
-        elif kind is not None or not must:
-            return
-        elif top in inside.FOREIGN_PACKAGES or module.startswith("workflows."):
-            self.fault(node, "an import that a graph has", f"import of {module}", _IMPORTS)
-        elif top not in sys.stdlib_module_names and not _is_installed(top):
-            fix = f"install {top}, or do without it"
-            self.fault(node, "a module that is installed", f"import of {module}", fix)
-
-    def unknown_operator(self, node: ast.stmt | ast.expr, name: str) -> None:
+    def is_operator(self, node: ast.stmt | ast.expr, name: str) -> bool:
+        """Whether there is an operator of this name; a fault if not."""
+        if name in (*self.operators, "Operator"):
+            return True
         near = difflib.get_close_matches(name, self.operators, 1)
         fix = (f"did you mean {near[0]}? " if near else "") + "or add that operator"
         expected = f"one of the operators: {', '.join(sorted(self.operators))}"
         self.fault(node, expected, f"operator.{name}", fix)
+        return False
 
     def attributes(self, prompts: Collection[str] | None) -> None:
         """Faults of `operator.NAME`, `prompt_custom.NAME` and of operators without a model."""
         names = [node for node in self.nodes if isinstance(node, ast.Name)]
         rebound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
         for node in self.nodes:
-            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
-                continue
-            owner = node.value.id if isinstance(node.value, ast.Name) else ""
-            if owner in rebound:
-                continue
-            name = self.shape.operator_class(node)
-            if name is not None and name not in (*self.operators, "Operator"):
-                self.unknown_operator(node, name)
-            is_prompt = self.shape.modules.get(owner) == "prompt" and node in self.shape.certain
-            if prompts is not None and is_prompt and node.attr not in prompts:
-                near = difflib.get_close_matches(node.attr, prompts, 1)
-                fix = f"did you mean {near[0]}?" if near else "add it to prompt.py or prompts.json"
-                self.fault(node, "a prompt of this graph", f"{owner}.{node.attr}", fix)
-        for call in self.nodes:
-            if (
-                isinstance(call, ast.Call)
-                and (name := self.shape.operator_class(call.func)) in self.operators
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                name = self.shape.operator_class(node)
+                if owner in rebound or (name is not None and not self.is_operator(node, name)):
+                    continue
+                is_prompt = self.shape.modules.get(owner) == "prompt" and node in self.shape.certain
+                if prompts is not None and is_prompt and node.attr not in prompts:
+                    near = difflib.get_close_matches(node.attr, prompts, 1)
+                    fix = f"did you mean {near[0]}? " if near else ""
+                    fix += "add it to prompt.py or prompts.json"
+                    self.fault(node, "a prompt of this graph", f"{owner}.{node.attr}", fix)
+            elif isinstance(node, ast.Call) and not node.args:
+                name = self.shape.operator_class(node.func)
                 # A class derived from an operator may give the model itself.
-                and (isinstance(call.func, ast.Attribute) or getattr(call.func, "id", "") == name)
-                and not call.args
-                and not any(word.arg in ("llm", None) for word in call.keywords)
-            ):
-                fix = f"write {ast.unparse(call.func)}(self.llm)"
-                self.fault(call, "an operator with its model", f"{ast.unparse(call):.80}", fix)
+                own = isinstance(node.func, ast.Name) and node.func.id != name
+                given = any(word.arg in ("llm", None) for word in node.keywords)
+                if name in self.operators and not own and not given:
+                    fix = f"write {ast.unparse(node.func)}(self.llm)"
+                    found = f"{ast.unparse(node):.80}"
+                    self.fault(node, "an operator with its model", found, fix)
 
     def workflow(self, tree: ast.Module) -> None:
         """Find the class Workflow and check what its two methods take."""
