@@ -25,9 +25,8 @@ from aflow_tune.graph.graph import Graph, load_graph
 from aflow_tune.graph.run import GraphEnding, GraphLimits, GraphRun
 from aflow_tune.models import Reply, ScriptedModel, Usage
 from aflow_tune.models.prices import FixedPrice
-from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.operators import Operator, Outcome, TestCases, use_test_cases
-from aflow_tune.operators.prompts import Prompt, fill, use_prompts, with_instruction
+from aflow_tune.operators.prompts import Prompt, fill, with_instruction
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 LETTER = "<thought>t</thought><solution_letter>B</solution_letter>"
@@ -179,22 +178,6 @@ def test_other_roles_for_operators(trust: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "answer", "failures"),
-    [
-        ("await self.custom(input=problem)", "ModelError: it is down", {"server_error": 1}),
-        ("await self.custom(question=problem)", "missing a required arg", {"TypeError": 1}),
-    ],
-)
-def test_failures_are_exceptions_that_the_graph_may_catch(
-    trust: bool, call: str, answer: str, failures: dict[str, int]
-) -> None:
-    graph = graph_of(f"try:\n    {call}\nexcept Exception as e:\n    return str(e)", trust=trust)
-    ran = run(graph, ScriptedModel([ModelError(ModelFailure.SERVER, "it is down")]))
-    assert answer in ran.answer
-    assert dict(ran.failures) == failures
-
-
-@pytest.mark.parametrize(
     ("call", "ending", "told"),
     [
         ("return 'x', 0.1", "answered", "x"),
@@ -271,21 +254,6 @@ def test_instructions_are_read_by_the_code_or_become_the_argument(trust: bool) -
     assert run(graph, model).answer == ["Add {both}.|", "kept", "Add {both}.", ""]
     words = ["Add {both}.\n\n", "Of the code.", "Add {both}. Twice.", "Add {both}."]
     assert asked(model) == [f"{text}1+1?" for text in words]
-
-
-def test_for_other_operators_it_stands_in_front_of_the_text_that_the_run_uses(trust: bool) -> None:
-    graph = graph_of(
-        "await self.judge(problem, 'x')\nawait self.plain(problem, 'y')\nreturn 'done', 0",
-        "self.judge = operator.Review(self.llm)\nself.plain = operator.Review(self.llm)",
-        instructions={"judge": 'Be strict. {problem} {{two}} {"a": 1} {}'},
-        trust=trust,
-    )
-    model = says(GOOD_REVIEW)
-    with use_prompts({"Review": "Look at {solution} of {problem}."}):
-        assert run(graph, model).ok
-    first, second = asked(model)
-    assert first.startswith('Be strict. {problem} {{two}} {"a": 1} {}\n\nLook at x of 1+1?.')
-    assert second.startswith("Look at y of 1+1?.")
 
 
 @pytest.mark.parametrize("text", ["{x}", "{{x}}", "{{{x}}}", "{ x }", "{}", "{x}{y}{{z}}", "}{x{"])

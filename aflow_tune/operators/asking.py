@@ -176,11 +176,7 @@ class ScEnsemble(_Ensemble):
     returns = {"response": "the chosen solution"}
 
     async def run(self, solutions: list[str], problem: str = "") -> OperatorResult:
-        """The chosen candidate.
-
-        Raises:
-            BadInput: there is no candidate, or one is neither a text nor a result.
-        """
+        """The chosen candidate. `BadInput`: there is none, or one is neither text nor result."""
         candidates, order = self._candidates(solutions)
         if not order:
             chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
@@ -226,11 +222,8 @@ class MdEnsemble(_Ensemble):
     async def run(
         self, solutions: list[str], problem: str = "", mode: str | None = None
     ) -> OperatorResult:
-        """The candidate with most votes; of several the one that stands first.
-
-        Raises:
-            BadInput: there is no candidate, or one is neither a text nor a result.
-        """
+        """The candidate with most votes; of several the one that stands first. `BadInput`: there
+        is no candidate, or one is neither a text nor a result."""
         candidates, filled = self._candidates(solutions)
         if not filled:
             chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
@@ -271,8 +264,7 @@ def _most_frequent(candidates: Sequence[str], places: Sequence[int]) -> int:
 
 
 def _shown(item: Any) -> str:
-    """A candidate's text. A result without any value is empty, as operators return it that could
-    not be read."""
+    """A candidate's text; empty for a result without any value: it could not be read."""
     if isinstance(item, Mapping):
         return str(dict(item)) if any(str(value).strip() for value in item.values()) else ""
     return "" if item is None else str(item)

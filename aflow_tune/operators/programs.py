@@ -150,9 +150,10 @@ def outcome_of(execution: Execution) -> tuple[str, str]:
     hit = f" (limit reached: {', '.join(execution.limits_hit)})" if execution.limits_hit else ""
     if execution.ending is Ending.FINISHED:
         output = execution.stdout.strip()
-        if output:
-            return (output if len(output) <= MAX_OUTPUT else output[:MAX_OUTPUT] + "..."), ""
-        return "", "solve() returned None and printed nothing, or it ended the program"
+        if len(output) > MAX_OUTPUT:
+            output = output[:MAX_OUTPUT] + "..."
+        nothing = "solve() returned None and printed nothing, or it ended the program"
+        return output, "" if output else nothing
     if execution.ending is Ending.FAILED:
         told = execution.stderr.strip()[-MAX_ERROR:]
         return "", told or f"the program ended with exit code {execution.exit_code}{hit}"
@@ -222,9 +223,8 @@ class TestCases:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            title, fix = "The test cases cannot be read.", "name a JSONL file in UTF-8"
-            expected = "a file with test cases"
-            raise BadInput.of(title, str(path), expected, str(error), fix) from None
+            title, expected = "The test cases cannot be read.", "a JSONL file in UTF-8"
+            raise BadInput.of(title, str(path), expected, str(error), "name such a file") from None
         for line in filter(str.strip, lines):
             try:
                 rows.append(json.loads(line))
