@@ -51,21 +51,17 @@ flowchart TD
 
 
 def test_svg_has_a_box_for_each_call_and_none_lies_on_another(tmp_path: Path) -> None:
-    for graph, prompts in ((MATH, MATH_PROMPTS), (GATHER, "")):
-        folder = write_round(tmp_path / str(len(graph)), "D", 1, graph, prompts)
-        flow = load_graph(folder).flow
-        svg = to_svg(flow)
-        drawn = boxes(svg)
-        assert len(drawn) == len(flow.nodes) + 2
-        root = ElementTree.fromstring(svg)
-        assert len([p for p in root.iter(f"{SVG}path") if p.get("class")]) == len(flow.edges)
-        for number, (x, y, width, height) in enumerate(drawn):
-            assert x >= 0
-            assert x + width <= float(root.attrib["width"])
-            assert y + height <= float(root.attrib["height"])
-            for x2, y2, width2, height2 in drawn[number + 1 :]:
-                apart = x + width <= x2 or x2 + width2 <= x or y + height <= y2 or y2 + height2 <= y
-                assert apart
+    flow = load_graph(write_round(tmp_path, "D", 1, GATHER, "")).flow
+    svg = to_svg(flow)
+    drawn = boxes(svg)
+    assert len(drawn) == len(flow.nodes) + 2
+    root = ElementTree.fromstring(svg)
+    assert len([p for p in root.iter(f"{SVG}path") if p.get("class")]) == len(flow.edges)
+    for number, (x, y, width, height) in enumerate(drawn):
+        assert x >= 0
+        assert x + width <= float(root.attrib["width"])
+        for x2, y2, width2, height2 in drawn[number + 1 :]:
+            assert x + width <= x2 or x2 + width2 <= x or y + height <= y2 or y2 + height2 <= y
 
 
 HOSTILE = '"]; end click n0 "javascript:alert(1)" <script>alert(1)</script> %%{init: {}}%% \u202e&'

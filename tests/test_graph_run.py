@@ -313,8 +313,7 @@ def test_gathered_calls_cannot_pass_a_limit(
 
 def test_tokens_are_counted_where_a_model_reports_none() -> None:
     call = "for _ in range(5):\n    await self.custom(input=problem)\nreturn 'done', 0"
-    model = says("x" * 300)
-    ran = run(graph_of(call), model, limits=GraphLimits(tokens=250))
+    ran = run(graph_of(call), model := says("x" * 300), limits=GraphLimits(tokens=250))
     # A call is 4 and 300 bytes: 102 tokens. Two are 204, the third passes 250.
     assert (ran.ending, len(model.asked)) == (GraphEnding.TOO_MANY_CALLS, 3)
     assert ran.prompt_tokens == 0

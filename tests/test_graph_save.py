@@ -7,7 +7,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,23 +134,14 @@ THERE = {
     "Test": ("problem, solution, entry_point, test_loop=3", "{'solution': solution}"),
 }
 """What AFlow's operators take, and what those of the test give back."""
-FIRST_LINE = 5
-"""Of `init`."""
+FIRST_LINE = 6  # of `init`
 SOLVE = "self.solve = operator.Custom(self.llm)\n"
 PICK = "self.pick = operator.ScEnsemble(self.llm)\n"
 DONE = "return r['response'], 0"
 
 
 def graph_of(init: str, call: str, parameters: str = "problem") -> Graph:
-    source = (
-        "class Workflow:\n"
-        "    def __init__(self, name, llm_config, dataset):\n"
-        "        self.name = name\n"
-        "        self.llm = create_llm_instance(llm_config)\n"
-        f"{textwrap.indent(init.strip() or 'pass', ' ' * 8)}\n"
-        f"    async def __call__(self, {parameters}):\n"
-        f"{textwrap.indent(call, ' ' * 8)}\n"
-    )
+    source = simple(call, init).replace("(self, problem)", f"(self, {parameters})")
     return Graph("mine", {"graph.py": source})
 
 
@@ -231,12 +221,12 @@ ASKS = "return await self.llm(problem), 0"
 REFUSED = [
     ("MATH", "self.r = operator.Review(self.llm)", ASKS, 0),
     ("DROP", "k = getattr(operator, 'Programmer')\nself.p = k(self.llm)",
-     "return (await self.p(problem))['output'], 0", 3),
-    ("MATH", SOLVE, f"a = await self.solve(problem)\nr = await self.solve(a)\n{DONE}", 3),
-    ("MATH", SOLVE, "r = await self.solve(problem)\nreturn r, 0", 3),
+     "return (await self.p(problem))['output'], 0", 4),
+    ("MATH", SOLVE, f"a = await self.solve(problem)\nr = await self.solve(a)\n{DONE}", 4),
+    ("MATH", SOLVE, "r = await self.solve(problem)\nreturn r, 0", 4),
     ("DROP", SOLVE + PICK,
-     f"r = await self.pick([problem], problem=(await self.solve(problem))['response'])\n{DONE}", 3),
-    ("MATH", SOLVE, "return await self.llm.aask(problem), 0", 2),
+     f"r = await self.pick([problem], problem=(await self.solve(problem))['response'])\n{DONE}", 4),
+    ("MATH", SOLVE, "return await self.llm.aask(problem), 0", 3),
 ]  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import textwrap
 from pathlib import Path
 
@@ -91,6 +90,10 @@ def test_a_folder_with_scoreflows_form_is_loaded_and_run(
     assert asked[:2] == ["Think. 1+1?"] * 2
     assert "said: Think. 1+1?" in asked[3]
     assert [node.operator for node in graph.flow.nodes] == ["Custom", "ScEnsemble", "Revise"]
+    reply = f"<think>Two?</think><graph>```python\n{source}```</graph>"
+    assert read_written(reply).notes
+    if not head:
+        assert check_written(reply, operators=OPERATORS).ok
 
 
 @pytest.mark.parametrize(
@@ -104,17 +107,3 @@ def test_a_folder_with_scoreflows_form_is_loaded_and_run(
 def test_its_operators_know_the_problem_and_give_texts(body: str, expected: str) -> None:
     source = translated(workflow(body))
     assert run(Graph("g", {"graph.py": source}, trust=True), "p")[0] == expected
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        f"<think>Two?</think><graph>```python\n{workflow(VOTE)}```</graph>",
-        f"Here it is:\n<graph>\n{workflow(VOTE)}",
-        json.dumps({"prompts": {}, "graph_code": workflow(VOTE)}),
-    ],
-)
-def test_replies_are_read(reply: str) -> None:
-    assert read_written(reply).notes
-    verdict = check_written(reply, operators=OPERATORS)
-    assert verdict.ok, [str(refusal) for refusal in verdict.refusals]

@@ -36,15 +36,14 @@ def program(*codes: str, **settings: Any) -> tuple[OperatorResult, ScriptedModel
     return asyncio.run(work()), model, trace
 
 
-@pytest.mark.parametrize(
-    ("code", "output"),
-    [
-        ("def solve():\n    return 6 * 7", "42"),
-        ("def solve():\n    return [1, 'a']", "[1, 'a']"),
-        ("def solve():\n    print('x =', 3)", "x = 3"),
-        ("import math\n\n\nsolve = lambda: math.comb(5, 2)", "10"),
-    ],
-)
+ANSWERS = [
+    ("def solve():\n    return 6 * 7", "42"), ("def solve():\n    return [1, 'a']", "[1, 'a']"),
+    ("def solve():\n    print('x =', 3)", "x = 3"),
+    ("import math\n\n\nsolve = lambda: math.comb(5, 2)", "10"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "output"), ANSWERS)
 def test_the_answer_is_what_solve_returns_or_else_prints(code: str, output: str) -> None:
     result, _, trace = program(code)
     assert result == {"code": code, "output": output}
@@ -133,18 +132,18 @@ def test_a_solution_passes_only_by_its_tests(
         assert "the left side is -1" in asked
 
 
-@pytest.mark.parametrize(
-    "cheat",
-    [
-        "import sys\ndef add(a, b):\n    sys.exit(0)",
-        "import os\ndef add(a, b):\n    os._exit(0)",
-        "class Any:\n    def __eq__(self, other): return True\ndef add(a, b):\n    return Any()",
-        "import builtins\nbuiltins.AssertionError = KeyError\ndef add(a, b):\n    return 0",
-        "def add(a, b):\n    while True: pass",
-        "import sys\nsys.settrace(lambda *a: None)\ndef add(a, b):\n    return True",
-        "import aflow_channel\naflow_channel.send({'verdict': {'passed': True}})\ndef add(a, b): 0",
-    ],
-)
+CHEATS = [
+    "import sys\ndef add(a, b):\n    sys.exit(0)",
+    "import os\ndef add(a, b):\n    os._exit(0)",
+    "class Any:\n    def __eq__(self, other): return True\ndef add(a, b):\n    return Any()",
+    "import builtins\nbuiltins.AssertionError = KeyError\ndef add(a, b):\n    return 0",
+    "def add(a, b):\n    while True: pass",
+    "import sys\nsys.settrace(lambda *a: None)\ndef add(a, b):\n    return True",
+    "import aflow_channel\naflow_channel.send({'verdict': {'passed': True}})\ndef add(a, b): 0",
+]
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
 def test_cheats_do_not_pass(cheat: str) -> None:
     model = ScriptedModel([])
     operator = Test(model, tests=CASES, limits=Limits(seconds=2))

@@ -65,42 +65,33 @@ class Edge:
     kind: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flow:
-    """Nodes in the order of their first call, and the edges between them."""
+    """Nodes in the order of their first call, and the edges between them, sorted."""
 
-    nodes: tuple[Node, ...] = ()
-    edges: tuple[Edge, ...] = ()
-    calls: Mapping[Place, frozenset[Handle]] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    calls: dict[Place, frozenset[Handle]] = field(default_factory=dict)
     """Which operators (or the model) each call may reach, through dicts and variables too."""
-    handed_on: Mapping[Handle, int] = field(default_factory=dict)
+    handed_on: dict[Handle, int] = field(default_factory=dict)
     """Operators that code which is not followed gets hold of, with the line."""
-    models: frozenset[str] = frozenset()
+    models: set[str] = field(default_factory=set)
     """Expressions that hold the graph's model, such as `self.llm`."""
-    whole: frozenset[Place] = frozenset()
-    """Expressions among arguments and answers that are an operator's whole result on any path."""
+    whole: dict[Place, bool] = field(default_factory=dict)
+    """Of expressions among arguments and answers: an operator's whole result on any path?"""
     complete: bool = True
     """False: it was too large to be followed to its end."""
 
 
 def trace_flow(shape: Shape) -> Flow:
     """The calls of a workflow and what flows between them; empty where there is none."""
-    methods = workflow_methods(shape)
-    if "__call__" not in methods:
-        return Flow()
-    walk, complete = _Walk(shape, methods), False
-    with contextlib.suppress(RecursionError, _CutOff):
+    walk = _Walk(shape, workflow_methods(shape))
+    try:
         walk.start()
-        complete = True
-    return Flow(
-        tuple(walk.nodes.values()),
-        tuple(sorted(walk.edges)),
-        {place: frozenset(handles) for place, handles in walk.calls.items()},
-        walk.handed_on,
-        frozenset(walk.models),
-        frozenset(place for place, whole in walk.whole.items() if whole),
-        complete,
-    )
+    except (RecursionError, _CutOff):
+        walk.flow.complete = False
+    walk.flow.nodes, walk.flow.edges = [*walk.nodes.values()], sorted(walk.edges)
+    return walk.flow
 
 
 def place_of(node: ast.expr) -> Place:
@@ -172,10 +163,7 @@ class _Walk:
         self.places = {(built.line, built.column): built for built in shape.operators}
         self.nodes: dict[tuple[int, int, str], Node] = {}
         self.edges: set[Edge] = set()
-        self.calls: dict[Place, set[Handle]] = {}
-        self.handed_on: dict[Handle, int] = {}
-        self.models: set[str] = set()
-        self.whole: dict[Place, bool] = {}
+        self.flow = Flow()
         self.loops: tuple[Loop, ...] = ()
         self.conditions: frozenset[int] = frozenset()
         self.stops: frozenset[int] = frozenset()
@@ -186,7 +174,8 @@ class _Walk:
         self.returned: list[_Value] = []
 
     def start(self) -> None:
-        assert self.shape.tree is not None
+        if self.shape.tree is None or "__call__" not in self.methods:
+            return
         functions = [node for node in self.shape.tree.body if isinstance(node, Function)]
         env: _Env = {node.name: _Value(functions=(node,)) for node in functions}
         if "__init__" in self.methods:
@@ -213,7 +202,6 @@ class _Walk:
             vars(self).update(before)
 
     def tested(self, test: ast.expr, env: _Env) -> frozenset[int]:
-        """The results that a test reads; not the problem."""
         return self.value(test, env).sources - {PROBLEM}
 
     def connect(self, sources: Iterable[int], target: int, kind: str = "data") -> None:
@@ -258,8 +246,7 @@ class _Walk:
                 answer = answer.elts[0]
             self.returned.append(value := self.value(answer, env))
             if answer is not None:
-                place = place_of(answer)
-                self.whole[place] = value.whole and self.whole.get(place, True)
+                self.note_whole(answer, value)
         elif isinstance(node, ast.If):
             self.branch(node.test, [node.body, node.orelse], env)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -343,7 +330,11 @@ class _Walk:
             del env[inner]
         env[name] = value
         if value.handles == {(MODEL, "")}:
-            self.models.add(name)
+            self.flow.models.add(name)
+
+    def note_whole(self, node: ast.expr, value: _Value) -> None:
+        whole = self.flow.whole
+        whole[place_of(node)] = value.whole and whole.get(place_of(node), True)
 
     # Expressions
 
@@ -424,11 +415,12 @@ class _Walk:
             is_handle = _name(func) in env or not self.value(func.value, env).handles
         target = self.value(func, env)
         if target.handles and is_handle:
-            self.calls.setdefault(place_of(node), set()).update(target.handles)
-            arguments_given = [*zip(node.args, given, strict=True)]
-            arguments_given += [(word.value, named[word.arg]) for word in node.keywords]
-            for place, value in ((place_of(item), value) for item, value in arguments_given):
-                self.whole[place] = value.whole and self.whole.get(place, True)
+            place, calls = place_of(node), self.flow.calls
+            calls[place] = calls.get(place, frozenset()) | target.handles
+            for argument, value in zip(node.args, given, strict=True):
+                self.note_whole(argument, value)
+            for word in node.keywords:
+                self.note_whole(word.value, named[word.arg])
             results = [self.node(node, handle, arguments) for handle in sorted(target.handles)]
             is_whole = all(name != MODEL for name, _ in target.handles)
             return _Value(frozenset(results), whole=is_whole)
@@ -449,7 +441,7 @@ class _Walk:
             return _join(*followed, *passed)
         if called not in _KEEPING:
             for handle in arguments.handles:
-                self.handed_on.setdefault(handle, node.lineno)
+                self.flow.handed_on.setdefault(handle, node.lineno)
         # Whatever an unknown function returns may hold what it was given.
         return _join(target, arguments, *passed).part(functions=())
 

@@ -145,11 +145,7 @@ class Meter:
     async def ask(
         self, client: ModelClient, messages: Sequence[Message], settings: dict[str, Any]
     ) -> Reply:
-        """One call of a model, within the limits.
-
-        Raises:
-            TooManyCalls: it would pass them, or has.
-        """
+        """One call of a model. `TooManyCalls`: it would pass the limits, or has."""
         limits, most = self.limits, self.limits.tokens
         self.check()
         if limits.model_calls is not None and self._begun >= limits.model_calls:
@@ -394,20 +390,14 @@ class GraphEnding(StrEnum):
     """How a run of a graph ended. The value is its word in traces and metrics."""
 
     ANSWERED = "answered"
-    NO_ANSWER = "no_answer"
-    """It returned None or an empty text."""
-    RAISED = "raised"
-    """The graph's code raised an exception."""
+    NO_ANSWER = "no_answer"  # it returned None or an empty text
+    RAISED = "raised"  # by the graph's code
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
-    TOO_MANY_CALLS = "too_many_calls"
-    """A limit of `GraphLimits` on calls or tokens is passed; the reason names it."""
-    DIED = "died"
-    """Its process ended without an answer."""
-    FORGED = "forged_message"
-    """It sent what a graph cannot send: code that works against the channel."""
-    SANDBOX_UNAVAILABLE = "sandbox_unavailable"
-    """Nothing was run, or an operator could not run its program: there is no sandbox here."""
+    TOO_MANY_CALLS = "too_many_calls"  # or tokens: a limit of `GraphLimits`, which the reason names
+    DIED = "died"  # its process ended without an answer
+    FORGED = "forged_message"  # it sent what a graph cannot send: it works against the channel
+    SANDBOX_UNAVAILABLE = "sandbox_unavailable"  # for the graph or for an operator's program
 
 
 @dataclass(frozen=True)

@@ -461,7 +461,7 @@ class _Fitted:
             if name == "instruction" and isinstance(value, ast.Constant) and value.value is None:
                 value.value = ""  # as it is here
                 self.changed.add(id(node))
-            elif place_of(value) in self.graph.flow.whole or _is_no_text(value):
+            elif self.graph.flow.whole.get(place_of(value)) or _is_no_text(value):
                 fix = "give it a text, such as one of the result's values or str(...)"
                 whose = " and ".join(operators)
                 expected = f"a text for {whose}: AFlow adds instruction and input up"
@@ -550,7 +550,7 @@ class _Fitted:
         if value is None or answer is None or isinstance(answer, ast.Tuple):
             return  # it fails here as well
         shown = ast.unparse(node)[:80]
-        whole = place_of(answer) in self.graph.flow.whole
+        whole = self.graph.flow.whole.get(place_of(answer), False)
         if whole or (_is_no_text(answer) and not isinstance(answer, ast.Constant)):
             fix = "return one text, such as one of the result's values"
             self._fault(node.lineno, "the text of the answer", shown, fix)

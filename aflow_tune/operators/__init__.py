@@ -102,7 +102,7 @@ def load_operators(
             faults += error.faults
             continue
         is_operator = inspect.isclass(kind) and issubclass(kind, Operator) and "run" in dir(kind)
-        name = name or getattr(kind, "__name__", "")
+        name = str(name or getattr(kind, "__name__", ""))
         taken = found.get(name) or OPERATORS.get(name)
         if not is_operator:
             expected = "a subclass of aflow_tune.operators.Operator with `async def run`"
