@@ -61,11 +61,10 @@ class Graph:
     operators: Mapping[str, type[Operator]] = field(default_factory=dict)
     """Operators of the user's that it may name, besides those of the registry."""
     instructions: Mapping[str, str] = field(default_factory=dict)
-    """Words for an operator's instance, or for all instances of an operator that have none of
-    their own, without placeholders: see `told` and `aflow_tune.writer`. Its code reads them as
-    `self.prompts["name"]` (an empty text for a name without one) and as `prompt_custom.name`. An
-    operator gets them as its argument `instruction` where its call has one and the code leaves it
-    empty; else they stand in front of its main prompt."""
+    """Words without placeholders, by an operator's instance or for all instances of an operator
+    that have none of their own. Its code reads them as `self.prompts["name"]` (empty for a name
+    without) and `prompt_custom.name`. An operator gets them as its argument `instruction` where its
+    call has one and the code leaves it empty; else they stand in front of its main prompt."""
 
     @property
     def known(self) -> dict[str, type[Operator]]:
@@ -85,11 +84,9 @@ class Graph:
 
     @functools.cached_property
     def told(self) -> dict[str, str]:
-        """`instructions` as they are used: also under each instance and operator that they mean.
-
-        The name of an instance means it alone. Any other is compared as `bare` has it, so that
-        `custom` and `operator.Custom` mean every `Custom` without words of its own.
-        """
+        """`instructions` also under each instance and operator that they mean. An instance's name
+        means it alone; any other is compared as `bare` has it, so that `custom` and
+        `operator.Custom` mean every `Custom` without words of its own."""
         instances = self.shape.instances
         meant = {
             bare(name): text for name, text in self.instructions.items() if name not in instances

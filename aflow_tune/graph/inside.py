@@ -193,10 +193,7 @@ class Instructions(dict[str, str]):
 
 
 def instruct(workflow: Any, given: dict[str, str]) -> None:
-    """Put the instructions into `prompts` of a workflow, or of its class.
-
-    What its code has put there under other names stays; what is no dict is left alone.
-    """
+    """Put the instructions into `prompts` of a workflow or its class, beside what is there."""
     own = getattr(workflow, "prompts", None)
     if own is None or (given and isinstance(own, dict)):
         try:
@@ -345,13 +342,13 @@ async def run(
         setup: `operators` (names), `sites` (`line:column` of the operators built in graph.py to
             their names), `prompts` (constants that win over prompt.py), `instructions` (by
             instance), `dataset`, `model` and `arguments`, which are passed in order.
-        sources: graph.py, and prompt.py and op_prompt.py where there are any.
+        sources: the graph's files by name.
         send: takes a message, returns the reply.
         built: called when the workflow has been constructed.
 
     Returns:
-        `{"end": "answer", "answer": ...}`, or `{"end": "raised", "kind", "text", "place"}`
-        where `place` is `file:line` in the graph's files, or empty.
+        `{"end": "answer", "answer"}`, or `{"end": "raised", "kind", "text", "place"}`; `place` is
+        `file:line` in the graph's files, or empty.
     """
     modules = None
     try:

@@ -2,22 +2,16 @@
 
 In the sandbox the program is `inside.py`, loaded in advance, with the graph's files beside it.
 Each call arrives as a message, is served in a task of its own (so that `asyncio.gather` in there
-is concurrency out here, and each call keeps its attribution), and is answered by its number.
-Whatever the program does, the run ends within its time and its number of calls, and how it ended
-is data.
-
-A message comes from code that anybody may have written, so it is believed in nothing: the
+is concurrency out here) and answered by its number. Whatever the program does, the run ends within
+its limits, and how it ended is data. A message comes from code that anybody may have written: the
 operator must exist, the arguments must fit its signature and be plain data of bounded size. Wrong
-arguments are answered with an error, as a call in the same process would be; a message that our
-own side of the channel can never send ends the run. Models, operators and keys are in this process
-only.
+arguments are answered with an error; a message that our own side can never send ends the run.
+Models, operators and keys are in this process only.
 
-The `Meter` stands between the operators and the models. A call of a model begins if the tokens
-spent, the most that the calls in flight may use, and the most that it may use itself stay within
-the limit; else it waits for those in flight, and alone it begins while anything is left. So the
-limit is passed by one call at most, which ends the run. Where an endpoint reports no tokens, every
-three bytes of text count as one. The run's budget in money stands in front of every model
-(`aflow_tune.models`).
+The `Meter` stands between operators and models. A call of a model begins if the tokens spent, the
+most that the calls in flight may use and the most that it may use itself stay within the limit;
+else it waits for those in flight, and alone it begins while anything is left: the limit is passed
+by one call at most, which ends the run. The run's budget in money stands in front of every model.
 """
 
 from __future__ import annotations
@@ -214,11 +208,9 @@ class _Metered:
 class Broker:
     """Serves the calls of one run.
 
-    `clients` holds a model for each role, 'policy' among them; `roles` says by instance,
-    operator or model name which role other than 'policy' is used. `prompts` gives the prompts
-    of an operator by operator name, instance and both; `instructions` those of instances,
-    and of an operator's instances without their own: an operator gets them as its argument
-    `instruction` where its call has one and the graph leaves it empty, else in front of its prompt.
+    `clients`: a model for each role, 'policy' among them; `roles`: by instance, operator or model
+    name which other role is used; `prompts`: of operators, by operator, instance and both;
+    `instructions`: by instance or operator, see `Graph.instructions`.
     """
 
     clients: Mapping[str, ModelClient]

@@ -1,15 +1,12 @@
 """A graph written back as a `round_N` folder that AFlow runs: graph.py, prompt.py, __init__.py.
 
-The code keeps its text, but for the import lines (written anew for the folder's data set and
-round), the texts of prompts (written into prompt.py), instructions, which AFlow does not know (they
-become constants that the code hands over), and calls that AFlow's template of the data set does not
-take: an argument that AFlow demands gets the value that it has here, one that AFlow does not know
-is left out, which is noted. What would fail in AFlow wherever it is reached is a fault, with its
-line; what may fail, because it cannot be told which operator a call reaches, is a note.
-
-AFlow reads prompts of operators from its own template and nowhere else: such prompts are kept
-beside graph.py in prompts.json, which we read and AFlow does not, and are named in what
-`save_round` returns. Nothing is imported or run.
+The code keeps its text, but for import lines (written anew), prompts (written into prompt.py),
+instructions (constants that the code hands over, as AFlow does not know them), and calls that
+AFlow's template of the data set does not take: an argument that AFlow demands gets the value that
+it has here, one that AFlow does not know is left out, which is noted. What would fail in AFlow
+wherever it is reached is a fault with its line; what may fail is a note. Prompts of operators,
+which AFlow reads from its template alone, are kept in prompts.json beside it, which only we read.
+Nothing is imported or run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The operators that only ask a model: eight of AFlow's ten.
 
-The ensembles choose one of several solutions, in one vote or by majority. Candidates are labelled A
-to Z, AA, AB and so on, so there is no limit of 26. Each candidate is a place in the list: equal
-texts stay two candidates. A candidate may be a whole result of another operator: as in AFlow it is
-shown as its text and handed back as it is. Empty candidates, which is what operators return that
-could not be read, are not put to the vote. Where no vote can be read the candidate that occurs most
-often is returned (of several the first), with the outcome 'unreadable'.
+The ensembles choose one of several solutions, in one vote or by majority, labelled A to Z, AA, AB
+and so on. Equal texts stay two candidates; a whole result of an operator is shown as its text and
+handed back as it is, as in AFlow; empty candidates (what could not be read) are not put to the
+vote. Where no vote can be read, the candidate that occurs most often is returned (of several the
+first), with the outcome 'unreadable'.
 """
 
 from __future__ import annotations

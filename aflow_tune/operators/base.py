@@ -1,14 +1,11 @@
 """`Operator`: one use of a model with a purpose, typed arguments in and typed values out.
 
 A subclass says what it asks (`asks`), which fields it wants back (`fields`) and, in `run`, what
-it does with them. This class names the caller, so that model calls, experiences and graph drawings
-speak of `Review.strict`; it asks, reads, asks again a bounded number of times; and it notes one
-`OperatorCall` in the trace, however the use ended.
-
-A reply that cannot be read is a result (`Outcome.UNREADABLE` with fallback values). A model
-that gives no reply, a sandbox that is missing and a budget that is used up are no answers of
-the model: they raise, and are noted. An operator holds no state of a use: one instance may run
-many at once.
+it does with them. This class names the caller (model calls, experiences and drawings speak of
+`Review.strict`), asks, reads, asks again a bounded number of times, and notes one `OperatorCall` in
+the trace, however the use ended. A reply that cannot be read is a result (`Outcome.UNREADABLE` with
+fallback values); a model that gives no reply, a missing sandbox and a budget that is used up raise.
+An operator holds no state of a use: one instance may run many at once.
 """
 
 from __future__ import annotations

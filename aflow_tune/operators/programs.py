@@ -173,13 +173,10 @@ def _checked_limits(limits: Limits | None, caller: str) -> Limits:
 class TestCases:
     """The public tests that the operator Test may use: asserts on `candidate`, by entry point.
 
-    These are tests that a solver may see, such as AFlow's `humaneval_public_test.jsonl`. The tests
-    that an answer is scored by must never be among them: a workflow that sees those learns the
-    answers, so nothing here reads a task's `test` by itself.
-
-    A file may hold several rows for one entry point, of different problems (HumanEval has six such
-    names). The row whose calls stand in the problem's text is taken; where that does not tell them
-    apart there are no tests for it, rather than those of another problem.
+    A solver may see these tests, such as AFlow's `humaneval_public_test.jsonl`, never those that an
+    answer is scored by: nothing here reads a task's `test` by itself. Of several rows for one entry
+    point (HumanEval has six such names) the one whose calls stand in the problem's text is taken;
+    where that does not tell them apart there are none.
     """
 
     __test__ = False  # for pytest: no test class
