@@ -294,6 +294,11 @@ class _Fitted:
             if isinstance(node, ast.Call):
                 self._call(node)
         self._workflow()
+        refused = {fault.found for fault in self.faults}
+        for (line, *_), handles in flow.calls.items():  # those that no name tells, as by `getattr`
+            for _, operator in handles:
+                if operator and f"operator.{operator}" not in refused:
+                    self._offered(line, operator)
         for (instance, operator), line in sorted(flow.handed_on.items()):
             if template is not None and operator in template.operators:
                 what = f"{instance} ({operator}) is handed to a function that is not followed"
@@ -438,8 +443,6 @@ class _Fitted:
             return
         handles = flow.calls.get(place_of(node), frozenset())
         operators = sorted({operator for _, operator in handles if operator})
-        for name in operators:
-            self._offered(node.lineno, name)
         if operators and {*operators} <= {"Custom", "CustomCodeGenerate"}:
             self._texts(node, operators)
         wanted = [
