@@ -9,7 +9,6 @@ from graph_samples import (
     CODE,
     CODE_PROMPTS,
     GATHER,
-    INIT,
     MATH,
     MATH_PROMPTS,
     own_form,
@@ -128,27 +127,6 @@ def test_a_link_to_somewhere_else_is_no_prompt_file(tmp_path: Path) -> None:
     (folder / "prompt.py").symlink_to(secret)
     (fault,) = faults_of(folder)
     assert f"a link to {secret}" in fault
-
-
-@pytest.mark.parametrize(
-    ("call", "fits"),
-    [
-        ("async def __call__(self, problem, entry_point=None, test=None)", True),
-        ("async def __call__(self, *args)", True),
-        ("def __call__(self, problem)", False),
-        ("async def __call__(self)", False),
-        ("async def __call__(self, problem, *, entry_point)", False),
-    ],
-)
-def test_the_workflows_call_takes_a_problem_and_an_entry_point(
-    tmp_path: Path, call: str, fits: bool
-) -> None:
-    head = INIT.replace(": DatasetType", "")
-    folder = own_form(tmp_path / "g", f"{head}\n    {call}:\n        return 'x'\n")
-    if fits:
-        load_graph(folder)
-    else:
-        assert faults_of(folder)[0].startswith("graph.py:12: async def __call__")
 
 
 def edges_of(folder: Path) -> set[str]:

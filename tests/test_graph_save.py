@@ -63,17 +63,6 @@ def test_names_of_metagpt_are_refused_with_their_lines(tmp_path: Path) -> None:
     assert sorted(lines) == [5, 19, 35]
 
 
-def test_our_own_form_becomes_a_round(tmp_path: Path) -> None:
-    prompts = json.dumps({"SOLVE": "Solve:\n", "custom": "{instruction}{input}"})
-    loaded = load_graph(own_form(tmp_path / "mine", simple(CALL), prompts))
-    saved = save_round(loaded, target(tmp_path))
-    assert saved.only_here == ("custom",)
-    assert (saved.folder / "prompt.py").read_text() == '\nSOLVE = """Solve:\n"""\n'
-    again = load_graph(saved.folder)
-    assert again.shape.constants == {"SOLVE": "Solve:\n"}
-    assert again.operator_prompts == {"custom": "{instruction}{input}"}
-
-
 def test_other_imports_are_kept_or_become_names(tmp_path: Path) -> None:
     head = """\
 from __future__ import annotations
@@ -268,13 +257,16 @@ def test_the_template_that_lies_there_decides(tmp_path: Path) -> None:
     template = tmp_path / "workspace" / "MATH" / "workflows" / "template"
     template.mkdir(parents=True)
     (template / "operator.py").write_text(
+        "class Custom:\n    async def __call__(self, input, instruction): ...\n"
         "class Review:\n    async def __call__(self, solution, problem): ...\n"
     )
     review = "self.r = operator.Review(self.llm)"
     call = "r = await self.r(solution='s', problem=problem)\nreturn r['feedback'], 0"
     assert not written(tmp_path, "MATH", graph_of(review, call)).notes
-    with pytest.raises(BadInput, match="Custom"):
-        save_round(graph_of(SOLVE, call), template.parent / "round_3")
+    with pytest.raises(BadInput, match="Programmer"):
+        save_round(
+            graph_of("self.p = operator.Programmer(self.llm)", call), template.parent / "round_3"
+        )
 
 
 def run(graph: Graph, model: ScriptedModel) -> GraphRun:

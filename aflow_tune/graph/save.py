@@ -333,14 +333,13 @@ class _Fitted:
             if isinstance(node, ast.Attribute)
             and shape.modules.get(getattr(node.value, "id", "")) == "prompt"
         }
-        texts = {**dict.fromkeys(by_key, ""), **told}
-        assigned = any(
-            isinstance(n, ast.Assign) and any(map(_is_prompts, n.targets)) for n in nodes
-        )
-        if assigned and not told:  # it fills them itself, as a round does that was saved before
-            texts = {}
+        assigns = [node for node in nodes if isinstance(node, ast.Assign)]
+        assigned = any(_is_prompts(target) for node in assigns for target in node.targets)
+        fills = bool(told) or not assigned  # else it does so itself, as a round saved before
+        texts = {**dict.fromkeys(by_key, ""), **told} if fills else {}
         taken = {*shape.constants, *graph.constants}
-        self.constants, places = {}, {}
+        self.constants: dict[str, str] = {}
+        places: dict[str, str] = {}
         for name, text in texts.items():
             free = name if name.isidentifier() and not keyword.iskeyword(name) else "PROMPT"
             while free in taken:
@@ -364,7 +363,7 @@ class _Fitted:
                 self.changed.add(id(call))
         init = workflow_methods(shape).get("__init__")
         asks = any(getattr(n, "attr", getattr(n, "value", None)) == "prompts" for n in nodes)
-        if init is not None and asks and places:
+        if init is not None and asks and fills:
             self._fill(init, places)
         self.lost = [name for name in takes & told.keys() if name not in used or init is None]
         self.prompts: dict[str, dict[str, str]] = {}
